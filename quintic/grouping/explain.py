@@ -23,7 +23,7 @@ from quintic.grouping.param_groups import grouped
 from quintic.optim.groups.names import mask_layer_indices, model_parameters
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
-from quintic.optim.rules.update import adjust_lr_factor
+from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["Explanation", "Row", "Total", "explain"]
 
@@ -41,7 +41,8 @@ class Row:
     algorithm: str
     """`"muon"`, `"adamw"`, or `"frozen"` for `requires_grad=False`."""
     optimizer: str
-    """Its name for people: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdamW"` or `"frozen"`."""
+    """Its name for people: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdaMuon"` (`"element"`), `"AdamW"` or
+    `"frozen"`."""
     view: View | None = None
     """The matrices that it holds; None unless the algorithm is Muon."""
     matrices: tuple[tuple[int, int, int], ...] = ()
@@ -122,9 +123,10 @@ class Explanation:
     __repr__ = __str__
 
     def _totals_lines(self, width: int) -> list[str]:
-        names = {"muon": "Muon", "adamw": "AdamW"}
-        if any(row.optimizer == "NorMuon" for row in self.rows):
-            names["muon"] = "NorMuon" if all(row.optimizer != "Muon" for row in self.rows) else "Muon, NorMuon"
+        titles: dict[str, set[str]] = {}
+        for row in self.rows:
+            titles.setdefault(row.algorithm, set()).add(row.optimizer)
+        names = {algorithm: ", ".join(sorted(found)) for algorithm, found in titles.items()}
         lines = [(self.model, "tensors", "parameters", "matrices", "weights", "state")]
         for total in self.totals:
             counts = (f"{total.tensors:,}", f"{total.parameters:,}", f"{total.matrices:,}")
@@ -186,7 +188,7 @@ def explain(
             continue
         one, twin = assignments[param], twins[param]
         group = group_of[twin]
-        is_muon = one.algorithm == "muon"
+        is_muon = orthogonalizes(one.algorithm)
         matrices = one.view.shapes(twin.shape) if is_muon else ()
         rows.append(
             Row(
@@ -194,12 +196,12 @@ def explain(
                 shape=tuple(twin.shape),
                 dtype=twin.dtype,
                 algorithm=one.algorithm,
-                optimizer="AdamW" if not is_muon else "Muon" if group.normalize is None else "NorMuon",
+                optimizer=group.rule.title,
                 view=one.view if is_muon else None,
                 matrices=matrices,
                 why=one.why,
                 lr=group.learning_rate,
-                lr_scale=tuple(adjust_lr_factor(group.adjust_lr, m, n) for _, m, n in matrices),
+                lr_scale=tuple(group.rule.lr_factor(group.adjust_lr, m, n) for _, m, n in matrices),
                 weight_decay=float(group.weight_decay),
                 state_bytes=sum(value.nbytes for value in states[twin].values()),
             )

@@ -21,6 +21,7 @@ from quintic.grouping.uses import stored
 from quintic.optim.groups.assignment import Assignment
 from quintic.optim.groups.names import mask_layer_indices
 from quintic.optim.groups.options import adopt_old_names, with_new_names
+from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["grouped", "param_groups"]
 
@@ -66,7 +67,7 @@ def param_groups(
     _warn_of_doubts(model, assignments)
     if _logger.isEnabledFor(logging.DEBUG):
         for param, one in assignments.items():
-            how = f"muon, {one.view}" if one.algorithm == "muon" else one.algorithm
+            how = f"muon, {one.view}" if orthogonalizes(one.algorithm) else one.algorithm
             _logger.debug("%s %s: %s, because: %s", one.name, tuple(param.shape), how, one.why)
     groups = grouped(assignments, muon=muon, adamw=adamw)
     options = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
@@ -110,7 +111,7 @@ def grouped(
             }
         groups[key]["params"].append(param)
         groups[key]["param_names"].append(one.name)
-    return sorted(groups.values(), key=lambda group: group["algorithm"] != "muon")
+    return sorted(groups.values(), key=lambda group: not orthogonalizes(group["algorithm"]))
 
 
 def _hyperparameters(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def _warn_of_doubts(model: nn.Module, assignments: Mapping[Tensor, Assignment]) 
             UserWarning,
             stacklevel=3,
         )
-    if not any(one.algorithm == "muon" for one in every):
+    if not any(orthogonalizes(one.algorithm) for one in every):
         missing = _without_matrices(model, assignments)
         if missing:
             warnings.warn(f"Muon gets no matrix of this {type(model).__name__}: {missing}", UserWarning, stacklevel=3)

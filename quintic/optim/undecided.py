@@ -25,6 +25,7 @@ from quintic.optim.current import ADDED_WITH
 from quintic.optim.groups.assignment import Algorithm, Assignment, Classifier
 from quintic.optim.groups.names import made_up, without_wrappers
 from quintic.optim.layout.views import Matrix
+from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["Undecided"]
 
@@ -127,7 +128,7 @@ def _suggested(
         one = by_name.get(param)
         if one is not None:
             # Vectors always go to AdamW, and matrices named like a layer to Muon; AdamW for a matrix is a guess.
-            suggested[param] = one, param.ndim < 2 or one.algorithm == "muon"
+            suggested[param] = one, param.ndim < 2 or orthogonalizes(one.algorithm)
         else:
             algorithm: Algorithm = "muon" if param.ndim == 2 else "adamw"
             is_certain = param.ndim < 2 or (param.ndim == 2 and (name is not None or trusts_matrices))
@@ -143,7 +144,7 @@ def _as_group(
     own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     made = {**one.options, **own, "algorithm": one.algorithm, "view": one.view}
     made["params"] = [(name, param) for name, param, _ in members]
-    if one.algorithm == "adamw" and "lr" in own and "adamw_lr_ratio" not in made:
+    if not orthogonalizes(one.algorithm) and "lr" in own and "adamw_lr_ratio" not in made:
         # The caller wrote one rate for the whole model, on the scale of `lr`. AdamW's rate is a ratio of it.
         ratio, rate = defaults["adamw_lr_ratio"], float(defaults["lr"])
         if ratio is None and rate > 0:

@@ -23,9 +23,10 @@ from quintic.optim.groups.names import is_made_up, resolve_name
 from quintic.optim.groups.options import OPTIONS, Group, is_old_option
 from quintic.optim.groups.ties import ties_of
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.state.parts import CUT_KEYS, DividedState, divided_parameters, part_of_saved
+from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
+from quintic.optim.state.parts import DividedState, divided_parameters, part_of_saved
 from quintic.optim.state.placement import init_state
-from quintic.optim.state.state import CODE_KEYS, STATE_KEYS, copy_, piece_of, saved_tensor
+from quintic.optim.state.state import CODE_KEYS, copy_, piece_of, saved_tensor
 
 __all__ = ["Loaded", "check_is_state_dict", "load_state"]
 
@@ -256,7 +257,7 @@ def _matched_state(
     for key, target in needed.items():
         what = f"{name}: saved {key}"
         source = saved_tensor(saved[key], what)
-        if divided is not None and key in CUT_KEYS:
+        if divided is not None and key in PARAM_SHAPED_STATE:
             yield from part_of_saved(what, param, divided, target, source)
             continue
         if source.shape != target.shape:
