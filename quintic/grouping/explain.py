@@ -1,8 +1,8 @@
-"""`explain`: which parameter gets which treatment, why, and what it costs, as data and as a table.
+"""`explain`: the algorithm, view and cost of every parameter with the reason, as data and as a table.
 
-It asks the code that does the work: the decisions of `groups.py`, and a real `Muon` on meta-device twins of the
-parameters, so that an option or a view which `Muon` would refuse is refused here, and no memory is used whatever the
-size of the model.
+The answers come from the code that does the work: the assignments of `assign.py`, and a real `Muon` on twins of the
+parameters on the meta device. So `explain` refuses every option or view that `Muon` would refuse, and needs no memory
+for models of any size.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["Explanation", "Row", "Total", "explain"]
 
-# Columns of text where the output is no terminal, whose width would be known.
+# Columns of text where the output is no terminal.
 _WIDTH_ELSEWHERE = 160
 
 
@@ -100,9 +100,9 @@ class Explanation:
 
         Args:
             fold: show parameters that differ only in the numbers of their names as one line, `layers.*.weight`.
-            width: columns of text; None for those of the terminal, or 160 where the output is none. Names that are
-                longer than there is room for are shortened in the middle, views and reasons continue on the next line.
-                Where a parameter does not fit a line, what is done with it stands on a second one.
+            width: columns of text; None for the terminal's width, or 160 where the output is no terminal. Names
+                that are too long are shortened in the middle, views and reasons continue on the next line. If a
+                parameter does not fit one line, its treatment stands on a second one.
         """
         if width is None:
             width = shutil.get_terminal_size((_WIDTH_ELSEWHERE, 24)).columns
@@ -155,7 +155,7 @@ def explain(
     """Return the treatment of each parameter of `model` and the reason for it, without making an optimizer.
 
     `print(quintic.explain(model))` shows what `quintic.Muon(quintic.param_groups(model))` would do, also for a model
-    on the meta device, in a table that fits the terminal. Shapes and bytes are those of whole parameters, before any
+    on the meta device, in a table that fits the terminal. Shapes and bytes belong to whole parameters, before any
     sharding.
 
     Args:
@@ -167,8 +167,8 @@ def explain(
         **options: keyword arguments of `quintic.Muon`, e.g. `lr=0.02` or `normalize="neuron"`.
 
     Raises:
-        ValueError, TypeError: whatever `param_groups` and `Muon` raise for this model and these options, in particular
-            for a matrix that no rule covers; the message names the parameter.
+        ValueError, TypeError: as `param_groups` and `Muon` for this model and these options, in particular for a
+            matrix that no rule covers; the message names the parameter.
     """
     assignments = assign(model, rules, convolutions)
     # Twins on the meta device have the shapes, strides and dtypes of the parameters, and no memory.
@@ -222,7 +222,7 @@ def _total(algorithm: str, rows: Sequence[Row]) -> Total:
 
 
 def _cells(rows: Sequence[Row]) -> Cells:
-    """Return the line for parameters that differ in numbers of their names only."""
+    """Return the cells of one line, for parameters that differ only in the numbers of their names."""
     row = rows[0]
     folded = len(rows) > 1
     rate = ""

@@ -8,7 +8,7 @@ from quintic.optim.groups.names import shortened
 
 __all__ = ["Cells", "bytes_text", "column_lines", "table_lines"]
 
-# Everything is on one line per parameter where names, views and reasons have this much room, if they need it.
+# A parameter gets one line if names, views and reasons have at least this many columns, or as many as they need.
 _ROOM_FOR_NAME, _ROOM_FOR_VIEW, _ROOM_FOR_WHY = 28, 18, 14
 
 _INDENT = "    "
@@ -16,7 +16,7 @@ _GAP = "  "
 
 
 class Cells(NamedTuple):
-    """One row of a table, for parameters whose names differ in numbers only."""
+    """One row of the table, for one parameter or for several whose names differ only in numbers."""
 
     name: str
     times: str
@@ -34,7 +34,7 @@ _RIGHT_ALIGNED = frozenset({"times", "decay", "state"})
 
 
 def table_lines(rows: Sequence[Cells], width: int) -> list[str]:
-    """Return a heading and the rows as text of at most `width` columns, or of some 50 where that is less."""
+    """Return a heading and the rows as lines of at most `width` columns; below 50 columns some lines are wider."""
     sizes = {field: max(len(getattr(row, field)) for row in (_HEADING, *rows)) for field in Cells._fields}
     fields = [field for field in Cells._fields if sizes[field]]  # without `times` where nothing is folded
     fixed = sum(sizes[field] for field in fields if field not in ("name", "view", "why"))
@@ -49,7 +49,7 @@ def table_lines(rows: Sequence[Cells], width: int) -> list[str]:
 
 
 def _in_several_lines(rows: Sequence[Cells], sizes: dict[str, int], width: int) -> list[str]:
-    """Return lines with names and shapes, each with another one below it for the rest."""
+    """Return two lines or more for each row: name and shape, and below them the other cells."""
     first = [field for field in ("name", "times", "shape") if sizes[field]]
     name = max(12, width - sizes["times"] - sizes["shape"] - len(_GAP) * (len(first) - 1))
     sizes = sizes | {"name": min(sizes["name"], name)}
