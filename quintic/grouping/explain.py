@@ -7,7 +7,6 @@ for models of any size.
 
 import dataclasses
 import math
-import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,17 +17,15 @@ from torch import nn
 
 from quintic.grouping.assign import Rule, assign
 from quintic.grouping.classify import PERHAPS_FUSED, Convolutions
-from quintic.grouping.explain_text import Cells, bytes_text, column_lines, table_lines
+from quintic.grouping.explain_text import Cells, column_lines, table_lines
 from quintic.grouping.param_groups import grouped
 from quintic.optim.groups.names import mask_layer_indices, model_parameters
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
 from quintic.optim.rules.table import orthogonalizes
+from quintic.tables import bytes_text, output_width
 
 __all__ = ["Explanation", "Row", "Total", "explain"]
-
-# Columns of text where the output is no terminal.
-_WIDTH_ELSEWHERE = 160
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +102,7 @@ class Explanation:
                 parameter does not fit one line, its treatment stands on a second one.
         """
         if width is None:
-            width = shutil.get_terminal_size((_WIDTH_ELSEWHERE, 24)).columns
+            width = output_width()
         folded: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             pattern = mask_layer_indices(row.name) if fold else row.name

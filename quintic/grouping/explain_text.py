@@ -4,9 +4,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quintic.optim.groups.names import shortened
+from quintic.tables import aligned, shortened
 
-__all__ = ["Cells", "bytes_text", "column_lines", "table_lines"]
+__all__ = ["Cells", "column_lines", "table_lines"]
 
 # A parameter gets one line if names, views and reasons have at least this many columns, or as many as they need.
 _ROOM_FOR_NAME, _ROOM_FOR_VIEW, _ROOM_FOR_WHY = 28, 18, 14
@@ -84,22 +84,8 @@ def _in_columns(row: Cells, fields: Sequence[str], sizes: dict[str, int]) -> lis
 
 
 def column_lines(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return rows of numbers behind a name, which is shortened to `width` columns of text in all."""
-    names, *columns = zip(*rows, strict=True)
-    sizes = [max(map(len, column)) for column in columns]
-    size = min(max(map(len, names)), max(12, width - sum(sizes) - len(_GAP) * len(sizes)))
-    lines = []
-    for name, *cells in rows:
-        numbers = [cell.rjust(length) for cell, length in zip(cells, sizes, strict=True)]
-        lines.append(_GAP.join([shortened(name, size).ljust(size), *numbers]))
-    return lines
-
-
-def bytes_text(count: int) -> str:
-    """Return a number of bytes for people: `512 B`, `1.5 MiB`."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    """Return rows of numbers behind a name, which is shortened so that lines have at most `width` columns."""
+    numbers = aligned([row[1:] for row in rows], [-1] * (len(rows[0]) - 1))
+    size = max(12, width - len(numbers[0]) - len(_GAP))
+    names = aligned([[shortened(row[0], size)] for row in rows], [1])
+    return [f"{name}{_GAP}{line}" for name, line in zip(names, numbers, strict=True)]

@@ -21,7 +21,6 @@ __all__ = [
     "model_parameters",
     "name_variants",
     "resolve_name",
-    "shortened",
     "unwrap_module",
     "without_holders",
     "without_wrappers",
@@ -139,15 +138,3 @@ def _unmarked(name: str) -> str:
 
 def _joined(above: str, last: str) -> str:
     return f"{above}.{last}" if above else last
-
-
-def shortened(text: str, size: int) -> str:
-    """Return a text of at most `size` characters, with dots in the middle if it is longer.
-
-    More of the end is kept than of the beginning, since the end of a name says more.
-    """
-    if len(text) <= size:
-        return text
-    kept = max(2, size - 3)
-    head = kept * 2 // 5
-    return f"{text[:head]}...{text[len(text) - (kept - head) :]}"
