@@ -140,10 +140,10 @@ _KEPT = _Kept()
 class _Buffers(NamedTuple):
     """Buffers that all batches of a call write to, one batch after the other; views of one allocation."""
 
+    # Two of (batch, m, n).
     whole: list[Tensor]
-    """Two of (batch, m, n)."""
+    # `_NUM_SMALL` of (batch, side, side).
     small: list[Tensor]
-    """`_NUM_SMALL` of (batch, side, side)."""
 
     @classmethod
     def of(cls, batch: int, m: int, n: int, dtype: torch.dtype) -> "_Buffers":
