@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import quintic
 
-MATCH = "first step found no gradient at all, also none of 0.weight and 3 others"
+MATCH = "no parameter had a gradient in the first step, including 0.weight and 3 others"
 
 
 def check_first_step(rank, world_size, layout, ranks_with):
