@@ -75,7 +75,7 @@ def travelling(group: Group, layouts: Sequence[Layout | None]) -> list[Layout | 
     The others are stepped where they are: AdamW's parameters, `DTensor`s that every rank of the mesh holds whole, and
     parameters whose gradients `comms` averages ("replicated", "sharded"). Idle (frozen) ones are not stepped.
     """
-    moves = group.algorithm == "muon" and group.comms in ("none", "averaged")
+    moves = group.rule.orthogonalizes and group.comms in ("none", "averaged")
     # With "averaged" every rank holds all matrices, but ranks divide the work of orthogonalising them.
     divides = group.comms == "averaged"
     return [
