@@ -262,7 +262,7 @@ def _compare_matrices(
     view, shape = parameter.group.view, parameter.param.shape
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
     holders = parameter.holders() if parameter.divided is not None else {}
-    # The weight and state of its shape are gathered, since a matrix may lie on several ranks, and compared as (b, m, n).
+    # Weight and state of its shape: gathered, since a matrix may lie on several ranks, and compared as (b, m, n).
     for key in ("weight", *(spec.name for spec in parameter.group.rule.state if spec.shape == "param")):
         gather = parameter.whole if key == "weight" else partial(parameter.whole_of, key)
         wholes = [gather(_value(parameter, values, key)) for values in (before, expected, taken)]
@@ -338,12 +338,8 @@ def _value(parameter: Parameter, values: Mapping[str, Tensor], key: str) -> Tens
 def _allowed_change(group: Group, old: Tensor, right: Tensor, slack: float, scale: float = 1.0) -> Tensor:
     """Return the difference that rounding explains for each weight, in the shape of `right`.
 
-    Args:
-        group: the options of the step.
-        old: weights before the step.
-        right: weights after the reference step.
-        slack: the difference that rounding explains of an update.
-        scale: the factor on weight decay.
+    `old` and `right` are weights before and after the reference step, `slack` is the explained difference of an update,
+    and `scale` the factor on weight decay.
     """
     # Rounding of the arithmetic, and of 16-bit weights, which may end at neighbouring numbers.
     relative = _EPS * torch.finfo(torch.float64 if right.dtype == torch.float64 else torch.float32).eps
