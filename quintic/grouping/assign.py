@@ -8,8 +8,8 @@ The first of these that has an answer decides:
 4. the kind of linear layer (`heads.py` finds output heads);
 5. the name of a parameter that no known module owns.
 
-`uses.py` finds the modules that compute with a parameter, `classify.py` has steps 2 to 5. Names are those of the bare
-model, without the prefixes that wrappers add (`optim/groups/names.py`).
+`uses.py` finds the modules that compute with a parameter, `classify.py` has steps 2 to 5. Names are the bare model's,
+without the prefixes that wrappers add (`optim/groups/names.py`).
 """
 
 import fnmatch
@@ -29,6 +29,7 @@ from quintic.optim.groups.assignment import Algorithm, Assignment
 from quintic.optim.groups.flattened import FLATTENED_REMEDY, check_is_not_flattened
 from quintic.optim.groups.names import model_parameters
 from quintic.optim.layout.views import Matrix, Split, View
+from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["Rule", "assign", "check_rules", "list_some"]
 
@@ -167,7 +168,7 @@ def _first_match(names_of_rules: Sequence[set[str]], names: Sequence[str]) -> in
 
 def _by_rule(rule: Rule, found: Assignment | str) -> Assignment:
     """Return the assignment of a rule, with the view `found` without it where the rule has none."""
-    inherited = found.view if isinstance(found, Assignment) and rule.algorithm == "muon" else Matrix()
+    inherited = found.view if isinstance(found, Assignment) and orthogonalizes(rule.algorithm) else Matrix()
     view = _with_matrix_names(rule.view, inherited)
     return Assignment(rule.algorithm, view, f"rule {rule.pattern!r}", options=rule.options, by_rule=True)
 

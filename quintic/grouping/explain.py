@@ -1,13 +1,12 @@
-"""`explain`: which parameter gets which treatment, why, and what it costs, as data and as a table.
+"""`explain`: the algorithm, view and cost of every parameter with the reason, as data and as a table.
 
-It asks the code that does the work: the decisions of `groups.py`, and a real `Muon` on meta-device twins of the
-parameters, so that an option or a view which `Muon` would refuse is refused here, and no memory is used whatever the
-size of the model.
+The answers come from the code that does the work: the assignments of `assign.py`, and a real `Muon` on twins of the
+parameters on the meta device. So `explain` refuses every option or view that `Muon` would refuse, and needs no memory
+for models of any size.
 """
 
 import dataclasses
 import math
-import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,17 +17,15 @@ from torch import nn
 
 from quintic.grouping.assign import Rule, assign
 from quintic.grouping.classify import PERHAPS_FUSED, Convolutions
-from quintic.grouping.explain_text import Cells, bytes_text, column_lines, table_lines
+from quintic.grouping.explain_text import Cells, column_lines, table_lines
 from quintic.grouping.param_groups import grouped
 from quintic.optim.groups.names import mask_layer_indices, model_parameters
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
-from quintic.optim.rules.update import adjust_lr_factor
+from quintic.optim.rules.table import orthogonalizes
+from quintic.tables import bytes_text, output_width
 
 __all__ = ["Explanation", "Row", "Total", "explain"]
-
-# Columns of text where the output is no terminal, whose width would be known.
-_WIDTH_ELSEWHERE = 160
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +38,8 @@ class Row:
     algorithm: str
     """`"muon"`, `"adamw"`, or `"frozen"` for `requires_grad=False`."""
     optimizer: str
-    """Its name for people: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdamW"` or `"frozen"`."""
+    """Its name for people: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdaMuon"` (`"element"`), `"AdamW"` or
+    `"frozen"`."""
     view: View | None = None
     """The matrices that it holds; None unless the algorithm is Muon."""
     matrices: tuple[tuple[int, int, int], ...] = ()
@@ -99,12 +97,12 @@ class Explanation:
 
         Args:
             fold: show parameters that differ only in the numbers of their names as one line, `layers.*.weight`.
-            width: columns of text; None for those of the terminal, or 160 where the output is none. Names that are
-                longer than there is room for are shortened in the middle, views and reasons continue on the next line.
-                Where a parameter does not fit a line, what is done with it stands on a second one.
+            width: columns of text; None for the terminal's width, or 160 where the output is no terminal. Names
+                that are too long are shortened in the middle, views and reasons continue on the next line. If a
+                parameter does not fit one line, its treatment stands on a second one.
         """
         if width is None:
-            width = shutil.get_terminal_size((_WIDTH_ELSEWHERE, 24)).columns
+            width = output_width()
         folded: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             pattern = mask_layer_indices(row.name) if fold else row.name
@@ -122,9 +120,10 @@ class Explanation:
     __repr__ = __str__
 
     def _totals_lines(self, width: int) -> list[str]:
-        names = {"muon": "Muon", "adamw": "AdamW"}
-        if any(row.optimizer == "NorMuon" for row in self.rows):
-            names["muon"] = "NorMuon" if all(row.optimizer != "Muon" for row in self.rows) else "Muon, NorMuon"
+        titles: dict[str, set[str]] = {}
+        for row in self.rows:
+            titles.setdefault(row.algorithm, set()).add(row.optimizer)
+        names = {algorithm: ", ".join(sorted(found)) for algorithm, found in titles.items()}
         lines = [(self.model, "tensors", "parameters", "matrices", "weights", "state")]
         for total in self.totals:
             counts = (f"{total.tensors:,}", f"{total.parameters:,}", f"{total.matrices:,}")
@@ -153,7 +152,7 @@ def explain(
     """Return the treatment of each parameter of `model` and the reason for it, without making an optimizer.
 
     `print(quintic.explain(model))` shows what `quintic.Muon(quintic.param_groups(model))` would do, also for a model
-    on the meta device, in a table that fits the terminal. Shapes and bytes are those of whole parameters, before any
+    on the meta device, in a table that fits the terminal. Shapes and bytes belong to whole parameters, before any
     sharding.
 
     Args:
@@ -165,8 +164,8 @@ def explain(
         **options: keyword arguments of `quintic.Muon`, e.g. `lr=0.02` or `normalize="neuron"`.
 
     Raises:
-        ValueError, TypeError: whatever `param_groups` and `Muon` raise for this model and these options, in particular
-            for a matrix that no rule covers; the message names the parameter.
+        ValueError, TypeError: as `param_groups` and `Muon` for this model and these options, in particular for a
+            matrix that no rule covers; the message names the parameter.
     """
     assignments = assign(model, rules, convolutions)
     # Twins on the meta device have the shapes, strides and dtypes of the parameters, and no memory.
@@ -186,7 +185,7 @@ def explain(
             continue
         one, twin = assignments[param], twins[param]
         group = group_of[twin]
-        is_muon = one.algorithm == "muon"
+        is_muon = orthogonalizes(one.algorithm)
         matrices = one.view.shapes(twin.shape) if is_muon else ()
         rows.append(
             Row(
@@ -194,12 +193,12 @@ def explain(
                 shape=tuple(twin.shape),
                 dtype=twin.dtype,
                 algorithm=one.algorithm,
-                optimizer="AdamW" if not is_muon else "Muon" if group.normalize is None else "NorMuon",
+                optimizer=group.rule.title,
                 view=one.view if is_muon else None,
                 matrices=matrices,
                 why=one.why,
                 lr=group.learning_rate,
-                lr_scale=tuple(adjust_lr_factor(group.adjust_lr, m, n) for _, m, n in matrices),
+                lr_scale=tuple(group.rule.lr_factor(group.adjust_lr, m, n) for _, m, n in matrices),
                 weight_decay=float(group.weight_decay),
                 state_bytes=sum(value.nbytes for value in states[twin].values()),
             )
@@ -220,7 +219,7 @@ def _total(algorithm: str, rows: Sequence[Row]) -> Total:
 
 
 def _cells(rows: Sequence[Row]) -> Cells:
-    """Return the line for parameters that differ in numbers of their names only."""
+    """Return the cells of one line, for parameters that differ only in the numbers of their names."""
     row = rows[0]
     folded = len(rows) > 1
     rate = ""

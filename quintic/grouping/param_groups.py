@@ -21,6 +21,7 @@ from quintic.grouping.uses import stored
 from quintic.optim.groups.assignment import Assignment
 from quintic.optim.groups.names import mask_layer_indices
 from quintic.optim.groups.options import adopt_old_names, with_new_names
+from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["grouped", "param_groups"]
 
@@ -39,7 +40,7 @@ def param_groups(
 
     Works on any device, also on the meta device. A tensor used under several names (a tied head) is listed once, under
     its first name, and is an embedding if any of its uses is one. `quintic.explain` shows each decision and its reason.
-    Names are those of the bare model, also of one that is compiled, data-parallel or checkpointed.
+    A compiled, data-parallel or checkpointed model gives the names of the bare model.
 
     Warns where a weight is taken as one matrix and may be several, and where a model with linear layers or convolutions
     has no matrix for Muon although no rule says so.
@@ -58,7 +59,7 @@ def param_groups(
 
     Raises:
         ValueError: a rule matches no parameter, a parameter is covered by no rule, the model has none to train, or
-            hyperparameters have a name that says what a group consists of.
+            hyperparameters have a key of the group itself, such as `"view"`.
         TypeError: `model` is no module.
     """
     rules = check_rules(rules)
@@ -66,7 +67,7 @@ def param_groups(
     _warn_of_doubts(model, assignments)
     if _logger.isEnabledFor(logging.DEBUG):
         for param, one in assignments.items():
-            how = f"muon, {one.view}" if one.algorithm == "muon" else one.algorithm
+            how = f"muon, {one.view}" if orthogonalizes(one.algorithm) else one.algorithm
             _logger.debug("%s %s: %s, because: %s", one.name, tuple(param.shape), how, one.why)
     groups = grouped(assignments, muon=muon, adamw=adamw)
     options = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
@@ -110,7 +111,7 @@ def grouped(
             }
         groups[key]["params"].append(param)
         groups[key]["param_names"].append(one.name)
-    return sorted(groups.values(), key=lambda group: group["algorithm"] != "muon")
+    return sorted(groups.values(), key=lambda group: not orthogonalizes(group["algorithm"]))
 
 
 def _hyperparameters(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def _warn_of_doubts(model: nn.Module, assignments: Mapping[Tensor, Assignment]) 
             UserWarning,
             stacklevel=3,
         )
-    if not any(one.algorithm == "muon" for one in every):
+    if not any(orthogonalizes(one.algorithm) for one in every):
         missing = _without_matrices(model, assignments)
         if missing:
             warnings.warn(f"Muon gets no matrix of this {type(model).__name__}: {missing}", UserWarning, stacklevel=3)

@@ -24,7 +24,9 @@ from quintic.optim.groups.names import resolve_name
 from quintic.optim.layout.views import Flatten, View
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.polar.coefficients import newton_schulz_coefficients
-from quintic.optim.state.parts import CUT_KEYS, DividedState, divided_parameters, part_of_saved
+from quintic.optim.rules.rule import MOMENTUM
+from quintic.optim.rules.table import NEURON_MOMENT, PARAM_SHAPED_STATE
+from quintic.optim.state.parts import DividedState, divided_parameters, part_of_saved
 from quintic.optim.state.state import saved_tensor
 
 __all__ = ["SecondMoments", "Source", "export_torch_state", "import_state", "import_torch_state"]
@@ -151,7 +153,7 @@ def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, 
         indices = list(range(first, first + len(group.params)))
         lr = group.lr if group.adamw_lr_ratio is None else group.learning_rate
         options: dict[str, Any] = {"lr": lr, "weight_decay": group.weight_decay}
-        if algorithm == "adamw":
+        if not group.rule.orthogonalizes:
             options |= {"betas": group.betas, "eps": group.eps, **_ADAMW_OPTIONS}
         else:
             options |= {
@@ -295,14 +297,14 @@ def _copies(entry: SavedState, own: _Owned, mode: SecondMoments) -> list[_Copy]:
         )
     copies = []
     for key, value in entry.values.items():
-        if key == "second_momentum_buffer":
+        if key == NEURON_MOMENT:
             copies += _second_moment_copies(entry.name, own, value, mode)
             continue
         target, source = own.state[key], saved_tensor(value, f"{entry.name}: saved {key}")
         if source.ndim == 2 and target.ndim > 2 and source.shape == target.flatten(1).shape:
             source = source.reshape(target.shape)  # convolutions are saved as the matrices they are stepped as
-        factor = entry.momentum_factor if key == "momentum_buffer" else 1.0
-        if own.divided is not None and key in CUT_KEYS:
+        factor = entry.momentum_factor if key == MOMENTUM else 1.0
+        if own.divided is not None and key in PARAM_SHAPED_STATE:
             pieces = part_of_saved(f"{entry.name}: saved {key}", own.param, own.divided, target, source)
             copies += [_Copy(target_piece, piece, factor) for target_piece, piece in pieces]
         else:
@@ -333,7 +335,7 @@ def _second_moment_copies(name: str, own: _Owned, saved: Tensor, mode: SecondMom
     """
     if mode == "drop":
         return []
-    buffer, shape, view = own.state.get("second_momentum_buffer"), own.param.shape, own.group["view"]
+    buffer, shape, view = own.state.get(NEURON_MOMENT), own.param.shape, own.group["view"]
     if buffer is None:
         raise ValueError(
             f"{name}: saved with second moments of its neurons, which this optimizer does not keep; construct it with "
@@ -354,7 +356,7 @@ def _second_moment_copies(name: str, own: _Owned, saved: Tensor, mode: SecondMom
         )
     # Double precision: a mean of equal numbers is then that number.
     means = [neurons.mean(-1, dtype=torch.float64).flatten() for neurons in _neurons(saved, shape, view)]
-    return [_checked(name, "second_momentum_buffer", _Copy(buffer, torch.cat(means), 1.0))]
+    return [_checked(name, NEURON_MOMENT, _Copy(buffer, torch.cat(means), 1.0))]
 
 
 @cache

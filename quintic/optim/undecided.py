@@ -25,6 +25,7 @@ from quintic.optim.current import ADDED_WITH
 from quintic.optim.groups.assignment import Algorithm, Assignment, Classifier
 from quintic.optim.groups.names import made_up, without_wrappers
 from quintic.optim.layout.views import Matrix
+from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["Undecided"]
 
@@ -42,22 +43,22 @@ class _Guess(NamedTuple):
 def _decided(
     number: int, group: Mapping[str, Any], defaults: Mapping[str, Any], *, has_decisions: bool, trusts_matrices: bool
 ) -> tuple[list[dict[str, Any]], list[_Guess]]:
-    """Return the groups that a group without an `algorithm` becomes, and what is guessed about its parameters.
+    """Return the groups that a group without an `algorithm` becomes, and the guesses about its parameters.
 
-    A group that has an `algorithm` or a view stays as it is, and so does one about which nothing is known.
+    A group that has an `algorithm` or a view stays as it is, and so does a group about which nothing is known.
 
     Args:
-        number: of the group in the optimizer.
+        number: position of the group in the optimizer.
         group: as the caller gave it.
         defaults: options of the optimizer.
-        has_decisions: whether any group says which algorithm it is for, or the constructor's groups were mixed.
-        trusts_matrices: whether matrices without names are meant for Muon: where the optimizer is being constructed,
-            and where its groups are made by hand.
+        has_decisions: whether any group names its algorithm, or the constructor's groups were mixed.
+        trusts_matrices: whether matrices without names are meant for Muon: while the optimizer is being constructed,
+            and if its groups are made by hand.
     """
     params = group.get("params")
     if "algorithm" in group or "view" in group or isinstance(params, Tensor | set | None):
         return [dict(group)], []
-    params = list(params)
+    params = list(params)  # an iterator would be empty after the first pass
     rows = _rows(params, group.get("param_names"))
     if rows is None:
         return [{**group, "params": params}], []
@@ -79,6 +80,7 @@ def _decided(
             own_name = made_up(number, place) if name is None else name
         if not is_certain:
             guesses.append(_Guess(own_name, tuple(param.shape), one.algorithm))
+        # Options may hold lists, which cannot be hashed: their text tells sets of options apart.
         options = repr(sorted(one.options.items(), key=lambda item: item[0]))
         key = (one.algorithm, str(one.view), getattr(one.view, "names", None), options)
         members.setdefault(key, []).append((own_name, param, one))
@@ -91,7 +93,7 @@ def _decided(
 
 
 def _with_list(entry: Any) -> Any:
-    """Return an argument of the constructor; a group whose parameters are an iterator with a list of them."""
+    """Return an argument of the constructor, with a list in place of an iterator over a group's parameters."""
     if isinstance(entry, Mapping) and isinstance(entry.get("params"), Iterator):
         return {**entry, "params": list(entry["params"])}
     return entry
@@ -107,7 +109,7 @@ def _dimensions(group: Mapping[str, Any]) -> set[int]:
 
 
 def _rows(params: Sequence[Any], names: Any) -> list[tuple[str | None, Tensor]] | None:
-    """Return (name or None, parameter) rows; None if the members are not parameters, which is checked later."""
+    """Return (name or None, parameter) rows; None if the members are not parameters, an error that comes later."""
     if isinstance(names, list | tuple) and len(names) == len(params):
         params = list(zip(names, params, strict=True))
     rows = [row if isinstance(row, tuple) and len(row) == 2 else (None, row) for row in params]
@@ -127,7 +129,7 @@ def _suggested(
         one = by_name.get(param)
         if one is not None:
             # Vectors always go to AdamW, and matrices named like a layer to Muon; AdamW for a matrix is a guess.
-            suggested[param] = one, param.ndim < 2 or one.algorithm == "muon"
+            suggested[param] = one, param.ndim < 2 or orthogonalizes(one.algorithm)
         else:
             algorithm: Algorithm = "muon" if param.ndim == 2 else "adamw"
             is_certain = param.ndim < 2 or (param.ndim == 2 and (name is not None or trusts_matrices))
@@ -143,7 +145,7 @@ def _as_group(
     own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     made = {**one.options, **own, "algorithm": one.algorithm, "view": one.view}
     made["params"] = [(name, param) for name, param, _ in members]
-    if one.algorithm == "adamw" and "lr" in own and "adamw_lr_ratio" not in made:
+    if not orthogonalizes(one.algorithm) and "lr" in own and "adamw_lr_ratio" not in made:
         # The caller wrote one rate for the whole model, on the scale of `lr`. AdamW's rate is a ratio of it.
         ratio, rate = defaults["adamw_lr_ratio"], float(defaults["lr"])
         if ratio is None and rate > 0:
@@ -161,13 +163,13 @@ class Undecided:
         self.decided_by: Literal["nobody", "hand", "model"] = "nobody"
         """The source of the groups' `algorithm`: groups from `param_groups` have views, handmade ones have none."""
         self._is_new = self._takes_matrices = False
-        """Whether the optimizer is being constructed, and from parameters without groups, which are matrices."""
+        """Whether the optimizer is being constructed; whether from parameters without groups, which are matrices."""
         self._is_mixed = False
         """Whether it was constructed from groups without `algorithm` that hold matrices and other tensors."""
         self._guesses: list[_Guess] = []
 
     def begin(self, params: Any) -> Any:
-        """Return what the constructor was given, which may be an iterator, for PyTorch's constructor."""
+        """Begin the construction; returns its argument for PyTorch's constructor, with lists in place of iterators."""
         if isinstance(params, Tensor | dict):
             return params
         params = list(params)
@@ -185,7 +187,7 @@ class Undecided:
         self.warn(stacklevel + 1)
 
     def divided(self, number: int, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the groups that a new group becomes, itself where there is nothing to decide."""
+        """Return the groups that a new group becomes; the group itself if it needs no decision."""
         if self._takes_matrices:
             return [dict(group)]
         trusts_matrices = not self._is_mixed and (self._is_new or self.decided_by != "model")
@@ -196,7 +198,7 @@ class Undecided:
         return parts
 
     def forget_guesses(self) -> None:
-        """Forget what was guessed about a group that was refused."""
+        """Drop the guesses about a group that was refused."""
         self._guesses = []
 
     def _note(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -205,7 +207,7 @@ class Undecided:
                 self.decided_by = "model" if "view" in group or self.decided_by == "model" else "hand"
 
     def warn(self, stacklevel: int) -> None:
-        """Warn of the guesses since the last warning; during construction they are kept for its end."""
+        """Warn of the guesses since the last warning; during construction they wait for its end."""
         if self._is_new or not self._guesses:
             return
         guesses, self._guesses = self._guesses, []

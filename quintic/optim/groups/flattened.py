@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from quintic.optim.rules.table import orthogonalizes
+
 __all__ = ["FLATTENED_REMEDY", "check_group_is_whole", "check_is_not_flattened"]
 
 FLATTENED_REMEDY = (
@@ -41,7 +43,7 @@ def check_group_is_whole(number: int, group: Mapping[str, Any], *, was_checked: 
         raise ValueError(message)
     for name, param in zip(names, params, strict=True):
         check_is_not_flattened(name, param)
-        if was_checked and group["algorithm"] == "muon" and param.ndim < 2:
+        if was_checked and orthogonalizes(group["algorithm"]) and param.ndim < 2:
             raise ValueError(
                 f"{name}: this matrix is {param.ndim}-D now, of shape {tuple(param.shape)}; something has flattened "
                 f"it, as FullyShardedDataParallel (FSDP1) and DeepSpeed ZeRO do: {FLATTENED_REMEDY}"

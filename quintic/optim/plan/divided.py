@@ -46,7 +46,7 @@ def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
         if index in group.idle:
             continue  # its pieces keep their owners, should it be stepped later
         kernels = choose_kernels(group.kernels, param)
-        is_table = group.comms == "sharded_sparse" and group.algorithm == "adamw"
+        is_table = group.comms == "sharded_sparse" and not group.rule.orthogonalizes
         rows = divided_rows(param, parts, len(ranks)) if is_table else None
         if rows is not None:
             divisions[index] = rows
@@ -69,7 +69,7 @@ def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
             elif alone in divisions:
                 of_kind, more = DividedTable, {"rows": divisions[alone]}
             bucket = of_kind(
-                algorithm=group.algorithm,
+                rule=group.rule,
                 group=number,
                 members=tuple(Member(name=p.name, index=p.index, num_matrices=1, piece=()) for p in own),
                 dtype=dtype,
@@ -92,7 +92,7 @@ def _offload_limit(group: Group, dtype: torch.dtype, num_ranks: int) -> int:
     """Return the number of entries that a bucket may have, so that owners bring little state from the host at once."""
     entries = offloaded_entries(group, dtype)
     # AdamW's state is brought in pieces of bounded size, however large the bucket is.
-    return 2**62 if entries is None or group.algorithm == "adamw" else entries * num_ranks
+    return 2**62 if entries is None or not group.rule.orthogonalizes else entries * num_ranks
 
 
 def _travels_alone(parts: Sequence[Part], param: Tensor, num_ranks: int) -> bool:
@@ -114,7 +114,7 @@ def _chunks(parts: Sequence[Part], group: Group, num_ranks: int, dtype: torch.dt
     budget = group.max_workspace_bytes
     # Bytes for each entry: gradients sent and received, and weights, of this bucket and its neighbours; then the
     # owner's work, which is divided among the ranks.
-    per_entry = 6 * dtype.itemsize + -(-(24 if group.algorithm == "muon" else 8) // num_ranks)
+    per_entry = 6 * dtype.itemsize + -(-(24 if group.rule.orthogonalizes else 8) // num_ranks)
     limit = sum(part.numel for part in parts) if budget is None else max(1, budget // per_entry)
     limit = min(limit, _offload_limit(group, dtype, num_ranks))
     per_owner = [[part for part in parts if part.owner == owner] for owner in range(num_ranks)]

@@ -40,6 +40,7 @@ from quintic.optim.plan.schedule import Schedule, one_ahead
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.device_memory import DeviceHyperparameters, is_capturing
+from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.rules.update import neuron_factors_, second_moment_shape
 from quintic.optim.state.parts import Part
 from quintic.optim.state.state import second_moments
@@ -149,7 +150,7 @@ class BucketStep:
             self.active = active = self.cache.operands(bucket, group, context.state)
         # AdamW counts the steps of a parameter also where this rank holds no entry of it.
         has_work = self.transport is not None or (
-            bool(active.params) and (bucket.numel > 0 or bucket.algorithm == "adamw")
+            bool(active.params) and (bucket.numel > 0 or not bucket.rule.orthogonalizes)
         )
         self.has_local_work = has_work and not bucket.travels
         self.counts = Counts(bucket, len(active.members), active.num_matrices, active.missing)
@@ -190,7 +191,7 @@ class BucketStep:
             is_whole = apply_mask is None and context.is_alone  # all entries are stepped
             mask = own_mask = None if is_whole else self._step_mask(apply_mask)
 
-        if bucket.algorithm == "adamw":
+        if not bucket.rule.orthogonalizes:
             if active.params:
                 with self.ranges["update"]:
                     self._step_adamw(active, own_mask)
@@ -290,7 +291,7 @@ class BucketStep:
     def _flagged(self, entries: Sequence[Member | Part | ParameterUnit]) -> list[int]:
         """Return the position in the group of the parameter that each flag of the mask is for."""
         # Local matrices have a flag each, because the kernels read one for each matrix.
-        if self.transport is None and self.bucket.algorithm == "muon":
+        if self.transport is None and self.bucket.rule.orthogonalizes:
             return [member.index for member in self.active.members for _ in range(member.num_matrices)]
         return [entry.index for entry in entries]
 
@@ -333,7 +334,7 @@ class BucketStep:
             moments: list[list[Tensor]] = [[] for _ in units.kinds]
             for unit in units.everywhere:
                 param = self.group.params[unit.index]
-                state = self._context.state[param]["second_momentum_buffer"]
+                state = self._context.state[param][NEURON_MOMENT]
                 blocks = second_moments(state, param.shape, self.group.view)
                 for kind, (block, matrix) in enumerate(unit.unit.matrices):
                     moments[kind].append(blocks[block][matrix : matrix + 1])

@@ -34,6 +34,7 @@ from quintic.optim.layout.packing import Packing, Run, run_of
 from quintic.optim.plan.bucket import Divided, Gathered, Units
 from quintic.optim.plan.members import Member
 from quintic.optim.rules.device_memory import host_tensor, upload
+from quintic.optim.rules.rule import EXP_AVG, STEP
 from quintic.optim.rules.update import second_moment_shape
 from quintic.optim.state.parts import shaped, state_of_part
 from quintic.optim.step.averaging import Averaging, EarlyAverages
@@ -240,7 +241,7 @@ class Shard:
         def make() -> tuple[list[Tensor], Tensor]:
             # A parameter may have pieces in several buckets: it is counted with its first one.
             rows = [(number, state[params[part.index]]) for number, part in enumerate(bucket.parts) if part.start == 0]
-            others = [(number, values["step"]) for number, values in rows if not values["exp_avg"].numel()]
+            others = [(number, values[STEP]) for number, values in rows if not values[EXP_AVG].numel()]
             numbers = upload(host_tensor([number for number, _ in others], torch.int64), bucket.device)
             return [step for _, step in others], numbers
 
