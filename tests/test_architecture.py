@@ -112,7 +112,6 @@ HELPERS_WITH_TWO_BODIES = {
     "optim._iterate",
     "optim._joined",
     "optim._norms",
-    "optim._numbers_of",
     "optim._obstacle",
     "optim._owners",
     "optim._plain",
