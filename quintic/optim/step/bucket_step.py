@@ -114,6 +114,7 @@ class BucketStep:
     ) -> None:
         self.number, self.bucket, self.cache, self._context = number, bucket, cache, context
         self.transport = transport
+        self._orthogonalizes = bucket.rule.orthogonalizes
         self.units = units = bucket.units if isinstance(bucket, Gathered | DividedMatrices) else None
         """The units of all ranks; None for whole matrices, and for AdamW."""
         self._shapes = [bucket.shape or (0, 0)] if units is None else units.shapes
@@ -150,7 +151,7 @@ class BucketStep:
             self.active = active = self.cache.operands(bucket, group, context.state)
         # AdamW counts the steps of a parameter also where this rank holds no entry of it.
         has_work = self.transport is not None or (
-            bool(active.params) and (bucket.numel > 0 or not bucket.rule.orthogonalizes)
+            bool(active.params) and (bucket.numel > 0 or not self._orthogonalizes)
         )
         self.has_local_work = has_work and not bucket.travels
         self.counts = Counts(bucket, len(active.members), active.num_matrices, active.missing)
@@ -191,7 +192,7 @@ class BucketStep:
             is_whole = apply_mask is None and context.is_alone  # all entries are stepped
             mask = own_mask = None if is_whole else self._step_mask(apply_mask)
 
-        if not bucket.rule.orthogonalizes:
+        if not self._orthogonalizes:
             if active.params:
                 with self.ranges["update"]:
                     self._step_adamw(active, own_mask)
@@ -291,7 +292,7 @@ class BucketStep:
     def _flagged(self, entries: Sequence[Member | Part | ParameterUnit]) -> list[int]:
         """Return the position in the group of the parameter that each flag of the mask is for."""
         # Local matrices have a flag each, because the kernels read one for each matrix.
-        if self.transport is None and self.bucket.rule.orthogonalizes:
+        if self.transport is None and self._orthogonalizes:
             return [member.index for member in self.active.members for _ in range(member.num_matrices)]
         return [entry.index for entry in entries]
 
