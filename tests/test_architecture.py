@@ -21,6 +21,10 @@ PACKAGE = Path(quintic.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 LINE_LIMIT = 400
 
+# Files that hold one class or one algorithm may be longer.
+LONG_LINE_LIMIT = 700
+LONG_FILES = {"optim.step.bucket_step"}
+
 # What a part of the package may import from the rest of it. Parts not named may import everything.
 # `errors`, `durable`, `tables` and `versions` are open to all; a part may always import itself.
 MAY_IMPORT = {
@@ -108,7 +112,6 @@ HELPERS_WITH_TWO_BODIES = {
     "optim._iterate",
     "optim._joined",
     "optim._norms",
-    "optim._numbers_of",
     "optim._obstacle",
     "optim._owners",
     "optim._plain",
@@ -456,7 +459,8 @@ def loose_ends(module: Module) -> list[str]:
 def too_long(module: Module) -> list[str]:
     """A file with more lines than a reader can hold."""
     count = len(module.source.splitlines())
-    return [f"{count} lines, {LINE_LIMIT} at most: look for its second subject"] if count > LINE_LIMIT else []
+    limit = LONG_LINE_LIMIT if module.name in LONG_FILES else LINE_LIMIT
+    return [f"{count} lines, {limit} at most: look for its second subject"] if count > limit else []
 
 
 Rule = Callable[[Module], list[str]]

@@ -26,7 +26,7 @@ from quintic.optim.muon import Muon
 from quintic.optim.rules.device_memory import HYPERPARAMETERS
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.step.averaging import OfGroup
-from quintic.optim.step.runner import Done
+from quintic.optim.step.runner import StepOutcome
 
 __all__ = ["CapturedStep"]
 
@@ -49,7 +49,7 @@ class _Recorded(NamedTuple):
     # By group the averages that clipping had made, which it reads, too.
     early: dict[int, OfGroup]
     # The outcome of the step, on the device; every replay writes it again.
-    done: Done
+    outcome: StepOutcome
 
 
 class CapturedStep:
@@ -151,10 +151,10 @@ class CapturedStep:
             optimizer.upload_hyperparameters()
         recorded.graph.replay()
         # The sparse tables, then the host's record of both.
-        done = recorded.done
+        outcome = recorded.outcome
         if 0 in outside:
-            done = done._replace(counts=[*done.counts, *optimizer.step_part(outside).counts])
-        optimizer.note_step(done, pending_steps, is_replayed=True)
+            outcome = outcome._replace(counts=[*outcome.counts, *optimizer.step_part(outside).counts])
+        optimizer.note_step(outcome, pending_steps, is_replayed=True)
         optimizer.current.rows.check(wait=False)
 
     def _capture(self, pending_steps: Sequence[int], early: dict[int, OfGroup]) -> _Recorded:
@@ -164,13 +164,13 @@ class CapturedStep:
         gradients = [(name, param, param.grad) for name, param in self._read(pending_steps)]
         optimizer.upload_hyperparameters()
 
-        def work() -> Done:
-            done = optimizer.step_part(pending_steps)
-            optimizer.steps_made.count_skips(done)
-            return done
+        def work() -> StepOutcome:
+            outcome = optimizer.step_part(pending_steps)
+            optimizer.steps_made.count_skips(outcome)
+            return outcome
 
-        graph, done = capture(work)
-        return _Recorded(graph, gradients, early, done)
+        graph, outcome = capture(work)
+        return _Recorded(graph, gradients, early, outcome)
 
     def _read(self, pending_steps: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) for the gradients that a step reads, those of tied copies included."""
