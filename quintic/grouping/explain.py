@@ -1,8 +1,11 @@
-"""`explain`: which parameter gets which treatment, why, and what it costs, as data and as a table.
+"""`explain`: how each parameter is stepped, why, and at what cost in memory, as data and as a table.
 
-It asks the code that does the work: the decisions of `groups.py`, and a real `Muon` on meta-device twins of the
-parameters, so that an option or a view which `Muon` would refuse is refused here, and no memory is used whatever the
-size of the model.
+    assign    each parameter to an algorithm and a view, as `param_groups` does
+    make      a real `Muon` of meta-device twins of the parameters, which have no memory
+    read      options and sizes of state off the optimizer, one `Row` per parameter
+    print     the rows and their totals (`explain_text.py`)
+
+Options and views that `Muon` refuses are refused here, too, and a model of any size needs no memory.
 """
 
 import dataclasses
@@ -27,13 +30,13 @@ from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["Explanation", "Row", "Total", "explain"]
 
-# Columns of text where the output is no terminal, whose width would be known.
+# Columns of text if the output is not a terminal.
 _WIDTH_ELSEWHERE = 160
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One parameter and its treatment."""
+    """One parameter: its algorithm, view, options and state."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +44,7 @@ class Row:
     algorithm: str
     """`"muon"`, `"adamw"`, or `"frozen"` for `requires_grad=False`."""
     optimizer: str
-    """Its name for people: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdaMuon"` (`"element"`), `"AdamW"` or
+    """The name of its rule: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdaMuon"` (`"element"`), `"AdamW"` or
     `"frozen"`."""
     view: View | None = None
     """The matrices that it holds; None unless the algorithm is Muon."""
@@ -51,7 +54,7 @@ class Row:
     lr: float = 0.0
     """The learning rate it is stepped with, before `adjust_lr`; 0 if frozen."""
     lr_scale: tuple[float, ...] = ()
-    """The factor that `adjust_lr` puts on `lr` for each kind of matrix; empty unless the algorithm is Muon."""
+    """The factor of `adjust_lr` on `lr` for each kind of matrix; empty unless the algorithm is Muon."""
     weight_decay: float = 0.0
     """The `weight_decay` of its group, per unit of learning rate; 0 if frozen."""
     state_bytes: int = 0
@@ -82,7 +85,7 @@ class Total:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The answer of `explain`; `print` it, or read `rows` and `totals`."""
+    """The result of `explain`; `print` it, or read `rows` and `totals`."""
 
     model: str
     """Class name of the model."""
@@ -91,7 +94,7 @@ class Explanation:
 
     @property
     def totals(self) -> tuple[Total, ...]:
-        """Return the sums per algorithm that occurs, and over all rows as `"all"`."""
+        """Return the sums of each algorithm in use, and of all rows as `"all"`."""
         algorithms = [name for name in ("muon", "adamw", "frozen") if any(row.algorithm == name for row in self.rows)]
         return tuple(_total(name, self.rows) for name in (*algorithms, "all"))
 
@@ -100,12 +103,13 @@ class Explanation:
 
         Args:
             fold: show parameters that differ only in the numbers of their names as one line, `layers.*.weight`.
-            width: columns of text; None for those of the terminal, or 160 where the output is none. Names that are
-                longer than there is room for are shortened in the middle, views and reasons continue on the next line.
-                Where a parameter does not fit a line, what is done with it stands on a second one.
+            width: columns of text; None for the terminal's, or 160 if the output is not a terminal. Long names are
+                shortened in the middle, views and reasons continue on the next line. If a line is too short for all
+                columns, each parameter has a second line.
         """
         if width is None:
             width = shutil.get_terminal_size((_WIDTH_ELSEWHERE, 24)).columns
+        # Rows that look alike except for layer numbers become one line, at the place of the first.
         folded: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             pattern = mask_layer_indices(row.name) if fold else row.name
@@ -152,11 +156,10 @@ def explain(
     convolutions: Convolutions = "adamw",
     **options: Any,
 ) -> Explanation:
-    """Return the treatment of each parameter of `model` and the reason for it, without making an optimizer.
+    """Return how each parameter of `model` would be stepped, and why, without allocating optimizer state.
 
-    `print(quintic.explain(model))` shows what `quintic.Muon(quintic.param_groups(model))` would do, also for a model
-    on the meta device, in a table that fits the terminal. Shapes and bytes are those of whole parameters, before any
-    sharding.
+    `print(quintic.explain(model))` shows the effect of `quintic.Muon(quintic.param_groups(model))` as a table that fits
+    the terminal. The model may be on the meta device. Shapes and bytes are of whole parameters, before any sharding.
 
     Args:
         model: any module.
@@ -167,7 +170,7 @@ def explain(
         **options: keyword arguments of `quintic.Muon`, e.g. `lr=0.02` or `normalize="neuron"`.
 
     Raises:
-        ValueError, TypeError: whatever `param_groups` and `Muon` raise for this model and these options, in particular
+        ValueError, TypeError: the errors of `param_groups` and `Muon` for this model and these options, for instance
             for a matrix that no rule covers; the message names the parameter.
     """
     assignments = assign(model, rules, convolutions)
@@ -176,11 +179,13 @@ def explain(
         p: nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")) for p in assignments
     }
     groups = grouped(assignments, muon=muon, adamw=adamw)
+    # A real optimizer of the twins checks options and views, and makes its state, on the meta device.
     for dictionary in groups:
         dictionary["params"] = [twins[param] for param in dictionary["params"]]
     optimizer = Muon(groups, **options)
     group_of = {twin: group for group in optimizer.typed_groups for twin in group.params}
     rows, states = [], optimizer.state
+    # One row per parameter, in the model's order.
     for name, param in model_parameters(model):
         if param not in assignments:
             why, shape = "requires_grad=False", tuple(param.shape)
@@ -222,9 +227,10 @@ def _total(algorithm: str, rows: Sequence[Row]) -> Total:
 
 
 def _cells(rows: Sequence[Row]) -> Cells:
-    """Return the line for parameters that differ in numbers of their names only."""
+    """Return the line for parameters that differ only in the numbers of their names."""
     row = rows[0]
     folded = len(rows) > 1
+    # As "0.02 x 1.41, 2": the learning rate and its scale for each kind of matrix.
     rate = ""
     if row.algorithm != "frozen":
         scales = ", ".join(f"{scale:.3g}" for scale in dict.fromkeys(row.lr_scale))
@@ -243,10 +249,11 @@ def _cells(rows: Sequence[Row]) -> Cells:
 
 
 def _view_text(view: View) -> str:
-    """Return the source text of a view: `Split((64, 64, 64), groups=12)`, without the arguments left at default."""
+    """Return a view's constructor call without default arguments, as in `Split((64, 64, 64), groups=12)`."""
     fields: Mapping[str, dataclasses.Field[Any]] = getattr(view, "__dataclass_fields__", {})
-    if not fields:
+    if not fields:  # a user's view that is no dataclass
         return str(view)
+    # Fields without a default are positional; `repr=False` marks fields that do not matter to people.
     parts = []
     for field in fields.values():
         value = getattr(view, field.name)
