@@ -1,6 +1,5 @@
 """`quintic plan`: sizes, length, rates and memory of a training run, and the plan of its optimizer."""
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +15,12 @@ from quintic.data.hub import download
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import json_object
 from quintic.model.gpt import GPT
-from quintic.optim.groups.names import shortened
 from quintic.optim.muon import Muon
 from quintic.optim.state.placement import state_bytes
 from quintic.rehearsal.planned_models import is_on_hub
 from quintic.rehearsal.table import rehearsal_text
 from quintic.streams import say
+from quintic.tables import output_width, with_name
 from quintic.train.config import Config, DataConfig
 from quintic.train.hardware import choose_hardware
 from quintic.train.recipe import build_optimizer, empty_model, model_config, scale_lines, scale_of
@@ -84,9 +83,7 @@ def run(arguments: list[str]) -> int:
         unit = "parameter " if parameters == 1 else "parameters"
         more = f" (+{len(group['params']) - 1})" if len(group["params"]) > 1 else ""
         line = f"{group['name']:16} {group['algorithm']:6} lr {group['lr']:<8.5g} {parameters:>12,} {unit}  "
-        # The rest of the line, but enough to tell one parameter from another.
-        room = max(12, shutil.get_terminal_size((160, 24)).columns - len(line) - len(more))
-        print(f"{line}{shortened(group['param_names'][0], room)}{more}")
+        print(with_name(line, group["param_names"][0], more, output_width()))
     print(f"\n{optimizer.plan()}")
     return 0
 

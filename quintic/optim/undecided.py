@@ -60,7 +60,7 @@ def _decided(
     params = group.get("params")
     if "algorithm" in group or "view" in group or isinstance(params, Tensor | set | None):
         return [dict(group)], []
-    params = list(params)
+    params = list(params)  # an iterator would be empty after the first pass
     rows = _rows(params, group.get("param_names"))
     if rows is None:
         return [{**group, "params": params}], []
@@ -85,6 +85,7 @@ def _decided(
             own_name = made_up(number, place) if name is None else name
         if not is_certain:
             guesses.append(_Guess(own_name, tuple(param.shape), one.algorithm))
+        # Options may hold lists, which cannot be hashed: their text tells sets of options apart.
         options = repr(sorted(one.options.items(), key=lambda item: item[0]))
         key = (one.algorithm, str(one.view), getattr(one.view, "names", None), options)
         members.setdefault(key, []).append((own_name, param, one))
@@ -180,7 +181,7 @@ class Undecided:
 
     def begin(self, params: Any) -> Any:
         """Begin the construction; return its argument for PyTorch's constructor, with lists for iterators."""
-        if isinstance(params, Tensor | dict):  # PyTorch's constructor refuses these
+        if isinstance(params, Tensor | dict):
             return params
         params = list(params)
         self._is_new, self._takes_matrices = True, not any(isinstance(entry, Mapping) for entry in params)

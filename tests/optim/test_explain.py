@@ -14,7 +14,8 @@ from torch import nn
 import quintic
 from quintic import Flatten, Heads, Matrix, Muon, Rule, Split
 from quintic.grouping.explain import explain
-from quintic.optim.groups.names import mask_layer_indices, shortened
+from quintic.optim.groups.names import mask_layer_indices
+from quintic.tables import shortened
 
 
 class Model(nn.Module):
