@@ -30,7 +30,7 @@ __all__ = ["Explanation", "Row", "Total", "explain"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One parameter and its treatment."""
+    """One parameter: its algorithm, view, options and state."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Row:
     algorithm: str
     """`"muon"`, `"adamw"`, or `"frozen"` for `requires_grad=False`."""
     optimizer: str
-    """Its name for people: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdaMuon"` (`"element"`), `"AdamW"` or
+    """The name of its rule: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdaMuon"` (`"element"`), `"AdamW"` or
     `"frozen"`."""
     view: View | None = None
     """The matrices that it holds; None unless the algorithm is Muon."""
@@ -48,7 +48,7 @@ class Row:
     lr: float = 0.0
     """The learning rate it is stepped with, before `adjust_lr`; 0 if frozen."""
     lr_scale: tuple[float, ...] = ()
-    """The factor that `adjust_lr` puts on `lr` for each kind of matrix; empty unless the algorithm is Muon."""
+    """The factor of `adjust_lr` on `lr` for each kind of matrix; empty unless the algorithm is Muon."""
     weight_decay: float = 0.0
     """The `weight_decay` of its group, per unit of learning rate; 0 if frozen."""
     state_bytes: int = 0
@@ -79,7 +79,7 @@ class Total:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The answer of `explain`; `print` it, or read `rows` and `totals`."""
+    """The result of `explain`; `print` it, or read `rows` and `totals`."""
 
     model: str
     """Class name of the model."""
@@ -88,7 +88,7 @@ class Explanation:
 
     @property
     def totals(self) -> tuple[Total, ...]:
-        """Return the sums per algorithm that occurs, and over all rows as `"all"`."""
+        """Return the sums of each algorithm in use, and of all rows as `"all"`."""
         algorithms = [name for name in ("muon", "adamw", "frozen") if any(row.algorithm == name for row in self.rows)]
         return tuple(_total(name, self.rows) for name in (*algorithms, "all"))
 
@@ -103,6 +103,7 @@ class Explanation:
         """
         if width is None:
             width = output_width()
+        # Rows that look alike except for layer numbers become one line, at the place of the first.
         folded: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             pattern = mask_layer_indices(row.name) if fold else row.name
@@ -173,11 +174,13 @@ def explain(
         p: nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")) for p in assignments
     }
     groups = grouped(assignments, muon=muon, adamw=adamw)
+    # A real optimizer of the twins checks options and views, and makes its state, on the meta device.
     for dictionary in groups:
         dictionary["params"] = [twins[param] for param in dictionary["params"]]
     optimizer = Muon(groups, **options)
     group_of = {twin: group for group in optimizer.typed_groups for twin in group.params}
     rows, states = [], optimizer.state
+    # One row per parameter, in the model's order.
     for name, param in model_parameters(model):
         if param not in assignments:
             why, shape = "requires_grad=False", tuple(param.shape)
@@ -240,10 +243,11 @@ def _cells(rows: Sequence[Row]) -> Cells:
 
 
 def _view_text(view: View) -> str:
-    """Return the source text of a view: `Split((64, 64, 64), groups=12)`, without the arguments left at default."""
+    """Return a view's constructor call without default arguments, as in `Split((64, 64, 64), groups=12)`."""
     fields: Mapping[str, dataclasses.Field[Any]] = getattr(view, "__dataclass_fields__", {})
-    if not fields:
+    if not fields:  # a user's view that is no dataclass
         return str(view)
+    # Fields without a default are positional; `repr=False` marks fields that do not matter to people.
     parts = []
     for field in fields.values():
         value = getattr(view, field.name)

@@ -1,4 +1,8 @@
-"""The table of `explain`, fitted to a terminal: cells are shortened, wrapped, or given a line of their own."""
+"""The table of `explain`, fitted to a terminal.
+
+If one line per parameter has room for all columns, names are shortened in the middle, and views and reasons wrapped in
+their columns. In a narrower terminal each parameter has a line with name and shape, and indented lines with the rest.
+"""
 
 import textwrap
 from collections.abc import Sequence
@@ -42,6 +46,7 @@ def table_lines(rows: Sequence[Cells], width: int) -> list[str]:
     name, why = min(sizes["name"], _ROOM_FOR_NAME), min(sizes["why"], _ROOM_FOR_WHY)
     if room < name + min(sizes["view"], _ROOM_FOR_VIEW) + why:
         return _in_several_lines(rows, sizes, width)
+    # Views get the room that they need first, then names, then reasons.
     view = min(sizes["view"], room - name - why)
     name = min(sizes["name"], room - view - why)
     sizes |= {"name": name, "view": view, "why": room - name - view}
@@ -53,6 +58,7 @@ def _in_several_lines(rows: Sequence[Cells], sizes: dict[str, int], width: int) 
     first = [field for field in ("name", "times", "shape") if sizes[field]]
     name = max(12, width - sizes["times"] - sizes["shape"] - len(_GAP) * (len(first) - 1))
     sizes = sizes | {"name": min(sizes["name"], name)}
+    # Second line: numbers, then view and reason if there is room for them, else on a third line.
     numbers = ("optimizer", "rate", "decay", "state")
     room = width - len(_INDENT) - sum(sizes[field] for field in numbers) - len(_GAP) * len(numbers)
     lines = []
@@ -69,14 +75,15 @@ def _in_several_lines(rows: Sequence[Cells], sizes: dict[str, int], width: int) 
 
 
 def _in_columns(row: Cells, fields: Sequence[str], sizes: dict[str, int]) -> list[str]:
-    """Return one row: the name shortened, view and reason wrapped into their columns."""
-    columns = []
+    """Return the lines of one row: the name shortened, view and reason wrapped into their columns."""
+    columns = []  # for each field the lines of its cell
     for field in fields:
         cell, size = getattr(row, field), sizes[field]
         if field == "name":
             cell = shortened(cell, size)
         parts = textwrap.wrap(cell, size) if field in ("view", "why") else [cell]
         columns.append([part.rjust(size) if field in _RIGHT_ALIGNED else part.ljust(size) for part in parts])
+    # Cells with fewer lines are filled up with blanks.
     height = max(map(len, columns))
     for field, parts in zip(fields, columns, strict=True):
         parts += [" " * sizes[field]] * (height - len(parts))
