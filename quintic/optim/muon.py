@@ -288,8 +288,7 @@ class Muon(OptimizerBase):
             runner.consensus.check_partial(steps_until_due)
         self._plan_cache.use_state(self._home["state"])
         outcome = runner.step(steps_until_due, self._step_history.num_steps)
-        for _ in runner.consensus.any_present():
-            pass  # a CUDA graph must wait for all counts of gradients that it has started, needed or not
+        list(runner.consensus.any_present())  # a CUDA graph must wait for all counts that it has started, needed or not
         return outcome
 
     @disable_dynamo
@@ -337,9 +336,8 @@ class Muon(OptimizerBase):
         super().zero_grad(set_to_none)
         for param, gradient in waiting:
             param.grad = gradient
-        self._plan_cache.precomputed.invalidate(
-            n for n, group in enumerate(self.param_groups) if not group["pending_steps"]
-        )
+        due = (n for n, group in enumerate(self.param_groups) if not group["pending_steps"])
+        self._plan_cache.precomputed.invalidate(due)
 
     def last_step(self) -> StepReport:
         """Return a report of the last step: matrices orthogonalised by method, AdamW parameters, steps skipped.

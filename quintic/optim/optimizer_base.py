@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from quintic.optim.checkpoint.loading import check_is_state_dict, load_state
 from quintic.optim.checkpoint.saving import saved_state, with_mantissas
+from quintic.optim.deprecated import renamed_method
 from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.grad_scaler import leaves_overflow_to_step
 from quintic.optim.group_keys import check_keys, check_loaded, check_supported, with_algorithm
@@ -189,6 +190,8 @@ class OptimizerBase(Optimizer):
         self._plan_cache.planned(self.param_groups, self._home["state"])
         return self._steps_until_due()
 
+    next_pending_steps = renamed_method("next_pending_steps", next_steps_until_due)
+
     def state_dict(self) -> dict[str, Any]:
         """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded).
 
@@ -262,6 +265,8 @@ class OptimizerBase(Optimizer):
         groups, communicators = self._plan_cache.groups, self._plan_cache.communicators
         copy_state(groups, communicators, states, source, target, transposed=transposed)
         self._plan_cache.use_state(states)
+
+    carry_state = renamed_method("carry_state", copy_state)
 
     @disable_dynamo
     @torch.no_grad()
