@@ -15,7 +15,7 @@ import quintic
 from quintic.errors import ConfigError
 from quintic.optim.layout.layouts import mesh_layout, replicated_layout
 from quintic.optim.plan import replicas
-from quintic.optim.plan.exchange import Cargo, Exchange, traffic_of
+from quintic.optim.plan.exchange import Exchange, ExchangeBytes, traffic_of
 from quintic.optim.plan.replicas import LINKS, Links, ReplicaChoice, has_replicas, speed_of, work_sets
 from quintic.rehearsal.rehearse import rehearse
 
@@ -126,7 +126,7 @@ def test_traffic_between_places_is_that_of_all_pairs_of_ranks(copies, shards, da
             if places[other] != places[position]:
                 sent[position] += to_each[other]
                 received[other] += to_each[other]
-    found = traffic_of(Cargo(exchange, direction=4, update=2, factors=0), torch.tensor(places))
+    found = traffic_of(ExchangeBytes(exchange, direction=4, update=2, factors=0), torch.tensor(places))
     assert found.sent.tolist() == sent.tolist()
     assert found.received.tolist() == received.tolist()
 
@@ -173,7 +173,7 @@ def test_the_estimate_is_the_longer_of_computing_and_sending():
 )
 def test_auto_weighs_operations_against_bytes(width, mesh, node_size, way):
     (choice,) = rehearsed(width, 64, mesh, node_size).choices
-    assert choice.way == way
+    assert choice.strategy == way
     assert choice.seconds[way] == min(choice.seconds.values())
 
 
@@ -183,7 +183,7 @@ def test_auto_weighs_operations_against_bytes(width, mesh, node_size, way):
 def test_slower_links_between_hosts_repeat(links, way):
     with mock.patch.object(replicas, "LINKS", Links(*links)):
         # With links of one speed as much is received either way, and repeating nothing is preferred.
-        assert rehearsed(64, 8, (2, 2), 2).choices[0].way == way
+        assert rehearsed(64, 8, (2, 2), 2).choices[0].strategy == way
 
 
 def test_nothing_is_chosen_without_copies_or_nodes_or_by_a_user():
