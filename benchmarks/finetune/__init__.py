@@ -1,0 +1,1 @@
+"""Fine-tuning with Muon and with AdamW: `python -m benchmarks.finetune`."""

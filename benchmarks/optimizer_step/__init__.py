@@ -1,0 +1,1 @@
+"""`optimizer.step()` alone, on one device and on several ranks."""

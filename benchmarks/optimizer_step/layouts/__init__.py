@@ -1,0 +1,1 @@
+"""`optimizer.step()` on several ranks, in every layout."""

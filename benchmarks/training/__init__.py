@@ -1,0 +1,1 @@
+"""Whole training runs: their quality, their speed, a first day with them."""

@@ -1,0 +1,34 @@
+"""DistributedDataParallel averages the gradients; `comms="averaged"` divides Muon's work among the ranks.
+
+torchrun --nproc-per-node 2 examples/ddp.py
+"""
+
+import torch
+import torch.distributed as dist
+from tiny import GPT, batch, finish, mean_over_ranks, start, tell
+from torch.nn.parallel import DistributedDataParallel
+
+import quintic
+
+
+def main(steps: int = 30) -> list[float]:
+    """Train, and return the losses, averaged over ranks."""
+    device = start()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(GPT().to(device))
+    optimizer = quintic.Muon(quintic.param_groups(model.module), lr=0.02, adamw_lr=3e-3, comms="averaged")
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    losses = []
+    for step in range(steps):
+        loss = model(*batch(step, device, dist.get_rank(), dist.get_world_size()))
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss))
+    return tell(losses)
+
+
+if __name__ == "__main__":
+    main()
+    finish()

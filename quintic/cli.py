@@ -1,0 +1,177 @@
+"""The command line: `quintic train | compare | prepare | sample | eval | report | plan | export`.
+
+What a command does is in `quintic/commands`. Every mistake a user can mend ends as one line on standard error and exit
+code 2; Ctrl-C, SIGTERM and SIGHUP during training save the run and exit with 130.
+"""
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from quintic.errors import ConfigError, OtherRankError, QuinticError
+from quintic.launch import check_launcher, environment_number, install_command, with_program
+from quintic.streams import complete_streams, drop_output
+from quintic.versions import HARNESS_NEEDS, OPTIMIZER_NEEDS, release, torch_version
+
+__all__ = ["OPTION_ALIASES", "main"]
+
+# Refusals of the system for reasons that lie with the disk, permissions and paths, not with this program -> what helps.
+_DISK_ERRORS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change who may read and write it"),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP), "correct the path"),
+}
+
+_USAGE = """\
+usage: quintic COMMAND [OPTIONS]
+
+Train a GPT with the Muon optimizer, on a laptop or a GPU.
+
+commands:
+  train      prepare data if needed, train, evaluate, sample and write a report
+  compare    train the same model with AdamW and with Muon, and draw both curves in one report
+  prepare    only turn text into tokens
+  sample     let a trained model write
+  eval       score a trained model in bits per byte, and on the tasks of CORE
+  report     write report.html of a run again
+  plan       show what the optimizer does to each kind of weight, without training
+  export     write a trained model as a folder for other libraries
+
+Begin with `quintic train`.
+`quintic COMMAND --help` lists the options of a command with their defaults.
+"""
+
+# The module of each command. It is imported when the command is run, so that `quintic --help` answers at once.
+_COMMANDS = {
+    "train": "quintic.commands.train",
+    "compare": "quintic.commands.compare",
+    "prepare": "quintic.commands.prepare",
+    "sample": "quintic.commands.sample",
+    "eval": "quintic.commands.evaluate",
+    "report": "quintic.commands.report",
+    "plan": "quintic.commands.plan",
+    "export": "quintic.commands.export",
+}
+
+# torchrun reads its own options first, and takes --run for the beginning of one.
+OPTION_ALIASES = {"--name": "--run"}
+
+# Commands of which torchrun may start several processes.
+_COMMANDS_OF_RANKS = frozenset({"train"})
+
+_COMMANDS_THAT_TRAIN = frozenset({"train", "compare"})
+
+# Its number everywhere; Windows has no such signal, but the same exit code serves there.
+_SIGPIPE = 13
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0, 2 for input to be mended, 130 after Ctrl-C.
+
+    141 says, as for other programs, that the reader of the output went away.
+    """
+    complete_streams()
+    if not _has_current_folder():  # paths cannot be completed then, those of messages neither
+        print("quintic: error: the current folder has been deleted: change to another one", file=sys.stderr)
+        return 2
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # here, where a reader that went away is an exception like any other
+        return code
+    except OtherRankError:
+        return 2
+    except QuinticError as error:
+        return _fail(str(error))
+    except ModuleNotFoundError as error:
+        return _fail(f"the package {error.name!r} is missing: run {install_command('train')}")
+    except KeyboardInterrupt:
+        print("\nquintic: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        drop_output()
+        return 128 + _SIGPIPE
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        place = f"{error.filename}: " if error.filename is not None else ""
+        advice = f"{_DISK_ERRORS[error.errno]}, or use another place (--runs-dir, --data-dir, --out)"
+        code = _fail(f"{place}{error.strerror}; {advice}")
+        try:
+            sys.stdout.flush()
+        except OSError:  # it was the output that could not be written
+            drop_output()
+        return code
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        usage, _, rest = _USAGE.partition("\n")
+        print(f"{usage}\n{with_program(rest)}", end="")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        import quintic
+
+        print(f"quintic {quintic.__version__}")
+        return 0
+    name = arguments[0]
+    if name not in _COMMANDS:
+        import difflib
+
+        nearest = difflib.get_close_matches(name, _COMMANDS, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of {', '.join(_COMMANDS)}"
+        raise ConfigError(f"unknown command {name!r}: {hint}")
+    options = [_unaliased(text) for text in arguments[1:]]
+    if name not in _COMMANDS_OF_RANKS:
+        _check_single_process(name)
+    if name in _COMMANDS_THAT_TRAIN:
+        check_launcher()
+    if name in _COMMANDS_THAT_TRAIN and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Before PyTorch is imported. Memory that was freed in one size serves another: batches, evaluations, samples.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    try:
+        if environment_number("WORLD_SIZE", 1) <= 1:  # several ranks agree on who of them answers
+            from quintic.commands.options import answer_early
+
+            answer_early(name, options)
+        _check_torch(name)
+        return int(importlib.import_module(_COMMANDS[name]).run(options))
+    except SystemExit as stop:  # after --help
+        return int(stop.code or 0)
+
+
+def _unaliased(argument: str) -> str:
+    option, equals, value = argument.partition("=")
+    return f"{OPTION_ALIASES.get(option, option)}{equals}{value}"
+
+
+def _check_single_process(name: str) -> None:
+    if environment_number("WORLD_SIZE", 1) > 1:
+        raise ConfigError(f"quintic {name} runs in one process: start it without torchrun (WORLD_SIZE is above 1)")
+
+
+def _check_torch(name: str) -> None:
+    """Check that PyTorch is new enough for the commands, of which only the optimizer supports older ones."""
+    installed = torch_version()
+    if installed is None or release(installed) >= release(HARNESS_NEEDS):
+        return
+    if environment_number("LOCAL_RANK", 0):
+        raise OtherRankError("the first rank of this host says what is wrong")
+    raise ConfigError(
+        f"quintic {name} needs PyTorch {HARNESS_NEEDS} or newer, and {installed} is installed: "
+        f"run {install_command('train')} (the optimizer by itself needs {OPTIMIZER_NEEDS})"
+    )
+
+
+def _has_current_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _fail(message: str) -> int:
+    print(f"quintic: error: {with_program(' '.join(message.split()))}", file=sys.stderr)
+    return 2

@@ -1,0 +1,147 @@
+"""`quintic compare`: the same model trained with AdamW and with Muon, and both curves in one report."""
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from quintic.commands.inputs import check_options, check_text, text_to_resume
+from quintic.commands.options import training_options
+from quintic.commands.parsing import taken
+from quintic.commands.text import prepared
+from quintic.data.dataset import Dataset
+from quintic.errors import ConfigError
+from quintic.launch import hint
+from quintic.report.comparison import write_comparison
+from quintic.report.history import METRICS_FILE, read_metrics
+from quintic.streams import say
+from quintic.train.config import Config
+from quintic.train.loop import Interrupted, train
+from quintic.train.runs import (
+    CONFIG_FILE,
+    check_new_run,
+    create_run,
+    discard_unstarted,
+    find_comparison,
+    save_comparison,
+)
+from quintic.train.saved_config import check_resumed, load_config
+
+__all__ = ["compare", "run", "variants"]
+
+# Steps between the evaluations of a comparison, at most.
+_EVAL_EVERY = 25
+
+_OPTIMIZERS: tuple[tuple[Literal["adamw", "muon"], str], ...] = (("adamw", "AdamW"), ("muon", "Muon"))
+
+
+def variants(config: Config, seeds: int = 1, *, resumed: bool = False) -> tuple[Path, list[tuple[str, Config]]]:
+    """Return the path of the comparison's page, and label and configuration of each run, in their order.
+
+    The runs have the same initial weights, the same batches in the same order and the same schedules; each has the
+    learning rates of matrices and head, and the weight decay, that were tuned for its optimizer (`--muon-lr`,
+    `--head-lr`, `--weight-decay`; `--adamw-lr`, `--adamw-head-lr`, `--adamw-weight-decay`). Evaluations are at most
+    `_EVAL_EVERY` steps apart, so that it can be told when one run reaches the other's loss. With several ``seeds``,
+    from that of the configuration on, there is a pair of runs for each. Those of a comparison that is ``resumed`` may
+    be there already.
+
+    Raises:
+        ConfigError: a run cannot be made.
+    """
+    name = config.run.run
+    configs: list[tuple[str, Config]] = []
+    for seed in range(config.run.seed, config.run.seed + seeds):
+        for optimizer, label in _OPTIMIZERS:
+            settings = dataclasses.replace(
+                config.run,
+                run=f"{name}-{optimizer}" + (f"-seed{seed}" if seeds > 1 else ""),
+                seed=seed,
+                eval_every=min(config.run.eval_every or _EVAL_EVERY, _EVAL_EVERY),
+            )
+            optim = dataclasses.replace(config.optim, optimizer=optimizer)
+            configs.append((label, dataclasses.replace(config, optim=optim, run=settings)))
+            if not resumed:
+                check_new_run(configs[-1][1])
+    return config.run.runs_dir / f"{name}.html", configs
+
+
+def compare(
+    page: Path, configs: Sequence[tuple[str, Config]], dataset: Dataset, *, command: str, resumed: bool = False
+) -> str:
+    """Train the runs of `variants`, one after the other, and write the page that compares them.
+
+    Where there are several seeds it compares medians and shows ranges. Of a comparison that is ``resumed`` the finished
+    runs are left as they are, one that was stopped goes on from its last checkpoint, and the others begin.
+
+    Returns:
+        The comparison's sentence and the path of the page, as text.
+
+    Raises:
+        QuinticError: as `train`.
+    """
+    runs: dict[str, list[Path]] = {label: [] for _, label in _OPTIMIZERS}
+    for label, variant in configs:
+        seed = f", seed {variant.run.seed}" if len(configs) > len(_OPTIMIZERS) else ""
+        folder = variant.run.runs_dir / str(variant.run.run)
+        is_there = resumed and (folder / CONFIG_FILE).is_file()
+        is_finished = is_there and _is_finished(folder)
+        runs[label].append(folder)
+        print(f"\n=== {label}{seed} ==={f' finished before: {folder}' if is_finished else ''}", flush=True)
+        if is_there:
+            check_resumed(load_config(folder / CONFIG_FILE), variant, folder / CONFIG_FILE, is_comparison=True)
+        if is_finished:
+            continue
+        if not is_there:
+            create_run(variant)
+        try:
+            train(variant, dataset, folder, resume=is_there, command=command)
+        except BaseException:
+            discard_unstarted(folder)
+            raise
+    figures = write_comparison(runs, page, title="Muon and AdamW on the same model")
+    return f"\n{figures['candidates']['Muon']['sentence']}\nreport: {page}"
+
+
+def _is_finished(folder: Path) -> bool:
+    """Whether a run has been trained and scored to its end."""
+    log = folder / METRICS_FILE
+    return log.is_file() and any(record.get("kind") == "final" for record in read_metrics(log))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
+    start = training_options(arguments, "compare")
+    config, resumed = start.config, start.resumed is not None
+    for note in [*start.notes, *check_options(config)]:
+        say(note)
+    if (every := taken(arguments, "--eval-every")[0]) is not None and not 0 < int(every) <= _EVAL_EVERY:
+        say(f"--eval-every {every} has no effect: a comparison evaluates every {_EVAL_EVERY} steps")
+    command = shlex.join(["quintic", "compare", *arguments])
+    runs_dir, name = config.run.runs_dir, config.run.run or f"compare-{datetime.now():%Y%m%d-%H%M%S}"
+    if start.resumed is not None:
+        runs_dir, name = start.resumed.parent, start.resumed.stem  # where it is now
+        command = find_comparison(runs_dir, name).command
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, run=name, runs_dir=runs_dir))
+    elsewhere = [] if runs_dir == Config().run.runs_dir else ["--runs-dir", str(runs_dir)]
+    go_on = hint("compare", ["--resume", "--run", name, *elsewhere])
+    file = runs_dir / f"{name}.json"
+    if file.exists() and not resumed:
+        raise ConfigError(f"{file} exists: choose another --run, or go on with that comparison: {go_on}")
+    page, configs = variants(config, start.seeds, resumed=resumed)
+    folders = [variant.run.runs_dir / str(variant.run.run) for _, variant in configs]
+    began = next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
+    dataset = prepared(config.data) if began is None else text_to_resume(began, config)
+    check_text(config, dataset)
+    if not resumed:
+        save_comparison(config, seeds=start.seeds, command=command)
+    try:
+        say(compare(page, configs, dataset, command=command, resumed=resumed))
+    except Interrupted as stop:
+        print(f"\n{stop}; continue with:\n    {go_on}")
+        return 130
+    finally:
+        if not any(folder.exists() for folder in folders):  # no run began
+            file.unlink()
+    return 0

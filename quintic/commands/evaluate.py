@@ -1,0 +1,130 @@
+"""`quintic eval`: score a trained model in bits per byte, and on the tasks of CORE.
+
+When the run's prepared text is gone, other text (`--data`) and tasks (`--core`) can still be scored.
+"""
+
+import sys
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+
+from quintic.commands.inputs import RaceText, TrainedModel, trained_model
+from quintic.commands.options import eval_options
+from quintic.commands.text import verify
+from quintic.data.dataset import Dataset
+from quintic.data.loader import Batch, iterate_validation_rows
+from quintic.data.sources import open_source
+from quintic.errors import DataError
+from quintic.eval.baselines import MAX_XZ_BYTES, ScoredText, compression_baselines, training_text
+from quintic.eval.core import core_lines, core_score, core_sums
+from quintic.eval.core_tasks import load_core
+from quintic.eval.row_models import BatchedSpeedrun
+from quintic.eval.score import bits_per_byte, document_sums, score_from_sums
+from quintic.eval.text import encoded, text_batches
+from quintic.speedrun.race import score_batches
+from quintic.speedrun.shards import RaceData
+from quintic.speedrun.stream import validation_batches
+from quintic.streams import say_waiting
+
+__all__ = ["run"]
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
+    options = eval_options(arguments)
+    suite = None if options.core is None else load_core(options.core)
+    trained = trained_model(options.runs_dir, options.run, options.device, step=options.step)
+    if isinstance(trained.dataset, Dataset):
+        verify(trained.dataset, again=options.verify)  # its training text makes the bigram model
+    elif isinstance(trained.dataset, DataError) and options.data is None and suite is None:
+        raise DataError(f"{trained.dataset}; --data scores other text, --core answers tasks")
+    if isinstance(trained.dataset, RaceText) and options.data is None:
+        _score_race(trained, trained.dataset, options.tokens)
+    elif not isinstance(trained.dataset, DataError) or options.data is not None:
+        _score_text(trained, options.data, options.text_field, options.tokens)
+    else:
+        print(f"The validation text is not scored: {trained.dataset}", file=sys.stderr)
+    if suite is not None:
+        say_waiting("Answering the tasks of CORE")
+        config = trained.config
+        sums = core_sums(
+            trained.model,
+            trained.tokenizer,
+            suite,
+            trained.model.head.weight.device,
+            max_tokens=config.model.seq_len,
+            max_items=options.core_items,
+            rows=config.schedule.rows,
+        )
+        print("\n".join(["", *core_lines(core_score(suite, sums))]))
+    return 0
+
+
+def _score_text(trained: TrainedModel, data: str | None, text_field: str, max_tokens: int | None) -> None:
+    """Print the bits per byte of `data`, or of the validation text, which must be there then."""
+    rows, seq_len = trained.config.schedule.rows, trained.config.model.seq_len
+    if data is not None:
+        batches = _batches_of(data, text_field, trained, max_tokens)
+    else:
+        assert isinstance(trained.dataset, Dataset)
+        batches = iterate_validation_rows(trained.dataset, rows=rows, seq_len=seq_len, max_tokens=max_tokens)
+    say_waiting(f"Scoring {'validation text' if data is None else data}")
+    device = trained.model.head.weight.device
+    text = ScoredText()
+    watched = text.watched(trained.tokenizer, batches)
+    result = score_from_sums(document_sums(trained.model, watched, trained.tokenizer.token_bytes(), device))
+    error = "" if result.bpb_stderr is None else f"standard error over documents {result.bpb_stderr:.4f}, "
+    print(
+        f"{result.bpb:.4f} bits per byte ({error}{result.loss:.4f} nats per token) over {result.num_bytes:,} bytes of "
+        "text"
+    )
+    beginning = f" (of the first {MAX_XZ_BYTES >> 20} MiB)" if text.num_bytes > MAX_XZ_BYTES else ""
+    if isinstance(trained.dataset, Dataset):
+        reference = compression_baselines(text, training_text(trained.dataset))
+        print(
+            f"for comparison: xz -9 {reference['xz_bpb']:.4f}{beginning}, "
+            f"byte-bigram model {reference['bigram_bpb']:.4f}"
+        )
+    else:
+        print(
+            f"for comparison: xz -9 {text.xz_bpb():.4f}{beginning} (no byte-bigram model: the run's training text is "
+            "not at hand)"
+        )
+
+
+def _score_race(trained: TrainedModel, text: RaceText, max_tokens: int | None) -> None:
+    """Print the score of the shard on which a speedrun was validated, in the chunks of the race."""
+    assert isinstance(trained.model, BatchedSpeedrun)
+    model, tokens = trained.model.model, min(text.tokens, max_tokens or text.tokens)
+    chunk = min(text.chunk, tokens)
+    tokens -= tokens % chunk
+    data = RaceData("", (), text.path, model.config.vocab_size, model.config.bos_id, trained.tokenizer)
+    lengths = torch.zeros(model.config.vocab_size, dtype=torch.int64, device=model.head.device)
+    lengths[: trained.tokenizer.vocab_size] = torch.from_numpy(trained.tokenizer.token_bytes())
+    say_waiting(f"Scoring {text.path}")
+    nats, num_bytes = score_batches(model, validation_batches(data, tokens, chunk), lengths).tolist()
+    print(
+        f"{bits_per_byte(nats, num_bytes):.4f} bits per byte ({nats / tokens:.4f} nats per token) over "
+        f"{int(num_bytes):,} bytes of text, with document starts, as the race counts"
+    )
+
+
+def _batches_of(data: str, text_field: str, trained: TrainedModel, max_tokens: int | None) -> Iterator[Batch]:
+    """Read text to score, all of it, as the batches are asked for; nothing is kept on disk."""
+    config, tokenizer = trained.config, trained.tokenizer
+    source = open_source(data, cache_dir=config.data.data_dir / "cache", text_field=text_field)
+    for note in source.notes:
+        print(note, file=sys.stderr)
+    documents = (document for _, document in source.documents_from((0, 0)))
+    batches = text_batches(
+        encoded(tokenizer, documents),
+        bos_id=tokenizer.bos_id,
+        rows=config.schedule.rows,
+        seq_len=config.model.seq_len,
+        max_tokens=max_tokens,
+    )
+    first = next(batches, None)
+    if first is None:
+        raise DataError(f"{data}: holds no text to score; name a file or folder with text in --data")
+    return chain([first], batches)

@@ -1,0 +1,17 @@
+"""`quintic export`: write a trained model as a folder for other libraries."""
+
+from quintic.commands.inputs import trained_model
+from quintic.commands.options import export_options
+from quintic.eval.export import export_hf
+from quintic.train.runs import find_run
+
+__all__ = ["run"]
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
+    options = export_options(arguments)
+    trained = trained_model(options.runs_dir, options.run, "cpu", step=options.step)
+    out = options.out or find_run(options.runs_dir, options.run, is_speedrun_enough=True) / options.to
+    print(export_hf(trained.model, trained.tokenizer, out))
+    return 0

@@ -1,0 +1,189 @@
+"""`quintic plan`: sizes, length, rates and memory of a training run, and the plan of its optimizer."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quintic.commands.inputs import duration_lines
+from quintic.commands.options import rehearsal_options, training_options
+from quintic.commands.parsing import taken
+from quintic.commands.presets import GPU_PRESETS
+from quintic.data.dataset import MANIFEST_NAME
+from quintic.data.files.documents import TEXT_FIELD
+from quintic.data.hub import download
+from quintic.data.tokenizer import Tokenizer
+from quintic.durable import json_object
+from quintic.model.gpt import GPT
+from quintic.optim.groups.names import shortened
+from quintic.optim.muon import Muon
+from quintic.optim.state.placement import state_bytes
+from quintic.rehearsal.planned_models import is_on_hub
+from quintic.rehearsal.table import rehearsal_text
+from quintic.streams import say
+from quintic.train.config import Config, DataConfig
+from quintic.train.hardware import choose_hardware
+from quintic.train.recipe import build_optimizer, empty_model, model_config, scale_lines, scale_of
+from quintic.train.runs import check_new_run
+from quintic.train.schedule import reading_lines
+
+__all__ = ["run", "training_memory"]
+
+_GPT2_VOCABULARY = 50_257
+
+# Values that forward keeps for backward, in units of the width, per layer and once: counted in float32 without
+# compiling; compiled, from the peaks of depths 6 and 12 on an NVIDIA H200.
+_KEPT = {False: (21, 4), True: (16, 8)}
+# Logits and their gradients exist in chunks of this size on a GPU; on a CPU they hardly count.
+_LOSS_CHUNK_BYTES = 2**28
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
+    rehearsal = rehearsal_options(arguments)
+    if rehearsal is not None:
+        if is_on_hub(rehearsal.model):
+            # Asked here first: transformers waits for minutes for a Hub that does not answer.
+            download(rehearsal.model, "config.json", repo_type="model", revision=None, cache_dir=None, endpoint=None)
+        print(rehearsal_text(rehearsal))
+        return 0
+    start = training_options(arguments, "plan")
+    config = start.config
+    if start.resumed is None and taken(arguments, "--run")[0] is not None:
+        check_new_run(config)  # the plan of a new run would be taken for that of the one which is there
+    on_gpu = start.preset in GPU_PRESETS or (torch.cuda.is_available() and config.run.device != "cpu")
+    dtype, why = _dtype(config, on_gpu)
+    vocab_size, origin = planned_vocabulary(config.data)
+    sizes = model_config(config, vocab_size=vocab_size, bos_id=0)
+    model = empty_model(sizes, dtype=dtype, attention="sdpa", weights=config.optim.weights)
+    optimizer = build_optimizer(model, config, on_gpu=on_gpu)
+    for note in start.notes:
+        say(note)
+    say(f"Vocabulary: {vocab_size:,} tokens, {origin}")
+    for line in scale_lines(config, vocab_size=vocab_size):
+        say(line)
+    scale = scale_of(config, model)
+    if (text := prepared_text(config.data)) is not None:
+        passes, *warnings = reading_lines(scale.steps * scale.batch_tokens, text.train_tokens)
+        say("\n".join([f"Reading: {passes} as it was prepared in {text.folder}", *warnings]))
+    if torch.cuda.is_available() or not on_gpu or config.run.device == "cpu":  # else the run's device is not here
+        for line in duration_lines(model, scale, choose_hardware(config.run)):
+            say(line)
+    weights = "bfloat16 (16 more bits of each in the state)" if config.optim.weights == "mantissa" else "float32"
+    say(f"Precision: {str(dtype).removeprefix('torch.')} activations{why}, {weights} weights")
+    compiled = on_gpu if config.run.compile is None else config.run.compile
+    memory = training_memory(model, optimizer, rows=config.schedule.rows, on_gpu=on_gpu, compiled=compiled)
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items())
+    say(
+        f"Memory: about {_peak(memory) / 2**30:.2f} GiB ({parts}); the first three are exact, activations an estimate; "
+        "of the last two only the larger counts\n"
+    )
+    for group in optimizer.param_groups:
+        parameters = sum(param.numel() for param in group["params"])
+        unit = "parameter " if parameters == 1 else "parameters"
+        more = f" (+{len(group['params']) - 1})" if len(group["params"]) > 1 else ""
+        line = f"{group['name']:16} {group['algorithm']:6} lr {group['lr']:<8.5g} {parameters:>12,} {unit}  "
+        # The rest of the line, but enough to tell one parameter from another.
+        room = max(12, shutil.get_terminal_size((160, 24)).columns - len(line) - len(more))
+        print(f"{line}{shortened(group['param_names'][0], room)}{more}")
+    print(f"\n{optimizer.plan()}")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedText:
+    """Text that a run would read, as its manifest has it."""
+
+    folder: Path
+    vocab_size: int
+    train_tokens: int
+
+
+def prepared_text(data: DataConfig) -> PreparedText | None:
+    """Return the text of a run, if it is prepared: the newest that fits, as a folder of text may have changed since."""
+    wanted: dict[str, float | str | None] = {"val_frac": data.val_frac, "max_bytes": data.max_bytes}
+    if data.tokenizer is None:
+        wanted |= {"vocab_size": data.vocab_size, "tokenizer": None}
+    else:
+        if not Path(data.tokenizer).expanduser().exists():  # a name, whose tokenizer may be no file yet
+            return None
+        wanted |= {"vocab_size": None, "tokenizer": Tokenizer.load(data.tokenizer).fingerprint()}
+    asked = {"spec": data.data, "text_field": data.text_field, "val_data": data.val_data}
+    # Older versions had no such options, and their manifests do not name them.
+    usual = {"text_field": TEXT_FIELD, "val_data": None}
+    manifests = data.data_dir.glob(f"*/{MANIFEST_NAME}")
+    for path in sorted(manifests, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        manifest = json_object(path)
+        try:
+            settings = {name: manifest["settings"][name] for name in wanted}
+            source = {name: (usual | manifest["source"])[name] for name in asked}
+            if source == asked and settings == wanted:
+                tokens = sum(shard["tokens"] for shard in manifest["splits"]["train"]["shards"])
+                return PreparedText(folder=path.parent, vocab_size=int(manifest["vocab_size"]), train_tokens=tokens)
+        except (ValueError, KeyError, TypeError):
+            continue  # not a dataset, or a damaged one
+    return None
+
+
+def planned_vocabulary(data: DataConfig) -> tuple[int, str]:
+    """Return the size of the vocabulary that a run would have, and its origin in words.
+
+    Nothing is downloaded or prepared: without a tokenizer file or prepared text the size is an assumption, and said
+    to be one.
+
+    Raises:
+        DataError: --tokenizer names no tokenizer.
+    """
+    if data.tokenizer == "gpt2" and not Path("gpt2").exists():
+        return _GPT2_VOCABULARY, "those of gpt2, which was not loaded"
+    if data.tokenizer is not None:
+        return Tokenizer.load(data.tokenizer).vocab_size, f"read from {data.tokenizer}"
+    if (text := prepared_text(data)) is not None:
+        return text.vocab_size, f"read from {text.folder}"
+    return data.vocab_size, "assumed from --vocab-size: the text is not prepared, and a short one gives fewer"
+
+
+def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, compiled: bool = False) -> dict[str, int]:
+    """Return the bytes that training takes on one device, by purpose.
+
+    Args:
+        model: on any device, the meta device too.
+        optimizer: of its parameters.
+        rows: rows of `seq_len` tokens that go through the model at once.
+        on_gpu: count the chunks of logits that only a GPU keeps.
+        compiled: whether the model will be compiled, and keep less.
+
+    Returns:
+        `weights`, `gradients` and `optimizer state` to the byte; `activations`, an estimate, within 10 % where it was
+        compared; `optimizer step`, its temporary memory, which is there when the activations are not.
+    """
+    parts = model.num_parameters()
+    weights = sum(param.numel() * param.element_size() for param in model.parameters())
+    state = sum(state_bytes(param, group) for group in optimizer.typed_groups for param in group.params)
+    size = torch.empty((), dtype=model.compute_dtype).element_size()
+    tokens = rows * model.config.seq_len
+    per_layer, once = _KEPT[compiled]
+    kept = tokens * model.config.width * size * (per_layer * model.config.depth + once)
+    copies = (parts["blocks"] + parts["head"]) * size if size < 4 else 0
+    return {
+        "weights": weights,
+        "gradients": weights,
+        "optimizer state": state,
+        "activations": kept + copies + (_LOSS_CHUNK_BYTES if on_gpu else 0),
+        "optimizer step": optimizer.plan().peak_workspace_bytes,
+    }
+
+
+def _peak(memory: dict[str, int]) -> int:
+    kept = memory["weights"] + memory["gradients"] + memory["optimizer state"]
+    return kept + max(memory["activations"], memory["optimizer step"])
+
+
+def _dtype(config: Config, on_gpu: bool) -> tuple[torch.dtype, str]:
+    """Return the dtype of the activations, and the reason for it where `--dtype` is auto."""
+    if config.run.dtype != "auto":
+        return (torch.bfloat16 if config.run.dtype == "bfloat16" else torch.float32), ""
+    if on_gpu and not torch.cuda.is_available():
+        return torch.bfloat16, " (what GPUs since 2020 have)"
+    return choose_hardware(config.run).dtype, " (fastest here)"

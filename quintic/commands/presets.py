@@ -1,0 +1,342 @@
+"""Named defaults for the options of training: a preset suits a machine, a recipe has another trainer's constants."""
+
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quintic.durable import json_object
+from quintic.errors import ConfigError
+from quintic.report.history import METRICS_FILE
+from quintic.speedrun import presets as speedrun
+from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
+from quintic.train.saved_config import changed_fields, load_config
+
+__all__ = [
+    "GPU_PRESETS",
+    "PRESETS",
+    "check_initial",
+    "gpu_preset",
+    "gpu_small_preset",
+    "preset",
+    "suitable_preset",
+    "unused_options",
+    "with_initial",
+    "with_recipe",
+]
+
+# Devices that drivers of GPUs make: of NVIDIA, on Jetson, of AMD, under Windows' Linux.
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/kfd", "/dev/dxg")
+
+
+def gpu_small_preset() -> Config:
+    """Return the defaults for a GPU and a few megabytes of text, such as the text of a Python installation.
+
+    Depth 8 at 2048 tokens, 500 steps: some three times through that text. More passes or a larger model only learn it
+    by heart. Rates and decay were searched for at these sizes. Not compiled: compiling takes longer than the steps do.
+    """
+    return Config(
+        model=ModelConfig(depth=8, head_dim=128, seq_len=2048),
+        optim=OptimConfig(embedding_lr=0.2, head_lr=0.002, weight_decay=1.2, adamw_lr=0.003, adamw_head_lr=0.008),
+        schedule=ScheduleConfig(steps=500, batch_tokens=16_384, rows=8),
+        run=RunConfig(compile=False),
+    )
+
+
+def gpu_preset() -> Config:
+    """Return the defaults for one GPU and text of your own: depth 12 at 2048 tokens.
+
+    Context and the AdamW learning rates follow nanochat's depth-12 recipe; batch and rates scale with the model.
+    """
+    return Config(
+        data=DataConfig(vocab_size=32_768, val_frac=0.01),
+        model=ModelConfig(depth=12, head_dim=128, seq_len=2048),
+        optim=OptimConfig(
+            scale_rates=True,
+            muon_lr=0.02,
+            adamw_lr=0.002,
+            embedding_lr=0.5,
+            head_lr=0.007,
+            adamw_head_lr=0.007,
+            scalar_lr=0.1,
+            weight_decay=0.2,
+            momentum_warmup_steps=300,
+        ),
+        schedule=ScheduleConfig(steps=None, batch_tokens=None, rows=32, warmup_frac=0.0),
+        run=RunConfig(eval_every=250, eval_tokens=2**21, save_every=1000),
+    )
+
+
+PRESETS: Mapping[str, Callable[[], Config]] = {"cpu": Config, "gpu-small": gpu_small_preset, "gpu": gpu_preset}
+"""Name -> the defaults of all options."""
+
+GPU_PRESETS = frozenset({"gpu-small", "gpu"})
+
+
+def preset(name: str) -> Config:
+    """Return the defaults of a named preset.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in PRESETS:
+        races = ", ".join(speedrun.PRESETS)
+        *first, last = PRESETS
+        raise ConfigError(f"--preset {name}: unknown; choose {', '.join(first)} or {last} (for train also {races})")
+    return PRESETS[name]()
+
+
+def suitable_preset(device: str | None, data: str | None, *, guess: bool) -> str:
+    """Name the preset that suits a machine and a text.
+
+    Args:
+        device: value of `--device`, if given.
+        data: value of `--data`, if given; the text of the Python installation is too short for the sizes of "gpu".
+        guess: do without PyTorch, which takes seconds to import: defaults in a help text may be wrong.
+    """
+    if device == "cpu" or not _has_gpu(guess=guess):
+        return "cpu"
+    return "gpu-small" if data in (None, DataConfig.data) else "gpu"
+
+
+def _has_gpu(*, guess: bool) -> bool:
+    if "torch" not in sys.modules:
+        if not _is_torch_for_gpus():
+            return False
+        if guess:
+            return sys.platform == "win32" or any(map(os.path.exists, _GPU_DEVICES))
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _is_torch_for_gpus() -> bool:
+    """Return whether PyTorch's files, read without importing it, are for CUDA or ROCm; True where they do not say."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except ImportError:
+        return False
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        version = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    built_with = re.findall(r"^(?:cuda|hip)\b[^=\n]*= *(.+)", version, re.MULTILINE)
+    return not built_with or any(value.strip() != "None" for value in built_with)
+
+
+# At width 768, batches of 2^19 tokens and depth 12. What differs from group to group is in `recipe.py`.
+_EARLY_NANOCHAT: Mapping[str, Any] = {
+    "scale_rates": True,
+    "muon_lr": 0.02,
+    "embedding_lr": 0.3,
+    "head_lr": 0.004,
+    "scalar_lr": 0.5,
+    "momentum": 0.95,
+    "momentum_start": 0.85,
+    "momentum_warmup_steps": 300,
+    "momentum_end": None,
+    "normalize": "neuron",
+    "weight_decay": 0.2,
+    "decay_shape": "linear",
+    "beta1": 0.8,
+    "beta2": 0.95,
+    "tokens_per_param": 10.5,
+    "warmup_frac": 0.0,
+    "warmup_steps": None,
+    "warmdown_frac": 0.5,
+    "final_lr_frac": 0.0,
+    "short_window": 0.25,
+}
+_RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "seed": _EARLY_NANOCHAT,
+    "nanochat": {
+        **_EARLY_NANOCHAT,
+        "head_lr": 0.008,
+        "momentum": 0.97,
+        "momentum_warmup_steps": 400,
+        "momentum_end": 0.90,
+        "weight_decay": 0.28,
+        "decay_shape": "cosine",
+        "tokens_per_param": 12.0,
+        "warmup_steps": 40,
+        "warmdown_frac": 0.65,
+        "final_lr_frac": 0.05,
+    },
+}
+
+
+def with_recipe(config: Config, name: str) -> Config:
+    """Return the configuration with a recipe's constants; one that has the recipe already keeps its own numbers.
+
+    Sizes, batch and number of steps stay: they belong to the machine.
+
+    Raises:
+        ConfigError: there is no recipe of that name, or it is ours and the configuration has another one's numbers.
+    """
+    if name == config.optim.recipe:
+        return config
+    if name not in _RECIPES:
+        if name != "quintic":
+            raise ConfigError(f"--recipe {name}: unknown; choose quintic, {' or '.join(_RECIPES)}")
+        raise ConfigError(f"--recipe quintic: the numbers of --config are {config.optim.recipe}'s; leave --config out")
+    values = {**_RECIPES[name], "recipe": name}
+    sections = {}
+    for section in ("model", "optim", "schedule"):
+        old = getattr(config, section)
+        sections[section] = replace(old, **{key: value for key, value in values.items() if hasattr(old, key)})
+    return replace(config, **sections)
+
+
+_RACE_ONLY = "the weights of its model fit no other; give a run of another --preset, or the export of one"
+
+
+def _initial_folder(name: str, runs_dir: Path) -> Path:
+    """Return the folder of the run or exported model that `--init-from` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folders = (runs_dir / name, Path(name).expanduser())
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            return folder.absolute()
+    if any((folder / METRICS_FILE).is_file() for folder in folders):
+        raise ConfigError(f"--init-from {name}: is a speedrun, and {_RACE_ONLY}")
+    raise ConfigError(
+        f"--init-from {name}: is neither a run in {runs_dir} nor the folder of a run or of an exported model; check "
+        "the name, and --runs-dir"
+    )
+
+
+def with_initial(config: Config, name: str, runs_dir: Path) -> Config:
+    """Return the configuration with sizes and tokenizer of a run or exported model, whose weights a run starts from.
+
+    Args:
+        config: of the run that starts.
+        name: value of `--init-from`.
+        runs_dir: the folder of all runs.
+
+    Raises:
+        ConfigError: there is no such folder, it holds something else, or its model cannot be trained on.
+    """
+    folder = _initial_folder(name, runs_dir)
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"--init-from {folder}: has no tokenizer.json; export the run, and give the export")
+    values = json_object(folder / "config.json")
+    kind = values.get("model_type")
+    if kind not in (None, "quintic"):
+        why = _RACE_ONLY if kind == "quintic_speedrun" else "only runs and exports of quintic train can be trained on"
+        raise ConfigError(f"--init-from {folder}: is a model of the kind {kind!r}, and {why}")
+    is_export = kind == "quintic"
+    model = _exported_sizes(values, folder) if is_export else load_config(folder / "config.json").model
+    return replace(
+        config,
+        model=model,
+        data=replace(config.data, tokenizer=str(folder / "tokenizer.json")),
+        run=replace(config.run, init_from=str(folder)),
+    )
+
+
+def check_initial(config: Config, given: Config) -> None:
+    """Check that options have not changed what weights have sizes of.
+
+    Args:
+        config: the sizes of the weights to start from.
+        given: the options.
+
+    Raises:
+        ConfigError: they have.
+    """
+    free = ("model.seq_len", "model.window_pattern", "model.short_window")
+    for name, (old, new) in changed_fields(config, given).items():
+        if name.startswith("model.") and name not in free:
+            option = "--" + name.partition(".")[2].replace("_", "-")
+            raise ConfigError(
+                f"{option} {new}: the model of --init-from {config.run.init_from} has {old}, and its weights fit no "
+                f"other; leave {option} out"
+            )
+
+
+def _exported_sizes(values: Mapping[str, Any], folder: Path) -> ModelConfig:
+    """Return the sizes in the config.json of an exported model as options."""
+    if values.get("lookup_layers"):
+        raise ConfigError(
+            f"--init-from {folder}: an export does not keep all that lookup layers need for training; give the run"
+        )
+    try:
+        depth, seq_len, windows = values["num_hidden_layers"], values["max_position_embeddings"], values["windows"]
+        heads = values["hidden_size"] // values["head_dim"]
+        return ModelConfig(
+            depth=depth,
+            # The least that is rounded up to this width.
+            aspect_ratio=(heads - 1) * values["head_dim"] // depth + 1,
+            head_dim=values["head_dim"],
+            kv_ratio=heads // values["num_key_value_heads"],
+            seq_len=seq_len,
+            window_pattern="".join("L" if window == seq_len else "S" for window in windows),
+            short_window=min(windows) / seq_len,
+        )
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"--init-from {folder}: config.json is not that of an export ({error!r})") from None
+
+
+# Options -> what they need to have an effect, and whether a configuration has it. Without it they are a mistake ...
+_NEEDS: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
+    ("core_every", "core_items"): ("--core FOLDER", lambda config: config.run.core is not None),
+    ("l3_embeddings", "l3_d_up", "l3_k_max", "l3_tied"): (
+        "--l3-layers",
+        lambda config: config.model.l3_layers is not None,
+    ),
+    ("fp8_recipe",): ("--fp8", lambda config: config.run.fp8),
+    ("shard_ranks",): ("--parallel hsdp", lambda config: config.run.parallel == "hsdp"),
+}
+# ... or, where one command line may serve for either choice, only overridden.
+_OVERRIDDEN: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
+    ("vocab_size",): ("--tokenizer", lambda config: config.data.tokenizer is not None),
+    ("val_frac",): ("--val-data", lambda config: config.data.val_data is not None),
+    ("warmup_frac",): ("--warmup-steps", lambda config: config.schedule.warmup_steps is not None),
+    ("adamw_lr", "adamw_head_lr", "adamw_weight_decay"): (
+        "--optimizer muon",
+        lambda config: config.optim.optimizer == "muon",
+    ),
+    (
+        "muon_lr", "head_lr", "weight_decay", "momentum", "momentum_start", "momentum_warmup_steps", "momentum_end",
+        "orthogonalizer", "normalize",
+    ): ("--optimizer adamw", lambda config: config.optim.optimizer == "adamw"),
+}  # fmt: skip
+
+
+def unused_options(default: Config, config: Config, *, both_optimizers: bool = False) -> list[str]:
+    """Return a line for each option that was given, but is overridden by another one.
+
+    Args:
+        default: the configuration without the options of the command line.
+        config: with them.
+        both_optimizers: whether each optimizer has a run of its own.
+
+    Raises:
+        ConfigError: an option was given that has no effect without another one.
+    """
+    given = {name.partition(".")[2] for name in changed_fields(default, config)}
+
+    def options_among(names: tuple[str, ...]) -> list[str]:
+        return [f"--{name.replace('_', '-')}" for name in names if name in given]
+
+    if both_optimizers and "optimizer" in given:
+        raise ConfigError("--optimizer: a comparison trains with both optimizers; leave it out")
+    for names, (needed, is_there) in _NEEDS.items():
+        for option in options_among(names):
+            if not is_there(config):
+                raise ConfigError(f"{option} has no effect without {needed}: add that or leave it out")
+    return [
+        f"{option} has no effect with {other}"
+        for names, (other, overrides) in _OVERRIDDEN.items()
+        for option in options_among(names)
+        if overrides(config) and not (both_optimizers and other.startswith("--optimizer"))
+    ]

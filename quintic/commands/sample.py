@@ -1,0 +1,82 @@
+"""`quintic sample`: let a trained model write.
+
+Texts appear as they are made, a token at a time, on a terminal and in a pipe alike.
+"""
+
+import io
+import sys
+from collections.abc import Iterator
+
+from quintic.commands.inputs import trained_model
+from quintic.commands.options import sample_options
+from quintic.errors import ConfigError
+from quintic.eval.generate import sample_text
+from quintic.train.config import check_samples, in_options
+
+__all__ = ["run"]
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
+    options = sample_options(arguments)
+    trained = trained_model(options.runs_dir, options.run, step=options.step)
+
+    def write(prompts: tuple[str, ...], seed: int) -> None:
+        try:
+            sample_text(
+                trained.model,
+                trained.tokenizer,
+                prompts,
+                max_tokens=options.tokens,
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                seed=seed,
+                write=lambda text: print(text, end="", flush=True),
+            )
+        except ValueError as error:
+            raise ConfigError(in_options(error)) from None
+
+    if not options.interactive:
+        write(options.prompts, options.seed)
+        return 0
+    write((), options.seed)  # refuses numbers out of range once, and not at each line
+    for number, line in enumerate(_lines()):
+        try:
+            check_samples((line,))
+            write((line,), (options.seed + number) % 2**63)
+        except ConfigError as error:
+            print(f"quintic: error: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print("\n", flush=True)
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of standard input until it ends; Ctrl-C in between stops nothing."""
+    is_typed = sys.stdin.isatty()
+    if is_typed:
+        _import_line_editing()
+        print("Type the beginning of a text; Ctrl-C stops a text, Ctrl-D ends.", file=sys.stderr)
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is told of, line by line
+    while True:
+        try:
+            line = f"{input('> ')}\n" if is_typed else sys.stdin.readline()
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D ends)", file=sys.stderr)
+            continue
+        if not line:
+            return
+        yield line.removesuffix("\n").removesuffix("\r")
+
+
+def _import_line_editing() -> None:
+    """Let `input` edit lines and remember them, where the system has a library for it."""
+    try:
+        import readline  # noqa: F401
+    except ImportError:
+        return

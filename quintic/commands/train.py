@@ -1,0 +1,132 @@
+"""`quintic train`: prepare data if needed, train, evaluate, sample and write a report."""
+
+import dataclasses
+import shlex
+import shutil
+from pathlib import Path
+
+import torch
+
+from quintic.commands.inputs import check_options, check_text, text_to_resume
+from quintic.commands.options import Start, speedrun_options, training_options
+from quintic.commands.text import prepared
+from quintic.errors import ConfigError, DivergedError
+from quintic.launch import Launch, hint, launched
+from quintic.streams import say
+from quintic.train.config import Config, DataConfig
+from quintic.train.distributed import Ranks, connected
+from quintic.train.loop import Interrupted, Result, train
+from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted
+from quintic.train.saved_config import load_config
+
+__all__ = ["run"]
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command, on all ranks that torchrun has started; return its exit code."""
+    launch = launched()
+    with connected(launch) as ranks:
+        race = ranks.agree(lambda: speedrun_options(arguments))
+        if race is None:
+            return _run(arguments, launch, ranks)
+        from quintic.speedrun.run import speedrun
+
+        name, options = race
+        speedrun(name, options, command=shlex.join(["quintic", "train", *arguments]), ranks=ranks)
+        return 0
+
+
+def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
+    start = ranks.agree(lambda: _start(arguments, launch))
+    config, run_dir = start.config, start.resumed
+    for note in [*start.notes, *ranks.agree(lambda: check_options(config, ranks=ranks.size))]:
+        say(note)
+    if ranks.size == 1 and config.run.parallel != "sharded":
+        say(f"--parallel {config.run.parallel} has no effect on one rank; torchrun starts several")
+    if run_dir is None:
+        ranks.from_first(lambda: check_new_run(config))
+        dataset = ranks.once_per_host(lambda: prepared(config.data))
+        # Text first: a source that cannot be used leaves no run behind.
+        ranks.agree(lambda: check_text(config, dataset))
+        run_dir = ranks.from_first(lambda: create_run(config))
+    else:
+        resumed = run_dir
+        dataset = ranks.once_per_host(lambda: text_to_resume(resumed, config))
+        say(f"Going on with the text as it was prepared in {dataset.path}")
+    command = shlex.join(["quintic", "train", *arguments])
+    try:
+        result = train(
+            config,
+            dataset,
+            run_dir,
+            resume=start.resumed is not None,
+            resume_step=start.resume_step,
+            command=command,
+            ranks=ranks,
+        )
+    except Interrupted as stop:
+        runs_dir = [] if config.run.runs_dir == Path("runs") else ["--runs-dir", str(config.run.runs_dir)]
+        options = ["--resume", "--run" if ranks.size == 1 else "--name", run_dir.name, *runs_dir]
+        begin = f"torchrun ... -m quintic train {shlex.join(options)}" if ranks.size > 1 else hint("train", options)
+        print(f"\n{stop}; continue with:\n    {begin}")
+        return 130
+    except BaseException as error:
+        if start.resumed is None and ranks.is_first:
+            discard_unstarted(run_dir)
+        if isinstance(error, DivergedError) and not ranks.is_first:
+            raise ranks.failed_elsewhere() from None  # all ranks find the same, and the first one says so
+        raise
+    _print_result(result)
+    if _is_small_gpu_run(config):
+        _print_next_steps(ranks)
+    return 0
+
+
+def _start(arguments: list[str], launch: Launch) -> Start:
+    """Read the options; when torchrun has started the processes again, continue the run that they began."""
+    start = training_options(arguments, "train")
+    if start.resumed is not None:
+        return dataclasses.replace(start, resume_step=None) if launch.restarts else start
+    if not launch.may_restart:
+        return start
+    config = start.config
+    if config.run.run is None:
+        if launch.run_name is None:
+            raise ConfigError("--name: torchrun --max-restarts repeats this command, which must find its run: name it")
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, run=launch.run_name))
+    assert config.run.run is not None
+    run_dir = config.run.runs_dir / config.run.run
+    if launch.restarts and (run_dir / CONFIG_FILE).is_file():
+        return dataclasses.replace(start, config=load_config(run_dir / CONFIG_FILE), resumed=run_dir)
+    return dataclasses.replace(start, config=config)
+
+
+def _print_result(result: Result) -> None:
+    for sample in result.samples:
+        text = f"{sample['prompt']}{sample['text']}".rstrip()
+        rule = "-" * min(49, shutil.get_terminal_size().columns - len("--- sample "))
+        print(f"\n--- sample {rule}\n{text}")
+    say(
+        f"\nvalidation: {result.score.bpb:.4f} bits per byte after {result.seconds / 60:.1f} minutes of training "
+        f"(xz -9 needs {result.baselines['xz_bpb']:.3f} for the same text, a byte-bigram model "
+        f"{result.baselines['bigram_bpb']:.3f}; lower is better)"
+    )
+    if result.least and result.least["least_bpb"] < result.score.bpb:
+        print(f"least:      {result.least['least_bpb']:.4f} bits per byte, at step {result.least['least_bpb_step']:,}")
+    print(f"report:     {result.report}")
+
+
+def _is_small_gpu_run(config: Config) -> bool:
+    """Return whether a GPU trained on the text of the Python installation, which is for a first look only."""
+    return config.data.data == DataConfig.data and config.run.device != "cpu" and torch.cuda.is_available()
+
+
+def _print_next_steps(ranks: Ranks) -> None:
+    """Say how to train on more text than that of the Python installation."""
+    print("\nThat was the text of your Python installation, with a small model. Train for real (depth 12) with:")
+    for source in (["path/to/my/texts"], ["hf:HuggingFaceFW/fineweb-edu/sample-10BT", "--max-bytes", "6000000000"]):
+        options = ["--data", *source]
+        if ranks.size > 1:
+            print(f"    torchrun --nproc-per-node {ranks.local_size} -m quintic train {shlex.join(options)}")
+        else:
+            print(f"    {hint('train', options)}")

@@ -1,0 +1,361 @@
+"""A prepared dataset on disk: the manifest, the memory-mapped token shards and the documents in them.
+
+    <data_dir>/<name>-<key>/
+      manifest.json                  written last; without it the folder is not a dataset
+      tokenizer.json
+      train_00000.bin                tokens, little-endian uint16 or uint32, each document begins with bos
+      train_00000.idx                int64 little-endian: where each document begins, and the number of tokens
+      val_00000.bin ...
+
+    <data_dir>/cache/verified/
+      <name>-<key>-<machine>.json    size and time of the shards that this machine has compared with their checksums
+
+Reading only. Writing these files is `quintic.data.shard_writer`, making a dataset is `quintic.data.shards`.
+"""
+
+import contextlib
+import json
+import platform
+import zlib
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quintic.data.source import slug
+from quintic.data.tokenizer import Tokenizer
+from quintic.durable import json_object, write_atomically
+from quintic.errors import DataError
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "TOKENIZER_NAME",
+    "Dataset",
+    "DocumentSplit",
+    "Share",
+    "SplitName",
+    "checksum",
+]
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+TOKENIZER_NAME = "tokenizer.json"
+
+SplitName = Literal["train", "val"]
+_READ_BYTES = 1 << 24
+
+
+class DocumentSplit:
+    """The documents of one side, numbered from 0 through all its shards.
+
+    Attributes:
+        name: `train` or `val`.
+        num_bytes: UTF-8 bytes of the text.
+        offsets: where each document begins, counted through all shards: (num_documents + 1,) int64, read-only.
+        shards: the tokens of each shard, memory-mapped and read-only; a document lies in one of them.
+        shard_offsets: number of tokens before each shard, and in all: (num_shards + 1,) int64, read-only.
+    """
+
+    def __init__(self, name: SplitName, folder: Path, fields: dict[str, Any], dtype: str, repair: str) -> None:
+        """Map the shards a manifest lists.
+
+        Args:
+            name: `train` or `val`.
+            folder: the dataset's folder.
+            fields: the split's entry in the manifest.
+            dtype: `uint16` or `uint32`.
+            repair: the command that makes the dataset again, for messages.
+
+        Raises:
+            DataError: a shard is missing or has another size than the manifest says.
+        """
+        self.name = name
+        little_endian = np.dtype(dtype).newbyteorder("<")
+        self.shards: list[npt.NDArray[np.unsignedinteger[Any]]] = []
+        starts = []
+        first_documents = [0]
+        first_tokens = [0]
+        for shard in fields["shards"]:
+            tokens, documents = int(shard["tokens"]), int(shard["documents"])
+            path = folder / shard["file"]
+            index = path.with_suffix(".idx")
+            _check_size(path, tokens * little_endian.itemsize, repair)
+            _check_size(index, (documents + 1) * 8, repair)
+            offsets = np.fromfile(index, dtype="<i8").astype(np.int64)
+            if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 1).any():
+                raise DataError(f"{index}: damaged, its offsets do not ascend to {tokens}; run again: {repair}")
+            # A plain array over the mapping: slices of np.memmap itself cost several times more.
+            self.shards.append(np.asarray(np.memmap(path, dtype=little_endian, mode="r")))
+            starts.append(offsets[:-1] + first_tokens[-1])
+            first_documents.append(first_documents[-1] + documents)
+            first_tokens.append(first_tokens[-1] + tokens)
+        self.shard_offsets = np.array(first_tokens, dtype=np.int64)
+        self.offsets = np.concatenate([*starts, self.shard_offsets[-1:]])
+        self.offsets.flags.writeable = self.shard_offsets.flags.writeable = False
+        self.num_bytes = sum(int(shard["bytes"]) for shard in fields["shards"])
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, the document starts included."""
+        return int(self.offsets[-1])
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text per token, not counting the document starts."""
+        return self.num_bytes / max(1, self.num_tokens - self.num_documents)
+
+    def document(self, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Return one document's tokens, bos first: (length,) uint16 or uint32, a read-only view of the file.
+
+        Raises:
+            IndexError: there is no document of that number.
+        """
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"document {index} of {self.num_documents} in split {self.name}")
+        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
+        shard = int(np.searchsorted(self.shard_offsets, start, side="right")) - 1
+        base = int(self.shard_offsets[shard])
+        return self.shards[shard][start - base : end - base]
+
+
+class Share(NamedTuple):
+    """The documents of one source in a split.
+
+    Attributes:
+        source: the string that names it.
+        weight: share of the tokens when rows are made, among the sources of the split.
+        first: number of its first document.
+        last: number behind its last one.
+    """
+
+    source: str
+    weight: float
+    first: int
+    last: int
+
+
+class Dataset:
+    """Prepared text: a tokenizer and the two splits. `Dataset.open` and `prepare` make one.
+
+    Attributes:
+        path: the folder.
+        manifest: as read.
+        bos_id: id of the token that starts a document.
+        vocab_size: number of token ids; can be smaller than what was asked for.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        """Take a folder and its manifest as read; use `Dataset.open`."""
+        self.path = path
+        self.manifest = manifest
+        self._splits: dict[str, DocumentSplit] = {}
+        try:
+            for name in ("train", "val"):
+                fields = manifest["splits"][name]
+                self._splits[name] = DocumentSplit(name, path, fields, manifest["dtype"], manifest["command"])
+            self.bos_id = int(manifest["bos_id"])
+            self.vocab_size = int(manifest["vocab_size"])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(
+                f"{path / MANIFEST_NAME}: damaged ({error}); delete the folder and prepare again"
+            ) from error
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Dataset":
+        """Open a prepared dataset; maps its shards and checks their sizes (`verify` also checks the content).
+
+        Raises:
+            DataError: the folder is not a finished dataset, is of another format version, or a file of it is
+                missing or has the wrong size; the message names the file and the command to run again.
+        """
+        folder = Path(path)
+        manifest_path = folder / MANIFEST_NAME
+        try:
+            manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            state = "is not a finished dataset" if folder.is_dir() else "does not exist"
+            raise DataError(f"{folder}: {state} (no {MANIFEST_NAME}); run `quintic prepare` first") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{manifest_path}: damaged ({error}); delete the folder and prepare again") from error
+        except OSError as error:
+            raise DataError(f"{manifest_path}: cannot be read ({error.strerror or error})") from error
+        if not isinstance(manifest, dict) or manifest.get("version") != FORMAT_VERSION:
+            version = manifest.get("version") if isinstance(manifest, dict) else None
+            raise DataError(
+                f"{manifest_path}: format version {version}, this program reads {FORMAT_VERSION}; prepare again"
+            )
+        return cls(folder, manifest)
+
+    @property
+    def key(self) -> str:
+        """Short hash of everything the dataset was made from: text, tokenizer and settings."""
+        return str(self.manifest["key"])
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, loaded when first used.
+
+        Raises:
+            DataError: its file is missing or was changed.
+        """
+        path = self.path / TOKENIZER_NAME
+        tokenizer = Tokenizer.load(path)
+        if tokenizer.fingerprint() != self.manifest["tokenizer"]["fingerprint"]:
+            raise DataError(f"{path}: changed since the text was prepared; run again: {self.manifest['command']}")
+        return tokenizer
+
+    def shares(self, name: SplitName) -> list[Share]:
+        """Return the sources that have documents in a split, with their weights; one where there is no mixture."""
+        split = self.split(name)
+        everything = Share(self.manifest["source"]["spec"], 1.0, 0, split.num_documents)
+        found = [
+            Share(fields["source"], float(fields["weight"]), *map(int, fields[name]))
+            for fields in self.manifest.get("sources", [])
+        ]
+        # Validation text of its own has no weight, and is then the only one.
+        return [share for share in found if share.first < share.last] or [everything]
+
+    def split(self, name: SplitName) -> DocumentSplit:
+        """Return the `train` or the `val` split.
+
+        Raises:
+            DataError: another name.
+        """
+        if name not in self._splits:
+            raise DataError(f"no split {name!r}; there are {', '.join(self._splits)}")
+        return self._splits[name]
+
+    def summary(self) -> dict[str, Any]:
+        """Return a short description for logs, fit for JSON."""
+        train, val = self._splits["train"], self._splits["val"]
+        shares = self.shares("train")
+        return {
+            "path": str(self.path),
+            "source": self.manifest["source"]["spec"],
+            "key": self.key,
+            "vocab_size": self.vocab_size,
+            "train_documents": train.num_documents,
+            "train_tokens": train.num_tokens,
+            "train_bytes": train.num_bytes,
+            "val_documents": val.num_documents,
+            "val_tokens": val.num_tokens,
+            "val_bytes": val.num_bytes,
+            "bytes_per_token": round(train.bytes_per_token, 4),
+            **({"shares": {share.source: share.weight for share in shares}} if len(shares) > 1 else {}),
+        }
+
+    def verify(self, *, once: bool = False, begin: Callable[[int], None] | None = None) -> None:
+        """Read the shards and compare them with the manifest: checksums, token ids, document starts; the tokenizer too.
+
+        A shard that is whole is remembered with its size and modification time, and those of its index, in `cache`
+        beside the dataset's folder, for this machine alone. Where that cannot be written, nothing is remembered.
+
+        Args:
+            once: skip shards that are remembered and have not changed since.
+            begin: called with the number of bytes to read, if there are any.
+
+        Raises:
+            DataError: a file's content changed, or does not go with the tokenizer; the message names the file and
+                what to do.
+        """
+        ids, bos = self.tokenizer.vocab_size, self.tokenizer.bos_id
+        if (ids, bos) != (self.vocab_size, self.bos_id):
+            raise DataError(
+                f"{self.path / MANIFEST_NAME}: does not go with {TOKENIZER_NAME}, which has {ids} ids and starts "
+                f"documents with {bos}; delete the folder and prepare again"
+            )
+        marks = self._marks()
+        known = json_object(marks)
+        shards = [
+            (split, number, fields)
+            for name, split in self._splits.items()
+            for number, fields in enumerate(self.manifest["splits"][name]["shards"])
+        ]
+        # Taken before reading: files that change meanwhile are read again the next time.
+        states = {fields["file"]: self._state(fields) for _, _, fields in shards}
+        due = [shard for shard in shards if not once or known.get(shard[2]["file"]) != states[shard[2]["file"]]]
+        unread = {fields["file"] for _, _, fields in due}
+        if due and begin is not None:
+            begin(sum(states[file][0] for file in unread))
+        try:
+            for split, number, fields in due:
+                self._verify_shard(split, number, fields)
+                unread.remove(fields["file"])
+        finally:
+            # Also after an error: the wrong shard must be found again, those before it need not be read again.
+            whole = {file: state for file, state in states.items() if file not in unread}
+            if whole != known:
+                with contextlib.suppress(OSError):
+                    marks.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomically(marks, json.dumps(whole))
+
+    def _verify_shard(self, split: DocumentSplit, number: int, fields: dict[str, Any]) -> None:
+        path = self.path / fields["file"]
+        mend = f"delete it and run again: {self.manifest['command']}"
+        try:
+            crc, largest = _scan(path, split.shards[number].dtype)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error}); {mend}") from error
+        if crc != fields.get("crc32"):
+            raise DataError(f"{path}: damaged, wrong checksum; {mend}")
+        if largest >= self.vocab_size:
+            raise DataError(f"{path}: token id {largest} is outside the vocabulary of {self.vocab_size}; {mend}")
+        # The start token stands nowhere else, so this holds for the right index alone.
+        first, last = np.searchsorted(split.offsets, split.shard_offsets[number : number + 2])
+        starts = split.offsets[first:last] - split.shard_offsets[number]
+        if (split.shards[number][starts] != self.bos_id).any():
+            raise DataError(f"{path.with_suffix('.idx')}: damaged, not the starts of documents; {mend}")
+
+    def _state(self, fields: dict[str, Any]) -> list[Any]:
+        """Return sizes and times of a shard's files, and its checksum and bounds: remembered while unchanged."""
+        path = self.path / fields["file"]
+        try:
+            stats = [path.stat(), path.with_suffix(".idx").stat()]
+        except OSError as error:
+            raise DataError(f"{path}: missing; run again: {self.manifest['command']}") from error
+        files = [value for stat in stats for value in (stat.st_size, stat.st_mtime_ns)]
+        return [*files, fields.get("crc32"), self.vocab_size, self.bos_id]
+
+    def _marks(self) -> Path:
+        folder = self.path.resolve()
+        return folder.parent / "cache" / "verified" / f"{folder.name}-{slug(platform.node())}.json"
+
+
+def _scan(path: Path, dtype: np.dtype[Any]) -> tuple[str, int]:
+    """Return the checksum of a shard and its largest token id."""
+    crc, largest = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            crc = zlib.crc32(block, crc)
+            tokens = np.frombuffer(block, dtype, count=len(block) // dtype.itemsize)
+            largest = max(largest, int(tokens.max(initial=0)))
+    return f"{crc:08x}", largest
+
+
+def checksum(path: Path) -> str:
+    """Return the CRC-32 of a file: 8 hex digits.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return _scan(path, np.dtype(np.uint8))[0]
+
+
+def _check_size(path: Path, expected: int, repair: str) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: missing; run again: {repair}") from error
+    if size != expected:
+        raise DataError(f"{path}: damaged, {size} bytes instead of {expected}; run again: {repair}")

@@ -1,0 +1,1 @@
+"""From files to documents: folders, compression, text, JSON, CSV and Parquet."""

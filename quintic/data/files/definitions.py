@@ -1,0 +1,73 @@
+"""Definitions of tokenizers: where they are found, and what other makers' files say."""
+
+from pathlib import Path
+
+from quintic.errors import DataError
+
+__all__ = ["read_definition"]
+
+_GPT2_REPO = "openai-community/gpt2"
+_GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+
+
+def read_definition(name: str, *, cache_dir: Path | None = None, endpoint: str | None = None) -> str:
+    """Return the text of a `tokenizer.json` for a path or the name `gpt2`.
+
+    Args:
+        name: a file, a folder (see `Tokenizer.load`), or `gpt2` where no file or folder has that name.
+        cache_dir: where a download is kept; the Hub client's cache when None.
+        endpoint: address of the Hub; the client's own when None.
+
+    Raises:
+        DataError: there is nothing of that name, it cannot be read, or it cannot be downloaded.
+    """
+    path = Path(name).expanduser()
+    if name == "gpt2" and not path.exists():
+        from quintic.data.hub import download
+
+        path = download(
+            _GPT2_REPO, "tokenizer.json", repo_type="model", revision=None, cache_dir=cache_dir, endpoint=endpoint
+        )
+    if path.is_dir():
+        if (path / "tokenizer.json").is_file():
+            path = path / "tokenizer.json"
+        else:
+            return _from_gpt2_files(path)
+    if path.name.endswith((".tiktoken", ".model", ".bpe")):
+        raise DataError(
+            f"{name}: cannot be read alone, it holds no complete byte-level BPE; give a tokenizer.json, or a folder "
+            "with encoder.json and vocab.bpe"
+        )
+    return _read(path, name)
+
+
+def _from_gpt2_files(folder: Path) -> str:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    for vocab_name, merges_name in _GPT2_FILES:
+        vocab_file, merges_file = folder / vocab_name, folder / merges_name
+        if vocab_file.is_file() and merges_file.is_file():
+            try:
+                backend = Backend(models.BPE.from_file(str(vocab_file), str(merges_file)))
+            # The library raises bare `Exception` for every kind of bad file.
+            except Exception as error:
+                reason = str(error).splitlines()[0]
+                raise DataError(f"{folder}: {vocab_name} and {merges_name} do not fit together ({reason})") from error
+            backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            backend.decoder = decoders.ByteLevel()
+            return str(backend.to_str())
+    raise DataError(f"{folder}: no tokenizer.json in it, and no encoder.json with vocab.bpe")
+
+
+def _read(path: Path, name: str) -> str:
+    if not path.exists():
+        raise DataError(f"{name}: no such tokenizer; give a tokenizer.json, a folder with one, or 'gpt2'")
+    if not path.is_file():  # opening a pipe waits for a writer
+        raise DataError(f"{name}: a pipe or a device, not a file; give a tokenizer.json")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: not a tokenizer.json (not UTF-8 at byte offset {error.start})") from error
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror or error})") from error

@@ -1,0 +1,254 @@
+"""Data sets of the Hugging Face Hub as text sources, downloaded file by file as reading reaches them.
+
+Only Parquet, JSON and CSV are taken (`quintic.data.files` reads them); loading scripts are not run.
+The list of files is kept beside the downloads, so that a machine without network goes on with what it has.
+"""
+
+import errno
+import json
+import queue
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from quintic.data.files.blocks import COMPRESSIONS, Utf8
+from quintic.data.files.documents import TEXT_FIELD, read_documents
+from quintic.data.source import Source, SourceFile, slug
+from quintic.durable import json_object, write_atomically
+from quintic.errors import DataError
+
+__all__ = ["download", "open_hub"]
+
+# Seconds in which the Hub must answer at all, and between the pieces of a long answer. The client waits without end for
+# the one, and for minutes for each address of the Hub and each of its attempts.
+_PATIENCE = 10.0
+_ANSWER_SECONDS = 60.0
+_WAITS = (1.0, 2.0, 4.0)
+
+_ENDINGS = (".parquet", *(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", *COMPRESSIONS)))
+# Taken where there is none of those: they may be settings or statistics of the data set.
+_OTHER_ENDINGS = tuple(f"{kind}{packed}" for kind in (".json", ".csv") for packed in ("", *COMPRESSIONS))
+_STATISTICS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+
+
+def open_hub(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD, endpoint: str | None = None) -> Source:
+    """Open a data set of the Hub; asks for its list of files, downloads none.
+
+    Args:
+        spec: `hf:owner/name`, or `hf:owner/name/config`. The configuration is looked up in the data set's card
+            (`configs`); one that the card does not list is taken as a folder. Without one, the card's default is
+            used, else every file. Where files say which split they are of, only training files are taken.
+        cache_dir: where the list and the files are kept.
+        text_field: the field that holds the text.
+        endpoint: address of the Hub; the client's own when None.
+
+    Raises:
+        DataError: the spec is malformed, the data set does not exist or may not be read, it has no usable file, or
+            the Hub cannot be reached and no list was kept.
+    """
+    match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:/(.+?))?/?", spec)
+    if match is None:
+        raise DataError(f"{spec}: not a data set name; write hf:owner/name or hf:owner/name/config")
+    repo, config = match.group(1), match.group(2)
+    listing = _listing(repo, cache_dir=cache_dir, endpoint=endpoint)
+    revision = str(listing["revision"])
+    sizes: dict[str, int] = listing["files"]
+    names = _select(sorted(sizes), config, listing["configs"], spec)
+
+    def part(name: str) -> SourceFile:
+        def read() -> Iterator[Utf8]:
+            path = download(
+                repo, name, repo_type="dataset", revision=revision, cache_dir=cache_dir / "hub", endpoint=endpoint
+            )
+            yield from read_documents(path, text_field)
+
+        # The revision, which is part of the source's identity, already stands for the content of every file.
+        return SourceFile(name=name, size_bytes=sizes[name], identity=str, read=read)
+
+    return Source(
+        name=slug("-".join(filter(None, [repo.split("/")[1], config]))),
+        spec=spec,
+        parts=tuple(part(name) for name in names),
+        identity=f"hub {repo} {revision}" + ("" if text_field == TEXT_FIELD else f", field {text_field}"),
+        is_remote=True,
+    )
+
+
+def download(
+    repo: str, name: str, *, repo_type: str, revision: str | None, cache_dir: Path | None, endpoint: str | None
+) -> Path:
+    """Return the local path of one file of the Hub, downloading it unless it is there already.
+
+    Args:
+        repo: `owner/name`.
+        name: path of the file in the repository.
+        repo_type: `model` or `dataset`.
+        revision: commit or branch; the main branch when None.
+        cache_dir: where files are kept; the client's own cache when None.
+        endpoint: address of the Hub; the client's own when None.
+
+    Raises:
+        DataError: the file cannot be downloaded.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    where = {"repo_type": repo_type, "revision": revision, "cache_dir": cache_dir, "endpoint": endpoint}
+    try:
+        try:  # without asking the Hub first, which may not answer
+            return Path(hf_hub_download(repo, name, local_files_only=True, **where))
+        except LocalEntryNotFoundError:
+            _reach(endpoint, waits=_WAITS)
+            return Path(hf_hub_download(repo, name, **where))
+    # The client's exceptions come from its HTTP library, which differs between its versions.
+    except Exception as error:
+        raise DataError(f"hf:{repo}: {name} cannot be downloaded ({_first_line(error)}); {_advice(error)}") from error
+
+
+def _reach(endpoint: str | None, *, waits: Sequence[float] = ()) -> None:
+    """Wait until the Hub answers, whatever it says, `_PATIENCE` seconds at most; try again after these waits.
+
+    Raises:
+        Exception: it does not; the client's own, or a TimeoutError.
+    """
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.utils import get_session
+
+    address = endpoint or ENDPOINT
+    answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        for wait in (*waits, None):
+            try:
+                get_session().head(address, timeout=_PATIENCE)
+                return answers.put(None)
+            except Exception as error:
+                if wait is None or isinstance(error, OfflineModeIsEnabled):
+                    return answers.put(error)
+                time.sleep(wait)
+
+    # A thread may be left behind: the timeout counts for each of the addresses that a name has, and not for the name.
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        error = answers.get(timeout=_PATIENCE)
+    except queue.Empty:
+        error = TimeoutError(f"nothing from {address} within {_PATIENCE:g} seconds")
+    if error is not None:
+        raise error
+
+
+def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, Any]:
+    """Return `revision`, `files` (name to bytes) and `configs` of a data set; from the kept copy without network."""
+    from huggingface_hub import HfApi
+
+    kept = cache_dir / "hub-listings" / f"{slug(repo)}.json"
+    try:
+        _reach(endpoint)
+        info = HfApi(endpoint=endpoint).dataset_info(repo, files_metadata=True, timeout=_ANSWER_SECONDS)
+    # Without an answer, the exceptions come from the client's HTTP library, which differs between its versions.
+    except Exception as error:
+        if _is_refusal(error):
+            raise DataError(f"hf:{repo}: {_first_line(error)}; {_advice(error)}") from error
+        listing = json_object(kept)
+        if listing.get("repo") != repo:
+            raise DataError(
+                f"hf:{repo}: no answer from the Hub ({_first_line(error)}); {_advice(error)}, or the --data-dir of a "
+                "machine that has prepared the text"
+            ) from error
+        return listing
+    card: dict[str, Any] = info.card_data.to_dict() if info.card_data is not None else {}
+    listing = {
+        "repo": repo,
+        "revision": info.sha,
+        "files": {file.rfilename: file.size or 0 for file in info.siblings or []},
+        "configs": [entry for entry in card.get("configs") or [] if isinstance(entry, dict)],
+    }
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(kept, json.dumps(listing))
+    except OSError as error:
+        raise DataError(f"{kept}: cannot be written ({error.strerror or error}); use another --data-dir") from error
+    return listing
+
+
+def _select(names: list[str], config: str | None, configs: list[dict[str, Any]], spec: str) -> list[str]:
+    """Return the names that belong to a configuration and may be trained on."""
+    every = [
+        name
+        for name in names
+        if name.lower().endswith((*_ENDINGS, *_OTHER_ENDINGS)) and name.rpartition("/")[2].lower() not in _STATISTICS
+    ]
+    entry = next((entry for entry in configs if _is_wanted(entry, config)), None)
+    if entry is not None and entry.get("data_files"):
+        patterns = _train_patterns(entry["data_files"])
+        chosen = [name for name in every if any(pattern.fullmatch(name) for pattern in patterns)]
+    else:
+        folder = f"/{config}/" if config else "/"
+        inside = [name for name in every if folder in f"/{name}"]
+        chosen = [name for name in inside if name.lower().endswith(_ENDINGS)] or inside
+        train = [name for name in chosen if re.search(r"(?:^|[/._-])train(?:[/._-]|$)", name)]
+        chosen = train or chosen
+    if not chosen:
+        listed = ", ".join(sorted(str(entry["config_name"]) for entry in configs if "config_name" in entry))
+        hint = (
+            f"its configurations are {listed}" if listed else f"readable are {', '.join((*_ENDINGS, *_OTHER_ENDINGS))}"
+        )
+        raise DataError(f"{spec}: no file to read there among {len(names)}; {hint}")
+    return chosen
+
+
+def _is_wanted(entry: dict[str, Any], config: str | None) -> bool:
+    name = entry.get("config_name")
+    return name == config if config else bool(entry.get("default")) or name == "default"
+
+
+def _train_patterns(data_files: Any) -> list[re.Pattern[str]]:
+    """Return the patterns of a card's `data_files`: a glob, a list of globs, or a list of {split, path}."""
+    entries = data_files if isinstance(data_files, list) else [data_files]
+    by_split = [entry for entry in entries if isinstance(entry, dict)]
+    train = [entry for entry in by_split if entry.get("split") == "train"]
+    globs: list[str] = []
+    for entry in train or entries:
+        paths = entry.get("path", []) if isinstance(entry, dict) else entry
+        globs += paths if isinstance(paths, list) else [paths]
+    return [_glob_pattern(str(glob)) for glob in globs]
+
+
+def _glob_pattern(glob: str) -> re.Pattern[str]:
+    """Translate `*`, `**` and `?` as the Hub reads them: only `**` crosses folders."""
+    pieces = []
+    for piece in re.split(r"(\*\*/|\*\*|\*|\?)", glob.removeprefix("./")):
+        pieces.append({"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(piece) or re.escape(piece))
+    return re.compile("".join(pieces))
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether the Hub refused, rather than failing to answer."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response is not None and bool(400 <= error.response.status_code < 500)
+    return isinstance(error, HFValidationError)
+
+
+def _advice(error: Exception) -> str:
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return "accept its terms on the Hub and log in with `hf auth login`"
+    if isinstance(error, RepositoryNotFoundError):
+        return "check the name, or log in with `hf auth login` if it is private"
+    if isinstance(error, HFValidationError):
+        return "write hf:owner/name"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "free some space, or use another --data-dir"
+    return "check the network, or give local files"

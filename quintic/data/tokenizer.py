@@ -1,0 +1,384 @@
+"""The tokenizer: byte-level BPE, trained here or taken from elsewhere, exact to the byte in both directions.
+
+`Tokenizer` wraps the `tokenizers` library and adds what training needs: the token that starts a document, the bytes
+each token stands for (for bits per byte), and encoding that never takes text for a special token. Files of other
+makers (a `tokenizer.json`, GPT-2's two files, GPT-2 by name from the Hub) are found by `read_definition`.
+"""
+
+import contextlib
+import hashlib
+import json
+import queue
+import threading
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quintic.data.files.definitions import read_definition
+from quintic.durable import write_atomically
+from quintic.errors import DataError
+
+__all__ = ["BOS", "Tokenizer", "byte_alphabet", "lost_text"]
+
+BOS = "<|bos|>"
+_OTHER_DOCUMENT_STARTS = ("<|endoftext|>",)
+_PROBE = "Text  with\ttabs, 12345 numbers;\r\n\n  e\u0301\u00e9 \u6f22\U0001f642\x00 <|bos|>end "
+_MIN_VOCAB = 257  # every byte, and the document start
+
+# Properties of added tokens by which they swallow the spaces before or behind them.
+_STRIPPING = ("lstrip", "rstrip")
+# Pre-tokenizers that do not give back what they split at, or give back something else.
+_LOSSY_STAGES = frozenset(
+    {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit", "Metaspace", "Delimiter"}
+)
+
+# Characters of text that are encoded at once where it has no safe place to be cut; longer words are cut anywhere.
+_MOST_AT_ONCE = 1 << 20
+# Characters that a pattern may look at behind a run of characters of one kind.
+_LOOK_AHEAD = 16
+# Seconds between two looks for Ctrl-C.
+_PATIENCE = 0.2
+
+# Words as BPE sees them: contractions; letters with one leading mark or space; one or two digits, so that numbers
+# get the same pieces wherever they stand; runs of other signs; line ends; and spaces, of which the last goes to the
+# word that follows. Combining marks count as letters, so that scripts which need them keep their words whole.
+_WORDS = (
+    r"(?i:'(?:[sdmt]|ll|ve|re))"
+    r"|[^\r\n\p{L}\p{M}\p{N}]?[\p{L}\p{M}]+"
+    r"|\p{N}{1,2}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+"
+    r"|\s+(?!\S)"
+    r"|\s+"
+)
+
+
+class Tokenizer:
+    """A byte-level BPE vocabulary with a token that starts a document.
+
+    Text round-trips exactly: `decode(encode(text)) == text` for every text without lone surrogates.
+    """
+
+    def __init__(self, definition: str) -> None:
+        """Take the content of a `tokenizer.json`; `train` and `load` are the usual ways in.
+
+        The normalizer, truncation, padding, post-processor, dropout and prefix space of the definition are dropped,
+        and that added tokens take the spaces around them: each would make the tokens stand for other bytes than the
+        text's.
+
+        Raises:
+            DataError: it is not a byte-level BPE, bytes are missing from its vocabulary, or it loses text.
+        """
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            fields = json.loads(definition)
+            model = fields["model"]
+            vocab: dict[str, int] = model["vocab"]
+            added: list[dict[str, Any]] = fields.get("added_tokens") or []
+            kind = model.get("type", "BPE" if "merges" in model else "unknown")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(
+                "not a tokenizer.json of the tokenizers library; expected a 'model' with 'vocab'"
+            ) from error
+        stages = [*_stages(fields.get("pre_tokenizer")), *_stages(fields.get("decoder"))]
+        if kind != "BPE" or not any(stage.get("type") == "ByteLevel" for stage in stages):
+            raise DataError(f"a {kind} tokenizer that is not byte-level BPE; use one of GPT-2's kind")
+        missing = [symbol for symbol in byte_alphabet() if symbol not in vocab]
+        if missing:
+            raise DataError(f"the vocabulary lacks {len(missing)} of the 256 bytes; use a complete byte-level BPE")
+        for stage in _stages(fields.get("pre_tokenizer")):
+            if str(stage.get("behavior", "")).lower() == "removed" or stage.get("type") in _LOSSY_STAGES:
+                raise DataError(
+                    f"its pre-tokenizer {stage.get('type')} removes what it splits at; use a byte-level BPE that keeps "
+                    "every byte"
+                )
+        added = [token | dict.fromkeys(_STRIPPING, False) for token in added]
+        names = {token["content"] for token in added}
+        bos = next((name for name in (BOS, *_OTHER_DOCUMENT_STARTS) if name in names or name in vocab), BOS)
+        added = [token | {"special": True} if token["content"] == bos else token for token in added]
+        if bos not in names:
+            bos_id = vocab.get(bos, 1 + max([*vocab.values(), *(token["id"] for token in added)]))
+            flags = dict.fromkeys(("single_word", "normalized", *_STRIPPING), False)
+            added.append({"id": bos_id, "content": bos, **flags, "special": True})
+        model["dropout"] = None
+        for stage in stages:
+            if stage.get("type") == "ByteLevel":
+                stage["add_prefix_space"] = False
+        fields |= {"normalizer": None, "truncation": None, "padding": None, "post_processor": None}
+        fields["added_tokens"] = sorted(added, key=lambda token: int(token["id"]))
+        try:
+            self._backend = Backend.from_str(json.dumps(fields, ensure_ascii=False))
+        # The library raises bare `Exception` for every kind of bad definition.
+        except Exception as error:
+            raise DataError(f"not a usable tokenizer.json ({str(error).splitlines()[0]})") from error
+        # Text is text: a document that spells out a special token does not get its id.
+        self._backend.encode_special_tokens = True
+        # Asked rather than read from the definition: the library numbers added tokens without gaps.
+        self._is_special = {
+            int(index): bool(token.special) for index, token in self._backend.get_added_tokens_decoder().items()
+        }
+        self.bos_id = next(index for index in self._is_special if self._backend.id_to_token(index) == bos)
+        """Id of the token that starts a document."""
+        # The added tokens too, in the text of a user who writes them out.
+        for probe in (_PROBE, *(f"a  {token['content']}  b{token['content']}" for token in added)):
+            if (back := self.decode_bytes(self.encode(probe))) != probe.encode():
+                raise DataError(lost_text(probe.encode(), back))
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Learn a vocabulary from texts; the same texts give the same vocabulary in every process.
+
+        Args:
+            texts: the documents; read once, word counts are kept in memory, the texts are not.
+            vocab_size: number of ids wanted, `<|bos|>` and the 256 bytes included. A text with too few different
+                words gives fewer; `.vocab_size` is what came out.
+
+        Raises:
+            DataError: `vocab_size` is below 257.
+        """
+        from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+        from tokenizers import Tokenizer as Backend
+
+        if vocab_size < _MIN_VOCAB:
+            raise DataError(f"vocab_size {vocab_size} is too small; 256 bytes and {BOS} need {_MIN_VOCAB} or more")
+        backend = Backend(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[BOS],
+            initial_alphabet=sorted(byte_alphabet()),
+            show_progress=False,
+        )
+        _interruptibly(lambda: backend.train_from_iterator(texts, trainer))
+        return cls(backend.to_str())
+
+    @classmethod
+    def load(cls, path: str | Path, *, cache_dir: Path | None = None) -> "Tokenizer":
+        """Load a tokenizer from a file, a folder, or by the name `gpt2`.
+
+        Args:
+            path: a `tokenizer.json`; a folder with one, or with GPT-2's `encoder.json` and `vocab.bpe` (also named
+                `vocab.json` and `merges.txt`); or `gpt2`, which is downloaded unless a file has that name.
+                Without a `<|bos|>`, an `<|endoftext|>` starts documents; without either, `<|bos|>` is added.
+            cache_dir: where the download is kept; the Hub client's own cache when None.
+
+        Raises:
+            DataError: missing, not a byte-level BPE, or not to be downloaded; the message names the path.
+        """
+        definition = read_definition(str(path), cache_dir=cache_dir)
+        try:
+            return cls(definition)
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write a `tokenizer.json`, which `transformers.PreTrainedTokenizerFast` loads too.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        try:
+            write_atomically(Path(path), self.definition)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids: one more than the largest, special tokens included."""
+        return len(self._bytes)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without the document start; special tokens in it are plain text."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several texts; they are divided among the processor's cores."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def encode_parts(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        """Yield the ids of one text that comes in parts; they join to those of `encode` for the whole text.
+
+        Needs memory for a part and not for the text. It cuts between words at places that no later text can move. A
+        word of more than a million characters, as DNA has it, is cut where it reaches them.
+
+        Args:
+            texts: the parts, cut anywhere between characters.
+        """
+        margin = max(
+            [_LOOK_AHEAD, *(len(token.content) for token in self._backend.get_added_tokens_decoder().values())]
+        )
+        rest = ""
+        tried = 0  # characters of `rest` that have no safe place
+        for text in texts:
+            rest += text
+            if len(rest) < 2 * tried:
+                continue
+            encoding = self._backend.encode(rest, add_special_tokens=False)
+            first_kept = _last_safe_token(rest, encoding.offsets, encoding.word_ids, margin)
+            if first_kept is not None:
+                yield encoding.ids[:first_kept]
+                rest, tried = rest[encoding.offsets[first_kept][0] :], 0
+            elif len(rest) >= _MOST_AT_ONCE:
+                yield encoding.ids
+                rest, tried = "", 0
+            else:
+                tried = len(rest)
+        yield self.encode(rest)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids; special tokens are skipped, incomplete characters become U+FFFD.
+
+        Raises:
+            DataError: an id is outside the vocabulary.
+        """
+        return self.decode_bytes(ids).decode(errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Return the exact bytes ids stand for; special tokens stand for none.
+
+        Raises:
+            DataError: an id is outside the vocabulary.
+        """
+        table = self._bytes
+        size = len(table)
+        pieces = []
+        for index in ids:
+            if not 0 <= index < size:
+                raise DataError(f"token id {index} is outside the vocabulary of {size}")
+            pieces.append(table[index])
+        return b"".join(pieces)
+
+    def token_bytes(self) -> npt.NDArray[np.int32]:
+        """Return the number of UTF-8 bytes of each token: (vocab_size,) int32, 0 for special tokens."""
+        return np.array([len(token) for token in self._bytes], dtype=np.int32)
+
+    def fingerprint(self) -> str:
+        """Return 32 hex digits that change when a token or a merge does."""
+        canonical = json.dumps(json.loads(self.definition), sort_keys=True)
+        return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def definition(self) -> str:
+        """The content of a `tokenizer.json`, as `save` writes and the constructor takes it."""
+        return str(self._backend.to_str())
+
+    @cached_property
+    def _bytes(self) -> tuple[bytes, ...]:
+        """The bytes of each id; nothing for special tokens and for ids that no token has."""
+        from_symbol = {symbol: byte for byte, symbol in enumerate(byte_alphabet())}
+        vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        table = [b""] * (max(vocab.values()) + 1)
+        for token, index in vocab.items():
+            if index in self._is_special:
+                table[index] = b"" if self._is_special[index] else token.encode()
+            elif all(symbol in from_symbol for symbol in token):
+                table[index] = bytes(from_symbol[symbol] for symbol in token)
+        return tuple(table)
+
+
+def lost_text(text: bytes, back: bytes) -> str:
+    """Return the message about text that its tokens do not give back.
+
+    Args:
+        text: UTF-8 of the text.
+        back: the bytes that its tokens stand for.
+    """
+    at = next((at for at, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
+    place = text[max(0, at - 10) : at + 20].decode(errors="replace")
+    found = back[max(0, at - 10) : at + 20].decode(errors="replace")
+    return f"loses text: {place!r} comes back as {found!r}; use a byte-level BPE that keeps every byte"
+
+
+def _interruptibly(work: Callable[[], object]) -> None:
+    """Do long work of the library, which Ctrl-C cannot stop, in a thread; the wait for it can be interrupted.
+
+    After an interruption the thread goes on until its work is done or the process ends.
+    """
+    errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            work()
+            errors.put(None)
+        except BaseException as error:
+            errors.put(error)
+
+    threading.Thread(target=run, name="quintic-tokenizer", daemon=True).start()
+    while True:
+        with contextlib.suppress(queue.Empty):
+            error = errors.get(timeout=_PATIENCE)
+            break
+    if error is not None:
+        raise error
+
+
+def _last_safe_token(
+    text: str, offsets: Sequence[tuple[int, int]], words: Sequence[int | None], margin: int
+) -> int | None:
+    """Return the number of the last token at which a text may be cut, however it goes on; None if there is none.
+
+    Such a token begins a word, with a character of another kind (letters, digits, spaces, others) than the one before
+    it. Within a run of one kind, of spaces for example, a pattern may look at all of the run to divide it; where the
+    run ends, it looks at few characters more.
+
+    Args:
+        text: the text.
+        offsets: first character of each token, and the one behind its last.
+        words: number of the word of each token.
+        margin: characters at the end of the text that are not looked at.
+    """
+    for token in range(len(offsets) - 1, 0, -1):
+        start = offsets[token][0]
+        if (
+            0 < start <= len(text) - margin
+            and words[token] != words[token - 1]
+            and offsets[token - 1][1] == start
+            and _kind(text[start - 1]) != _kind(text[start])
+        ):
+            return token
+    return None
+
+
+def _kind(character: str) -> str:
+    if character.isspace():
+        return "space"
+    category = unicodedata.category(character)[0]
+    return {"L": "letter", "M": "letter", "N": "digit"}.get(category, "other")
+
+
+def byte_alphabet() -> tuple[str, ...]:
+    """Return the character that stands for each byte in byte-level vocabularies, as GPT-2 introduced them.
+
+    Printable Latin-1 characters stand for themselves; the other bytes take the characters from U+0100 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    symbols = []
+    others = 0
+    for byte in range(256):
+        if byte in printable:
+            symbols.append(chr(byte))
+        else:
+            symbols.append(chr(0x100 + others))
+            others += 1
+    return tuple(symbols)
+
+
+def _stages(stage: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return a pre-tokenizer or decoder of a definition, and where it is a sequence, those in it."""
+    if not stage:
+        return []
+    inner = [*(stage.get("pretokenizers") or []), *(stage.get("decoders") or [])]
+    return [stage, *(found for part in inner for found in _stages(part))]

@@ -1,0 +1,163 @@
+"""Two reference figures for bits per byte, from methods that are easy to check, on the text that a model is scored on.
+
+Here: the bits per byte of a general-purpose compressor (``xz -9``) and a byte-bigram model on the validation text. They
+give a reader who has no feeling for bits per byte a ruler: a language model that needs fewer bits than ``xz`` has
+learnt something that a compressor cannot see. Not here: the bits per byte of a trained model.
+"""
+
+import lzma
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintic.data.dataset import Dataset
+from quintic.data.loader import Batch
+from quintic.data.tokenizer import Tokenizer
+from quintic.errors import DataError
+
+__all__ = [
+    "BIGRAM_PRIOR_BYTES",
+    "MAX_XZ_BYTES",
+    "ScoredText",
+    "compression_baselines",
+    "reference_scores",
+    "training_text",
+]
+
+BIGRAM_PRIOR_BYTES = 64.0
+"""Weight of the unigram in each context of the bigram model, in bytes of evidence (see below)."""
+
+# Bytes counted at once: bincount widens its input to 8 bytes per element, so this bounds the workspace to some 16 MB.
+_CHUNK_BYTES = 1 << 20
+
+# Enough to fill a table of byte pairs; more changes nothing but the time.
+_MAX_TRAIN_BYTES = 32 * 10**6
+
+MAX_XZ_BYTES = 16 << 20
+"""Bytes from the beginning of a longer text that `xz` compresses: it takes ten bytes of memory for each of them."""
+
+
+class ScoredText:
+    """What the reference figures need of a text that is read once: byte counts, and its beginning.
+
+    Attributes:
+        num_bytes: length of the text so far.
+    """
+
+    def __init__(self) -> None:
+        """Start with no text."""
+        self.num_bytes = 0
+        self._beginning = bytearray()
+        self._first = b""
+        self._last = b""
+        self._bigrams = np.zeros((256, 256), dtype=np.int64)
+
+    def add(self, piece: bytes) -> None:
+        """Append a piece."""
+        if not piece:
+            return
+        self._first = self._first or piece[:1]
+        self._beginning += piece[: MAX_XZ_BYTES - len(self._beginning)]
+        self._bigrams += _count([self._last + piece])[1]
+        self._last = piece[-1:]
+        self.num_bytes += len(piece)
+
+    def watched(self, tokenizer: Tokenizer, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield batches, appending the text of the targets of each."""
+        for batch in batches:
+            self.add(b"".join(tokenizer.decode_bytes(row) for row in batch.targets.tolist()))
+            yield batch
+
+    def xz_bpb(self) -> float:
+        """Return the bits per byte of `xz -9` on the text's beginning, the container included."""
+        return 8 * len(lzma.compress(self._beginning, preset=9)) / len(self._beginning)
+
+    def bigram_bpb(self, unigrams: NDArray[np.int64], bigrams: NDArray[np.int64]) -> float:
+        """Return the bits per byte of the bigram model of these training counts."""
+        unigram_probs = (unigrams + 1.0) / (unigrams.sum() + 256.0)
+        context_totals = bigrams.sum(axis=1, keepdims=True)
+        bigram_probs = (bigrams + BIGRAM_PRIOR_BYTES * unigram_probs) / (context_totals + BIGRAM_PRIOR_BYTES)
+        bits = -math.log2(unigram_probs[self._first[0]]) - (self._bigrams * np.log2(bigram_probs)).sum()
+        return float(bits) / self.num_bytes
+
+
+def reference_scores(dataset: Dataset, batches: Iterable[Batch]) -> dict[str, float]:
+    """Return bits per byte of `xz -9` and of a byte-bigram model on the text of the targets in `batches`.
+
+    Args:
+        dataset: the model's training text; the bigram model is trained on the same.
+        batches: made with the tokenizer of `dataset`.
+
+    Returns:
+        `xz_bpb`, `bigram_bpb` and `bytes` of `compression_baselines`.
+    """
+    text = ScoredText()
+    for _ in text.watched(dataset.tokenizer, batches):
+        pass
+    return compression_baselines(text, training_text(dataset))
+
+
+def training_text(dataset: Dataset) -> Iterator[bytes]:
+    """Yield the training documents that the bigram model is made from."""
+    split = dataset.split("train")
+    taken = 0
+    for index in range(split.num_documents):
+        text = dataset.tokenizer.decode_bytes(split.document(index).tolist())
+        yield text
+        taken += len(text)
+        if taken >= _MAX_TRAIN_BYTES:
+            return
+
+
+def compression_baselines(val_text: ScoredText, train_text: Iterable[bytes]) -> dict[str, float]:
+    """Measure ``xz -9`` and a byte-bigram model on the validation text.
+
+    ``xz`` compresses the validation text alone (it has no training phase), or its first 16 MiB; its bits per byte
+    therefore fall a little as the text gets longer. The bigram model is trained on ``train_text`` alone and predicts
+    each validation byte ``b`` from the byte ``a`` before it, with the counts ``c`` of the training text and the unigram
+    as prior:
+
+        p(b)     = (c(b) + 1) / (c + 256)
+        p(b | a) = (c(a, b) + k * p(b)) / (c(a) + k)          k = BIGRAM_PRIOR_BYTES
+
+    Add-one over all 256 successors would be weaker: it spends probability on bytes that never occur anywhere. The first
+    byte of the text has no predecessor and is scored with p(b).
+
+    Args:
+        val_text: the whole validation text, documents concatenated; at least one byte.
+        train_text: consecutive pieces of the training text; where it is cut does not change the result. Read once.
+
+    Returns:
+        `xz_bpb` and `bigram_bpb`, in bits per byte (`xz` with its container), and `bytes`, the length of the validation
+        text. `xz` takes nearly all of the time, about half a second per megabyte; the other some hundredths.
+
+    Raises:
+        DataError: if either text is empty.
+    """
+    if not val_text.num_bytes:
+        raise DataError("the validation text is empty: baselines need at least one byte of it")
+    unigrams, bigrams = _count(train_text)
+    if not unigrams.any():
+        raise DataError("the training text is empty: the byte-bigram baseline needs at least one byte of it")
+    return {
+        "xz_bpb": val_text.xz_bpb(),
+        "bigram_bpb": val_text.bigram_bpb(unigrams, bigrams),
+        "bytes": val_text.num_bytes,
+    }
+
+
+def _count(pieces: Iterable[bytes]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Count bytes, (256,) int64, and pairs of neighbours, (256, 256) int64, in the concatenation of ``pieces``."""
+    unigrams = np.zeros(256, dtype=np.int64)
+    bigrams = np.zeros(256 * 256, dtype=np.int64)
+    previous = b""  # the last byte of the piece before, so that no pair is lost at a cut
+    for piece in pieces:
+        for start in range(0, len(piece), _CHUNK_BYTES):
+            chunk = piece[start : start + _CHUNK_BYTES]
+            unigrams += np.bincount(np.frombuffer(chunk, dtype=np.uint8), minlength=256)
+            codes = np.frombuffer(previous + chunk, dtype=np.uint8).astype(np.uint16)
+            bigrams += np.bincount(codes[:-1] * np.uint16(256) + codes[1:], minlength=256 * 256)
+            previous = chunk[-1:]
+    return unigrams, bigrams.reshape(256, 256)

@@ -1,0 +1,183 @@
+"""A trained model as a folder that other libraries load: `export_hf` for transformers, and what builds on it.
+
+transformers has a class for nanochat's models of 2025, which lack value embeddings, residual scales, smear and backout.
+Ours have them all, so the folder brings its own code, `modeling_quintic.py`, and is loaded with
+`trust_remote_code=True`. Nothing here needs transformers.
+"""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintic.data.tokenizer import Tokenizer
+from quintic.durable import json_object, new_folder, save_tensors
+from quintic.errors import ConfigError
+from quintic.eval.row_models import BatchedSpeedrun, LanguageModel
+from quintic.model.gpt import GPT
+from quintic.model.layers import GATE_CHANNELS, QK_GAIN
+from quintic.model.speedrun import VALUE_CHANNELS
+
+__all__ = ["export_hf"]
+
+_CODE = Path(__file__).with_name("modeling_quintic.py")
+_SPEEDRUN_CODE = Path(__file__).with_name("modeling_speedrun.py")
+
+
+def export_hf(model: LanguageModel, tokenizer: Tokenizer, folder: str | Path) -> Path:
+    """Write weights (`safetensors`), configuration, tokenizer and code that transformers loads.
+
+    Weights keep their names and dtypes. The tokenizer gives the tokens of ours, and puts the token that starts a
+    document first unless asked not to (`add_special_tokens=False`); that token also ends generation and pads.
+
+    Args:
+        model: on any device.
+        tokenizer: the model's.
+        folder: where to; an earlier export there is replaced, by one rename.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: the folder holds something else.
+        OSError: it cannot be written; nothing was changed.
+    """
+    folder = Path(folder)
+    _check_folder(folder)
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), model.config.bos_id)
+    generation: dict[str, Any] = dict(ends)
+    if isinstance(model, BatchedSpeedrun):
+        code, seq_len, state, config = _SPEEDRUN_CODE, model.seq_len, *_speedrun_content(model, ends)
+        generation["use_cache"] = False
+    else:
+        code, seq_len, state, config = _CODE, model.config.seq_len, model.state_dict(), _config(model, ends)
+        state.pop("lookup_mean_rows", None)  # for counting operations, not for making them
+    with new_folder(folder, discard_old=True) as unfinished:
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        save_tensors(state, unfinished / "model.safetensors")
+        files = {"config.json": config, "generation_config.json": generation}
+        for name, content in (files | _tokenizer_files(tokenizer, seq_len)).items():
+            (unfinished / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        shutil.copyfile(code, unfinished / code.name)
+    return folder
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if json_object(folder / "config.json").get("model_type") not in ("quintic", "quintic_speedrun"):
+        raise ConfigError(f"--out {folder}: holds something other than an export; name a new folder")
+
+
+def _config(model: GPT, ends: dict[str, int]) -> dict[str, Any]:
+    config = model.config
+    return {
+        "architectures": ["QuinticForCausalLM"],
+        "model_type": "quintic",
+        "auto_map": {
+            "AutoConfig": "modeling_quintic.QuinticConfig",
+            "AutoModelForCausalLM": "modeling_quintic.QuinticForCausalLM",
+        },
+        "dtype": str(model.head.weight.dtype).removeprefix("torch."),
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.depth,
+        "hidden_size": config.width,
+        "head_dim": config.head_dim,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.seq_len,
+        "windows": list(config.windows),
+        "value_embedding_layers": [layer for layer in range(config.depth) if config.has_value_embedding(layer)],
+        "backout_layer": config.depth // 2,
+        "gate_channels": min(GATE_CHANNELS, config.width),
+        "smear_channels": model.smear_gate.in_features,
+        "qk_gain": QK_GAIN,
+        "softcap": config.softcap,
+        "rotary_base": config.rotary_base,
+        "lookup_layers": list(config.l3_layers),
+        "lookup_rows": config.l3_embeddings,
+        "lookup_d_up": config.l3_d_up or 4 * config.width,
+        "lookup_tied": config.l3_tied,
+        **ends,
+        "tie_word_embeddings": False,
+    }
+
+
+def _speedrun_content(exported: BatchedSpeedrun, ends: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the weights of a speedrun's model by their names in its code for transformers, and the configuration.
+
+    Rows of tables and the head without those of tokens that no text has.
+    """
+    model, sizes, vocab = exported.model, exported.config, exported.vocab_size
+    state = {name.removeprefix("inputs."): tensor for name, tensor in model.state_dict().items()}
+    for name in [name for name in state if name == "prefixes" or name.startswith("rotary.")]:
+        del state[name]
+    state["embedding.weight"] = state.pop("embedding")[:vocab].clone()
+    state["head.weight"] = state.pop("head").mT[:vocab].clone()
+    for number, table in enumerate(state.pop("value_embeddings", torch.empty(0)).split(sizes.vocab_size)):
+        if len(table):
+            state[f"value_embeddings.{number}.weight"] = table[:vocab].clone()
+    names = ("early_gates", "late_gates", "last_connections", "head_connections")
+    starts = (*sizes.gate_starts(), *(sizes.dense_starts() if sizes.dense_connections else ({}, {})))
+    assert model.rotary.windows is not None
+    return state, {
+        "architectures": ["QuinticSpeedrunForCausalLM"],
+        "model_type": "quintic_speedrun",
+        "auto_map": {
+            "AutoConfig": "modeling_speedrun.QuinticSpeedrunConfig",
+            "AutoModelForCausalLM": "modeling_speedrun.QuinticSpeedrunForCausalLM",
+        },
+        "dtype": str(model.head.dtype).removeprefix("torch."),
+        "vocab_size": vocab,
+        "num_hidden_layers": sizes.num_layers,
+        "hidden_size": sizes.width,
+        "head_dim": sizes.head_dim,
+        "max_position_embeddings": exported.seq_len,
+        "windows": list(model.rotary.windows),
+        "frequencies": model.rotary.frequencies.tolist(),
+        "query_scale": model.rotary.query_scale.item(),
+        "layers": [dataclasses.asdict(layer) for layer in sizes.layers],
+        "coefficients": {
+            name: [(part, size) for part, (size, _) in own.items()]
+            for name, own in zip(names, starts, strict=True)
+            if own
+        },
+        "sources": {"early": sizes.skip_source, "shared": sizes.shared_source},
+        "value_tables": sizes.value_tables,
+        "switches": [name for name, value in dataclasses.asdict(sizes).items() if value is True],
+        "bigram_rows": sizes.bigram_rows,
+        "bigram_sign_rows": sizes.bigram_sign_rows,
+        "smear_channels": model.inputs.smear_gate.shape[1] if sizes.smear else 0,
+        "value_channels": VALUE_CHANNELS,
+        "gate_channels": sizes.gate_channels,
+        **ends,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+    }
+
+
+def _tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, dict[str, Any]]:
+    definition = json.loads(tokenizer.definition)
+    bos = next(token["content"] for token in definition["added_tokens"] if token["id"] == tokenizer.bos_id)
+    start: dict[str, Any] = {"SpecialToken": {"id": bos, "type_id": 0}}
+    texts: list[dict[str, Any]] = [{"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B")]
+    definition["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [start, texts[0]],
+        "pair": [start, *texts],
+        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_id], "tokens": [bos]}},
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": bos,
+        "pad_token": bos,
+        "padding_side": "left",
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # a text that spells out a special token is text
+    }
+    return {"tokenizer.json": definition, "tokenizer_config.json": settings}

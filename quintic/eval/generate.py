@@ -1,0 +1,226 @@
+"""Sampling: text from a trained model, one token at a time for several prompts at once, with a key/value cache."""
+
+import codecs
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from quintic.data.tokenizer import Tokenizer
+from quintic.eval.row_models import LanguageModel
+
+__all__ = ["GENERAL_PROMPTS", "default_prompts", "generate_batch", "sample_text"]
+
+GENERAL_PROMPTS = (
+    "The capital of France is",
+    "The chemical symbol of gold is",
+    "If yesterday was Friday, then tomorrow will be",
+    "The opposite of hot is",
+    "The planets of the solar system are:",
+    "My favorite color is",
+    "If 5*x + 3 = 13, then x is",
+)
+"""Prompts, those of nanochat, whose likeliest continuations show the knowledge of a model of general text."""
+
+_SEEDS = 2**63  # PyTorch's generators take smaller ones
+_ROWS = 32  # prompts that are continued together
+
+
+def default_prompts(data: str) -> tuple[str, ...]:
+    """Return prompts that suit a data source, `--data` of a run.
+
+    The empty one starts a document: the free text of a small model looks like the texts that it has read.
+    None ends in a space: the tokenizer attaches a space to the word after it, so the model has hardly seen one alone.
+    """
+    if data.startswith("hf:"):
+        return GENERAL_PROMPTS
+    return ("import os\n", "class Reader:\n") if data == "python" else ("", "")
+
+
+@torch.no_grad()
+def generate_batch(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    top_p: float | None = None,
+    seeds: Sequence[int] | None = None,
+    on_tokens: Callable[[Mapping[int, int]], None] | None = None,
+) -> list[list[int]]:
+    """Return up to `max_tokens` tokens that continue each prompt; a row ends early where the model starts a document.
+
+    A row's tokens do not depend on the other rows, but for the rounding of sums.
+
+    Args:
+        model: on any device.
+        prompts: tokens, the first of each usually `bos_id`; at least one each, of any lengths.
+        max_tokens: tokens to make per row.
+        temperature: 0 takes the likeliest token; above, logits are divided by it before drawing.
+        top_k: draw only from this many likeliest tokens; None for no limit.
+        top_p: draw only from the smallest set of likeliest tokens with at least this total probability, after
+            `top_k` (nucleus sampling); None for no limit.
+        seeds: of the draws of each row, by default 0, 1, ...; drawn on the CPU, so that devices agree.
+        on_tokens: called after each step with the new tokens by row; rows that have ended are left out.
+
+    Raises:
+        ValueError: an empty prompt; a temperature, `top_k`, `top_p` or seed out of range.
+    """
+    if not all(prompts):
+        raise ValueError("the prompt has no tokens; start with the document token")
+    _check(temperature, top_k, top_p)
+    seeds = range(len(prompts)) if seeds is None else seeds
+    for seed in seeds:
+        _check_seed(seed)
+    made: list[list[int]] = [[] for _ in prompts]
+    if not prompts or max_tokens < 1:
+        return made
+    device, bos_id = model.head.weight.device, model.config.bos_id
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    cache = model.new_cache(len(prompts), longest + max_tokens)
+    # Padding comes last, where no token of the prompt sees it, and is forgotten before the first new token.
+    padded = [[*prompt, *[bos_id] * (longest - len(prompt))] for prompt in prompts]
+    last = torch.tensor([row * longest + length - 1 for row, length in enumerate(lengths)], device=device)
+    logits_BV = model(torch.tensor(padded, device=device), cache=cache, positions=last)
+    cache.rewind(lengths)
+    running = set(range(len(prompts)))
+    while True:
+        tokens = [bos_id] * len(prompts)
+        if temperature == 0:
+            tokens = logits_BV.argmax(dim=-1).tolist()
+        else:
+            for row in running:
+                tokens[row] = _draw(logits_BV[row].float().cpu(), temperature, top_k, top_p, generators[row])
+        running = {row for row in running if tokens[row] != bos_id}
+        for row in running:
+            made[row].append(tokens[row])
+        if on_tokens is not None:
+            on_tokens({row: tokens[row] for row in sorted(running)})
+        running = {row for row in running if len(made[row]) < max_tokens}
+        if not running:
+            return made
+        logits_BV = model(torch.tensor(tokens, device=device).unsqueeze(1), cache=cache)[:, -1]
+
+
+def sample_text(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompts: tuple[str, ...],
+    *,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    top_p: float | None = None,
+    seed: int = 0,
+    write: Callable[[str], None] | None = None,
+) -> list[dict[str, str]]:
+    """Return `{"prompt", "text"}` for each prompt; `text` is the continuation alone.
+
+    Prompt n is drawn with seed + n, which after 2^63 - 1, the largest seed, goes on from 0.
+
+    Args:
+        model: on any device.
+        tokenizer: the model's.
+        prompts: beginnings; the empty one starts a document.
+        max_tokens: tokens to make per prompt.
+        temperature: as in `generate_batch`.
+        top_k: likewise.
+        top_p: likewise.
+        seed: of the first prompt's draws.
+        write: takes the samples in pieces as they grow, one after the other: a prompt, its text in whole characters as
+            they are made, and two line ends.
+
+    Raises:
+        ValueError: a temperature, `top_k`, `top_p` or seed out of range.
+    """
+    _check_seed(seed)
+    _check(temperature, top_k, top_p)
+    samples = []
+    for first in range(0, len(prompts), _ROWS):
+        some = prompts[first : first + _ROWS]
+        stream = None if write is None else _Stream(tokenizer, some, write)
+        made = generate_batch(
+            model,
+            [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in some],
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seeds=[(seed + first + row) % _SEEDS for row in range(len(some))],
+            on_tokens=None if stream is None else stream.add,
+        )
+        if stream is not None:
+            stream.close()
+        for prompt, tokens in zip(some, made, strict=True):
+            samples.append({"prompt": prompt, "text": tokenizer.decode(tokens)})
+    return samples
+
+
+class _Stream:
+    """Writes the texts of a batch one after the other, while all of them grow.
+
+    The first text is written as it is made. The others wait in `_waiting` until all before them have ended.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompts: Sequence[str], write: Callable[[str], None]) -> None:
+        self._tokenizer, self._write = tokenizer, write
+        self._waiting = list(prompts)
+        # A character of several bytes may be made of several tokens: the decoder keeps the bytes of an unfinished one.
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
+        self._row = 0
+        self._flush()
+
+    def add(self, tokens: Mapping[int, int]) -> None:
+        """Take the new tokens by row; rows that are missing have ended."""
+        for row, token in tokens.items():
+            self._waiting[row] += self._decoders[row].decode(self._tokenizer.decode_bytes([token]))
+        while self._row not in tokens and self._row < len(self._waiting):
+            self._end()
+        self._flush()
+
+    def close(self) -> None:
+        """Write what is left: all texts have ended."""
+        self.add({})
+
+    def _end(self) -> None:
+        self._waiting[self._row] += self._decoders[self._row].decode(b"", final=True) + "\n\n"
+        self._flush()
+        self._row += 1
+
+    def _flush(self) -> None:
+        if self._row < len(self._waiting) and self._waiting[self._row]:
+            self._write(self._waiting[self._row])
+            self._waiting[self._row] = ""
+
+
+def _check(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: must be at least 0 and finite")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k}: must be at least 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < _SEEDS:
+        raise ValueError(f"seed={seed}: must be at least 0 and below 2^63")
+
+
+def _draw(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> int:
+    if top_k is not None and top_k < logits.numel():
+        floor = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < floor, float("-inf"))
+    # Float32 would take a smaller one for zero; the likeliest token has all of the probability long before.
+    probabilities = (logits / max(temperature, 1e-30)).softmax(dim=-1)
+    if top_p is not None:
+        sorted_, order = probabilities.sort(descending=True)
+        likelier = sorted_.double().cumsum(dim=-1) - sorted_  # total probability of all tokens before each
+        probabilities[order[likelier >= top_p]] = 0
+    return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -1,0 +1,369 @@
+"""The speedrun's model for the transformers library: this file lies in every folder that exports one.
+
+It needs torch and transformers and nothing else. It repeats `quintic.model.speedrun` for use, not for training at
+speed: rows of a batch go through it one after the other, attention is PyTorch's own with masks, and there is no cache
+of keys and values: `generate` reads the text again for each token. Shape suffixes: T tokens of a row, N positions of
+attention (T, or 2T with paired heads), C width, H heads, D channels of a head.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+__all__ = ["QuinticSpeedrunConfig", "QuinticSpeedrunForCausalLM"]
+
+_COEFFICIENT_SCALE = 0.1
+
+
+class QuinticSpeedrunConfig(PreTrainedConfig):
+    """Sizes and features of a speedrun's model.
+
+    Args:
+        vocab_size: tokens.
+        num_hidden_layers: layers.
+        hidden_size: width of the residual stream.
+        head_dim: channels of a head.
+        max_position_embeddings: tokens of the longest documents that it was trained on.
+        windows: tokens before its own that a query sees, in layers with short and with long windows.
+        frequencies: radians per position of the channels that rotate.
+        query_scale: factor of the products of queries and keys.
+        layers: the features of each layer, by name.
+        coefficients: what small MLPs compute for each token: name of the MLP -> [(coefficient, numbers)].
+        sources: layers whose outputs later ones read, by name.
+        value_tables: value embeddings.
+        switches: features that are in the model.
+        bigram_rows: rows of the table of token pairs.
+        bigram_sign_rows: rows of its signs.
+        smear_channels: leading channels that the smear gate reads.
+        value_channels: leading channels that value gates read.
+        gate_channels: hidden channels of the small MLPs; 0 for numbers that are the same for all tokens.
+    """
+
+    model_type = "quintic_speedrun"
+
+    def __init__(
+        self,
+        vocab_size: int = 257,
+        num_hidden_layers: int = 4,
+        hidden_size: int = 32,
+        head_dim: int = 16,
+        max_position_embeddings: int = 128,
+        windows: tuple[int, int] = (48, 160),
+        frequencies: tuple[float, ...] = (1.0, 0.1, 0.01, 0.001),
+        query_scale: float = 0.1,
+        layers: tuple[dict[str, Any], ...] = (),
+        coefficients: dict[str, list[tuple[str, int]]] | None = None,
+        sources: dict[str, int] | None = None,
+        value_tables: int = 0,
+        switches: tuple[str, ...] = (),
+        bigram_rows: int = 2,
+        bigram_sign_rows: int = 1,
+        smear_channels: int = 12,
+        value_channels: int = 6,
+        gate_channels: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.num_hidden_layers = num_hidden_layers
+        self.hidden_size = hidden_size
+        self.head_dim = head_dim
+        self.num_attention_heads = hidden_size // head_dim
+        self.max_position_embeddings = max_position_embeddings
+        self.windows = list(windows)
+        self.frequencies = list(frequencies)
+        self.query_scale = query_scale
+        self.layers = list(layers)
+        self.coefficients = dict(coefficients or {})
+        self.sources = dict(sources or {})
+        self.value_tables = value_tables
+        self.switches = list(switches)
+        self.bigram_rows = bigram_rows
+        self.bigram_sign_rows = bigram_sign_rows
+        self.smear_channels = smear_channels
+        self.value_channels = value_channels
+        self.gate_channels = gate_channels
+        kwargs.pop("num_attention_heads", None)
+        super().__init__(**{"tie_word_embeddings": False, "use_cache": False, **kwargs})
+
+
+def _norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+def _previous(x: Tensor) -> Tensor:
+    return torch.cat([x[:1], x[:-1]])
+
+
+class QuinticCoefficients(nn.Module):
+    """A few named numbers for each token, from a small MLP."""
+
+    def __init__(self, width: int, hidden: int, sizes: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self.sizes = dict(sizes)
+        count = sum(self.sizes.values())
+        self.up = nn.Parameter(torch.zeros(hidden, width)) if hidden else None
+        self.down = nn.Parameter(torch.zeros(count, hidden)) if hidden else None
+        self.bias = nn.Parameter(torch.zeros(count))
+
+    def forward(self, x_TC: Tensor, scale: Tensor | float) -> dict[str, Tensor]:
+        """Return name -> (T, size)."""
+        values = self.bias.expand(len(x_TC), -1)
+        if self.up is not None and self.down is not None:
+            values = F.linear(F.gelu(F.linear(x_TC, self.up)), self.down) + values
+        values = values * (scale.to(x_TC.dtype) if isinstance(scale, Tensor) else scale)
+        return dict(zip(self.sizes, values.split(list(self.sizes.values()), dim=-1), strict=True))
+
+
+class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
+    """A speedrun's model; a document starts at each `bos_token_id`, and nothing sees beyond its document."""
+
+    config_class = QuinticSpeedrunConfig
+    _supports_sdpa = True
+    _keep_in_fp32_modules_strict = (
+        "skip_scale", "projection_scales", "residual_scales", "output_scales", "gate_scale", "smear_scale",
+    )  # fmt: skip
+
+    def __init__(self, config: QuinticSpeedrunConfig) -> None:
+        super().__init__(config)
+        width, heads, vocab = config.hidden_size, config.num_attention_heads, config.vocab_size
+        has, attending = config.switches, sum(layer["attends"] for layer in config.layers)
+
+        def zeros(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape))
+
+        self.embedding = nn.Embedding(vocab, width)
+        self.value_embeddings = nn.ModuleList(nn.Embedding(vocab, width) for _ in range(config.value_tables))
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.qk_bank, self.vo_bank = zeros(attending * 2 * width, width), zeros(attending * 2 * width, width)
+        self.mlp_bank = zeros(config.num_hidden_layers * 8 * width, width)
+        if "bigram_hash" in has:
+            self.bigram_embedding = zeros(config.bigram_rows, width)
+            self.register_buffer("bigram_signs", torch.zeros(config.bigram_sign_rows, width))
+        if "smear" in has:
+            self.smear_gate, self.smear_scale = zeros(1, config.smear_channels), zeros(1)
+        dense = "dense_connections" in has
+        if config.value_tables:
+            self.value_gates = zeros(config.value_tables - dense, heads, 2 * config.value_channels)
+        if "skip" in has:
+            self.skip_scale = zeros(1)
+        if "residual_scalars" in has:
+            sublayers = attending + config.num_hidden_layers - 2 * dense
+            self.projection_scales = zeros(attending, 2)
+            self.residual_scales, self.output_scales = zeros(sublayers), zeros(sublayers)
+        for name, sizes in config.coefficients.items():
+            self.add_module(name, QuinticCoefficients(width, config.gate_channels, sizes))
+        if {"early_gates", "late_gates"} & config.coefficients.keys():
+            self.gate_scale = nn.Parameter(torch.zeros(()))
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embedding."""
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the token embedding."""
+        self.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head."""
+        return self.head
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Refuse: the model has more tables of tokens, and hashes of pairs of them."""
+        raise ValueError(
+            "resize_token_embeddings: a speedrun's model has more tables for its vocabulary, which must stay"
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        past_key_values: Any = None,
+        cache: Any = None,
+        position_ids: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutput:
+        """Return logits, (B, T, vocab_size) float32 after the soft cap.
+
+        Args:
+            input_ids: (B, T) tokens.
+            attention_mask: (B, T) with zeros for padding, which is left out.
+            labels: (B, T) tokens, -100 where there is no loss; each is predicted from the one before.
+            logits_to_keep: only so many positions at the end, or these; 0 for all.
+            past_key_values: refused, and so is `cache`, its name from transformers 5.24 on.
+            cache: see there.
+            position_ids: ignored: positions follow from the mask.
+            use_cache: ignored: there is none.
+            **kwargs: what the loss function takes.
+        """
+        if past_key_values is not None or cache is not None:
+            raise ValueError("a speedrun's model keeps no cache: pass use_cache=False, which is its default")
+        real_BT = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+        x_BTC = torch.zeros((*input_ids.shape, self.config.hidden_size), dtype=self.dtype, device=input_ids.device)
+        for row, real in enumerate(real_BT):
+            if real.any():
+                x_BTC[row, real] = self._row(input_ids[row, real])
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.head(x_BTC[:, kept]).float()
+        if "sigmoid_logits" in self.config.switches:
+            logits = 23 * torch.sigmoid((logits + 5) / 7.5)
+        else:
+            logits = 15 * torch.tanh(logits / 15)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutput(loss, logits)
+
+    def _row(self, tokens_T: Tensor) -> Tensor:
+        """Return the head's input for one row of documents, (T, C)."""
+        config, width = self.config, self.config.hidden_size
+        has = config.switches
+        begins_T = tokens_T == config.bos_token_id
+        begins_T[0] = True
+        x_TC, injected = self._inputs(tokens_T, begins_T)
+        gates = self.early_gates(x_TC, self.gate_scale) if "early_gates" in config.coefficients else {}
+        injected["embedding"] = x_TC
+        if "bigram" in injected:
+            x_TC = x_TC + gates.pop("bigram.0") * injected["bigram"]
+        streams, values = {"entry": x_TC}, [table(tokens_T) for table in self.value_embeddings]
+        query_keys = iter(self.qk_bank.view(-1, 2 * width, width))
+        value_outs = iter(self.vo_bank.view(-1, width, width))
+        mlps = self.mlp_bank.view(-1, 2, 4 * width, width)
+        scales = iter(zip(self.residual_scales, self.output_scales, strict=True) if "residual_scalars" in has else ())
+        projections = iter(self.projection_scales if "residual_scalars" in has else ())
+        last = config.num_hidden_layers - 1
+        for index, layer in enumerate(config.layers):
+            if index == config.sources["early"] + 1 and "late_gates" in config.coefficients:
+                gates |= self.late_gates(x_TC, self.gate_scale)
+            own = {name.partition(".")[0]: gate for name, gate in gates.items() if name.endswith(f".{index}")}
+            dense_value_TC = None
+            if "dense_connections" in has and index == last:
+                streams["last"], injected["embedding"] = x_TC, streams["entry"]
+                computed = self.last_connections(x_TC, _COEFFICIENT_SCALE)
+                sources = streams["entry"], streams["shared"], x_TC
+                of_streams, of_values = computed.pop("streams").unsqueeze(-1), computed.pop("values").unsqueeze(-1)
+                x_TC = x_TC + sum(of_streams[:, number] * source for number, source in enumerate(sources))
+                dense_value_TC = sum(of_values[:, number] * source for number, source in enumerate(sources))
+                if "value_gates" in computed:
+                    heads = config.num_attention_heads
+                    computed["value"] = computed.pop("value_gates").repeat_interleave(heads // 2, dim=-1)
+                own |= computed
+            if layer["skips"]:
+                x_TC = x_TC + torch.sigmoid(self.skip_scale).to(x_TC.dtype) * own["skip"] * streams["early"]
+            if layer["attends"]:
+                table = layer["value_table"]
+                read_TC = _norm(streams.get("shared", x_TC) if "shared_attention_input" in has else x_TC)
+                added_TC = None
+                if table is not None:
+                    added_TC = self._gated_values(values[table], read_TC, table, own.get("value"))
+                if dense_value_TC is not None:
+                    added_TC = dense_value_TC if added_TC is None else added_TC + dense_value_TC
+                weights = next(query_keys), next(value_outs), next(value_outs)
+                out_TC = self._attend(layer, weights, next(projections, None), read_TC, added_TC, begins_T, own)
+                x_TC = _joined("attention", x_TC, out_TC, own, scales)
+                for name in (name for name in injected if name in own):
+                    x_TC = x_TC + own[name] * injected[name]
+            out_TC = F.relu(_norm(x_TC) @ mlps[index, 0].T).square() @ mlps[index, 1]
+            x_TC = _joined("mlp", x_TC, out_TC, own, scales)
+            streams |= {name: x_TC for name, source in config.sources.items() if source == index}
+        if values:
+            streams["value"] = values[0]
+        if "dense_connections" in has:
+            for name, factor in self.head_connections(x_TC, _COEFFICIENT_SCALE).items():
+                x_TC = x_TC + factor * streams[name]
+        return _norm(x_TC)
+
+    def _inputs(self, tokens_T: Tensor, begins_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return normalised embeddings, (T, C), and what else is injected."""
+        config, injected, x_TC = self.config, {}, self.embedding(tokens_T)
+        if "smear" in config.switches:
+            gate_T1 = torch.sigmoid(F.linear(x_TC[:, : config.smear_channels], self.smear_gate))
+            gate_T1 = gate_T1.masked_fill(begins_T.unsqueeze(1), 0)
+            x_TC = x_TC + self.smear_scale.to(x_TC.dtype) * gate_T1 * _previous(x_TC)
+        if "bigram_hash" in config.switches:
+            before_T, last_row = _previous(tokens_T), config.bigram_rows - 1
+            rows_T = ((36313 * tokens_T) ^ (27191 * before_T)) % last_row
+            signs_T = (tokens_T ^ before_T) % config.bigram_sign_rows
+            found_TC = self.bigram_embedding[rows_T.masked_fill(begins_T, last_row)]
+            injected["bigram"] = found_TC * self.bigram_signs[signs_T.masked_fill(begins_T, 0)]
+        return _norm(x_TC), injected
+
+    def _gated_values(self, value_TC: Tensor, read_TC: Tensor, table: int, gate_TH: Tensor | None) -> Tensor:
+        """Return value embeddings times their gates, (T, C)."""
+        channels = self.config.value_channels
+        if gate_TH is None:
+            seen = torch.cat([read_TC[:, :channels], value_TC[:, :channels]], dim=-1)
+            gate_TH = 2 * torch.sigmoid(F.linear(seen, self.value_gates[table]))
+        return (gate_TH.unsqueeze(-1) * value_TC.unflatten(-1, (gate_TH.shape[-1], -1))).flatten(1)
+
+    def _attend(
+        self,
+        layer: dict[str, Any],
+        weights: tuple[Tensor, Tensor, Tensor],
+        scales: Tensor | None,
+        read_TC: Tensor,
+        value_TC: Tensor | None,
+        begins_T: Tensor,
+        gates: dict[str, Tensor],
+    ) -> Tensor:
+        """Return what a layer's attention adds to the stream, (T, C)."""
+        config, length, copies = self.config, len(read_TC), 2 if layer["paired"] else 1
+        heads, window = config.num_attention_heads, config.windows[1 if layer["long"] else 0]
+        query_key, value_weight, out_weight = weights
+        if scales is not None:
+            value_weight, out_weight = (s * w for s, w in zip(scales.to(read_TC.dtype), weights[1:], strict=True))
+        q_THD, k_THD, v_THD = (
+            F.linear(read_TC, torch.cat([query_key, value_weight])).unflatten(-1, (3, heads, -1)).unbind(1)
+        )
+        if value_TC is not None:
+            v_THD = v_THD + value_TC.view(v_THD.shape)
+        # Paired heads: heads h and h + H/2 are one, with the even and the odd positions of a row twice as long.
+        q, k, v = (x.unflatten(1, (copies, -1)) for x in (_norm(q_THD), _norm(k_THD), v_THD))
+        positions = torch.arange(copies * length, dtype=torch.float64, device=read_TC.device)
+        frequencies = torch.tensor(config.frequencies, dtype=torch.float64, device=read_TC.device)
+        angles = torch.outer(positions, frequencies).view(length, copies, 1, -1)
+        q, k = (_rotate(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype)) for x in (q, k))
+        if layer["key_offset"]:
+            rotating, still = k.chunk(2, dim=-1)
+            k = torch.cat([rotating, torch.where(begins_T[:, None, None, None], still, _previous(still))], dim=-1)
+        documents_N = begins_T.cumsum(0).repeat_interleave(copies)
+        distance_NN = (positions[:, None] - positions).long()
+        visible_NN = (documents_N[:, None] == documents_N) & (distance_NN >= 0) & (distance_NN <= window)
+        q_1HND, k_1HND, v_1HND = (x.flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        out_1HND = F.scaled_dot_product_attention(
+            q_1HND, k_1HND, v_1HND, attn_mask=visible_NN, scale=config.query_scale
+        )
+        out_THD = out_1HND.squeeze(0).transpose(0, 1).reshape(length, heads, -1)
+        if layer["exclusive"]:
+            along = (out_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(-1, keepdim=True).clamp_min(1e-8)
+            out_THD = out_THD - torch.tanh(gates["exclusive"]).unsqueeze(-1) * along * v_THD
+        if layer["gated"]:
+            out_THD = out_THD * gates["attention"].unsqueeze(-1)
+        return F.linear(out_THD.flatten(1), out_weight)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first quarter of the channels against the second."""
+    first, second, still = x.split([cos.shape[-1], cos.shape[-1], x.shape[-1] // 2], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, still], dim=-1)
+
+
+def _joined(name: str, x_TC: Tensor, out_TC: Tensor, gates: dict[str, Tensor], scales: Any) -> Tensor:
+    """Return stream plus sublayer, with scales of tokens, of the layer, or none."""
+    if f"{name}_residual" in gates:
+        return gates[f"{name}_residual"] * x_TC + gates[f"{name}_output"] * out_TC
+    residual, output = next(scales, (None, None))
+    if residual is None:
+        return x_TC + out_TC
+    return residual.to(x_TC.dtype) * x_TC + output.to(x_TC.dtype) * out_TC

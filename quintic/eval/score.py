@@ -1,0 +1,107 @@
+"""The score of a model: bits per byte of text, with its standard error over documents.
+
+A loss in nats per token depends on the tokenizer; divided by the bytes those tokens stand for it does not, so models
+with different vocabularies can be compared with each other and with a file compressor.
+
+`document_sums` goes over batches, `score_from_sums` turns sums into a `Score`. Between the two, ranks that score
+different batches add up their sums.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quintic.data.loader import Batch
+
+__all__ = ["Score", "bits_per_byte", "document_sums", "score_from_sums"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """The loss of a model on some text."""
+
+    loss: float
+    """Nats per token, special tokens left out."""
+    bpb: float
+    """Bits per byte."""
+    num_tokens: int
+    num_bytes: int
+    bpb_stderr: float | None = None
+    """Standard error of `bpb` over documents; None for text that is one document."""
+
+
+def bits_per_byte(nats: float, num_bytes: float) -> float:
+    """Return total nats over bytes, in bits."""
+    return nats / (math.log(2) * num_bytes)
+
+
+@torch.no_grad()
+def document_sums(
+    model: Callable[..., Tensor],
+    batches: Iterable[Batch],
+    token_bytes: npt.NDArray[np.int32],
+    device: torch.device,
+    *,
+    num_documents: int = 0,
+) -> Tensor:
+    """Return the nats, bytes and tokens of each document: (D, 3) float64.
+
+    Without communication of its own. Ranks that score different batches of one text add up their sums and give the
+    total to `score_from_sums`; for that all of them pass the same `num_documents`.
+
+    Args:
+        model: called as `model(inputs, targets, document_starts=..., reduction="none")` for (B, T) losses in nats.
+        batches: on any device. Without `documents`, all of a batch counts as document 0.
+        token_bytes: (vocab_size,) UTF-8 bytes of each token; tokens of 0 bytes (document starts) do not count.
+        device: of the model, and of the result.
+        num_documents: least D; more where the batches have documents with larger numbers.
+    """
+    lengths = torch.as_tensor(token_bytes, dtype=torch.int64, device=device)
+    sums = torch.zeros((num_documents, 3), dtype=torch.float64, device=device)
+    for batch in batches:
+        inputs, targets = batch.inputs.to(device), batch.targets.to(device)
+        documents = torch.zeros(targets.shape, dtype=torch.int64) if batch.documents is None else batch.documents
+        missing = int(documents.max()) + 1 - len(sums)
+        if missing > 0:
+            sums = torch.cat([sums, sums.new_zeros(missing, 3)])
+        losses = model(inputs, targets, document_starts=batch.document_starts.to(device), reduction="none")
+        target_bytes = lengths[targets]
+        counted = target_bytes > 0
+        # Double precision: the sum does not depend on the number of batches.
+        added = torch.stack([losses.double().where(counted, 0.0), target_bytes.double(), counted.double()], dim=-1)
+        sums.index_add_(0, documents.to(device).flatten(), added.flatten(0, 1))
+    return sums
+
+
+def score_from_sums(sums: Tensor) -> Score:
+    """Return the score of text whose documents have these sums.
+
+    The standard error of the ratio R = nats / bytes is that of a ratio of sums over D documents drawn at random:
+    sqrt(D / (D - 1) sum (nats_d - R bytes_d)^2) / sum bytes (Cochran, Sampling Techniques, 3rd ed., section 6.3).
+
+    Args:
+        sums: (D, 3) from `document_sums`, of all ranks; documents without text do not count.
+
+    Raises:
+        ValueError: no document has text.
+    """
+    nats_D, bytes_D, tokens_D = sums[sums[:, 2] > 0].cpu().unbind(dim=1)
+    nats, num_bytes, num_tokens = (float(column.sum()) for column in (nats_D, bytes_D, tokens_D))
+    if num_bytes == 0:
+        raise ValueError("nothing to score: the batches hold no text")
+    error = None
+    if len(nats_D) > 1:
+        scatter = float((nats_D - nats / num_bytes * bytes_D).square().sum())
+        error = bits_per_byte(math.sqrt(len(nats_D) / (len(nats_D) - 1) * scatter), num_bytes)
+    return Score(
+        loss=nats / num_tokens,
+        bpb=bits_per_byte(nats, num_bytes),
+        num_tokens=int(num_tokens),
+        num_bytes=int(num_bytes),
+        bpb_stderr=error,
+    )

@@ -1,0 +1,104 @@
+"""Batches of any text, whole: no split into training and validation text, and nothing cropped.
+
+All is made as it is asked for: a text of any size needs the memory of a few megabytes of it.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+
+import numpy as np
+
+from quintic.data.files.blocks import Utf8
+from quintic.data.files.documents import pieces_of
+from quintic.data.loader import Batch, batch_of
+from quintic.data.tokenizer import Tokenizer
+
+__all__ = ["encoded", "text_batches"]
+
+_LONG_DOCUMENT = 1 << 18  # bytes from which on a document is encoded in parts
+_BATCH_BYTES = 1 << 20
+
+_ROWS_WITH_ROOM = 256
+
+_Row = list[tuple[int, int]]  # tokens, each with the number of its document
+
+
+def encoded(tokenizer: Tokenizer, documents: Iterable[Utf8]) -> Iterator[Iterable[int]]:
+    """Yield the tokens of each document; those of a long one are made as they are read.
+
+    Args:
+        tokenizer: the model's.
+        documents: their UTF-8.
+    """
+    waiting: list[str] = []
+    num_bytes = 0
+    for document in documents:
+        is_long = len(document) >= _LONG_DOCUMENT
+        if waiting and (is_long or num_bytes + len(document) > _BATCH_BYTES):
+            yield from tokenizer.encode_batch(waiting)
+            waiting, num_bytes = [], 0
+        if is_long:
+            parts = (piece.decode() for piece in pieces_of(document, _LONG_DOCUMENT))
+            yield chain.from_iterable(tokenizer.encode_parts(parts))
+        else:
+            waiting.append(str(document, "utf-8"))
+            num_bytes += len(document)
+    yield from tokenizer.encode_batch(waiting)
+
+
+def text_batches(
+    documents: Iterable[Iterable[int]],
+    *,
+    bos_id: int,
+    rows: int,
+    seq_len: int,
+    max_tokens: int | None = None,
+) -> Iterator[Batch]:
+    """Yield batches in which each token of each document is a target exactly once.
+
+    A document longer than a row continues in other rows, each behind a `bos_id` of its own, as in training. The rest of
+    a row is filled with `bos_id`, which stands for no bytes and so does not count.
+
+    Args:
+        documents: the tokens of each, without `bos_id`.
+        bos_id: token that starts a document.
+        rows: B, rows of a batch; the last batch may have fewer.
+        seq_len: T, inputs of a row.
+        max_tokens: take at most so many tokens of the documents; all of them when None.
+
+    Returns:
+        Batches on the CPU; documents are numbered in their order.
+    """
+    length = seq_len + 1
+    waiting: list[_Row] = []
+    finished: list[_Row] = []
+    left = max_tokens
+    for number, document in enumerate(documents):
+        tokens = iter(document)
+        while taken := list(islice(tokens, seq_len if left is None else min(left, seq_len))):
+            piece = [bos_id, *taken]
+            # First fit: nearly as tight as sorting by length, and the documents need not all be there.
+            row = next((row for row in waiting if len(row) + len(piece) <= length), None)
+            if row is None:
+                row = []
+                waiting.append(row)
+            row += [(token, number) for token in piece]
+            if len(row) == length or len(waiting) > _ROWS_WITH_ROOM:
+                fullest = max(waiting, key=len)
+                waiting.remove(fullest)
+                finished.append(fullest)
+            if len(finished) == rows:
+                yield _batch(finished, bos_id, length)
+                finished = []
+            if left is not None:
+                left -= len(taken)
+        if left == 0:
+            break
+    finished += waiting
+    for start in range(0, len(finished), rows):
+        yield _batch(finished[start : start + rows], bos_id, length)
+
+
+def _batch(rows: list[_Row], bos_id: int, length: int) -> Batch:
+    cells = np.array([row + [(bos_id, 0)] * (length - len(row)) for row in rows], dtype=np.int64)
+    return batch_of(cells[..., 0], bos_id, documents=cells[..., 1])

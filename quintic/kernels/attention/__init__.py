@@ -1,0 +1,1 @@
+"""Attention over documents, and the largest logits of its heads."""

@@ -1,0 +1,254 @@
+"""Matrices written or added transposed, in one read and one write of everything, for any size and mixed dtypes.
+
+    transpose_copy_   out <- x^T          transpose_add_   out <- out + x^T
+
+For two tensors that hold one matrix in two orders: an embedding (vocab, d) and a head stored as (d, vocab) that are
+tied, a float8 operand that a product wants along its other dimension. A tile is read along the rows of `x`, turned in
+shared memory, and written along the rows of `out`. The plain twins are `_copy_in_torch` and `_add_in_torch`.
+"""
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.dispatch import KernelsOption, decide, obstacle_to_triton
+from quintic.kernels.jit import jit, tl
+from quintic.kernels.launch import launch
+
+__all__ = ["obstacle_to_transpose", "transpose_add_", "transpose_copy_"]
+
+# Bytes of a tile's rows, on the side of `x` and on that of `out`: a whole line of the L2 cache.
+_ROW_BYTES = 128
+_NUM_WARPS = 4
+
+# Formats that kernels convert from and to.
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+_CONVERTED = (*_SUMMED, *_FLOAT8)
+# First compute capability whose kernels convert to float8.
+_FLOAT8_CAPABILITY = (8, 9)
+
+# Tensors of equal dtype are moved as integers: every bit arrives, also of formats that Triton does not know.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@jit
+def _transpose_kernel(
+    x,
+    out,
+    m,
+    n,
+    x_row,
+    out_row,
+    row_tiles,
+    column_tiles,
+    ADD: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Along the dimension with fewer tiles first: the programs of a moment then cover long pieces of both tensors.
+    if ROWS_FIRST:
+        row_tile, column_tile = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
+    else:
+        row_tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
+    row = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = column_tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    read = (row[:, None] < m) & (column[None, :] < n)
+    written = (column[:, None] < n) & (row[None, :] < m)
+    tile = tl.trans(tl.load(x + row[:, None] * x_row + column[None, :], mask=read))
+    target = out + column[:, None] * out_row + row[None, :]
+    dtype: tl.constexpr = out.dtype.element_ty
+    if ADD:
+        tile = tile.to(tl.float32) + tl.load(target, mask=written).to(tl.float32)
+    if LARGEST > 0:
+        # Not tl.clamp: a NaN stays one.
+        tile = tile.to(tl.float32)
+        tile = tl.where(tile > LARGEST, LARGEST, tl.where(tile < -LARGEST, -LARGEST, tile))
+    if tile.dtype != dtype:
+        tile = tile.to(tl.float32).to(dtype)
+    tl.store(target, tile, mask=written)
+
+
+def transpose_copy_(out: Tensor, x: Tensor, *, kernels: KernelsOption = "auto") -> None:
+    """Write the transpose of a matrix into another tensor.
+
+    Args:
+        out: (n, m) floating point, any strides, overwritten.
+        x: (m, n) floating point, any strides and any dtype, on the device of `out`; not modified. Values are rounded
+            to nearest; those beyond the range of a float8 `out` become its largest, as in quantisation, and NaN stays.
+        kernels: `"auto"` takes Triton on CUDA devices for float32, bfloat16, float16 and float8 (e4m3fn and e5m2), and
+            for any two tensors of one dtype, in memory order of rows (both, or neither); `"triton"` insists, `"torch"`
+            is plain PyTorch. Both give the same bits.
+
+    Raises:
+        ValueError: shapes that are not each other's transposes, tensors that share memory, dtypes that are not floating
+            point, gradients wanted through it, or `"triton"` where it cannot be honoured.
+    """
+    _refuse_gradients(out, x)
+    _transpose_copy_op(out, x, kernels)
+
+
+def transpose_add_(out: Tensor, x: Tensor, *, kernels: KernelsOption = "auto") -> None:
+    """Add the transpose of a matrix to another tensor; the sum is made in float32 (or float64) and rounded once.
+
+    Args:
+        out: (n, m) floating point of 16 bits or more, any strides, changed.
+        x: (m, n) floating point of 16 bits or more, any strides and any such dtype, on the device of `out`; not
+            modified.
+        kernels: as for `transpose_copy_`; Triton for float32, bfloat16 and float16.
+
+    Raises:
+        ValueError: as for `transpose_copy_`; float8.
+    """
+    _refuse_gradients(out, x)
+    _transpose_add_op(out, x, kernels)
+
+
+@torch.library.custom_op("quintic::transpose_copy_", mutates_args=("out",))
+def _transpose_copy_op(out: Tensor, x: Tensor, kernels: str = "auto") -> None:
+    _check(out, x, add=False)
+    _refuse_shared_memory(out, x)
+    if _choose(kernels, out, x, add=False) == "triton":
+        _launch(out, x, add=False)
+    else:
+        _copy_in_torch(out, x)
+
+
+@torch.library.custom_op("quintic::transpose_add_", mutates_args=("out",))
+def _transpose_add_op(out: Tensor, x: Tensor, kernels: str = "auto") -> None:
+    _check(out, x, add=True)
+    _refuse_shared_memory(out, x)
+    if _choose(kernels, out, x, add=True) == "triton":
+        _launch(out, x, add=True)
+    else:
+        _add_in_torch(out, x)
+
+
+@_transpose_copy_op.register_fake
+def _(out: Tensor, x: Tensor, kernels: str = "auto") -> None:
+    _check(out, x, add=False)
+
+
+@_transpose_add_op.register_fake
+def _(out: Tensor, x: Tensor, kernels: str = "auto") -> None:
+    _check(out, x, add=True)
+
+
+def _copy_in_torch(out: Tensor, x: Tensor) -> None:
+    largest = _largest(out, x)
+    if largest > 0:
+        x = (x if x.dtype == torch.float64 else x.float()).clamp(-largest, largest)
+    out.copy_(x.T)
+
+
+def _add_in_torch(out: Tensor, x: Tensor) -> None:
+    out.add_(x.T)
+
+
+def _launch(out: Tensor, x: Tensor, *, add: bool) -> None:
+
+    if out.numel() == 0:
+        return
+    if not (_has_rows(out) and _has_rows(x)):  # both run along columns: the same task with the roles exchanged
+        out, x = out.T, x.T
+    if out.dtype == x.dtype and not add:
+        out, x = out.view(_BITS[out.itemsize]), x.view(_BITS[x.itemsize])
+    m, n = x.shape
+    block_m, block_n = _ROW_BYTES // out.itemsize, _ROW_BYTES // x.itemsize
+    row_tiles, column_tiles = -(-m // block_m), -(-n // block_n)
+    launch(
+        _transpose_kernel,
+        (row_tiles * column_tiles,),
+        x,
+        out,
+        m,
+        n,
+        x.stride(0),
+        out.stride(0),
+        row_tiles,
+        column_tiles,
+        ADD=add,
+        LARGEST=_largest(out, x),
+        ROWS_FIRST=row_tiles < column_tiles,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def _largest(out: Tensor, x: Tensor) -> float:
+    """Return the magnitude to which values are clamped on the way into a float8 `out`; 0 for no clamping."""
+    if out.dtype not in _FLOAT8 or out.dtype == x.dtype:
+        return 0.0
+    return torch.finfo(out.dtype).max
+
+
+def _has_rows(x: Tensor) -> bool:
+    return x.stride(1) == 1 or x.shape[1] <= 1
+
+
+def _choose(kernels: str, out: Tensor, x: Tensor, *, add: bool) -> str:
+    return decide(kernels, out.device, lambda: obstacle_to_transpose(out, x, add=add))[0]  # type: ignore[arg-type]
+
+
+def obstacle_to_transpose(out: Tensor, x: Tensor, *, add: bool) -> str | None:
+    """Return why Triton cannot make a transposed copy or sum, or None."""
+    obstacle = obstacle_to_triton(out.device, "out")
+    if obstacle is not None:
+        return obstacle
+    known = _SUMMED if add else _CONVERTED
+    for name, tensor in (("out", out), ("x", x)):
+        if tensor.dtype not in known and (add or out.dtype != x.dtype):
+            return f"{name} is {tensor.dtype}, which has no kernel"
+    if not add and out.dtype != x.dtype and {out.dtype, x.dtype} & set(_FLOAT8) and out.is_cuda:
+        found = torch.cuda.get_device_capability(out.device)
+        if found < _FLOAT8_CAPABILITY:
+            return f"this device of compute capability {found[0]}.{found[1]} does not convert float8, 8.9 does"
+    if not (_has_rows(out) and _has_rows(x)) and not (_has_rows(out.T) and _has_rows(x.T)):
+        return (
+            f"out has strides {out.stride()} and x {x.stride()}: the kernel needs entries of a row side by side in both"
+        )
+    return None
+
+
+def _check(out: Tensor, x: Tensor, *, add: bool) -> None:
+    if out.ndim != 2 or x.ndim != 2 or out.shape[0] != x.shape[1] or out.shape[1] != x.shape[0]:
+        raise ValueError(f"out {tuple(out.shape)} and x {tuple(x.shape)}: need (n, m) and (m, n)")
+    if out.device != x.device:
+        raise ValueError(f"out is on {out.device} and x on {x.device}: move one of them")
+    for name, tensor in (("out", out), ("x", x)):
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} has dtype {tensor.dtype}: need a floating-point tensor")
+        if add and tensor.itemsize < 2:
+            raise ValueError(f"{name} has dtype {tensor.dtype}: sums need 16 bits or more; convert it first")
+
+
+def _refuse_gradients(out: Tensor, x: Tensor) -> None:
+    for name, tensor in (("out", out), ("x", x)):
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad, and this is not differentiable: call it under torch.no_grad()")
+
+
+def _refuse_shared_memory(out: Tensor, x: Tensor) -> None:
+    if out.numel() == 0:
+        return
+    reach = 1
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                raise ValueError(
+                    f"out of shape {tuple(out.shape)} has strides {out.stride()}, with which entries share memory: "
+                    f"give a tensor whose entries have their own"
+                )
+            reach = stride * size
+    first, last = _span(out)
+    x_first, x_last = _span(x)
+    if first < x_last and x_first < last:
+        raise ValueError("out and x lie within the same memory: give x.clone()")
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the one after its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.itemsize

@@ -1,0 +1,1 @@
+"""Attention of each position over the rows that belong to its token."""

@@ -1,0 +1,1 @@
+"""Soft-capped cross entropy from hidden states."""

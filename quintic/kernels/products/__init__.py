@@ -1,0 +1,1 @@
+"""The products of an orthogonalisation, and the norms before them."""

@@ -1,0 +1,188 @@
+"""The queue of `hopper_program.py`: its tiles, the warp that waits for what they read, and the one that fetches it.
+
+Import this module only where Triton is installed.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from quintic.kernels.products.hopper_order import await_count, let_copies_see
+from quintic.kernels.products.hopper_tiles import BLOCK_K, STAGES, TILE, rectangle, reinterpret, tma_load, triangle
+
+__all__ = [
+    "APPLY",
+    "COLUMNS",
+    "GATES",
+    "GRAM",
+    "SCALARS",
+    "SQUARE",
+    "fetch",
+    "first_of",
+    "place_of",
+    "tiles_of",
+    "watch",
+]
+
+GRAM = gl.constexpr(0)
+SQUARE = gl.constexpr(1)
+APPLY = gl.constexpr(2)
+
+# Columns of the table of products: kind, left, right, c or -1, out, tiles that must be finished in a row.
+COLUMNS = gl.constexpr(6)
+SCALARS = gl.constexpr(3)
+# Tiles that may be known to be ready before their operands are fetched.
+GATES = gl.constexpr(4)
+
+
+@gluon.jit
+def place_of(t, kind, short, long, WIDE: gl.constexpr):
+    """Number of the matrix, row and column of the t-th tile of a product; sizes are counted in tiles."""
+    if kind == APPLY:
+        per_matrix = short * long
+        if WIDE:
+            i, j = rectangle(t % per_matrix, short, long)
+        else:
+            i, j = rectangle(t % per_matrix, long, short)
+    else:
+        per_matrix = short * (short + 1) // 2
+        i, j = triangle(t % per_matrix)
+    return t // per_matrix, i, j
+
+
+@gluon.jit
+def tiles_of(batch, kind, short, long):
+    """Tiles of a product."""
+    return batch * gl.where(kind == APPLY, short * long, short * (short + 1) // 2)
+
+
+@gluon.jit
+def first_of(finished):
+    """Number of the program's first tile in a product, after `finished` tiles of the queue."""
+    programs = gl.num_programs(0)
+    return (gl.program_id(0) + programs - finished % programs) % programs
+
+
+@gluon.jit
+def watch(gates, passed, table, products, counters, batch, short, long, WIDE: gl.constexpr, HALVES: gl.constexpr):
+    """The warp that opens a gate for each tile of the program once the rows that it reads are finished."""
+    number = 0
+    finished = 0
+    for product in range(products):
+        row = table + product * COLUMNS
+        kind = gl.load(row)
+        target = gl.load(row + 5) * HALVES
+        total = tiles_of(batch, kind, short, long)
+        for t in range(first_of(finished), total, gl.num_programs(0)):
+            matrix, i, j = place_of(t, kind, short, long, WIDE)
+            rows = counters + matrix * short
+            if kind == APPLY:
+                await_count(rows + (i if WIDE else j), target)
+            else:
+                await_count(rows + i, target)
+                await_count(rows + j, target)
+            let_copies_see()
+            mbarrier.wait(passed.index(number % GATES), ((number // GATES) & 1) ^ 1)
+            mbarrier.arrive(gates.index(number % GATES))
+            number += 1
+        finished += total
+
+
+@gluon.jit
+def _fetch_tile(
+    left,
+    right,
+    left_matrix,
+    right_matrix,
+    row,
+    column,
+    smem_left,
+    smem_right,
+    full,
+    empty,
+    stage,
+    phase,
+    steps,
+    LEFT_TRANSPOSED: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr,
+    HALVES: gl.constexpr,
+):
+    """Fill `steps` stages of the ring with the operands of one tile."""
+    for step in range(steps):
+        k = step * BLOCK_K
+        ready = full.index(stage)
+        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.expect(ready, HALVES * left.block_type.nbytes + right.block_type.nbytes)
+        for half in gl.static_range(HALVES):
+            place = reinterpret(smem_left.index(stage * HALVES + half), left.dtype, left.block_type.shape, left.layout)
+            if LEFT_TRANSPOSED:
+                tma_load(left, [left_matrix, k, row + half * (TILE // HALVES)], ready, place)
+            else:
+                tma_load(left, [left_matrix, row + half * (TILE // HALVES), k], ready, place)
+        place = reinterpret(smem_right.index(stage), right.dtype, right.block_type.shape, right.layout)
+        if RIGHT_TRANSPOSED:
+            tma_load(right, [right_matrix, column, k], ready, place)
+        else:
+            tma_load(right, [right_matrix, k, column], ready, place)
+        stage += 1
+        wrap = stage == STAGES
+        stage = gl.where(wrap, 0, stage)
+        phase = gl.where(wrap, phase ^ 1, phase)
+    return stage, phase
+
+
+@gluon.jit
+def fetch(
+    gram_left,
+    gram_right,
+    square_left,
+    square_right,
+    apply_left,
+    apply_right,
+    smem_left,
+    smem_right,
+    full,
+    empty,
+    gates,
+    passed,
+    table,
+    products,
+    batch,
+    short,
+    long,
+    short_steps,
+    long_steps,
+    WIDE: gl.constexpr,
+    HALVES: gl.constexpr,
+):
+    """The warp that fetches operands."""
+    stage = 0
+    phase = 1
+    number = 0
+    finished = 0
+    for product in range(products):
+        row = table + product * COLUMNS
+        kind = gl.load(row)
+        left = gl.load(row + 1) * batch
+        right = gl.load(row + 2) * batch
+        total = tiles_of(batch, kind, short, long)
+        for t in range(first_of(finished), total, gl.num_programs(0)):
+            matrix, i, j = place_of(t, kind, short, long, WIDE)
+            mbarrier.wait(gates.index(number % GATES), (number // GATES) & 1)
+            mbarrier.arrive(passed.index(number % GATES))
+            number += 1
+            # fmt: off
+            if kind == GRAM:
+                stage, phase = _fetch_tile(
+                    gram_left, gram_right, left + matrix, right + matrix, i * TILE, j * TILE, smem_left, smem_right,
+                    full, empty, stage, phase, long_steps, not WIDE, WIDE, HALVES)
+            elif kind == SQUARE:
+                stage, phase = _fetch_tile(
+                    square_left, square_right, left + matrix, right + matrix, i * TILE, j * TILE, smem_left, smem_right,
+                    full, empty, stage, phase, short_steps, False, False, HALVES)
+            else:
+                stage, phase = _fetch_tile(
+                    apply_left, apply_right, left + matrix, right + matrix, i * TILE, j * TILE, smem_left, smem_right,
+                    full, empty, stage, phase, short_steps, False, False, HALVES)
+            # fmt: on
+        finished += total

@@ -1,0 +1,157 @@
+"""Products whose result is known to be symmetric, in Triton: half of the tiles are computed, the others mirrored.
+
+Every small product of Newton-Schulz is one: X X^T, and products of polynomials of one symmetric matrix, which commute.
+The linear term is added before the only rounding, so that it needs no copy. The plain twin is `multiply` of
+optim/polar/products.py. A result does not depend on how many matrices are in the batch.
+
+Import this module only where Triton is installed (see `dispatch.py`).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quintic.kernels.dispatch import MAX_SUM
+from quintic.kernels.launch import launch
+
+__all__ = ["can_multiply", "symmetric_multiply"]
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+# Below this side a product is bound by launching it, and cuBLAS has smaller tiles.
+_MIN_SIDE = 256
+
+# Side of a tile of the result, and of one for small matrices: it decides which entries are mirrored.
+_BLOCK = 128
+_SMALLEST_BLOCK = 16
+
+# Terms of a sum that are loaded together. H200, 2026-11: with these warps and stages within 5 % of the fastest of six
+# settings for batches of 768 to 2048 (docs/development/LOG.md).
+_BLOCK_K = 32
+_NUM_WARPS = 8
+_NUM_STAGES = 5
+
+
+@triton.jit
+def _symmetric_kernel(
+    a,
+    b,
+    c,
+    out,
+    side,
+    inner,
+    a_batch,
+    a_row,
+    a_column,
+    b_batch,
+    b_row,
+    b_column,
+    alpha,
+    beta,
+    diagonal,
+    tiles,
+    ADD: tl.constexpr,
+    EVEN_SIDE: tl.constexpr,
+    EVEN_INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    pairs = tiles * (tiles + 1) // 2
+    batch = (tl.program_id(0) // pairs).to(tl.int64)
+    pair = tl.program_id(0) % pairs
+    # Pairs (row, column) of tiles with column <= row, counted row by row.
+    row_tile = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) / 2.0).to(tl.int32)
+    row_tile = tl.where(row_tile * (row_tile + 1) // 2 > pair, row_tile - 1, row_tile)
+    row_tile = tl.where((row_tile + 1) * (row_tile + 2) // 2 <= pair, row_tile + 1, row_tile)
+    column_tile = pair - row_tile * (row_tile + 1) // 2
+    rows = row_tile * BLOCK + tl.arange(0, BLOCK)
+    columns = column_tile * BLOCK + tl.arange(0, BLOCK)
+    k = tl.arange(0, BLOCK_K)
+    a_tile = a + batch * a_batch + rows[:, None].to(tl.int64) * a_row + k[None, :].to(tl.int64) * a_column
+    b_tile = b + batch * b_batch + k[:, None].to(tl.int64) * b_row + columns[None, :].to(tl.int64) * b_column
+    total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for start in range(0, inner, BLOCK_K):
+        if EVEN_SIDE and EVEN_INNER:
+            left = tl.load(a_tile)
+            right = tl.load(b_tile)
+        else:
+            left = tl.load(a_tile, mask=(rows[:, None] < side) & (k[None, :] + start < inner), other=0.0)
+            right = tl.load(b_tile, mask=(k[:, None] + start < inner) & (columns[None, :] < side), other=0.0)
+        total = tl.dot(left, right, total)
+        a_tile += BLOCK_K * a_column
+        b_tile += BLOCK_K * b_row
+    total = total * alpha
+    place = batch * side * side
+    here = rows[:, None].to(tl.int64) * side + columns[None, :]
+    inside = (rows[:, None] < side) & (columns[None, :] < side)
+    if ADD:
+        total += beta * tl.load(c + place + here, mask=inside, other=0.0).to(tl.float32)
+    if row_tile == column_tile:
+        total += tl.where(rows[:, None] == columns[None, :], diagonal, 0.0)
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + place + here, result, mask=inside)
+    if row_tile != column_tile:
+        mirrored = columns[:, None].to(tl.int64) * side + rows[None, :]
+        outside = (columns[:, None] < side) & (rows[None, :] < side)
+        tl.store(out + place + mirrored, tl.trans(result), mask=outside)
+
+
+def can_multiply(shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Return whether the kernel computes products of (batch, m, n) matrices on the short side.
+
+    It does where it is faster than cuBLAS, and where cuBLAS's bits would depend on the batch.
+    """
+    return dtype in _DTYPES and (min(shape[-2:]) >= _MIN_SIDE or max(shape[-2:]) > MAX_SUM)
+
+
+def symmetric_multiply(
+    a: Tensor,
+    b: Tensor,
+    *,
+    alpha: float = 1.0,
+    c: Tensor | None = None,
+    beta: float = 0.0,
+    diagonal: float = 0.0,
+) -> Tensor:
+    """Return alpha a @ b + beta c + diagonal I where that is symmetric, rounded once; the upper half mirrors the lower.
+
+    Args:
+        a: (batch, s, k) bfloat16 or float16, any strides.
+        b: (batch, k, s) of the same dtype, any strides.
+        alpha: factor of the product.
+        c: (batch, s, s) contiguous, or None.
+        beta: factor of `c`.
+        diagonal: added to the entries of the diagonal.
+
+    Returns:
+        (batch, s, s) contiguous in that dtype, a new tensor, symmetric to the bit except within diagonal tiles.
+    """
+    count, side, inner = a.shape
+    block = min(_BLOCK, max(_SMALLEST_BLOCK, triton.next_power_of_2(side)))
+    tiles = triton.cdiv(side, block)
+    out = torch.empty((count, side, side), dtype=a.dtype, device=a.device)
+    launch(
+        _symmetric_kernel,
+        (count * tiles * (tiles + 1) // 2,),
+        a,
+        b,
+        a if c is None else c,
+        out,
+        side,
+        inner,
+        *a.stride(),
+        *b.stride(),
+        alpha,
+        beta,
+        diagonal,
+        tiles,
+        ADD=c is not None,
+        EVEN_SIDE=side % block == 0,
+        EVEN_INNER=inner % _BLOCK_K == 0,
+        BLOCK=block,
+        BLOCK_K=_BLOCK_K,
+        num_warps=_NUM_WARPS,
+        num_stages=_NUM_STAGES,
+    )
+    return out

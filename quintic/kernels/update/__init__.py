@@ -1,0 +1,1 @@
+"""Momentum, weights, AdamW, neuron factors: the element-wise passes of a step."""

@@ -1,0 +1,222 @@
+"""AdamW on many tensors at once in Triton, in one read and one write of everything. Twin: optim/rules/update.py adamw_.
+
+PyTorch's fused kernel has none of this: low-precision weights with float32 moments, masters, cautious decay,
+hyperparameters read from device memory, steps that a flag on the device forbids. Tensors are found as in
+`matrix_update.py`.
+
+Import this module only where Triton is installed (see `dispatch.py`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quintic.kernels.launch import launch
+from quintic.kernels.programs import TRITON_DTYPE, TilePrograms, divide_tiles, pointers_at, tile_of
+from quintic.kernels.update.weights import (
+    MASTER,
+    flags_of,
+    load_full_precision,
+    stepped_weight,
+    store_weight,
+)
+
+__all__ = ["adamw_programs", "adamw_tensors_"]
+
+# Tensors per program of the kernel that counts steps.
+_COUNT_BLOCK = 128
+
+# Entries per program. H200, 2026-11: 3.2 TB/s with 1024, 2.3 with 2048 (docs/development/LOG.md).
+_BLOCK = 1024
+_NUM_WARPS = 8
+
+
+def adamw_programs(numels: Sequence[int]) -> TilePrograms:
+    """Divide the programs of `adamw_tensors_` among tensors with these numbers of entries; tables are on the CPU."""
+    return divide_tiles(numels, _BLOCK)
+
+
+@triton.jit
+def _count_kernel(
+    steps,
+    corrections,
+    hyperparameters,
+    apply_mask,
+    mask_stride,
+    num_tensors,
+    BETA1: tl.constexpr,
+    BETA2: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = tensor < num_tensors
+    place = tl.load(steps + tensor, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    step = tl.load(place, mask=inside, other=0.0)
+    if HAS_MASK:
+        step += tl.load(apply_mask + tensor * mask_stride, mask=inside, other=0).to(tl.float32)
+    else:
+        step += 1.0
+    tl.store(place, step, mask=inside)
+    # Double precision: 1 - beta^step loses digits.
+    count = step.to(tl.float64)
+    # A beta of 0 has no logarithm, and one of 1e-30 the same correction, which is 1.
+    beta1 = tl.maximum(tl.load(hyperparameters + BETA1), 1e-30)
+    beta2 = tl.maximum(tl.load(hyperparameters + BETA2), 1e-30)
+    correction1 = 1.0 - tl.exp2(count * tl.log2(beta1))
+    correction2 = 1.0 - tl.exp2(count * tl.log2(beta2))
+    tl.store(corrections + tensor, correction1.to(tl.float32), mask=inside)
+    tl.store(corrections + num_tensors + tensor, correction2.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _adamw_kernel(
+    addresses,
+    numels,
+    tensor_of_program,
+    tile_of_program,
+    corrections,
+    hyperparameters,
+    apply_mask,
+    mask_stride,
+    num_tensors,
+    only_tensor,
+    ALONE: tl.constexpr,
+    LR: tl.constexpr,
+    WEIGHT_DECAY: tl.constexpr,
+    BETA1: tl.constexpr,
+    BETA2: tl.constexpr,
+    EPS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    MASTER: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
+    SQUARED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tensor, tile = tile_of(tensor_of_program, tile_of_program, only_tensor, ALONE)
+    numel = tl.load(numels + tensor)
+    element = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = element < numel
+    gradients = pointers_at(tl.load(addresses + tensor), element, GRADIENT, ALIGNED)
+    exp_avgs = pointers_at(tl.load(addresses + num_tensors + tensor), element, MOMENTS, ALIGNED)
+    exp_avg_sqs = pointers_at(tl.load(addresses + 2 * num_tensors + tensor), element, MOMENTS, ALIGNED)
+    weights = pointers_at(tl.load(addresses + 3 * num_tensors + tensor), element, WEIGHT, ALIGNED)
+    master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else tl.float32
+    masters = weights
+    if MASTER != 0:
+        masters = pointers_at(tl.load(addresses + 4 * num_tensors + tensor), element, master_dtype, ALIGNED)
+    rest1 = (1.0 - tl.load(hyperparameters + BETA1)).to(tl.float32)
+    rest2 = (1.0 - tl.load(hyperparameters + BETA2)).to(tl.float32)
+    eps = tl.load(hyperparameters + EPS).to(tl.float32)
+    correction1 = tl.load(corrections + tensor)
+    correction2 = tl.load(corrections + num_tensors + tensor)
+    gradient = tl.load(gradients, mask=inside, other=0.0).to(tl.float32)
+    exp_avg = tl.load(exp_avgs, mask=inside, other=0.0).to(tl.float32)
+    exp_avg_sq = tl.load(exp_avg_sqs, mask=inside, other=0.0).to(tl.float32)
+    exp_avg += (gradient - exp_avg) * rest1
+    exp_avg_sq += (gradient * gradient - exp_avg_sq) * rest2
+    update = (exp_avg / correction1) / (tl.sqrt_rn(exp_avg_sq / correction2) + eps)
+    lr = tl.load(hyperparameters + LR)
+    weight_decay = tl.load(hyperparameters + WEIGHT_DECAY)
+    keep = inside
+    if HAS_MASK:
+        keep = element < numel * tl.load(apply_mask + tensor * mask_stride)
+    value = load_full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
+    value = stepped_weight(value, update, 1.0, 1.0, lr, weight_decay, CAUTIOUS, SQUARED)
+    tl.store(exp_avgs, exp_avg.to(MOMENTS), mask=keep)
+    tl.store(exp_avg_sqs, exp_avg_sq.to(MOMENTS), mask=keep)
+    store_weight(weights, masters, value, keep, MASTER)
+
+
+def adamw_tensors_(
+    addresses: Tensor,
+    steps: Tensor,
+    numels: Tensor,
+    programs: TilePrograms,
+    hyperparameters: Tensor,
+    *,
+    weight_dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    moment_dtype: torch.dtype = torch.float32,
+    master_dtype: torch.dtype | None,
+    indices: tuple[int, int, int, int, int],
+    cautious: bool | str,
+    squared_lr_decay: bool,
+    apply_mask: Tensor | None,
+    aligned: bool,
+) -> None:
+    """Advance AdamW on many tensors at once, and the counts of their steps.
+
+    Args:
+        addresses: (5, t) int64 on the device: of each tensor's gradient, first and second moment, weight, and
+            master (any number without masters); all but the gradient are changed. Entries are paired by their place in
+            memory.
+        steps: (t,) int64 on the device: addresses of each tensor's count of steps, float32, before this one; changed.
+        numels: (t,) int64 on the device: entries of each tensor.
+        programs: from `adamw_programs`, on the device.
+        hyperparameters: (k,) float64 on the device.
+        weight_dtype: of the weights.
+        gradient_dtype: of the gradients.
+        moment_dtype: float32 or bfloat16, to which both moments are rounded when they are stored.
+        master_dtype: as in `matrix_update.apply_updates_`.
+        indices: where learning rate, weight decay, beta1, beta2 and eps stand in `hyperparameters`.
+        cautious: as in `matrix_update.apply_updates_`.
+        squared_lr_decay: as in `matrix_update.apply_updates_`.
+        apply_mask: () or (t,) int32, as in `matrix_update.apply_updates_`.
+        aligned: as in `matrix_update.apply_updates_`.
+    """
+    lr, weight_decay, beta1, beta2, eps = indices
+    num_tensors = addresses.shape[1]
+    flags = flags_of(apply_mask, hyperparameters)
+    corrections = torch.empty((2, num_tensors), dtype=torch.float32, device=addresses.device)
+    launch(
+        _count_kernel,
+        (triton.cdiv(num_tensors, _COUNT_BLOCK),),
+        steps,
+        corrections,
+        hyperparameters,
+        *flags,
+        num_tensors,
+        BETA1=beta1,
+        BETA2=beta2,
+        HAS_MASK=apply_mask is not None,
+        BLOCK=_COUNT_BLOCK,
+        num_warps=4,
+    )
+    for tensor, count in programs.launches():
+        launch(
+            _adamw_kernel,
+            (count,),
+            addresses,
+            numels,
+            programs.tensor_of_program,
+            programs.tile_of_program,
+            corrections,
+            hyperparameters,
+            *flags,
+            num_tensors,
+            tensor,
+            ALONE=tensor >= 0,
+            LR=lr,
+            WEIGHT_DECAY=weight_decay,
+            BETA1=beta1,
+            BETA2=beta2,
+            EPS=eps,
+            WEIGHT=TRITON_DTYPE[weight_dtype],
+            GRADIENT=TRITON_DTYPE[gradient_dtype],
+            MOMENTS=TRITON_DTYPE[moment_dtype],
+            MASTER=MASTER[master_dtype],
+            CAUTIOUS=cautious,
+            SQUARED=squared_lr_decay,
+            HAS_MASK=apply_mask is not None,
+            ALIGNED=aligned,
+            BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS,
+        )

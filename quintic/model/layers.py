@@ -1,0 +1,249 @@
+"""The layers of the GPT: linear, normalisation, rotary positions, attention, MLP, block.
+
+Nothing here has a bias or a learned normalisation. Weights stay in their own dtype (float32 in training) and are cast
+to the dtype of the activations where they are used, so that mixed precision needs no autocast.
+Shape suffixes: B rows, T positions, C width, H query heads, G key/value heads, D head dimension.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from quintic.kernels.attention.attention import DocumentMask, attention, attention_with_max_logits
+from quintic.kernels.linear.mlp import mlp_relu2
+from quintic.model.cache import LayerCache
+from quintic.model.fp8 import Fp8Scaling, dynamic_fp8_linear
+
+__all__ = ["MLP", "Attention", "Block", "Linear", "divided_as", "learns", "rms_norm", "rotary_tables", "rotate"]
+
+# Leading channels that the value-embedding gate reads: enough for a decision, too few to cost anything.
+GATE_CHANNELS = 12
+
+# Queries and keys have unit RMS; this sharpens their products (q.k / sqrt(D) has scale QK_GAIN^2 sqrt(D) at most).
+QK_GAIN = 1.2
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """Return `x` over its root mean square along the last dimension, with no learned parameters."""
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+def divided_as(value: Tensor, tensor: Tensor) -> Tensor:
+    """Return a whole tensor, divided among ranks as another one of its shape is where that is a `DTensor`.
+
+    Every rank has the whole tensor already: nothing is sent.
+    """
+    if not isinstance(tensor, DTensor):
+        return value
+    return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+def learns(module: nn.Module) -> bool:
+    """Return whether a forward pass is one of training, and not of an evaluation: only then products are in 8 bits."""
+    return module.training and torch.is_grad_enabled()
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias whose weight is cast to the dtype of the input.
+
+    With `fp8`, training multiplies in 8 bits; evaluation and passes without gradients never do.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        self.fp8: Fp8Scaling | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x @ weight.T` in the dtype of `x`: (..., in_features) -> (..., out_features)."""
+        if self.fp8 is not None and learns(self):
+            return dynamic_fp8_linear(x, self.weight, self.fp8)
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def _fuses(x: Tensor, *weights: Tensor) -> bool:
+    """Return whether products with these weights may be fused with the operations around them.
+
+    On a CPU it gains nothing, and weights that are divided among ranks (tensor parallelism) stay with their modules.
+    """
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    return x.is_cuda and is_half and not any(isinstance(weight, DTensor) for weight in weights)
+
+
+def rotary_tables(length: int, head_dim: int, *, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return factors of each position's channels, and of those that they rotate with: (length, head_dim) float32 each.
+
+    They are cosines and sines, the first half of these negative, of position times base^(-2 i / head_dim). Source:
+    RoFormer, arXiv 2104.09864, eq. 15.
+    """
+    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor, *, parts: int = 1) -> Tensor:
+    """Rotate the first half of the channels against the second by the angle of the position (half-split convention).
+
+    As products with all channels it is one pass of a compiled model, where halves put together are one for each.
+
+    Args:
+        x_BTHD: queries or keys.
+        cos: (T, D) from `rotary_tables`, or (B, T, D) where rows have positions of their own.
+        sin: the same.
+        parts: equal parts of the channels, in each of which halves rotate against each other.
+    """
+    cos, sin = cos.unsqueeze(-2).to(x_BTHD.dtype), sin.unsqueeze(-2).to(x_BTHD.dtype)
+    half = x_BTHD.shape[-1] // (2 * parts)
+    others_BTHD: Tensor = x_BTHD.unflatten(-1, (parts, -1)).roll(half, dims=-1).flatten(-2)
+    return x_BTHD * cos + others_BTHD * sin
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions, QK-norm, grouped queries and gated value embeddings.
+
+    Value embeddings add, per key/value head and with a gate computed from the input, a vector looked up by token to
+    the value (value residual learning, arXiv 2410.17897, in the per-token form of the modded-nanogpt speedrun).
+    """
+
+    def __init__(self, width: int, num_heads: int, num_kv_heads: int, *, value_embedding: bool) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim = width // num_heads
+        self.query = Linear(width, width)
+        self.key = Linear(width, num_kv_heads * self.head_dim)
+        self.value = Linear(width, num_kv_heads * self.head_dim)
+        self.out = Linear(width, width)
+        self.value_gate = Linear(min(GATE_CHANNELS, width), num_kv_heads) if value_embedding else None
+        self.on_max_logits: Callable[[Tensor], None] | None = None  # wants each forward pass' (H,) largest logits
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        value_embedding_BTC: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        mask: DocumentMask,
+        window: int,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Return (B, T, C); with a cache, queries also see the cached keys and values, and the new ones are added."""
+        q_BTC, k_BTC, v_BTC = self._project(x_BTC)
+        q_BTHD = q_BTC.unflatten(-1, (self.num_heads, self.head_dim))
+        k_BTGD = k_BTC.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v_BTGD = v_BTC.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.value_gate is not None:
+            assert value_embedding_BTC is not None
+            # In (0, 2): a gate that has learned nothing adds the embedding once.
+            gate_BTG = 2 * torch.sigmoid(self.value_gate(x_BTC[..., : self.value_gate.in_features]))
+            v_BTGD = v_BTGD + gate_BTG.unsqueeze(-1) * value_embedding_BTC.view_as(v_BTGD)
+        q_BTHD = rms_norm(rotate(q_BTHD, *rotary)) * QK_GAIN
+        k_BTGD = rms_norm(rotate(k_BTGD, *rotary)) * QK_GAIN
+        if cache is None and self.on_max_logits is not None:
+            out_BTHD, max_logits_H = attention_with_max_logits(q_BTHD, k_BTGD, v_BTGD, mask, window)
+            self.on_max_logits(max_logits_H)
+        elif cache is None:
+            out_BTHD = attention(q_BTHD, k_BTGD, v_BTGD, mask, window)
+        else:
+            out_BTHD = cache.attend(q_BTHD, k_BTGD, v_BTGD, window)
+        out_BTC: Tensor = self.out(out_BTHD.flatten(-2))
+        return out_BTC
+
+    def _project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, heads side by side."""
+        linears = (self.query, self.key, self.value)
+        weights = [linear.weight for linear in linears]
+        fp8 = self.query.fp8 if learns(self.query) else None
+        if not _fuses(x_BTC, *weights) or any(linear.fp8 != self.query.fp8 for linear in linears):
+            return self.query(x_BTC), self.key(x_BTC), self.value(x_BTC)
+        # One product of three times the width runs faster than three, forward and backward.
+        if fp8 is None:
+            projected = F.linear(x_BTC, torch.cat(weights).to(x_BTC.dtype))
+        else:
+            projected = dynamic_fp8_linear(x_BTC, torch.cat(weights), fp8)
+        query, key, value = projected.split([len(weight) for weight in weights], dim=-1)
+        return query, key, value
+
+
+class MLP(nn.Module):
+    """Two linear layers with a squared ReLU between them (Primer, arXiv 2109.08668).
+
+    On a GPU the element-wise work is done inside the products (`mlp_relu2`). Inputs have a root mean square of 1.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = Linear(width, 4 * width)
+        self.down = Linear(4 * width, width)
+        self.fp8_forward = False
+        """Whether training multiplies in 8 bits forward and not backward, where `up` and `down` do not in both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., C) for (..., C)."""
+        in_8_bits = self.up.fp8 is not None and learns(self.up)
+        if not in_8_bits and _fuses(x, self.up.weight, self.down.weight):
+            fp8 = self.fp8_forward and learns(self.up)
+            return mlp_relu2(x, self.up.weight.to(x.dtype), self.down.weight.to(x.dtype), fp8=fp8)
+        out: Tensor = self.down(F.relu(self.up(x)).square())
+        return out
+
+
+class Block(nn.Module):
+    """Attention and MLP, each added to the residual stream it reads through a normalisation.
+
+    What enters is the stream and the embedding it began with, each times a learned scale. That is done here, and not
+    between blocks, so that a block that is compiled by itself has all of its element-wise work inside.
+    """
+
+    def __init__(self, width: int, num_heads: int, num_kv_heads: int, *, value_embedding: bool) -> None:
+        super().__init__()
+        self.attention = Attention(width, num_heads, num_kv_heads, value_embedding=value_embedding)
+        self.mlp = MLP(width)
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        x0_BTC: Tensor,
+        scales: tuple[Tensor, Tensor],
+        value_embedding: nn.Embedding | None,
+        inputs_BT: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: DocumentMask,
+        window: int,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Return the residual stream after this block, (B, T, C).
+
+        Args:
+            x_BTC: the stream.
+            x0_BTC: the embeddings it began with.
+            scales: scalars that these two are multiplied by.
+            value_embedding: table of this layer, where it has one.
+            inputs_BT: int64 tokens, looked up in that table.
+            rotary: from `rotary_tables`.
+            mask: of the batch.
+            window: positions that a query sees.
+            cache: keys and values seen before, in generation.
+        """
+        x_BTC = scales[0].to(x_BTC.dtype) * x_BTC + scales[1].to(x_BTC.dtype) * x0_BTC
+        value_embedding_BTC = None if value_embedding is None else value_embedding(inputs_BT).to(x_BTC.dtype)
+        x_BTC = x_BTC + self.attention(rms_norm(x_BTC), value_embedding_BTC, rotary, mask, window, cache)
+        out_BTC: Tensor = x_BTC + self.mlp(rms_norm(x_BTC))
+        return out_BTC
+
+
+def window_sizes(pattern: str, depth: int, seq_len: int, short_window: float = 0.25) -> Sequence[int]:
+    """Return each layer's window: "L" sees the whole row, "S" a share of it; the last layer always sees it all.
+
+    Raises:
+        ValueError: the pattern is empty or has a letter other than S and L, or the share is not in (0, 1].
+    """
+    if not pattern or set(pattern) - set("SL"):
+        raise ValueError(f"window_pattern={pattern!r}: use the letters S (short window) and L (full window)")
+    if not 0 < short_window <= 1:
+        raise ValueError(f"short_window={short_window}: must be above 0 and at most 1")
+    short = max(1, math.ceil(seq_len * short_window))
+    letters = [pattern[layer % len(pattern)] for layer in range(depth - 1)] + ["L"]
+    return tuple(short if letter == "S" else seq_len for letter in letters)

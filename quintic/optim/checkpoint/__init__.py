@@ -1,0 +1,1 @@
+"""State dicts: saving, loading, those of other optimizers, and the matching of saved parameters."""

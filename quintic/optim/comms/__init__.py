@@ -1,0 +1,1 @@
+"""Communication: collectives, groups of ranks. The only user of torch.distributed."""

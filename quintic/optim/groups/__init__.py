@@ -1,0 +1,1 @@
+"""Parameter groups: names, classification, the registry of model families."""

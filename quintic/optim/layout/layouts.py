@@ -1,0 +1,377 @@
+"""Layouts: where the pieces of a parameter live.
+
+A layout says for each rank which box of the logical tensor it holds. It is read from a `DTensor`'s mesh and placements,
+or stated for plain tensors; it knows nothing of updates, views or the plan. Everything here is a pure function of its
+arguments: no process group is needed and nothing is communicated, so that layouts of large meshes can be planned
+anywhere.
+"""
+
+import math
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from quintic.optim.layout.wrappers import opened
+from quintic.versions import STRIDED_NEEDS, moves_strided_shards, torch_version
+
+if TYPE_CHECKING:  # importing it takes a second; avoid it when DTensor is unused
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = [
+    "Box",
+    "Layout",
+    "gradient_dtype",
+    "intersection",
+    "is_dtensor",
+    "layout_of",
+    "local_gradients",
+    "local_tensor",
+    "mesh_layout",
+    "numel_of",
+    "placed_as",
+    "reject_plain_gradient",
+    "reject_sparse",
+    "relative",
+    "replicated_layout",
+    "size_of",
+    "writable_gradient",
+]
+
+_MOVES_STRIDED = moves_strided_shards()
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""Per dimension of the logical tensor the range (start, stop); where start == stop the box is empty."""
+
+_MeshSplit: TypeAlias = tuple[int, int] | None
+"""(Tensor dimension, split factor) of a mesh dimension; None where it replicates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The boxes of one tensor on all ranks that take part; equal layouts compare and hash equal, whatever their mesh.
+
+    Args:
+        shape: shape of the logical (global) tensor.
+        ranks: global ranks, in row-major order of the mesh. Ranks whose box is empty are among them.
+        boxes: for each of these ranks the box of the logical tensor that it holds.
+        copies: for each of these ranks the number of the complete copy that its box belongs to, counted from 0; the
+            boxes of one copy tile the tensor exactly once.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    copies: tuple[int, ...]
+    _positions: dict[int, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Index the ranks, so that `box_of` need not search."""
+        object.__setattr__(self, "_positions", {rank: position for position, rank in enumerate(self.ranks)})
+
+    def box_of(self, rank: int) -> Box:
+        """Return the box that a global rank holds; a KeyError if it takes no part in the layout."""
+        return self.boxes[self._positions[rank]]
+
+    @property
+    def num_copies(self) -> int:
+        """The number of complete copies of the tensor."""
+        return max(self.copies) + 1
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds a complete copy of its own."""
+        return self.num_copies == len(self.ranks)
+
+    def among(self, ranks: Collection[int]) -> "Layout":
+        """Return the layout without other ranks than these, which hold one or more complete copies."""
+        kept = [position for position, rank in enumerate(self.ranks) if rank in ranks]
+        if len(kept) == len(self.ranks):
+            return self
+        numbers: dict[int, int] = {}
+        copies = tuple(numbers.setdefault(self.copies[position], len(numbers)) for position in kept)
+        return Layout(
+            self.shape,
+            tuple(self.ranks[position] for position in kept),
+            tuple(self.boxes[position] for position in kept),
+            copies,
+        )
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """Return the box that `a` and `b`, of the same tensor, have in common; None if it is empty."""
+    common = []
+    for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True):
+        start, stop = max(a_start, b_start), min(a_stop, b_stop)
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)
+
+
+def relative(box: Box, to: Box) -> tuple[slice, ...]:
+    """Return the slices that select `box` from a tensor that holds the box `to`; a ValueError if it is not inside."""
+    if any(start < low or stop > high for (start, stop), (low, high) in zip(box, to, strict=True)):
+        raise ValueError(f"the box {box} is not inside {to}")
+    return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(box, to, strict=True))
+
+
+def size_of(box: Box) -> tuple[int, ...]:
+    """Return the shape of a tensor that holds `box`."""
+    return tuple(stop - start for start, stop in box)
+
+
+def numel_of(box: Box) -> int:
+    """Return the number of entries in `box`."""
+    return math.prod(size_of(box))
+
+
+def replicated_layout(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
+    """Return the layout of a plain tensor that every one of `ranks` holds whole, as under DDP."""
+    return _replicated(tuple(shape), tuple(ranks))
+
+
+@lru_cache(maxsize=1024)
+def _replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Layout:
+    whole = tuple((0, size) for size in shape)
+    return Layout(shape, ranks, (whole,) * len(ranks), tuple(range(len(ranks))))
+
+
+def mesh_layout(shape: Sequence[int], mesh_ranks: Tensor | Sequence[Any], placements: "Sequence[Placement]") -> Layout:
+    """Return the layout of a tensor with `placements` on a mesh, as PyTorch cuts it.
+
+    `Shard` cuts as `torch.chunk` does: every rank but the last ones gets ceil(size / ranks), the last ones less or
+    nothing. Several cuts of one dimension are applied in the order of the mesh dimensions, except `_StridedShard`:
+    FSDP2 makes it where another, later mesh dimension (tensor or expert parallel) has cut the dimension first. FSDP2
+    then cuts what each rank holds, so that a rank holds one contiguous range, of uneven sizes too. `split_factor` is
+    the number of the parts that were there before.
+
+    Args:
+        shape: shape of the logical tensor.
+        mesh_ranks: global ranks in the shape of the mesh: a tensor (`mesh.mesh`) or nested sequences.
+        placements: one `Replicate`, `Shard` or `_StridedShard` per mesh dimension.
+
+    Raises:
+        ValueError: a placement that is no layout of a parameter (`Partial`), that names a dimension the tensor does
+            not have, or whose `split_factor` is not the number of parts made by later mesh dimensions.
+    """
+    mesh = torch.as_tensor(mesh_ranks, dtype=torch.int64, device="cpu")
+    shape = tuple(shape)
+    if len(placements) != mesh.ndim:
+        raise ValueError(f"{len(placements)} placements {_text(placements)} on a mesh of {mesh.ndim} dimensions")
+    splits = tuple(_split_of(placement, shape) for placement in placements)
+    try:
+        return _mesh_layout(shape, tuple(mesh.shape), tuple(mesh.flatten().tolist()), splits)
+    except ValueError as error:
+        raise ValueError(f"{error} (placements {_text(placements)}, mesh of shape {tuple(mesh.shape)})") from None
+
+
+def layout_of(name: str, param: Tensor) -> Layout | None:
+    """Return the layout of a parameter, whose name is for errors: a `DTensor`'s; None for a plain tensor.
+
+    Nothing is communicated, and ranks outside the parameter's mesh may call it. The local tensor has the shape of this
+    rank's box, except that an empty one may have another empty shape.
+
+    Raises:
+        ValueError: the placements are not those of a parameter (see `mesh_layout`), or the local tensor has not the
+            shape that they give this rank.
+    """
+    if not is_dtensor(param):
+        return None
+    mesh, placements = param.device_mesh, param.placements
+    try:
+        layout = mesh_layout(param.shape, mesh.mesh, placements)
+    except ValueError as error:
+        raise ValueError(f"parameter '{name}' of shape {tuple(param.shape)}: {error}") from error
+    if mesh.get_coordinate() is None:
+        return layout
+    rank, local = mesh.get_rank(), param._local_tensor
+    box = layout.box_of(rank)
+    # Where a rank holds nothing, FSDP2 may keep (0, 0) for (1, 0).
+    if size_of(box) != tuple(local.shape) and (numel_of(box) or local.numel()):
+        raise ValueError(
+            f"parameter '{name}' of shape {tuple(param.shape)}: by its placements {_text(placements)} on a mesh of "
+            f"shape {tuple(mesh.shape)}, rank {rank} holds a tensor of shape {size_of(box)}, but its local tensor "
+            f"has shape {tuple(local.shape)}; make the parameter with fully_shard, parallelize_module or "
+            f"distribute_tensor, or choose a dimension that divides evenly"
+        )
+    return layout
+
+
+# The classes of tensors that need no second look.
+_ORDINARY = frozenset({Tensor, nn.Parameter})
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's box of `tensor`, sharing its memory, without the cost of `DTensor.to_local`.
+
+    Of a wrapper that is opened for steps (`wrappers.py`), the ordinary tensor that they work on.
+    """
+    if not is_dtensor(tensor):
+        return tensor if type(tensor) in _ORDINARY else opened(tensor)
+    return _waited_for(tensor._local_tensor)
+
+
+def gradient_dtype(param: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradients, also where it has none now: its own, or what `grad_dtype` says."""
+    dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
+    return param.dtype if dtype is None else dtype
+
+
+def writable_gradient(param: Tensor) -> Tensor | None:
+    """Return a parameter's gradient; one that was made in inference mode is replaced by a copy that can be changed."""
+    gradient = param.grad
+    if gradient is not None and gradient.is_inference():
+        with torch.inference_mode(False):
+            param.grad = gradient = gradient.clone()
+    return gradient
+
+
+def reject_sparse(name: str, gradient: Tensor) -> None:
+    """Raise a ValueError that names the parameter if its gradient is sparse."""
+    if gradient.layout is not torch.strided:
+        raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
+
+
+def reject_plain_gradient(name: str, param: Tensor, gradient: Tensor) -> None:
+    """Raise a ValueError that names the parameter if it is cut among ranks and its gradient is a plain tensor.
+
+    PyTorch lets one set `p.grad` to that, whole. It is not known whether every rank has the same.
+    """
+    if (
+        is_dtensor(param)
+        and not is_dtensor(gradient)
+        and not all(placement.is_replicate() for placement in param.placements)
+    ):
+        raise ValueError(
+            f"{name}: its gradient is a plain tensor, and the parameter a DTensor with placements "
+            f"{_text(param.placements)}; make it a DTensor as well, with torch.distributed.tensor.distribute_tensor if "
+            f"every rank has all of it"
+        )
+
+
+def local_gradients(params: Sequence[Tensor], names: Sequence[str]) -> list[Tensor | None]:
+    """Return this rank's box of each parameter's gradient, cut as the parameter is; None where there is none.
+
+    Tensor parallelism leaves some gradients (of the weights of norms between sharded sequences) as sums still to be
+    made over ranks: these are made here, in which case all ranks of the mesh must call it. (In a step they have been
+    made before, see `partial_gradients.py`, where ranks may lack them.) A ValueError names a parameter whose gradient
+    is none that could be cut.
+    """
+    gradients: list[Any] = [param.grad for param in params]
+    kind = _dtensor_type()
+    if kind == ():
+        return gradients
+    owners: list[Any] = list(params)
+    for number, (param, gradient) in enumerate(zip(owners, gradients, strict=True)):
+        if not isinstance(gradient, kind) or not isinstance(param, kind):
+            if gradient is not None:
+                reject_plain_gradient(names[number], param, gradient)
+            continue
+        # Hundreds of them in every step, nearly all cut as their parameters, and most by the very same object.
+        if gradient._spec is not param._spec and gradient.placements != param.placements:
+            gradient = placed_as(names[number], param, gradient)
+        local = gradient._local_tensor
+        gradients[number] = local if type(local) is Tensor else _waited_for(local)
+    return gradients
+
+
+def placed_as(name: str, param: Any, gradient: Any) -> Any:
+    """Return a DTensor's gradient with the placements of its parameter; all ranks of the mesh must call it.
+
+    Raises:
+        ValueError: this PyTorch would misplace rows; the message names the parameter.
+    """
+    placements = (*gradient.placements, *param.placements)
+    if not _MOVES_STRIDED and any(type(placement).__name__ == "_StridedShard" for placement in placements):
+        raise ValueError(
+            f"{name}: its gradient has placements {_text(gradient.placements)} and the parameter "
+            f"{_text(param.placements)}, between which PyTorch {torch_version()} misplaces rows; give it the "
+            f"parameter's placements, or use PyTorch {STRIDED_NEEDS}"
+        )
+    return gradient.redistribute(param.device_mesh, param.placements)
+
+
+def _waited_for(local: Tensor) -> Tensor:
+    # The result of a collective that may still be running: wait for it as `to_local` leaves its caller to do.
+    wait = getattr(local, "wait", None)
+    return local if wait is None else wait()
+
+
+def _dtensor_type() -> Any:
+    """Return `(DTensor,)` for `isinstance`, or nothing where the program has no such tensor."""
+    # A program that has a DTensor has imported its module; others should not pay for the import.
+    module = sys.modules.get("torch.distributed.tensor")
+    return () if module is None else module.DTensor
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
+    """Return whether a tensor is a `DTensor`."""
+    return isinstance(tensor, _dtensor_type())
+
+
+def _text(placements: "Sequence[Placement]") -> str:
+    return f"({', '.join(repr(placement) for placement in placements)})"
+
+
+def _split_of(placement: "Placement", shape: tuple[int, ...]) -> _MeshSplit:
+    """Return the tensor dimension that a placement cuts, and the parts that were there before."""
+    from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+
+    # Exactly these types: a class derived from them elsewhere may well cut in another way.
+    if type(placement) is Replicate:
+        return None
+    if type(placement) is not Shard and type(placement) is not _StridedShard:
+        raise ValueError(f"{placement!r} is no layout of a parameter; use Replicate or Shard")
+    if not -len(shape) <= placement.dim < len(shape):
+        raise ValueError(f"{placement!r} names a dimension that a tensor of shape {shape} does not have")
+    split_factor = placement.split_factor if type(placement) is _StridedShard else 1
+    return placement.dim % len(shape), int(split_factor)
+
+
+@lru_cache(maxsize=1024)
+def _mesh_layout(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], ranks: tuple[int, ...], splits: tuple[_MeshSplit, ...]
+) -> Layout:
+    # Arithmetic on small tensors over the whole mesh at once; on the CPU, whatever the default device is.
+    cpu = torch.device("cpu")
+    coordinates = torch.meshgrid(*(torch.arange(size, device=cpu) for size in mesh_shape), indexing="ij")
+    columns = []
+    for dim, size in enumerate(shape):
+        start, length = torch.tensor(0, device=cpu), torch.tensor(size, device=cpu)
+        for mesh_dim in _split_order(dim, mesh_shape, splits):
+            chunk = (length + (mesh_shape[mesh_dim] - 1)) // mesh_shape[mesh_dim]
+            offset = torch.minimum(chunk * coordinates[mesh_dim], length)
+            start, length = start + offset, torch.minimum(chunk, length - offset)
+        starts = start.expand(mesh_shape).flatten().tolist()
+        stops = (start + length).expand(mesh_shape).flatten().tolist()
+        columns.append(list(zip(starts, stops, strict=True)))
+    copies = torch.tensor(0, device=cpu)
+    for mesh_dim, split in enumerate(splits):
+        if split is None:
+            copies = copies * mesh_shape[mesh_dim] + coordinates[mesh_dim]
+    boxes = tuple(zip(*columns, strict=True)) if columns else ((),) * len(ranks)
+    return Layout(shape, ranks, boxes, tuple(copies.expand(mesh_shape).flatten().tolist()))
+
+
+def _split_order(dim: int, mesh_shape: tuple[int, ...], splits: tuple[_MeshSplit, ...]) -> list[int]:
+    """Return the mesh dimensions that cut tensor dimension `dim`, first cut first."""
+    order: list[int] = []
+    for mesh_dim in reversed(range(len(splits))):
+        split = splits[mesh_dim]
+        if split is None or split[0] != dim or mesh_shape[mesh_dim] == 1:
+            continue
+        # The cuts of later mesh dimensions that come before this one make `split_factor` parts.
+        parts = [math.prod(mesh_shape[earlier] for earlier in order[:count]) for count in range(len(order) + 1)]
+        if split[1] not in parts:
+            raise ValueError(
+                f"_StridedShard with split_factor {split[1]} of mesh dimension {mesh_dim} must follow cuts of later "
+                f"mesh dimensions that make {split[1]} parts of dimension {dim}, possible are {parts}"
+            )
+        order.insert(parts.index(split[1]), mesh_dim)
+    return order

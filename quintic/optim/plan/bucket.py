@@ -1,0 +1,303 @@
+"""Buckets: what one batched computation updates. There are three kinds, by where matrices and state lie.
+
+Local       this rank has all of it
+Gathered    matrices lie on several ranks, or these divide the work on them: directions come to an owner, updates go
+            back (FSDP2, tensor parallelism, `comms="averaged"`)
+Sharded     every rank has the weights and a gradient of its own, state lies with owners: gradients come to them,
+            new weights go back (`comms="sharded"`)
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import TypeAlias
+
+import torch
+
+from quintic.kernels.dispatch import Kernels
+from quintic.optim.groups.options import Group
+from quintic.optim.layout.views import Unit, View, is_plain, is_transposed
+from quintic.optim.plan.exchange import Exchange
+from quintic.optim.plan.members import BucketMember, Kind, direction_dtype, update_dtype
+from quintic.optim.plan.offload_size import Offloaded
+from quintic.optim.plan.row_sharding import RowSharding
+from quintic.optim.plan.schedule import Stages
+from quintic.optim.polar.forms import Form
+from quintic.optim.rules.rule import UpdateRule
+from quintic.optim.state.shards import StateShard
+
+__all__ = ["Bucket", "Gathered", "Local", "ParameterUnit", "Sharded", "ShardedMatrices", "ShardedTable", "Units"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUnit:
+    """A unit of one parameter."""
+
+    name: str
+    index: int
+    """Position of the parameter in its group."""
+    unit: Unit
+    first_matrices: tuple[int, ...]
+    """Position of each of its matrices among all matrices of the parameter."""
+
+    @classmethod
+    def of(cls, group: Group, index: int, unit: Unit, shape: Sequence[int]) -> "ParameterUnit":
+        """Return a unit of the parameter in this place of its group, whose whole shape is given."""
+        counts = [b for b, _, _ in group.view.shapes(shape)]
+        first_matrices = tuple(sum(counts[:block]) + matrix for block, matrix in unit.matrices)
+        return cls(group.param_names[index], index, unit, first_matrices)
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of one bucket, which ranks divide among themselves."""
+
+    shape: tuple[int, ...]
+    """The shape of every unit."""
+    view: View
+    """The matrices that a unit is made of."""
+    kinds: tuple[Kind, ...]
+    """One for each matrix of a unit."""
+    all: tuple[ParameterUnit, ...]
+    """The units of all ranks, in the order of their owners."""
+    local_slice: slice
+    """The places of those that this rank orthogonalises."""
+
+    @cached_property
+    def flops(self) -> int:
+        """The floating-point operations of one unit's orthogonalisation."""
+        return sum(kind.flops for kind in self.kinds)
+
+    @cached_property
+    def num_neurons(self) -> int:
+        """The number of factors that one unit's matrices have with `normalize="neuron"`."""
+        return sum(max(kind.shape) for kind in self.kinds)
+
+    def direction_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the widest that directions of weights of a dtype have."""
+        return max((direction_dtype(kind.form, dtype) for kind in self.kinds), key=lambda one: one.itemsize)
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the widest that updates of weights of a dtype have."""
+        return max((update_dtype(kind.form, dtype) for kind in self.kinds), key=lambda one: one.itemsize)
+
+    @cached_property
+    def local(self) -> tuple[ParameterUnit, ...]:
+        """The units that this rank orthogonalises."""
+        return self.all[self.local_slice]
+
+    @cached_property
+    def local_matrices(self) -> list[list[BucketMember]]:
+        """For each kind the matrices of these units."""
+        return [
+            [
+                BucketMember(name=unit.name, index=unit.index, num_matrices=1, first_matrix=unit.first_matrices[number])
+                for unit in self.local
+            ]
+            for number, _ in enumerate(self.kinds)
+        ]
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, int]]:
+        """The (m, n) of each kind."""
+        return [kind.shape for kind in self.kinds]
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether a unit is one matrix or its transpose, with no groups of rows."""
+        return len(self.kinds) == 1 and is_plain(self.view, self.shape)
+
+    @cached_property
+    def is_transposed(self) -> bool:
+        """Whether a unit stores (in, out), a matrix being (out, in)."""
+        return is_transposed(self.view)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BucketBase:
+    """The base of all kinds of buckets."""
+
+    rule: UpdateRule
+    group: int
+    """Position of the parameter group in `optimizer.param_groups`."""
+    members: tuple[BucketMember, ...]
+    """The parameters of the group that are in the bucket, as this rank holds them."""
+    shape: tuple[int, int] | None = None
+    """(m, n) of every matrix; None for AdamW."""
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels
+    """Implementation of the element-wise passes."""
+    form: Form | None = None
+    """How the matrices are orthogonalised; None for AdamW and for a user's function."""
+    numel: int
+    flops: int = 0
+    """Floating-point operations of orthogonalisation (matrix products only); 0 for AdamW."""
+    offloaded: Offloaded | None = None
+    """The state that is in host memory, with `offload=True`."""
+
+    @cached_property
+    def direction_dtype(self) -> torch.dtype:
+        """The dtype of update directions before they are orthogonalised, see `members.direction_dtype`."""
+        return direction_dtype(self.form, self.dtype)
+
+    @property
+    def algorithm(self) -> str:
+        """Return the `algorithm` of its group."""
+        return self.rule.algorithm
+
+    @property
+    def num_matrices(self) -> int:
+        """Return the number of matrices that the batched computation has on this rank."""
+        return sum(member.num_matrices for member in self.members)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all parameters that ranks have a shard of in it."""
+        return tuple(member.name for member in self.members)
+
+    @property
+    def name(self) -> str:
+        """Return the name of the first parameter."""
+        return self.names[0]
+
+    @property
+    def num_parts(self) -> int:
+        """Return the number of shards of parameters in the bucket."""
+        return len(self.members)
+
+    @property
+    def method(self) -> str:
+        """Return the name of this bucket's update, in one word or two."""
+        if not self.rule.orthogonalizes:
+            return self.rule.algorithm
+        return str(self.form) if self.form is not None else "function"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(_BucketBase):
+    """A bucket of this rank alone: matrices of parameters, or whole parameters for AdamW."""
+
+    workspace_bytes: int
+    """Upper bound of the temporary memory this bucket's batched computation needs."""
+    needs_comm = False
+    ranks = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shared(_BucketBase):
+    """A bucket shared with other ranks, stepped in three stages with messages between them."""
+
+    stages: Stages
+    """Temporary memory by stage."""
+    shared_stages: Stages
+    """The same of the rank that needs most: all ranks must agree about what is under way at a time."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Return an upper bound of the temporary memory this bucket's batched computation needs."""
+        return self.stages.most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered(_Shared):
+    """Matrices that lie on several ranks; `members` are this rank's pieces."""
+
+    units: Units
+    exchange: Exchange
+
+    @cached_property
+    def needs_comm(self) -> bool:
+        """Whether stepping it needs collectives, which all ranks run in the same order."""
+        return not self.exchange.is_local
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks among which it is divided."""
+        return self.exchange.ranks
+
+    @property
+    def num_matrices(self) -> int:
+        """Return the number of matrices that this rank orthogonalises."""
+        return self.exchange.num_owned * len(self.units.kinds)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all parameters that ranks have a shard of in it."""
+        return tuple(unit.name for unit in self.units.all)
+
+    @property
+    def num_parts(self) -> int:
+        """Return the number of units in the bucket."""
+        return len(self.units.all)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded(_Shared):
+    """Parameters whose state is sharded, in shards that each have an owner; `members` are this rank's shards."""
+
+    ranks: tuple[int, ...]
+    position: int
+    """This rank's place among them."""
+    shards: tuple[StateShard, ...]
+    """In the order of their owners."""
+    is_direct: bool
+    """Whether the shards are one whole parameter, in the order of its memory: then messages need no packing."""
+    needs_comm = True
+
+    @cached_property
+    def of_owners(self) -> list[slice]:
+        """For each rank which of the shards it owns."""
+        stops = list(
+            accumulate(Counter(shard.owner for shard in self.shards)[owner] for owner in range(len(self.ranks)))
+        )
+        return [slice(start, stop) for start, stop in pairwise([0, *stops])]
+
+    @cached_property
+    def local_slice(self) -> slice:
+        """The places of the shards that this rank owns."""
+        return self.of_owners[self.position]
+
+    @cached_property
+    def local(self) -> tuple[StateShard, ...]:
+        """The shards of this rank."""
+        return self.shards[self.local_slice]
+
+    @cached_property
+    def entries(self) -> list[int]:
+        """The number of entries that each rank owns."""
+        return [sum(shard.numel for shard in self.shards[of_owner]) for of_owner in self.of_owners]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all parameters that ranks have a shard of in it."""
+        return tuple(shard.name for shard in self.shards)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedMatrices(Sharded):
+    """Such parameters of a Muon group: each shard is a unit."""
+
+    units: Units
+
+    @property
+    def num_parts(self) -> int:
+        """Return the number of units in the bucket."""
+        return len(self.units.all)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedTable(Sharded):
+    """A table of which only the rows that were touched need to travel (`comms="sharded_sparse"`)."""
+
+    rows: RowSharding
+
+    @property
+    def method(self) -> str:
+        """Return the name of its update."""
+        return f"{super().method}, sparse"
+
+
+Bucket: TypeAlias = Local | Gathered | Sharded

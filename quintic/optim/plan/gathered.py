@@ -1,0 +1,284 @@
+"""Planning for matrices that lie on several ranks: what travels together, and who orthogonalises it.
+
+A parameter of a Muon group travels if no single rank's copy is the whole story: it is a `DTensor` that is sharded, or
+its group divides the work on replicated parameters among ranks (`comms="averaged"`). Its units (see `View.units`) are
+assigned to the ranks that share it by their floating-point operations; units of one shape, cut alike, are one bucket.
+State lies with the pieces and not with the owners, which may be others in the next step. Every rank makes the same plan
+from the same groups, so that nothing about sizes is ever sent.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from quintic.kernels.dispatch import choose_kernels
+from quintic.optim.groups.options import Group
+from quintic.optim.layout.layouts import Box, Layout, intersection, local_tensor, relative, size_of
+from quintic.optim.layout.views import Unit, View
+from quintic.optim.plan.bucket import Gathered, ParameterUnit, Units
+from quintic.optim.plan.exchange import Exchange, ExchangeBytes
+from quintic.optim.plan.members import BucketMember, kinds_of
+from quintic.optim.plan.offload_size import POOL_BUFFERS, offloaded_bytes, offloaded_entries
+from quintic.optim.plan.schedule import Stages
+from quintic.optim.plan.workspace.buckets import distinct_by_memory, piece_entries, stages_of_units
+from quintic.optim.plan.workspace.matrices import WorkspaceSpec, width_of
+from quintic.optim.state.owners import assign_owners, balance, loads_of
+
+__all__ = ["SharedBucket", "gathered_buckets", "shared_buckets"]
+
+# How much more than a single unit's memory buckets may take where that alone exceeds the workspace.
+_TOLERANCE = 1.25
+
+
+class BucketKey(NamedTuple):
+    """The properties that all units of a bucket share."""
+
+    group: int
+    exchange: Exchange
+    """As the first rank sees it, of no units yet."""
+    view: View
+    spec: WorkspaceSpec
+    in_order: bool
+    """Whether parameters lie in memory row by row."""
+
+
+class _UnitAssignment(NamedTuple):
+    """A unit on its way into a bucket."""
+
+    unit: ParameterUnit
+    key: BucketKey
+    holders: tuple[int, ...]
+    """Positions of the ranks that hold it whole."""
+
+
+@dataclass(frozen=True)
+class SharedBucket:
+    """A bucket that travels, before any rank's part in it; units and exchange are as the first rank sees them."""
+
+    key: BucketKey
+    units: Units
+    exchange: Exchange
+
+    @property
+    def exchange_bytes(self) -> ExchangeBytes | None:
+        """Return the exchange and its bytes; None if nothing travels."""
+        if self.exchange.is_local:
+            return None
+        units, spec = self.units, self.key.spec
+        factors = 2 * width_of(spec.dtype) * units.num_neurons if spec.normalizes else 0
+        direction, update = units.direction_dtype(spec.dtype).itemsize, units.update_dtype(spec.dtype).itemsize
+        return ExchangeBytes(self.exchange, direction, update, factors)
+
+    @cached_property
+    def most(self) -> Stages:
+        """Return the most temporary bytes of any rank on any device of the type, by stage."""
+        return Stages(*map(max, zip(*_worst_case_stages(self.key, self.units, self.exchange), strict=True)))
+
+    def stages(self, exchange: Exchange) -> Stages:
+        """Return upper bounds of the temporary bytes on a rank, given the exchange as that rank sees it."""
+        return stages_of_units(self.units, exchange, self.key.spec, in_order=self.key.in_order)
+
+
+def shared_buckets(
+    param_groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]]
+) -> tuple[list[SharedBucket], float]:
+    """Return the shared buckets as all ranks see them, and the balance of the work; arguments of `build_plan`.
+
+    Also buckets are among them that take no part in some ranks' plans, because those own nothing of what is local.
+    """
+    assignments: list[_UnitAssignment] = []
+    for number, (group, of_group) in enumerate(zip(param_groups, layouts, strict=True)):
+        for index, layout in enumerate(of_group):
+            if layout is not None:
+                assignments += _assignments(number, group, index, layout)
+    units_of = {
+        key: _units_of(key, param_groups[key.group])
+        for key in dict.fromkeys(assignment.key for assignment in assignments)
+    }
+    owners, worst = _owners(assignments, units_of)
+    together: dict[BucketKey, list[tuple[int, ParameterUnit]]] = {}
+    for assignment, owner in zip(assignments, owners, strict=True):
+        together.setdefault(assignment.key, []).append((owner, assignment.unit))
+    buckets: list[SharedBucket] = []
+    for key, units in together.items():
+        buckets += _shared_buckets(key, units_of[key], param_groups[key.group], units)
+    return buckets, worst
+
+
+def _assignments(number: int, group: Group, index: int, layout: Layout) -> Iterator[_UnitAssignment]:
+    param = group.params[index]
+    local = local_tensor(param)
+    spec = WorkspaceSpec.of_group(group, local.dtype, local.device, choose_kernels(group.kernels, local))
+    for unit, exchange, holders in _cuts(layout, group.view):
+        key = BucketKey(number, exchange, unit.view, spec, param.is_contiguous())
+        yield _UnitAssignment(ParameterUnit.of(group, index, unit, layout.shape), key, holders)
+
+
+def _units_of(key: BucketKey, group: Group) -> Units:
+    """Return the shape and kinds of matrices of a bucket's units, without the units."""
+    shape = key.exchange.unit_shape
+    return Units(shape, key.view, kinds_of(key.view, shape, group, key.spec.dtype, key.spec.device), (), slice(0))
+
+
+# Parameters of one shape, of which models have many, are cut alike.
+@lru_cache(maxsize=64)
+def _cuts(layout: Layout, view: View) -> tuple[tuple[Unit, Exchange, tuple[int, ...]], ...]:
+    """Return the units that are not empty, each with `BucketKey.exchange` and `_UnitAssignment.holders`."""
+    order = sorted(range(len(layout.ranks)), key=lambda position: layout.ranks[position])
+    ranks = tuple(layout.ranks[position] for position in order)
+    boxes = tuple(layout.boxes[position] for position in order)
+    copies = tuple(layout.copies[position] for position in order)
+    cuts = []
+    for unit in view.units(layout.shape):
+        shape = size_of(unit.box)
+        if math.prod(shape):
+            pieces = tuple(_piece(box, unit.box) for box in boxes)
+            holders = tuple(n for n, piece in enumerate(pieces) if piece is not None and size_of(piece) == shape)
+            cuts.append((unit, Exchange(ranks, 0, shape, pieces, copies, ()), holders))
+    return tuple(cuts)
+
+
+def _piece(box: Box, unit: Box) -> Box | None:
+    common = intersection(box, unit)
+    if common is None:
+        return None
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(common, unit, strict=True))
+
+
+def _owners(assignments: Sequence[_UnitAssignment], units_of: Mapping[BucketKey, Units]) -> tuple[list[int], float]:
+    """Return the owner of each unit, as a position among the ranks that share it, and how evenly work is divided.
+
+    Nothing but work depends on these owners, so that they may change. The balance is the busiest rank's work over the
+    mean, of the group of ranks where that is worst.
+    """
+    together: dict[tuple[int, ...], list[int]] = {}
+    for number, assignment in enumerate(assignments):
+        together.setdefault(assignment.key.exchange.ranks, []).append(number)
+    cost_of = {key: sum(kind.cost for kind in units.kinds) for key, units in units_of.items()}
+    owners, worst = [0] * len(assignments), 1.0
+    for ranks, members in together.items():
+        costs, holders = [cost_of[assignments[i].key] for i in members], [assignments[i].holders for i in members]
+        assigned = assign_owners(costs, holders, len(ranks))
+        for i, owner in zip(members, assigned, strict=True):
+            owners[i] = owner
+        worst = max(worst, balance(loads_of(costs, assigned, len(ranks))))
+    return owners, worst
+
+
+def _shared_buckets(
+    key: BucketKey, units: Units, group: Group, owned: Sequence[tuple[int, ParameterUnit]]
+) -> Iterator[SharedBucket]:
+    per_owner: list[list[ParameterUnit]] = [[] for _ in key.exchange.ranks]
+    for owner, unit in owned:
+        per_owner[owner].append(unit)
+    owners, limit = _at_a_time(key, units, group, [len(of_owner) for of_owner in per_owner])
+    for start in range(0, max(map(len, per_owner)), limit):
+        for first in range(0, len(per_owner), owners):
+            parts = [
+                part[start : start + limit] if first <= owner < first + owners else []
+                for owner, part in enumerate(per_owner)
+            ]
+            if any(parts):
+                exchange = _exchange_of(key, map(len, parts))
+                everywhere = tuple(unit for part in parts for unit in part)
+                yield SharedBucket(key, replace(units, all=everywhere, local_slice=exchange.local_slice), exchange)
+
+
+def _exchange_of(key: BucketKey, counts: Iterable[int]) -> Exchange:
+    """Return the exchange of so many units of each rank."""
+    return replace(key.exchange, counts=tuple(counts))
+
+
+def gathered_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], rank: int) -> Iterator[Gathered]:
+    """Yield a rank's part in a bucket, or nothing where it has none."""
+    key, units = shared.key, shared.units
+    exchange = replace(shared.exchange, position=shared.exchange.ranks.index(rank))
+    if exchange.is_local and not exchange.num_owned:
+        return
+    yield Gathered(
+        rule=key.spec.rule,
+        group=key.group,
+        members=tuple(_members(units.all, exchange, layouts, rank)),
+        shape=units.kinds[0].shape,
+        dtype=key.spec.dtype,
+        device=key.spec.device,
+        kernels=key.spec.kernels,
+        form=units.kinds[0].form,
+        numel=math.prod(units.shape) * exchange.num_units,
+        flops=exchange.num_owned * units.flops,
+        stages=shared.stages(exchange),
+        shared_stages=shared.most,
+        units=replace(units, local_slice=exchange.local_slice),
+        exchange=exchange,
+    )
+
+
+def _members(
+    units: Iterable[ParameterUnit], exchange: Exchange, layouts: Sequence[Layout | None], rank: int
+) -> Iterator[BucketMember]:
+    """Yield this rank's pieces, one of each unit, or none."""
+    if exchange.piece is None:
+        return
+    for unit in units:
+        layout = layouts[unit.index]
+        assert layout is not None
+        box = layout.box_of(rank)
+        common = intersection(unit.unit.box, box)
+        assert common is not None
+        yield BucketMember(
+            name=unit.name,
+            index=unit.index,
+            num_matrices=1,
+            first_matrix=unit.first_matrices[0],
+            piece=relative(common, box),
+        )
+
+
+def _at_a_time(key: BucketKey, units: Units, group: Group, counts: Sequence[int]) -> tuple[int, int]:
+    """Return (owners per bucket, units per owner) that fit the workspace; a single unit may exceed it.
+
+    Each rank owns so many units (counts) in all.
+    """
+    budget, num_ranks = group.max_workspace_bytes, len(counts)
+    one = _exchange_of(key, (min(count, 1) for count in counts))
+    pieces = max(map(piece_entries, distinct_by_memory(one)))
+    entries = offloaded_entries(group, key.spec.dtype)
+    limit = 2**62 if entries is None else max(1, entries // max(1, pieces))
+    if budget is None:
+        return num_ranks, limit
+    pool = POOL_BUFFERS * offloaded_bytes(group, key.spec.dtype) * pieces
+
+    def peak_of_each(limit: int) -> int:
+        return _peak(key, units, (min(count, limit) for count in counts)) + limit * pool
+
+    fitting = bisect_right(range(1, max(counts) + 1), budget, key=peak_of_each)
+    if fitting:
+        return num_ranks, min(limit, fitting)
+
+    # Not even one unit of each: fewer owners at a time, if that helps. What one unit needs, it needs in any case.
+    def peak_of(owners: int) -> int:
+        return _peak(key, units, (count * (owner < owners) for owner, count in enumerate(one.counts)))
+
+    bound = max(budget, peak_of(next(owner for owner, count in enumerate(one.counts) if count) + 1) * _TOLERANCE)
+    owners = num_ranks
+    while owners > 1 and peak_of(owners) > bound:
+        owners = -(-owners // 2)
+    return owners, 1
+
+
+def _worst_case_stages(key: BucketKey, units: Units, exchange: Exchange) -> list[Stages]:
+    """Return the temporary bytes on any device of the type, of each rank that needs other memory than the ones before.
+
+    They follow from the plan that all ranks have alone.
+    """
+    spec = key.spec._replace(worst_case=True)
+    return [stages_of_units(units, one, spec, in_order=key.in_order) for one in distinct_by_memory(exchange)]
+
+
+def _peak(key: BucketKey, units: Units, counts: Iterable[int]) -> int:
+    """Return the most temporary memory of any rank, with the bucket before and the one after like this one."""
+    stages = _worst_case_stages(key, units, _exchange_of(key, counts))
+    return max(stage.scattering + stage.most + stage.gathering for stage in stages)

@@ -1,0 +1,120 @@
+"""The members of a bucket, its kinds of matrices, and the dtypes that they are computed in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.optim.groups.options import Group
+from quintic.optim.layout.views import View
+from quintic.optim.polar.forms import Form, resolve
+from quintic.optim.state.owners import shape_cost
+
+__all__ = [
+    "ADAMW_BYTES",
+    "BucketMember",
+    "Kind",
+    "adamw_entries",
+    "block_of",
+    "direction_dtype",
+    "form_of",
+    "kinds_of",
+    "update_dtype",
+]
+
+ADAMW_BYTES = 7 * 8
+"""Temporary bytes per entry of the plain AdamW update, which keeps up to seven float64 tensors at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketMember:
+    """Consecutive matrices of one parameter, or a piece of one matrix (AdamW: the whole parameter)."""
+
+    name: str
+    index: int
+    """Position of the parameter in its group."""
+    block: int = 0
+    """The number of the view's block; 0 unless the view has several kinds of matrices."""
+    start: int = 0
+    """First matrix of the block that belongs to the bucket."""
+    num_matrices: int = 0
+    first_matrix: int = 0
+    """Position of the first matrix among all matrices of the parameter."""
+    piece: tuple[slice, ...] | None = None
+    """Where the parameter's matrices are orthogonalised by another rank, or lie on several: the part of this rank's
+    tensor that belongs to the matrix; then `block` and `start` mean nothing."""
+
+
+class Kind(NamedTuple):
+    """Matrices of one shape, and how they are orthogonalised."""
+
+    shape: tuple[int, int]
+    form: Form | None
+
+    @property
+    def flops(self) -> int:
+        """Return the floating-point operations of one of them; 0 for a user's function."""
+        return 0 if self.form is None else self.form.flops(*self.shape)
+
+    @property
+    def cost(self) -> int:
+        """Return the same, a function's estimated."""
+        return shape_cost(*self.shape) if self.form is None else self.flops
+
+
+def kinds_of(
+    view: View, shape: Sequence[int], group: Group, dtype: torch.dtype, device: torch.device
+) -> tuple[Kind, ...]:
+    """Return the matrices of a unit of some shape."""
+    shapes = [(m, n) for b, m, n in view.shapes(shape) for _ in range(b)]
+    return tuple(Kind((m, n), form_of(group, m, n, dtype, device)) for m, n in shapes)
+
+
+def form_of(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Form | None:
+    """Return the form for a group's (m, n) matrices of a dtype; None for a function of the user's."""
+    if callable(group.orthogonalizer):
+        return None
+    return resolve(
+        group.orthogonalizer,
+        m,
+        n,
+        steps=group.orthogonalizer_steps,
+        coefficients=group.coefficients,
+        compute_dtype=group.compute_dtype,
+        device_type=device.type,
+        dtype=dtype,
+    )
+
+
+def adamw_entries(max_workspace_bytes: int | None) -> int | None:
+    """Return the number of entries that the plain AdamW update may work on at a time, None for any number."""
+    return None if max_workspace_bytes is None else max(1, max_workspace_bytes // ADAMW_BYTES)
+
+
+def direction_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that update directions are rounded to before they are orthogonalised.
+
+    bfloat16 for 16-bit products: its range holds directions of any size, which are normalised only afterwards. Every
+    layout rounds here, so that every layout orthogonalises the same bits.
+    """
+    if form is not None and form.compute_dtype in (torch.bfloat16, torch.float16):
+        return torch.bfloat16
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def update_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of orthogonalised updates, in which they travel; a user's function gives that of directions."""
+    return direction_dtype(form, dtype) if form is None else form.compute_dtype
+
+
+def block_of(tensor: Tensor, member: BucketMember, view: View) -> Tensor:
+    """Return the member's matrices as a block of the view, or its piece of one as (1, 1, m, n) or (1, g, r, n).
+
+    Either shares memory with a parameter's tensor.
+    """
+    if member.piece is None:
+        return view.blocks(tensor)[member.block][member.start : member.start + member.num_matrices]
+    piece = tensor[member.piece]
+    return piece[None, None] if piece.ndim == 2 else piece.view(*piece.shape[:2], piece.shape[2:].numel())[None]

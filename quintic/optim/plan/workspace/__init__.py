@@ -1,0 +1,1 @@
+"""The memory that the work on a bucket takes, stage by stage."""

@@ -1,0 +1,1 @@
+"""Orthogonalisation: methods, coefficients, products."""

@@ -1,0 +1,192 @@
+"""The forms of an orthogonalisation: the methods, the choice that "auto" makes, and the cost of each.
+
+`resolve` turns a user's arguments into a `Form`, which says everything and decides nothing; `orthogonalize.py` does as
+it says, and `optimizer.plan()` prints it. The standard and the Gram form are the same polynomial of the same matrix.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import torch
+
+from quintic.kernels.dispatch import cpu_multiplies_bfloat16
+from quintic.optim.polar.coefficients import (
+    DEFAULT_STEPS,
+    GRAM_AMPLIFICATION,
+    SAFETY,
+    Coefficients,
+    Triple,
+    checked_steps,
+    gram_restarts,
+    newton_schulz_coefficients,
+    polar_express_coefficients,
+)
+
+__all__ = ["Form", "Method", "Polynomials", "check_orthogonalizer", "resolve"]
+
+Method = Literal["polar_express", "newton_schulz", "gram", "auto", "svd"]
+Polynomials = Triple | Sequence[Triple]
+
+# "auto" takes the Gram form where it needs at most this share of the standard form's operations, because it starts more
+# and smaller kernels; and not for a short side below this, where its rounding errors exceed the standard form's by half
+# and more (benchmarks/gram_error.py) and there is little to gain.
+_GRAM_SHARE = 0.9
+_GRAM_MIN_SIDE = 128
+
+# Matrices at least this much longer than wide seldom have small singular values, of which the Gram form loses digits:
+# for them it may enlarge rounding errors more before it restarts, which saves a seventh of the operations. With Polar
+# Express in float16 the errors are at most those of the standard form in bfloat16 (benchmarks/gram_error.py).
+_GRAM_LONG = 2
+_GRAM_LONG_AMPLIFICATION = 150.0
+
+# Below this short side CPUs with bfloat16 instructions multiply float32 as fast (benchmarks/cpu_step.py).
+_BFLOAT16_MIN_SIDE = 96
+
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+_SVD_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Computation for one matrix shape: a method that is not "auto", its polynomials, and the dtype of its products."""
+
+    method: Literal["polar_express", "newton_schulz", "gram", "svd"]
+    compute_dtype: torch.dtype
+    coefficients: Coefficients
+    """One triple per step; empty for `"svd"`."""
+    restarts: tuple[int, ...]
+    """Steps before which `"gram"` computes its Gram matrix anew; empty for the others."""
+
+    def __str__(self) -> str:
+        """Return the method and the dtype, as in "gram fp16"."""
+        return f"{self.method} {_DTYPE_NAMES[self.compute_dtype]}"
+
+    @cached_property
+    def entry_norm(self) -> float:
+        """The Frobenius norm that matrices enter the polynomials with."""
+        return 1.0 if self.method == "newton_schulz" else 1 / (1 + SAFETY)
+
+    @cached_property
+    def segments(self) -> list[tuple[int, int]]:
+        """The half-open ranges of steps that run without multiplying the whole matrix: single ones but for `"gram"`."""
+        steps = len(self.coefficients)
+        return list(pairwise((0, *self.restarts, steps) if self.method == "gram" else range(steps + 1)))
+
+    def flops(self, m: int, n: int) -> int:
+        """Return the floating-point operations of one (m, n) matrix, a multiplication and an addition counted as two.
+
+        With short side s and long side l, a segment of k steps has 4 s^2 l + (4 k - 3) 2 s^3: the standard form
+        4 s^2 l + 2 s^3 per step. `"svd"` is an estimate (Golub and Van Loan, with both factors).
+        """
+        short, long = min(m, n), max(m, n)
+        if self.method == "svd":
+            return 8 * short * short * long + 20 * short**3
+        return sum(4 * short * short * long + (4 * (b - a) - 3) * 2 * short**3 for a, b in self.segments)
+
+
+def check_orthogonalizer(
+    method: str,
+    steps: int = DEFAULT_STEPS,
+    *,
+    coefficients: Polynomials | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> None:
+    """Reject arguments of `orthogonalize` that have no meaning; the ValueError names the choices."""
+    if method not in get_args(Method):
+        raise ValueError(f"method={method!r}: choose one of {', '.join(map(repr, get_args(Method)))}")
+    allowed = _SVD_DTYPES if method == "svd" else tuple(_DTYPE_NAMES)
+    if compute_dtype is not None and compute_dtype not in allowed:
+        raise ValueError(f"compute_dtype={compute_dtype}: {method!r} computes in {', '.join(map(str, allowed))}")
+    if method == "svd":
+        if coefficients is not None:
+            raise ValueError("coefficients: 'svd' is exact and takes none")
+    elif coefficients is not None:
+        _triples(coefficients, steps)
+    else:
+        checked_steps(steps)
+
+
+def resolve(
+    method: str,
+    m: int,
+    n: int,
+    *,
+    steps: int = DEFAULT_STEPS,
+    coefficients: Polynomials | None = None,
+    compute_dtype: torch.dtype | None = None,
+    device_type: str,
+    dtype: torch.dtype = torch.float32,
+) -> Form:
+    """Return the form that `orthogonalize` runs for (m, n) matrices; arguments and errors as `check_orthogonalizer`.
+
+    The answer never depends on how many matrices are in a batch: a matrix is computed in the same way alone and among
+    others. The type of device matters to `"auto"` only, the dtype of the matrices to `"svd"`.
+    """
+    check_orthogonalizer(method, steps, coefficients=coefficients, compute_dtype=compute_dtype)
+    if method == "svd":
+        default = torch.float64 if dtype == torch.float64 else torch.float32
+        return Form("svd", compute_dtype or default, (), ())
+    if coefficients is not None:
+        triples = _triples(coefficients, steps)
+    elif method == "newton_schulz":
+        triples = newton_schulz_coefficients(steps)
+    else:
+        triples = polar_express_coefficients(steps)
+    if method == "auto":
+        return _choose(m, n, triples, compute_dtype, device_type)
+    if method == "gram":
+        return _gram_form(m, n, triples, compute_dtype or torch.float16)
+    if method == "newton_schulz":
+        return Form("newton_schulz", compute_dtype or torch.bfloat16, triples, ())
+    return Form("polar_express", compute_dtype or torch.bfloat16, triples, ())
+
+
+def _choose(m: int, n: int, triples: Coefficients, compute_dtype: torch.dtype | None, device_type: str) -> Form:
+    """Return the form that "auto" stands for. The eight bits of bfloat16 are too few for the Gram form."""
+    dtype = compute_dtype or _fast_dtype(m, n, device_type)
+    standard = Form("polar_express", dtype, triples, ())
+    if dtype == torch.bfloat16:
+        return standard
+    gram = _gram_form(m, n, triples, dtype)
+    cheaper = gram.flops(m, n) <= _GRAM_SHARE * standard.flops(m, n)
+    return gram if cheaper and min(m, n) >= _GRAM_MIN_SIDE else standard
+
+
+def _fast_dtype(m: int, n: int, device_type: str) -> torch.dtype:
+    """Return the dtype in which devices of a type multiply (m, n) matrices fastest.
+
+    CUDA devices multiply float16 as fast as bfloat16 and eight times as exactly; both forms use it, so that the error
+    hardly depends on the shape.
+    """
+    if device_type == "cuda":
+        return torch.float16
+    is_slow = device_type == "cpu" and (min(m, n) < _BFLOAT16_MIN_SIDE or not cpu_multiplies_bfloat16())
+    return torch.float32 if is_slow else torch.bfloat16
+
+
+def _gram_form(m: int, n: int, triples: Coefficients, dtype: torch.dtype) -> Form:
+    significant_bits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    is_long = max(m, n) >= _GRAM_LONG * min(m, n)
+    # Fewer bits than float16's are too few for it (benchmarks/gram_error.py).
+    amplification = _GRAM_LONG_AMPLIFICATION if is_long and significant_bits >= 11 else GRAM_AMPLIFICATION
+    return Form("gram", dtype, triples, gram_restarts(triples, significant_bits, amplification))
+
+
+def _triples(coefficients: Polynomials, steps: int) -> Coefficients:
+    """Return one triple per step: a single triple is repeated, a list is taken as it is."""
+    try:
+        rows: list[Any] = list(coefficients)
+        is_single = len(rows) == 3 and all(isinstance(value, int | float) for value in rows)
+        triples: Coefficients = tuple((float(a), float(b), float(c)) for a, b, c in ([rows] if is_single else rows))
+    except (TypeError, ValueError):
+        triples = ()
+    if not triples or not all(math.isfinite(value) for triple in triples for value in triple):
+        raise ValueError(
+            f"coefficients={coefficients!r}: give one triple (a, b, c) of finite numbers, repeated for every step, or "
+            f"a list with one triple per step"
+        )
+    return triples * checked_steps(steps) if is_single else triples

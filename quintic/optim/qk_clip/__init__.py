@@ -1,0 +1,1 @@
+"""QK-clip: bounded attention logits (MuonClip)."""

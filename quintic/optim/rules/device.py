@@ -1,0 +1,93 @@
+"""Small tensors that a step keeps on the device: hyperparameters, tables of addresses, constants.
+
+Nothing here waits for the device: what the host writes goes through pinned memory, and inside a CUDA graph's capture
+nothing is uploaded at all that a replay must not repeat.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["HYPERPARAMETERS", "DeviceHyperparameters", "HostCopy", "host_tensor", "is_capturing", "upload"]
+
+HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
+"""Order of the values in device memory; betas stand as two."""
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def host_tensor(values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers as a tensor on the CPU, whatever `torch.set_default_device` says."""
+    return torch.tensor(values, dtype=dtype, device="cpu")
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a CPU tensor on a device, without waiting for the device."""
+    if device.type != "cuda":
+        return values.to(device)
+    # The caching host allocator keeps the pinned block until the copy has happened.
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A small tensor on its way to the host, copied when the current stream comes to it."""
+
+    def __init__(self, source: Tensor) -> None:
+        # Kept until it is read: its memory may belong to another stream than the one that copies it.
+        self._source = self._copy = source
+        self._event: Any = None
+        if source.is_cuda:
+            self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+            self._copy.copy_(source, non_blocking=True)
+            self._event = torch.cuda.current_stream(source.device).record_event()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether reading it waits for nothing."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> Any:
+        """Return it as Python numbers; waits until it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.tolist()
+
+
+class DeviceHyperparameters:
+    """The hyperparameters of one group as a float64 tensor on one device, at an address that never changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.values = torch.zeros(len(HYPERPARAMETERS), dtype=torch.float64, device=device)
+        self._uploaded: tuple[float, ...] | None = None
+        self.is_of: object = None
+        """For who looks after it: what the values are those of."""
+        self.is_live = False
+        """Whether a value is a tensor on the device, which may change there."""
+
+    def update(self, hyperparameters: Sequence[float | Tensor], lr_ratio: float) -> None:
+        """Bring the values, in the order of `HYPERPARAMETERS`, up to date on the device; the first times a ratio.
+
+        A value that is itself a tensor on the device is copied there, without the host, also inside a captured graph.
+        """
+        live = [isinstance(value, Tensor) and value.device == self.values.device for value in hyperparameters]
+        self.is_live = any(live)
+        lr, *others = (0.0 if is_live else float(value) for value, is_live in zip(hyperparameters, live, strict=True))
+        numbers = (lr * lr_ratio, *others)
+        if numbers != self._uploaded:
+            if is_capturing(self.values.device):
+                raise RuntimeError(
+                    "hyperparameters changed since the last step, and a CUDA graph is being captured: make one step, "
+                    "or call optimizer.upload_hyperparameters(), before the capture"
+                )
+            self.values.copy_(upload(host_tensor(numbers, torch.float64), self.values.device))
+            self._uploaded = numbers
+        for index, (value, is_live) in enumerate(zip(hyperparameters, live, strict=True)):
+            if is_live and isinstance(value, Tensor):
+                self.values[index].copy_(value)
+        if live[0] and lr_ratio != 1:
+            self.values[0].mul_(lr_ratio)

@@ -1,0 +1,1 @@
+"""State of parameters: names, dtypes, where it is, and which rank owns it."""

@@ -1,0 +1,207 @@
+"""When the optimizer averages gradients over ranks, and which: in the step, or before it for their norm.
+
+With `comms="replicated"` averages made before the step stand in `p.grad`, where the step would have put them. With
+sharded state no rank has a whole average: each rank keeps that of the shards it owns, and `p.grad` stays what it was.
+Either way the next step takes them as they are, so that nothing travels twice. They hold as long as no one touches
+`p.grad`: after a backward pass, another tensor, a change in place or `zero_grad` the step averages again.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.optim.comms.collectives import this_rank
+from quintic.optim.comms.communicators import Communicators
+from quintic.optim.comms.sharing import AVERAGING, ranks_of
+from quintic.optim.groups.options import Group
+from quintic.optim.layout.layouts import Layout, gradient_dtype, writable_gradient
+from quintic.optim.plan.schedule import overlapping_bytes, prefetch_one_schedule
+from quintic.optim.plan.workspace.buckets import averaged_entries, averaging_stages
+from quintic.optim.step.averaging import (
+    GroupAverages,
+    PrecomputedAverages,
+    ReduceScatterPlan,
+    ShardedCache,
+    messages_of,
+)
+from quintic.optim.step.bucket_step import run_overlapping
+from quintic.optim.step.operands import dense_gradient
+from quintic.optim.step.ranges import range_of
+
+__all__ = ["GradientAverages"]
+
+
+class GradientAverages:
+    """Averages the gradients of one plan's groups.
+
+    With `comms="replicated"` whole gradients are averaged in place, before the buckets are stepped. Where state is
+    sharded, buckets average on the way to the owners; here this is done if it must be done before the step.
+    """
+
+    def __init__(
+        self,
+        sharded: Sequence[ShardedCache],
+        groups: Sequence[Group],
+        layouts: Sequence[Sequence[Layout | None]],
+        communicators: Communicators,
+        precomputed: PrecomputedAverages,
+    ) -> None:
+        self._groups, self._communicators, self._precomputed = groups, communicators, precomputed
+        self._sharded = sharded
+        self.ranks = {
+            number: ranks_of(of_group)
+            for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True))
+            if group.comms in AVERAGING and any(of_group)
+        }
+        """The ranks of each group whose gradients differ among ranks; empty where there is nothing to average."""
+        self._zero_filled: list[Tensor] = []
+        """Parameters that have a gradient only until the step is over, because other ranks have one."""
+        self._reduce_scatters: dict[object, list[list[tuple[ReduceScatterPlan, list[int]]]]] = {}
+        self.workspace_bytes = 0
+        """Upper bound of the temporary bytes of averaging whole gradients."""
+        self._whole = [number for number in self.ranks if groups[number].comms == "replicated"]
+        """Groups whose averages stand in `p.grad`."""
+        for together in self._of_same_ranks(self._whole):
+            # Most gradients have the dtype of their parameter.
+            self._reduce_scatters_of(together, [param for number in together for _, param in _stepped(groups[number])])
+
+    @contextmanager
+    def of_step(self, steps_until_due: Sequence[int]) -> Iterator[None]:
+        """Let gradients be averages where a step needs whole ones. All ranks that share parameters must call it."""
+        self._precomputed.of_step = of_step = self._precomputed.fresh()
+        try:
+            due = [number for number in self._whole if steps_until_due[number] == 0]
+            self._average([number for number in due if number not in of_step])
+            for param, average in chain.from_iterable(of_step[n].zero_filled.items() for n in due if n in of_step):
+                param.grad = average
+                self._zero_filled.append(param)
+            yield
+        finally:
+            self._drop_zero_filled()
+            self._precomputed.of_step = {}
+
+    def precompute(self, numbers: Iterable[int]) -> Mapping[int, GroupAverages]:
+        """Average gradients before the next step, see `Runner.precompute_averages`."""
+        averages = self._precomputed.fresh()
+        due = [number for number in numbers if number in self.ranks]
+        missing = [number for number in due if number not in averages]
+        whole = [number for number in missing if number in self._whole]
+        try:
+            self._average(whole)
+            zero_filled = {param: param.grad for param in self._zero_filled if param.grad is not None}
+        finally:
+            self._drop_zero_filled()
+        for number in whole:
+            params = self._groups[number].params
+            averages[number] = GroupAverages(
+                params, {param: zero_filled[param] for param in params if param in zero_filled}
+            )
+        for number in [number for number in missing if number not in whole]:
+            params = self._groups[number].params
+            for param in params:
+                writable_gradient(param)  # of others PyTorch does not count the changes
+            caches = [cache for cache in self._sharded if cache.bucket.group == number]
+            numels = [0] * len(params)
+            for shard in chain.from_iterable(cache.bucket.local for cache in caches):
+                numels[shard.index] += shard.numel
+            own = {param: param.new_zeros(numel) for param, numel in zip(params, numels, strict=True)}
+            averages[number] = GroupAverages(params, {}, own)
+            run_overlapping([self._average_bucket(cache, averages[number]) for cache in caches])
+        self._precomputed.keep(averages)
+        return {number: averages[number] for number in due}
+
+    def _average_bucket(self, cache: ShardedCache, averages: GroupAverages) -> Iterator[None]:
+        wait_for_mean = cache.start_mean(cache.local_operands(), self._communicators[cache.bucket.ranks])
+        yield
+        mean = wait_for_mean()
+        del wait_for_mean  # and what was sent
+        averages.keep_bucket(cache.bucket, mean)
+        yield
+
+    def _average(self, numbers: Sequence[int]) -> None:
+        """Average the whole gradients of some groups, in place; those of the same ranks travel together."""
+        for together in self._of_same_ranks(numbers):
+            groups = [self._groups[number] for number in together]
+            gradients = [self._dense(param, name) for group in groups for name, param in _stepped(group)]
+            process_group = self._communicators[self.ranks[together[0]]]
+            for reduce_scatters in self._reduce_scatters_of(together, gradients):
+                with range_of("average gradients"):
+                    run_overlapping(
+                        [one.average([gradients[n] for n in each], process_group) for one, each in reduce_scatters]
+                    )
+
+    def _of_same_ranks(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the groups apart by their ranks, in the order of the first of each."""
+        by_ranks: dict[tuple[int, ...], list[int]] = {}
+        for number in numbers:
+            by_ranks.setdefault(self.ranks[number], []).append(number)
+        return list(by_ranks.values())
+
+    def _dense(self, param: Tensor, name: str) -> Tensor:
+        """Return the gradient that `p.grad` has from now on: dense, or zeros where this rank has none."""
+        gradient = writable_gradient(param)
+        if gradient is None:
+            # Of the dtype that other ranks' gradients have: messages must be equally long.
+            param.grad = gradient = torch.zeros_like(param, dtype=gradient_dtype(param))
+            self._zero_filled.append(param)
+        dense = dense_gradient(param, gradient, name)
+        if dense is not gradient:
+            param.grad = dense
+        return dense
+
+    def _reduce_scatters_of(
+        self, numbers: Sequence[int], tensors: Sequence[Tensor]
+    ) -> list[list[tuple[ReduceScatterPlan, list[int]]]]:
+        """Return the averagings of groups of the same ranks, each with the numbers of the gradients that it takes.
+
+        They are apart by dtype, device and options; gradients are like the tensors, in the order of the groups.
+        """
+        key = tuple(numbers), tuple([tensor.dtype for tensor in tensors])
+        if key not in self._reduce_scatters:
+            members = [(self._groups[n], param) for n in numbers for _, param in _stepped(self._groups[n])]
+            together: dict[tuple[torch.dtype, torch.device, Kernels, int | None], list[int]] = {}
+            for n, ((group, param), tensor) in enumerate(zip(members, tensors, strict=True)):
+                kernels, limit = choose_kernels(group.kernels, param), averaged_entries(group, tensor.dtype)
+                together.setdefault((tensor.dtype, tensor.device, kernels, limit), []).append(n)
+            self._reduce_scatters[key] = [
+                self._new_reduce_scatters(self.ranks[numbers[0]], *alike, {n: members[n][1].numel() for n in chosen})
+                for alike, chosen in together.items()
+            ]
+        return self._reduce_scatters[key]
+
+    def _new_reduce_scatters(
+        self,
+        ranks: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+        limit: int | None,
+        numels: Mapping[int, int],
+    ) -> list[tuple[ReduceScatterPlan, list[int]]]:
+        chosen, reduce_scatters, stages = list(numels), [], []
+        for places, owned, is_direct in messages_of(list(numels.values()), len(ranks), limit):
+            reduce_scatter = ReduceScatterPlan(
+                owned, ranks.index(this_rank()), dtype, device, kernels, is_direct=is_direct
+            )
+            reduce_scatters.append((reduce_scatter, [chosen[place] for place in places]))
+            counts, most = reduce_scatter.counts, reduce_scatter.most
+            stages.append(averaging_stages(counts, most, dtype, kernels, is_direct=is_direct, is_in_place=is_direct))
+        self.workspace_bytes = max(
+            self.workspace_bytes, overlapping_bytes(stages, prefetch_one_schedule(len(stages)), 0)
+        )
+        return reduce_scatters
+
+    def _drop_zero_filled(self) -> None:
+        for param in self._zero_filled:
+            param.grad = None
+        self._zero_filled = []
+
+
+def _stepped(group: Group) -> list[tuple[str, Tensor]]:
+    """Return the name and tensor of each parameter of a group that is not idle."""
+    rows = zip(group.param_names, group.params, strict=True)
+    return [row for index, row in enumerate(rows) if index not in group.idle]

@@ -1,0 +1,1 @@
+"""State in host memory while it is stepped."""

@@ -1,0 +1,51 @@
+"""Named ranges in PyTorch's profiler for the stages of a step: `quintic.step/bucket 3 muon 12x768x768/orthogonalize`.
+
+They are made only while a profiler runs (`torch.profiler`, or `torch.autograd.profiler.emit_nvtx` for Nsight).
+Otherwise a stage enters a context that does nothing.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.profiler import record_function
+
+from quintic.optim.plan.bucket import Bucket, Local
+
+__all__ = ["NO_RANGES", "Ranges", "is_profiled", "range_of", "ranges_of"]
+
+Ranges = Mapping[str, AbstractContextManager[object]]
+"""For each stage the context in which it runs."""
+
+# A lookup is cheaper than a call, and every stage of every step makes one.
+NO_RANGES: Ranges = defaultdict(nullcontext[None])
+
+is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Return whether a profiler runs in this thread."""
+
+_PREFIX = "quintic.step"
+
+
+class _BucketRanges(dict[str, AbstractContextManager[object]]):
+    def __init__(self, label: str) -> None:
+        self._label = label
+
+    def __missing__(self, stage: str) -> AbstractContextManager[object]:
+        return record_function(f"{_PREFIX}/{self._label}/{stage}")
+
+
+def range_of(stage: str) -> AbstractContextManager[object]:
+    """Return the context of a stage that belongs to no bucket."""
+    return record_function(f"{_PREFIX}/{stage}") if is_profiled() else nullcontext()
+
+
+def ranges_of(number: int, bucket: Bucket) -> Ranges:
+    """Return the ranges of a bucket, which has this number in the plan."""
+    if bucket.shape is not None:
+        m, n = bucket.shape
+        return _BucketRanges(f"bucket {number} muon {bucket.num_matrices}x{m}x{n}")
+    if bucket.rule.orthogonalizes:
+        return _BucketRanges(f"bucket {number} muon {bucket.num_matrices} matrices")
+    kind = "parameters" if isinstance(bucket, Local) else "parts"
+    return _BucketRanges(f"bucket {number} adamw {bucket.num_parts} {kind}")

@@ -1,0 +1,283 @@
+"""Runs the steps of one plan: in which order buckets are stepped, which parameters, and what ranks agree on before.
+
+A step counts gradients over ranks, averages those that the optimizer has to, asks whether all are finite, and then runs
+the buckets: those that need collectives overtaking each other (`shared_step.py`), the others while the first of these
+is under way.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.collectives import this_rank
+from quintic.optim.comms.communicators import Communicators
+from quintic.optim.comms.sharing import gather_layouts, layouts_of, sharding_ranks
+from quintic.optim.groups.options import Group
+from quintic.optim.groups.ties import Tie, ties_of
+from quintic.optim.plan.bucket import Bucket, Gathered, Sharded, ShardedMatrices
+from quintic.optim.plan.log import log_plan
+from quintic.optim.plan.order import Orders
+from quintic.optim.plan.planning import build_plan
+from quintic.optim.plan.replicas import choose_replica_strategies, layouts_for_work
+from quintic.optim.plan.schedule import Schedule, filter_schedule
+from quintic.optim.rules.device import is_capturing
+from quintic.optim.rules.non_finite import all_finite, first_non_finite
+from quintic.optim.step.averaging import GroupAverages, PrecomputedAverages, ShardedCache
+from quintic.optim.step.bucket_step import NO_OPERANDS, BucketStep, LocalStep, StepContext, run_overlapping
+from quintic.optim.step.consensus import RankConsensus
+from quintic.optim.step.gradient_averages import GradientAverages
+from quintic.optim.step.offload.offload import Offload, ScheduledStage
+from quintic.optim.step.operands import BucketCache, State
+from quintic.optim.step.ranges import is_profiled
+from quintic.optim.step.shared_step import GatheredCache, GatheredStep, ShardedMatricesStep, ShardedStep
+from quintic.optim.step.sparse_rows import AnnouncedRows
+from quintic.optim.step.telemetry import Counts
+
+__all__ = ["Runner", "StepOutcome"]
+
+
+class StepOutcome(NamedTuple):
+    """The outcome of a step."""
+
+    counts: list[Counts]
+    """The counts of each bucket that was stepped."""
+    apply_mask: Tensor | None
+    """() int32 on a device: 0 if non-finite gradients stopped it; the same on all ranks that are connected
+    (`connected.py`). None if no rank of these asks."""
+    guards_nonfinite: bool
+    """Whether this rank has a group that was stopped, or would have been."""
+
+
+class Runner:
+    """The plan of some parameter groups, and what its buckets keep on their devices between steps.
+
+    The tables whose touched rows travel, and the averages made before a step, outlive it.
+
+    Raises:
+        ValueError: an order names a parameter that there is none of.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        state: State,
+        communicators: Communicators,
+        orders: Orders,
+        rows: AnnouncedRows,
+        precomputed: PrecomputedAverages,
+    ) -> None:
+        orders = orders.resolved(groups)
+        layouts = [layouts_of(group) for group in groups]
+        gathered = [gather_layouts(group, of_group) for group, of_group in zip(groups, layouts, strict=True)]
+        choices = choose_replica_strategies(groups, gathered, communicators.hosts)
+        gathered = layouts_for_work(groups, gathered, choices, communicators.hosts, this_rank())
+        self.consensus = RankConsensus(groups, layouts, gathered, choices, communicators, orders)
+        sharded = [sharding_ranks(group, of_group) for group, of_group in zip(groups, layouts, strict=True)]
+        sharded_groups = {number: ranks for number, ranks in enumerate(sharded) if ranks}
+        choices_to_report = [choice for choice in choices.values() if this_rank() in choice.ranks]
+        self.plan = build_plan(groups, gathered, this_rank(), sharded_groups, orders, choices_to_report)
+        self._rows = rows
+        rows.sync_tables(self.plan, groups)
+        self.context = StepContext(groups, state, communicators, self.consensus, precomputed)
+        if any(group.offload for group in groups):
+            self.context.offload = Offload(self.plan, groups, state)
+            self.plan = self.context.offload.plan
+        self._steps = [self._new_step(number, bucket) for number, bucket in enumerate(self.plan)]
+        sharded_caches = [step.cache for step in self._steps if isinstance(step, ShardedStep)]
+        self.ties = ties_of(groups)
+        """Parameters that are copies of others."""
+        self.written: list[Tie] = []
+        """The copies that are written when all buckets have been stepped: more than one steps the original."""
+        for tie in self.ties:
+            of_head = [s for s in self._steps if s.bucket.group == tie.head_group and tie.head_name in s.bucket.names]
+            (of_head[0].written if len(of_head) == 1 else self.written).append(tie)
+        self._averages = GradientAverages(sharded_caches, groups, layouts, communicators, precomputed)
+        self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
+        self._schedules: dict[tuple[int, ...], Schedule] = {}
+        """The plan's schedule of each set of buckets with messages that has been stepped, by their numbers."""
+        log_plan(self.plan, groups, this_rank())
+
+    def upload_hyperparameters(self) -> None:
+        """Bring changed hyperparameters to the devices."""
+        for key in self.context.hyperparameters:
+            self.context.hyperparameters_of(*key)
+
+    def finish(self) -> None:
+        """Let the host wait until all state that is kept in host memory is there."""
+        if self.context.offload is not None:
+            self.context.offload.finish()
+
+    def invalidate_views(self) -> None:
+        """Find weights and state anew at the next step: they may have other memory now."""
+        for step in self._steps:
+            step.cache.invalidate_views()
+
+    def reachable_state(self) -> AbstractContextManager[None]:
+        """Let what is computed within read and write state in host memory, copied with `non_blocking`."""
+        return nullcontext() if self.context.offload is None else self.context.offload.reachable()
+
+    def step(self, steps_until_due: Sequence[int], num_steps: int, *, skips_nonfinite: bool = False) -> StepOutcome:
+        """Step every bucket whose group does not wait. All ranks that share parameters must call it.
+
+        Args:
+            steps_until_due: for each group how many steps it waits for after this one; 0 if it is stepped now.
+            num_steps: steps made before, by which telemetry is sampled.
+            skips_nonfinite: whether gradients that are not finite stop the step of all groups, whatever their options;
+                the same on all ranks.
+
+        Raises:
+            ValueError: a gradient is sparse.
+            FloatingPointError: a gradient is not finite and a group has `on_nonfinite="raise"`; nothing was changed.
+            RuntimeError: the step before found rows that had not been announced; nothing was changed.
+        """
+        self.context.num_steps, self.context.skips_nonfinite = num_steps, skips_nonfinite
+        for tie in self.ties:
+            if steps_until_due[tie.head_group] == 0:
+                tie.add_gradient()
+        if self.context.is_single_rank:
+            return self._step(steps_until_due)
+        # Also what was averaged before the step for a plan that there was then: it is forgotten with its step.
+        has_averages = self._averages.ranks or self.context.precomputed.groups
+        averaged = self._averages.of_step(steps_until_due) if has_averages else nullcontext()
+        with self.consensus.of_step(steps_until_due), averaged:
+            self.context.is_single_rank = self.consensus.is_single_rank and not self._averages.ranks
+            return self._step(steps_until_due)
+
+    def end_step(self, steps_until_due: Sequence[int]) -> None:
+        """Forget what was made ahead of a step, of the groups that it had; also after the replay of a CUDA graph."""
+        for tie in self.ties:
+            if steps_until_due[tie.head_group] == 0:
+                tie.end_step()
+        self.context.precomputed.forget(number for number, pending in enumerate(steps_until_due) if pending == 0)
+
+    def precompute_averages(self, numbers: Iterable[int]) -> Mapping[int, GroupAverages]:
+        """Average the gradients of some groups before the next step, which then does not; return the averages by group.
+
+        All ranks that share parameters must call it. What was averaged already, and not touched since, is not averaged
+        again; groups whose gradients need no average are left out.
+        """
+        self.consensus.validate_plans()
+        return self._averages.precompute(numbers)
+
+    def _step(self, steps_until_due: Sequence[int]) -> StepOutcome:
+        """Step, given gradients that are averaged where they have to be."""
+        steps = [step for step in self._steps if steps_until_due[step.bucket.group] == 0]
+        self.context.is_profiled = is_profiled()
+        policies = self._nonfinite_policies(steps_until_due)
+        try:
+            for step in steps:
+                step.begin()
+            if self._rows.tables:
+                self._rows.begin_step(steps_until_due)
+            apply_mask = self._guard(steps, policies)
+            # From here on nothing raises that could have been known.
+            host_applies = True
+            if apply_mask is not None and any(step.bucket.kernels == "torch" for step in steps):
+                host_applies = bool(apply_mask)
+            self._run([step for step in steps if step.runs_without_comm(host_applies)], apply_mask, steps)
+            for tie in self.written:
+                if steps_until_due[tie.head_group] == 0:
+                    tie.write()
+        finally:
+            for step in steps:
+                step.active = NO_OPERANDS
+            if self._rows.tables:
+                self._rows.end_step()
+        return StepOutcome([step.counts for step in steps], apply_mask, bool(policies))
+
+    def _run(self, local_steps: Sequence[BucketStep], apply_mask: Tensor | None, steps: Sequence[BucketStep]) -> None:
+        """Run the buckets: those with messages overtaking each other, the others while the first of these travels."""
+        with_comm = [step for step in steps if step.bucket.needs_comm]  # they come first in the plan
+        numbers = tuple([step.number for step in with_comm])
+        if numbers not in self._schedules:
+            self._schedules[numbers] = filter_schedule(self.plan.schedule, numbers)
+        schedule = self._schedules[numbers]
+        if self.context.offload is not None:
+            self.context.offload.begin(_scheduled_stages(local_steps, with_comm, schedule))
+        runs = [_written(step, apply_mask) if step.written else step.run(apply_mask) for step in with_comm]
+        run_overlapping(runs, schedule, partial(_run_local_steps, local_steps, apply_mask))
+
+    def _new_step(self, number: int, bucket: Bucket) -> BucketStep:
+        if isinstance(bucket, Sharded):
+            params = self.context.groups[bucket.group].params
+            cache = ShardedCache(bucket, params, self._rows.tables.get(params[bucket.shards[0].index]))
+            if isinstance(bucket, ShardedMatrices):
+                return ShardedMatricesStep(number, bucket, cache, self.context)
+            return ShardedStep(number, bucket, cache, self.context)
+        if isinstance(bucket, Gathered):
+            return GatheredStep(number, bucket, GatheredCache(), self.context)
+        return LocalStep(number, bucket, BucketCache(), self.context)
+
+    def _nonfinite_policies(self, steps_until_due: Sequence[int]) -> list[str]:
+        """Return `on_nonfinite` of the groups that are stepped now and act on gradients that are not finite."""
+        if self.context.skips_nonfinite:
+            return ["skip"]
+        # Of the groups, which all ranks have in one order: a rank may have nothing of their buckets.
+        return [
+            group.on_nonfinite
+            for group, pending in zip(self.context.groups, steps_until_due, strict=True)
+            if pending == 0 and group.on_nonfinite != "propagate" and group.params
+        ]
+
+    def _guard(self, steps: Sequence[BucketStep], policies: Sequence[str]) -> Tensor | None:
+        """Return () int32 that is 0 if a step must not happen, None if no group of the connected ranks asks.
+
+        Raises:
+            FloatingPointError: it must not happen, and a group that is stepped now has `on_nonfinite="raise"`, be it
+                on another rank: all connected ranks raise.
+        """
+        connected = self.consensus.connected
+        if not (policies if connected.is_single_rank else connected.guards_nonfinite or policies):
+            return None
+        watched = [step.active for step in steps if step.is_guarded]
+        gradients = [gradient for active in watched for gradient in active.gradients]
+        if connected.is_single_rank and not gradients:
+            return None
+        # One rank's bad gradient is that of all; a shard may be all that a rank sees.
+        device = gradients[0].device if connected.is_single_rank else connected.device
+        apply_mask = all_finite(gradients, device)
+        if not connected.may_raise:
+            connected.all_agree_(apply_mask)
+            return apply_mask
+        if is_capturing(device):
+            raise RuntimeError("on_nonfinite='raise' of another rank waits for the device: capture no CUDA graph")
+        none_raises = torch.full_like(apply_mask, "raise" not in policies)
+        flags = torch.stack([apply_mask, none_raises])
+        connected.all_agree_(flags)
+        if flags.tolist() == [0, 0]:
+            # All connected ranks have come here, so that they can tell each other.
+            name = first_non_finite([member.name for active in watched for member in active.members], gradients)
+            messages = (f"on rank {rank}: {theirs}" for rank, theirs in connected.all_gather(name).items() if theirs)
+            where = name or next(messages, "on another rank")
+            raise FloatingPointError(f"{where}: the gradient has an infinite or undefined entry; nothing was updated")
+        return flags[0]
+
+
+def _run_local_steps(steps: Iterable[BucketStep], apply_mask: Tensor | None) -> None:
+    for step in steps:
+        for _ in _written(step, apply_mask) if step.written else step.run(apply_mask):
+            pass  # nothing travels in this one
+
+
+def _written(step: BucketStep, apply_mask: Tensor | None) -> Iterator[None]:
+    """Step a bucket, then write the copies of what it has stepped, while others are under way."""
+    yield from step.run(apply_mask)
+    for tie in step.written:
+        tie.write()
+
+
+def _scheduled_stages(
+    local_steps: Sequence[BucketStep], with_comm: Sequence[BucketStep], schedule: Schedule
+) -> Iterator[ScheduledStage]:
+    """Yield in which order a step turns to its buckets."""
+    stages = [iter(range(3)) for _ in with_comm]
+    for number in schedule:
+        if number is None:
+            yield from (ScheduledStage(step.number, step.active, None) for step in local_steps)
+        else:
+            yield ScheduledStage(with_comm[number].number, with_comm[number].active, next(stages[number]))

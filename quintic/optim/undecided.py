@@ -1,0 +1,225 @@
+"""Assigns parameter groups without `algorithm`: `{"params": [...]}`, as other libraries make them.
+
+Callbacks that unfreeze layers of a model (Lightning's `BackboneFinetuning`) add such groups, and helpers that group a
+model by depth (timm's layer decay) return them. The first of these that is known decides:
+
+1. the model, if `param_groups` was called for it;
+2. the names of the parameters;
+3. their shapes, with a warning that says how to decide instead.
+
+The first two are questions for the `Classifier` (`quintic/grouping`). A group whose parameters need both algorithms, or
+several views, becomes several groups with one learning rate.
+
+An optimizer in which no group has an `algorithm` is used like `torch.optim.Muon`: its parameters are matrices, and
+others are an error. If the constructor is given groups that hold both, they make up a whole model, and shapes decide.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from quintic import hooks
+from quintic.optim.groups.assignment import Algorithm, Assignment, Classifier
+from quintic.optim.groups.names import made_up, without_wrappers
+from quintic.optim.layout.views import Matrix
+from quintic.optim.plan_cache import ADDED_WITH
+from quintic.optim.rules.table import orthogonalizes
+
+__all__ = ["Undecided"]
+
+_NUM_LISTED = 5
+
+
+class _Guess(NamedTuple):
+    """The algorithm that the name and shape of a parameter suggest."""
+
+    name: str
+    shape: tuple[int, ...]
+    algorithm: Algorithm
+
+
+def _decided(
+    number: int, group: Mapping[str, Any], defaults: Mapping[str, Any], *, has_decisions: bool, trusts_matrices: bool
+) -> tuple[list[dict[str, Any]], list[_Guess]]:
+    """Return the groups that a group without an `algorithm` becomes, and what is guessed about its parameters.
+
+    A group that has an `algorithm` or a view stays as it is, and so does one about which nothing is known.
+
+    Args:
+        number: of the group in the optimizer.
+        group: as the caller gave it.
+        defaults: options of the optimizer.
+        has_decisions: whether any group says which algorithm it is for, or the constructor's groups were mixed.
+        trusts_matrices: whether matrices without names are meant for Muon: where the optimizer is being constructed,
+            and where its groups are made by hand.
+    """
+    params = group.get("params")
+    if "algorithm" in group or "view" in group or isinstance(params, Tensor | set | None):
+        return [dict(group)], []
+    params = list(params)
+    rows = _rows(params, group.get("param_names"))
+    if rows is None:
+        return [{**group, "params": params}], []
+    classifier: Classifier = hooks.load_classifier()
+    known = classifier.from_models({param for _, param in rows})
+    is_named = any(name is not None for name, _ in rows)
+    if not known and not has_decisions and not is_named:
+        return [{**group, "params": params}], []
+    unknown = [row for row in rows if row[1] not in known]
+    suggested = _suggested(classifier, unknown, trusts_matrices=trusts_matrices)
+    members: dict[tuple[Any, ...], list[tuple[str, Tensor, Assignment]]] = {}
+    guesses: list[_Guess] = []
+    for place, (name, param) in enumerate(rows):
+        if param in known:
+            one, is_certain = known[param], True
+            own_name = one.name if name is None else name
+        else:
+            one, is_certain = suggested[param]
+            own_name = made_up(number, place) if name is None else name
+        if not is_certain:
+            guesses.append(_Guess(own_name, tuple(param.shape), one.algorithm))
+        options = repr(sorted(one.options.items(), key=lambda item: item[0]))
+        key = (one.algorithm, str(one.view), getattr(one.view, "names", None), options)
+        members.setdefault(key, []).append((own_name, param, one))
+    # Muon groups come first, as in `param_groups`.
+    made = [_as_group(group, members[key], defaults) for key in sorted(members, key=lambda key: key[0] != "muon")]
+    if len(made) > 1:
+        for each in made:
+            each[ADDED_WITH] = number
+    return made, guesses
+
+
+def _with_list(entry: Any) -> Any:
+    """Return an argument of the constructor; a group whose parameters are an iterator with a list of them."""
+    if isinstance(entry, Mapping) and isinstance(entry.get("params"), Iterator):
+        return {**entry, "params": list(entry["params"])}
+    return entry
+
+
+def _dimensions(group: Mapping[str, Any]) -> set[int]:
+    """Return the numbers of dimensions of the tensors in a group without a view."""
+    params = group.get("params")
+    if "view" in group or not isinstance(params, Sequence):
+        return set()
+    tensors = (row[-1] if isinstance(row, tuple) and row else row for row in params)
+    return {tensor.ndim for tensor in tensors if isinstance(tensor, Tensor)}
+
+
+def _rows(params: Sequence[Any], names: Any) -> list[tuple[str | None, Tensor]] | None:
+    """Return (name or None, parameter) rows; None if the members are not parameters, which is checked later."""
+    if isinstance(names, list | tuple) and len(names) == len(params):
+        params = list(zip(names, params, strict=True))
+    rows = [row if isinstance(row, tuple) and len(row) == 2 else (None, row) for row in params]
+    is_right = rows and all(isinstance(param, Tensor) for _, param in rows)
+    return rows if is_right and len({name is None for name, _ in rows}) == 1 else None
+
+
+def _suggested(
+    classifier: Classifier, rows: Sequence[tuple[str | None, Tensor]], *, trusts_matrices: bool
+) -> dict[Tensor, tuple[Assignment, bool]]:
+    """Return for each parameter the assignment that its name and shape suggest, and whether it is certain."""
+    named = [(name, param) for name, param in rows if name is not None]
+    clean = without_wrappers(str(name) for name, _ in named)
+    by_name = classifier.from_names({name: param for name, (_, param) in zip(clean, named, strict=True)})
+    suggested: dict[Tensor, tuple[Assignment, bool]] = {}
+    for name, param in rows:
+        one = by_name.get(param)
+        if one is not None:
+            # Vectors always go to AdamW, and matrices named like a layer to Muon; AdamW for a matrix is a guess.
+            suggested[param] = one, param.ndim < 2 or orthogonalizes(one.algorithm)
+        else:
+            algorithm: Algorithm = "muon" if param.ndim == 2 else "adamw"
+            is_certain = param.ndim < 2 or (param.ndim == 2 and (name is not None or trusts_matrices))
+            suggested[param] = Assignment(algorithm, Matrix(), "by its shape"), is_certain
+    return suggested
+
+
+def _as_group(
+    group: Mapping[str, Any], members: Sequence[tuple[str, Tensor, Assignment]], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a group like the caller's with these members, all of one algorithm, view and set of options."""
+    one = members[0][2]
+    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    made = {**one.options, **own, "algorithm": one.algorithm, "view": one.view}
+    made["params"] = [(name, param) for name, param, _ in members]
+    if not orthogonalizes(one.algorithm) and "lr" in own and "adamw_lr_ratio" not in made:
+        # The caller wrote one rate for the whole model, on the scale of `lr`. AdamW's rate is a ratio of it.
+        ratio, rate = defaults["adamw_lr_ratio"], float(defaults["lr"])
+        if ratio is None and rate > 0:
+            usual = one.options.get("lr", made.get("adamw_lr", defaults["adamw_lr"]))
+            ratio = float(usual) / rate
+        if ratio is not None:
+            made["adamw_lr_ratio"] = ratio
+    return made
+
+
+class Undecided:
+    """Assigns an optimizer's groups without `algorithm`, and warns of guesses."""
+
+    def __init__(self) -> None:
+        self.decided_by: Literal["nobody", "hand", "model"] = "nobody"
+        """The source of the groups' `algorithm`: groups from `param_groups` have views, handmade ones have none."""
+        self._is_new = self._takes_matrices = False
+        """Whether the optimizer is being constructed, and from parameters without groups, which are matrices."""
+        self._is_mixed = False
+        """Whether it was constructed from groups without `algorithm` that hold matrices and other tensors."""
+        self._guesses: list[_Guess] = []
+
+    def begin(self, params: Any) -> Any:
+        """Return what the constructor was given, which may be an iterator, for PyTorch's constructor."""
+        if isinstance(params, Tensor | dict):
+            return params
+        params = list(params)
+        self._is_new, self._takes_matrices = True, not any(isinstance(entry, Mapping) for entry in params)
+        params = [_with_list(entry) for entry in params]
+        groups = [entry for entry in params if isinstance(entry, Mapping)]
+        self._note(groups)
+        dimensions = set().union(*map(_dimensions, groups))
+        self._is_mixed = self.decided_by == "nobody" and {2} < dimensions
+        return params
+
+    def end(self, stacklevel: int) -> None:
+        """End the construction and warn once of its guesses; `stacklevel` counts from the caller."""
+        self._is_new = self._takes_matrices = False
+        self.warn(stacklevel + 1)
+
+    def divided(self, number: int, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the groups that a new group becomes, itself where there is nothing to decide."""
+        if self._takes_matrices:
+            return [dict(group)]
+        trusts_matrices = not self._is_mixed and (self._is_new or self.decided_by != "model")
+        has_decisions = self._is_mixed or self.decided_by != "nobody"
+        parts, guesses = _decided(number, group, defaults, has_decisions=has_decisions, trusts_matrices=trusts_matrices)
+        self._guesses += guesses
+        self._note([group])
+        return parts
+
+    def forget_guesses(self) -> None:
+        """Forget what was guessed about a group that was refused."""
+        self._guesses = []
+
+    def _note(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        for group in groups:
+            if "algorithm" in group:
+                self.decided_by = "model" if "view" in group or self.decided_by == "model" else "hand"
+
+    def warn(self, stacklevel: int) -> None:
+        """Warn of the guesses since the last warning; during construction they are kept for its end."""
+        if self._is_new or not self._guesses:
+            return
+        guesses, self._guesses = self._guesses, []
+        texts = []
+        for algorithm, what in (("muon", "taken for Muon's matrices"), ("adamw", "given to AdamW")):
+            names = [f"{one.name} of shape {one.shape}" for one in guesses if one.algorithm == algorithm]
+            if names:
+                more = f" and {len(names) - _NUM_LISTED} more" if len(names) > _NUM_LISTED else ""
+                texts.append(f"{what} are {', '.join(names[:_NUM_LISTED])}{more}")
+        warnings.warn(
+            f"parameter groups without algorithm, of no model that quintic.param_groups was called for: by name and "
+            f"shape, {'; '.join(texts)}. Say algorithm='muon' or 'adamw' in each group; or make groups of the module: "
+            f"for group in quintic.param_groups(module): optimizer.add_param_group(group)",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )

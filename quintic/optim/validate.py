@@ -1,0 +1,344 @@
+"""Checks of parameter groups: every mistake is found when a group is added, or at the first step after a change.
+
+`Muon` calls these for a new group, and again when one of its `CHECKED_OPTIONS` has changed. Messages name the group.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from quintic.kernels.dispatch import choose_kernels, is_dense
+from quintic.optim.comms.sharing import SHARDED_MODES
+from quintic.optim.groups.flattened import check_group_is_whole
+from quintic.optim.layout.layouts import is_dtensor, local_tensor
+from quintic.optim.layout.views import View
+from quintic.optim.layout.wrappers import check_wrapper
+from quintic.optim.polar.forms import check_orthogonalizer
+from quintic.optim.qk_clip.clip import QKClip
+from quintic.optim.rules.bf16_state import MAX_BF16_BETA
+from quintic.optim.rules.numbers import is_count, is_number
+from quintic.optim.rules.rates import first_name
+from quintic.optim.rules.table import ALGORITHMS, orthogonalizes, rule_of
+from quintic.optim.rules.update import adjust_lr_factor
+
+__all__ = [
+    "check_apart",
+    "check_group",
+    "check_is_group",
+    "check_members",
+    "check_options",
+    "check_params",
+    "check_scheduled",
+]
+
+# What updates can be added to: narrower floating-point numbers have no arithmetic.
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# Schedules of rates and decays that end at 0 may end a rounding below it.
+_LEAST_RATE = -1e-12
+
+# Options with a fixed set of values.
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "nesterov": (False, True),
+    "scale_decay": (False, True),
+    "cautious": (False, True, "strict"),
+    "normalize": (None, "neuron", "element"),
+    "decay_coupling": ("lr", "lr_squared"),
+    "comms": ("none", "averaged", "replicated", "sharded", "sharded_sparse"),
+    "replicas": ("auto", "divide", "repeat"),
+    "master": (None, "fp32", "mantissa"),
+    "state_dtype": (None, "bf16"),
+    "offload": (False, True),
+    "on_nonfinite": ("propagate", "skip", "raise"),
+    "kernels": ("auto", "torch", "triton"),
+}
+
+
+def check_params(params: object) -> None:
+    """Reject what holds no parameters as an optimizer wants them; a TypeError says how to give it."""
+    if _is_module(params):
+        raise TypeError(
+            f"params is {_kind(params)}: give quintic.param_groups(model), which decides what each of its parameters is"
+        )
+    if isinstance(params, Mapping):
+        is_group = "params" in params
+        how = "[group], a list of parameter groups" if is_group else "params.items(), which are names and parameters"
+        raise TypeError(f"params is a dictionary: give {how}")
+    if not isinstance(params, Iterable) or isinstance(params, str):
+        raise TypeError(
+            f"params is {_kind(params)}: give parameters, (name, parameter) pairs or parameter groups, as from "
+            f"quintic.param_groups(model)"
+        )
+
+
+def check_is_group(number: int, group: object) -> None:
+    """Reject what is no parameter group, or has no parameters in it; a TypeError or ValueError says how to give it."""
+    what = f"parameter group {number}"
+    if not isinstance(group, Mapping):
+        how = "give a dictionary, {'params': [...]}"
+        if isinstance(group, Tensor):
+            how = "give {'params': [parameter]}"
+        elif _is_module(group):
+            how = "add each group of quintic.param_groups(module)"
+        elif isinstance(group, Iterable) and not isinstance(group, str):
+            members = list(group)
+            if members and all(isinstance(member, Mapping) for member in members):
+                how = "add its groups one by one: for group in groups: optimizer.add_param_group(group)"
+            elif members and all(isinstance(member, Tensor | tuple) for member in members):
+                how = "give {'params': parameters}"
+        raise TypeError(f"{what} is {_kind(group)}: {how}")
+    if "params" not in group:
+        keys = ", ".join(map(repr, group)) or "no keys"
+        raise ValueError(f"{what} has no 'params', it has {keys}; give {{'params': [...]}}")
+    params = group["params"]
+    if _is_module(params) or isinstance(params, Mapping):
+        how = "dictionary.items()" if isinstance(params, Mapping) else "module.named_parameters()"
+        raise TypeError(f"{what}: 'params' is {_kind(params)}: give {how}, which are names and parameters")
+    if not isinstance(params, Iterable) or isinstance(params, str):
+        raise TypeError(f"{what}: 'params' is {_kind(params)}: give a list of parameters")
+
+
+def check_members(number: int, params: Sequence[object]) -> None:
+    """Reject members of a group that are neither tensors nor (name, tensor) pairs; a TypeError says which."""
+    for place, member in enumerate(params):
+        if isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str):
+            member = member[1]
+        if not isinstance(member, Tensor):
+            raise TypeError(
+                f"parameter group {number}: params[{place}] is {_kind(member)}; an optimizer can only optimize "
+                f"Tensors: give parameters or (name, parameter) pairs in one list, several groups as dictionaries"
+            )
+
+
+def _is_module(value: object) -> bool:
+    return isinstance(value, nn.Module) and not isinstance(value, nn.ParameterList)
+
+
+def _kind(value: object) -> str:
+    """Return what a value is, with an article, for messages."""
+    if value is None or isinstance(value, str):
+        return "None" if value is None else f"the string {value!r}"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def check_apart(number: int, group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
+    """Reject a tensor or a name that is listed twice, in one group or in two; the ValueError names both places.
+
+    The group's `params` are a list of tensors, with `param_names`, or of pairs; the others are complete.
+    """
+    places: dict[Tensor, str] = {}
+    taken: dict[str, int] = {}
+    for place, other in enumerate(others):
+        rows = zip(other["params"], other["param_names"], strict=True)
+        places |= {param: f"{name} of parameter group {place}" for param, name in rows}
+        taken |= dict.fromkeys(other["param_names"], place)
+    params = group["params"]
+    given = group.get("param_names") or [None] * len(params)
+    own = [row if isinstance(row, tuple) else (name, row) for row, name in zip(params, given, strict=False)]
+    for name, param in own:
+        if isinstance(param, Tensor) and param in places:
+            raise ValueError(
+                f"parameter group {number}: {name} is the same tensor as {places[param]}, and would be stepped twice; "
+                f"list it once. Of modules that share tensors make the groups together: "
+                f"quintic.param_groups(torch.nn.ModuleList([...]))"
+            )
+        if isinstance(param, Tensor):
+            places[param] = f"{name} of the same group"
+    for name, _ in own:
+        if name in taken:
+            raise ValueError(
+                f"parameter group {number}: {name} is also the name of another parameter, of group {taken[name]}, and "
+                f"names tell parameters apart. Of several models make the groups together: quintic.param_groups("
+                f"torch.nn.ModuleDict({{...}})); or begin each name with its model's, (f'critic.{{name}}', param)"
+            )
+        if name is not None:
+            taken[name] = number
+
+
+def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = False) -> None:
+    """Reject a complete group that cannot be stepped: a ValueError, or a TypeError for a dtype.
+
+    `was_checked` says that the group was right, with this algorithm, before something else became of its parameters.
+    """
+    if group["algorithm"] not in ALGORITHMS:
+        raise ValueError(
+            f"parameter group {number} ({first_name(group)}): unknown algorithm {group['algorithm']!r}; "
+            f"choose 'muon' or 'adamw'"
+        )
+    check_options(number, group)
+    if orthogonalizes(group["algorithm"]) and group["comms"] == "sharded_sparse":
+        raise ValueError(
+            f"parameter group {number} ({first_name(group)}): comms='sharded_sparse' is for tables, in groups with "
+            f"algorithm='adamw'; use comms='sharded' for matrices"
+        )
+    own_scale = rule_of(group["algorithm"], group["normalize"]).scale
+    if own_scale is not None and group["adjust_lr"] not in ("spectral", own_scale):
+        raise ValueError(
+            f"parameter group {number} ({first_name(group)}): adjust_lr={group['adjust_lr']!r} with "
+            f"normalize={group['normalize']!r}, which scales updates by {own_scale!r}; leave adjust_lr out"
+        )
+    check_group_is_whole(number, group, was_checked=was_checked)
+    for name, param in zip(group["param_names"], group["params"], strict=True):
+        _check_kind(name, param)
+        if param.requires_grad and _shares_entries(local_tensor(param)):
+            raise ValueError(
+                f"{name}: entries of this parameter of shape {tuple(param.shape)} and strides {param.stride()} share "
+                f"memory, as after expand(), and cannot be stepped apart; clone() it"
+            )
+        if group["master"] == "mantissa" and param.dtype == torch.float16:
+            raise ValueError(
+                f"{name}: master='mantissa' completes bfloat16 weights to float32, this one is float16; "
+                f"use master='fp32'"
+            )
+        if group["comms"] in SHARDED_MODES and not is_dense(local_tensor(param)):
+            raise ValueError(
+                f"{name}: comms={group['comms']!r} sends runs of memory, and this parameter of shape "
+                f"{tuple(param.shape)} and strides {param.stride()} has gaps in it; make it contiguous"
+            )
+        _check_wrapper(name, param, group)
+        if orthogonalizes(group["algorithm"]):
+            _check_matrix(name, param, group)
+        try:
+            choose_kernels(group["kernels"], local_tensor(param))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+
+def _check_kind(name: str, param: Tensor) -> None:
+    if is_lazy(param):
+        raise ValueError(f"{name} has no shape yet: run one batch through the model before making the optimizer")
+    local = local_tensor(param)
+    if param.dtype not in _DTYPES:
+        raise TypeError(
+            f"{name}: dtype {param.dtype} cannot be optimized; parameters must be float64, float32, bfloat16 or "
+            f"float16. Keep a trained weight in one of these and convert it in the forward pass, leave out a frozen one"
+        )
+    if local.layout is not torch.strided or local.is_nested:
+        kind = "a nested tensor" if local.is_nested else f"stored as {local.layout}"
+        raise TypeError(f"{name} is {kind}, which cannot be optimized; parameters must be ordinary dense tensors")
+
+
+def _shares_entries(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
+    """Reject what schedules may set wrong at any step: no numbers, numbers out of range, and too slow averages.
+
+    Too slow are those that bfloat16 state cannot follow. Tensors on a device are not read.
+    """
+    for key, least in (("lr", _LEAST_RATE), ("weight_decay", _LEAST_RATE), ("eps", 0)):
+        _check_option(number, group, key, is_number(group[key], least), "a number of at least 0")
+    for key in ("momentum", "normalize_beta"):
+        _check_option(number, group, key, is_number(group[key], 0, 1), "a number in [0, 1)")
+    betas = group["betas"]
+    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
+    are_betas = is_pair and all(is_number(beta, 0, 1) for beta in betas)
+    _check_option(number, group, "betas", are_betas, "two numbers in [0, 1), such as (0.9, 0.95)")
+    if group["state_dtype"] is None:
+        return
+    above = math.nextafter(MAX_BF16_BETA, 1)
+    for key in rule_of(group["algorithm"], group["normalize"]).averages:
+        values = group[key] if isinstance(group[key], tuple | list) else (group[key],)
+        if not all(is_number(value, below=above) for value in values):
+            raise ValueError(
+                f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} with state_dtype='bf16': above "
+                f"{MAX_BF16_BETA} an average moves by less than bfloat16 resolves; lower {key}, or set state_dtype=None "
+                f"for this group"
+            )
+
+
+def _check_wrapper(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
+    view = None
+    if orthogonalizes(group["algorithm"]) and isinstance(group["view"], View):
+        try:
+            group["view"].shapes(param.shape)
+            view = group["view"]
+        except ValueError:
+            pass  # which is an error of its own
+    reasons = (
+        (is_dtensor(param), "a DTensor holds it"),
+        (group["comms"] != "none", f"comms={group['comms']!r} sends its memory"),
+        (group["master"] is not None, f"master={group['master']!r} completes ordinary weights"),
+        (group["tied_to"] is not None, "it is tied to another"),
+    )
+    may_open = next((reason for holds, reason in reasons if holds), None)
+    raw = local_tensor(param) if is_dtensor(param) else param
+    check_wrapper(name, raw, view if raw.shape == param.shape else None, may_open=may_open)
+
+
+def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
+    view, multipliers = group["view"], group["lr_multipliers"]
+    if not isinstance(view, View):
+        raise ValueError(f"{name}: view={view!r} is not a view; use quintic.Matrix(), Heads(n), Split(sizes), ...")
+    if param.ndim < 2:
+        raise ValueError(
+            f"{name}: a {param.ndim}-D parameter (shape {tuple(param.shape)}) cannot be orthogonalised; put it into a "
+            f"group with algorithm='adamw', or let quintic.param_groups(model) do so"
+        )
+    try:
+        count = sum(b for b, _, _ in view.shapes(param.shape))
+        if local_tensor(param).shape == param.shape:
+            view.blocks(local_tensor(param).detach())  # as it lies in memory
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if callable(group["adjust_lr"]):
+        for _, m, n in view.shapes(param.shape):
+            scale = group["adjust_lr"](m, n) if m and n else 1.0
+            if not is_number(scale):
+                raise ValueError(f"{name}: adjust_lr({m}, {n}) returned {scale!r}; it must return a finite number")
+    if multipliers is not None and len(multipliers) != count:
+        raise ValueError(
+            f"{name}: lr_multipliers are {len(multipliers)}, the matrices {count}; "
+            f"give one per matrix of {view}, in its order"
+        )
+
+
+def _check_option(number: int, group: Mapping[str, Any], key: str, ok: bool, need: str) -> None:
+    if not ok:
+        raise ValueError(f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} must be {need}")
+
+
+def check_options(number: int, group: Mapping[str, Any]) -> None:
+    """Reject values of options that fit no parameters; a ValueError names the option."""
+    check = functools.partial(_check_option, number, group)
+    check_scheduled(number, group)
+    ratio = group["adamw_lr_ratio"]
+    check("adamw_lr_ratio", ratio is None or is_number(ratio, 0), "a number of at least 0, or None")
+    for key, choices in _CHOICES.items():
+        check(key, group[key] in choices, " or ".join(map(repr, choices)))
+    for key in ("step_every", "orthogonalizer_steps"):
+        check(key, is_count(group[key]), "an integer of at least 1")
+    for key, need in (("max_workspace_bytes", "a positive integer"), ("telemetry_every", "an integer of at least 1")):
+        check(key, group[key] is None or is_count(group[key]), f"{need}, or None")
+    multipliers = group["lr_multipliers"]
+    if multipliers is not None:
+        are_numbers = isinstance(multipliers, Iterable) and all(map(is_number, multipliers))
+        check("lr_multipliers", are_numbers, "finite numbers, one for each matrix, or None")
+    tied = group["tied_to"]
+    is_tie = isinstance(tied, tuple | list) and len(tied) == 2 and isinstance(tied[0], str)
+    check("tied_to", tied is None or is_tie, "None, or the name of a parameter and whether it is stored transposed")
+    check("qk_clip", group["qk_clip"] is None or isinstance(group["qk_clip"], QKClip), "None or a quintic.QKClip")
+    try:
+        if not callable(group["adjust_lr"]):
+            adjust_lr_factor(group["adjust_lr"], 1, 1)
+        if not callable(group["orthogonalizer"]):
+            check_orthogonalizer(
+                group["orthogonalizer"],
+                group["orthogonalizer_steps"],
+                coefficients=group["coefficients"],
+                compute_dtype=group["compute_dtype"],
+            )
+    except ValueError as error:
+        # `orthogonalize` calls its argument by another name than the option.
+        message = re.sub(r"^method=", "orthogonalizer=", str(error))
+        raise ValueError(f"parameter group {number} ({first_name(group)}): {message}") from None

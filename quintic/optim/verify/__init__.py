@@ -1,0 +1,1 @@
+"""A step checked against a reference."""

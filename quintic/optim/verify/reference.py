@@ -1,0 +1,360 @@
+"""The step again, slow and obviously right: what `Muon.step` is compared with, see `verify.py`.
+
+One parameter after the other, whole, and of it one matrix after the other, with the pure functions of `update.py` and
+`orthogonalize.py` in plain PyTorch. Every rank computes every matrix that it holds a part of; `parameters.py` brings
+together what several ranks hold. Neither buckets nor exchanges nor kernels are used. What both share is the update rule
+itself, the layouts, which part of sharded state is whose (`comms="sharded"`), and where directions and averages are
+rounded.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.collectives import (
+    ProcessGroup,
+    all_agree_,
+    all_gather_uneven,
+    all_gather_values,
+    num_ranks,
+)
+from quintic.optim.comms.sharing import AVERAGING, user_linked_ranks
+from quintic.optim.groups.options import Group
+from quintic.optim.layout.layouts import gradient_dtype, local_gradients, local_tensor, placed_as, reject_sparse
+from quintic.optim.layout.views import View
+from quintic.optim.muon import Muon, muon_in
+from quintic.optim.plan.members import direction_dtype, form_of
+from quintic.optim.polar.orthogonalize import apply_form, apply_function
+from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
+from quintic.optim.rules.table import NEURON_MOMENT, PARAM_SHAPED_STATE
+from quintic.optim.rules.update import adamw_, decay_and_step_, momentum_, neuron_factors_
+from quintic.optim.state.parameters import Parameter
+from quintic.optim.state.placement import state_on_device
+from quintic.optim.state.state import master_of, second_moments
+from quintic.optim.step.averaging import GroupAverages
+from quintic.optim.step.partial_gradients import PartialSpec, partial_spec, zero_addend
+
+__all__ = ["Rounding", "Roundings", "largest", "reference_step", "run_reference"]
+
+# The weight, and state that lies as the weight does.
+_NOT_PARTIAL_BIAS = ("weight", *PARAM_SHAPED_STATE)
+
+# What is taken for the rounding of a user's function, relative to its result: how it computes is unknown.
+_FUNCTION_ROUNDING = 2.0**-8
+
+# In how many ways directions are moved to see what comes of it.
+_PATTERNS = 2
+
+
+class Rounding(NamedTuple):
+    """The effect of rounding on one matrix: distances to a wider dtype's result, and to that of a nearby direction."""
+
+    update: float
+    """Largest of the change of a weight."""
+    second_moment: float
+    """Largest of NorMuon's second moments; 0 without them."""
+
+
+Roundings = dict[tuple[Tensor, int], Rounding]
+"""(Parameter, number of its matrix) -> the effect of rounding."""
+
+
+def reference_step(optimizer: torch.optim.Optimizer) -> None:
+    """Do what `optimizer.step()` does, slowly: every matrix by itself, whole, in plain PyTorch, on every rank.
+
+    For tests and for `quintic.verify`, not for training. The same weights and state are changed, and the place in
+    `step_every`; counts of steps, telemetry and hooks of the optimizer are left alone, and QK-clip takes no part. A
+    parameter that several ranks hold (a `DTensor`, or `comms="averaged"`) is stepped if all of them have a gradient;
+    with `comms="replicated"` and `"sharded"`, and where a `DTensor`'s gradient is a sum still to be made (`Partial`),
+    if any has, and the others count as zeros.
+
+    Needs the memory of one whole Muon parameter with its gradient and state, several times (with `comms="sharded"` of
+    any parameter, and the gradients of all ranks). All ranks that share parameters must call it, and wait for the
+    device and for each other.
+
+    Args:
+        optimizer: `quintic.Muon`, also as Accelerate or Lightning have wrapped it, with gradients in `p.grad`, which
+            are not modified, but for those of tied parameters.
+
+    Raises:
+        TypeError: it is not a `quintic.Muon`.
+        ValueError: a gradient is sparse.
+        FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed.
+        RuntimeError: as `optimizer.step()`, of a sum that ranks did not tell each other of before its first step.
+    """
+    muon = muon_in(optimizer, "reference_step")
+    run_reference(muon, None)
+    muon.plan_cache.precomputed.forget(n for n, group in enumerate(muon.param_groups) if group["pending_steps"] == 0)
+
+
+@torch.no_grad()
+def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
+    """Do as `reference_step`, and measure the rounding of every matrix, unless that is None."""
+    steps_until_due = optimizer.next_steps_until_due()
+    ties = [tie for tie in optimizer.runner.ties if steps_until_due[tie.head_group] == 0]
+    for tie in ties:
+        tie.add_gradient()
+    optimizer.runner.consensus.check_partial(steps_until_due)
+    everything, precomputed = optimizer.plan_cache.parameters(), optimizer.plan_cache.precomputed.fresh()
+    # Ranks of one process group meet the same parameters in the same order.
+    parameters = [parameter for parameter in everything if steps_until_due[parameter.group.number] == 0]
+    is_finite = _all_finite(optimizer, everything, parameters)
+    states = optimizer.state
+    for parameter in parameters:
+        # All ranks must ask, whatever they know themselves.
+        partial = _partial_spec_of(parameter)
+        is_stepped = _is_stepped(parameter, partial is not None and not partial.has_copies(parameter.param))
+        if is_stepped and (is_finite or parameter.group.on_nonfinite == "propagate"):
+            gradient = _gradient_of(parameter, partial, precomputed.get(parameter.group.number))
+            with state_on_device(parameter.param, states[parameter.param]) as state:
+                _step_parameter(parameter, gradient, state, roundings)
+    for group, pending in zip(optimizer.param_groups, steps_until_due, strict=True):
+        group["pending_steps"] = pending % group["step_every"]
+    for tie in ties:
+        tie.write()
+
+
+def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Parameter]) -> bool:
+    """Return whether all gradients that are asked about are finite, on all ranks connected by shared parameters.
+
+    All of these ranks must call it, with all of their parameters and those that are stepped now.
+    """
+    policies = [parameter for parameter in due if parameter.group.on_nonfinite != "propagate"]
+    bad = [f for f in policies if f.param.grad is not None and not local_tensor(f.param.grad).isfinite().all()]
+    is_raised = any(parameter.group.on_nonfinite == "raise" for parameter in policies)
+    groups = {
+        parameter.ranks: (parameter.process_group, parameter.param)
+        for parameter in everything
+        if parameter.layout is not None
+    }
+    for group in optimizer.plan_cache.groups:
+        bound = user_linked_ranks(group)
+        if bound:
+            groups[bound] = group.process_group, group.params[0]
+    flags = _least_of_connected([int(not bad), int(not is_raised)], groups)
+    if flags == [0, 0]:
+        where = bad[0].name if bad else "on another rank"
+        raise FloatingPointError(f"{where}: the gradient has an infinite or undefined entry; nothing was updated")
+    return bool(flags[0])
+
+
+def _least_of_connected(
+    flags: list[int], groups: Mapping[tuple[int, ...], tuple[ProcessGroup | None, Tensor]]
+) -> list[int]:
+    """Return the least of each flag over all ranks that process groups connect, directly or through other ranks.
+
+    Beside a process group stands a tensor on the device on which its ranks communicate.
+    """
+    # Over a group of all ranks one round takes a flag everywhere; else each round takes it one rank further at least.
+    num_rounds = 1 if any(len(ranks) == num_ranks() for ranks in groups) else num_ranks()
+    for _ in range(num_rounds):
+        for _, (process_group, param) in sorted(groups.items(), key=lambda item: item[0]):
+            on_device = torch.tensor(flags, dtype=torch.int32, device=param.device)
+            all_agree_(on_device, process_group)
+            flags = on_device.tolist()
+    return flags
+
+
+def _partial_spec_of(parameter: Parameter) -> PartialSpec | None:
+    """Return the cut of a `DTensor`'s gradient on the ranks that have one, if it is a sum still to be made."""
+    if parameter.process_group is None or not hasattr(parameter.param, "device_mesh"):
+        return None
+    return next(
+        (partial for partial in all_gather_values(partial_spec(parameter.param), parameter.process_group) if partial),
+        None,
+    )
+
+
+def _is_stepped(parameter: Parameter, may_lack_addends: bool) -> bool:
+    """Return whether all ranks have a gradient; where gradients are averaged or sums of addends, whether any has."""
+    one_is_enough: bool = may_lack_addends or parameter.group.comms in AVERAGING
+    flag = torch.tensor(
+        (parameter.param.grad is None) == one_is_enough, dtype=torch.int32, device=parameter.param.device
+    )
+    if parameter.process_group is not None:
+        all_agree_(flag, parameter.process_group)
+    return bool(flag) is not one_is_enough
+
+
+def _gradient_of(parameter: Parameter, partial: PartialSpec | None, precomputed: GroupAverages | None) -> Tensor:
+    """Return this rank's box of the gradient, averaged over ranks where the optimizer does that."""
+    if partial is not None and parameter.param.grad is None:
+        param: Any = parameter.param
+        return local_tensor(placed_as(parameter.name, param, zero_addend(param, partial)))
+    (gradient,) = local_gradients([parameter.param], [parameter.name])
+    if gradient is not None:
+        reject_sparse(parameter.name, gradient)
+    if parameter.group.comms not in AVERAGING or parameter.process_group is None:
+        assert gradient is not None
+        return gradient
+    if precomputed is not None and precomputed.local is not None:
+        return parameter.whole_of_shards(precomputed.local[parameter.param])
+    if precomputed is not None:
+        return precomputed.zero_filled[parameter.param] if gradient is None else gradient
+    if gradient is None:
+        gradient = torch.zeros_like(parameter.param, dtype=gradient_dtype(parameter.param))
+    if parameter.sharded is not None:
+        gradient = gradient.to(parameter.param.dtype)  # as it travels
+    everyone = all_gather_uneven(
+        gradient.reshape(-1), [gradient.numel()] * len(parameter.ranks), parameter.process_group
+    )
+    total = torch.zeros_like(everyone[0], dtype=torch.promote_types(gradient.dtype, torch.float32))
+    for one in everyone:
+        total += one
+    # A number would become its reciprocal on GPUs, and the quotient be rounded twice.
+    count = torch.full((), len(everyone), dtype=total.dtype, device=total.device)
+    return (total / count).to(gradient.dtype).view(gradient.shape)
+
+
+def _step_parameter(
+    parameter: Parameter, gradient: Tensor, state: Mapping[str, Tensor], roundings: Roundings | None
+) -> None:
+    local = {"weight": local_tensor(parameter.param), **{key: local_tensor(value) for key, value in state.items()}}
+    is_adamw = not parameter.group.rule.orthogonalizes
+    if is_adamw and parameter.sharded is None:
+        _step_adamw(local, gradient, parameter.group)
+        return
+    whole = {key: parameter.whole_of(key, value) for key, value in local.items() if key in _NOT_PARTIAL_BIAS}
+    # The gradient may lie otherwise in memory than the weight.
+    whole["gradient"] = torch.empty_like(whole["weight"], dtype=gradient.dtype).copy_(parameter.whole(gradient))
+    buffer = local.get(NEURON_MOMENT)
+    second = None if buffer is None else parameter.whole_second_moments(buffer)
+    if is_adamw:
+        _step_adamw({STEP: local[STEP], **whole}, whole["gradient"], parameter.group)
+    else:
+        _step_matrices(parameter, whole, second, roundings)
+    for key, value in local.items():
+        if key in _NOT_PARTIAL_BIAS and value.numel():
+            value.copy_(parameter.local_of(key, whole[key]))
+    if buffer is not None and second is not None:
+        buffer.copy_(second)
+
+
+def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Group) -> None:
+    """Step a parameter entry by entry: where its pieces are makes no difference."""
+    adamw_(
+        local["weight"],
+        master_of(local),
+        gradient,
+        local[EXP_AVG],
+        local[EXP_AVG_SQ],
+        local[STEP],
+        lr=group.learning_rate,
+        betas=(float(group.betas[0]), float(group.betas[1])),
+        eps=float(group.eps),
+        weight_decay=float(group.weight_decay),
+        decay_coupling=group.decay_coupling,
+        cautious=group.cautious,
+    )
+
+
+def _step_matrices(
+    parameter: Parameter, whole: Mapping[str, Tensor], second: Tensor | None, roundings: Roundings | None
+) -> None:
+    """Step the whole weight, momentum and master, one matrix after the other."""
+    view: View = parameter.group.view
+    # Copies, whether or not a view's matrices share memory with the tensor.
+    batches = {key: [batch.clone() for batch in view.batches(tensor)] for key, tensor in whole.items()}
+    moments = None if second is None else second_moments(second, whole["weight"].shape, view)
+    number = 0
+    for block, weights in enumerate(batches["weight"]):
+        for index in range(weights.shape[0]):
+            matrix = {key: batch[block][index : index + 1] for key, batch in batches.items()}
+            if moments is not None:
+                matrix["second_moment"] = moments[block][index : index + 1]
+            if matrix["weight"].numel():
+                rounding = _step_matrix(matrix, number, parameter, measure=roundings is not None)
+                if roundings is not None and rounding is not None:
+                    roundings[parameter.param, number] = rounding
+            number += 1
+    for key, batch in batches.items():
+        view.write_(whole[key], batch)
+
+
+def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter, *, measure: bool) -> Rounding | None:
+    """Step one matrix (1, m, n) of a parameter; return what rounding did to it, if that is asked for."""
+    group = parameter.group
+    weight, momentum = matrix["weight"], matrix[MOMENTUM]
+    m, n = weight.shape[1:]
+    form = form_of(group, m, n, weight.dtype, weight.device)
+    (direction,) = momentum_([momentum], [matrix["gradient"]], mu=float(group.momentum), nesterov=group.nesterov)
+    direction = direction.to(direction_dtype(form, weight.dtype)).contiguous()
+    if form is None:
+        assert callable(group.orthogonalizer)
+        update = apply_function(direction, group.orthogonalizer, parameter.name)
+    else:
+        update = apply_form(direction, form, "torch")
+    # In the dtype of the step, so that on CPUs not even the last bit differs.
+    arithmetic = torch.promote_types(weight.dtype, torch.float32)
+    factor = torch.full((1, 1, 1), group.rule.lr_factor(group.adjust_lr, m, n), dtype=arithmetic, device=weight.device)
+    if group.lr_multipliers is not None:
+        factor = factor * torch.tensor(group.lr_multipliers[number], dtype=factor.dtype, device=factor.device)
+    before = matrix["second_moment"].clone() if "second_moment" in matrix else None
+    scale = factor
+    if before is not None:
+        factor = scale * neuron_factors_(update, matrix["second_moment"], beta=float(group.normalize_beta))
+    decay_and_step_(
+        [weight],
+        [master_of(matrix)],
+        [update],
+        [factor],
+        lr=float(group.lr),
+        weight_decay=float(group.weight_decay),
+        decay_coupling=group.decay_coupling,
+        decay_factors=[scale] if group.scale_decay else None,
+        cautious=group.cautious,
+    )
+    if not measure:
+        return None
+    change = factor * update * float(group.lr)
+    if form is None:
+        second = 0.0 if before is None else largest(matrix["second_moment"])
+        return Rounding(_FUNCTION_ROUNDING * largest(change), _FUNCTION_ROUNDING * second)
+    wide = replace(form, compute_dtype=torch.float32 if form.compute_dtype.itemsize == 2 else torch.float64)
+    forms = [(direction, wide)]
+    if direction.is_cuda:  # kernels round sums otherwise than the reference, and now and then the direction with them
+        terms = matrix["gradient"].abs().to(arithmetic) + momentum.abs()
+        moved = [perturbed(direction, terms, pattern) for pattern in range(_PATTERNS)]
+        # Rounded as well: of a small matrix a single product may be nearly exact by chance.
+        forms += [(nearby, precision) for nearby in moved for precision in (wide, form)]
+    changes, moments = [], []
+    for nearby, precision in forms:
+        result = apply_form(nearby, precision, "torch")
+        result_factor = scale
+        if before is not None:
+            moments.append(before.clone())
+            result_factor = scale * neuron_factors_(result, moments[-1], beta=float(group.normalize_beta))
+        changes.append(result_factor * result * float(group.lr))
+    if moments:
+        moments.append(matrix["second_moment"])
+    return Rounding(_spread([*changes, change]), _spread(moments))
+
+
+def perturbed(direction: Tensor, terms: Tensor, pattern: int = 0) -> Tensor:
+    """Return a direction as it may come out where sums are rounded in another order.
+
+    Of 16-bit entries one in 31 is another neighbour of the exact value. Wider ones all move, by a rounding of what was
+    added: where that cancels, it is more than a rounding of the sum. `terms` are the sums of the absolute values that
+    were added, and `pattern` is one of many ways to move the entries.
+    """
+    eps = torch.finfo(direction.dtype).eps
+    numbers = torch.arange(direction.numel(), device=direction.device).view(direction.shape)
+    # Without a regularity: all entries of a row or a matrix times one number would be the same direction.
+    signs = 1 - 2 * (((numbers + 1000003 * pattern) * 2654435761 >> 13) & 1)
+    if direction.itemsize == 2:
+        neighbours = (direction.double() * (1 + eps * signs)).to(direction.dtype)
+        return torch.where(numbers % 31 == pattern, neighbours, direction)
+    return (direction.double() + eps * signs * terms.double()).to(direction.dtype)
+
+
+def _spread(tensors: Sequence[Tensor]) -> float:
+    """Return the largest distance of tensors from the first of them; 0 for none."""
+    return max((largest(tensor - tensors[0]) for tensor in tensors[1:]), default=0.0)
+
+
+def largest(tensor: Tensor) -> float:
+    """Return the largest finite absolute entry, 0 if there is none."""
+    return float(tensor.abs().nan_to_num(0.0, 0.0).max())

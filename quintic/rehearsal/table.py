@@ -1,0 +1,95 @@
+"""`quintic plan --model`: the optimizer's work for any model on any mesh of ranks, as a table, without the ranks."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import quintic
+from quintic.errors import ConfigError
+from quintic.rehearsal.options import RehearsalOptions
+from quintic.rehearsal.planned_models import planned_model
+from quintic.rehearsal.rehearse import Load, Rehearsal, rehearse
+
+__all__ = ["rehearsal_text", "table"]
+
+
+def rehearsal_text(options: RehearsalOptions) -> str:
+    """Return the output of `quintic plan --model`.
+
+    Raises:
+        ConfigError: an option does not fit; the message begins with its name.
+    """
+    mesh = _mesh(options.mesh)
+    names = tuple(options.layout.split(","))
+    try:
+        model = planned_model(options.model, getattr(torch, options.dtype))
+        optimizer = quintic.Muon(
+            quintic.param_groups(model),
+            orthogonalizer=options.orthogonalizer,
+            normalize=options.normalize,
+            master=options.master,
+            replicas=options.replicas,
+            state_dtype=options.state_dtype,
+        )
+        rehearsal = rehearse(optimizer, mesh, names, node_size=options.node_size)
+    except ConfigError as error:
+        # The library speaks of its argument, the user of the option.
+        text = re.sub("^node_size=", "--node-size ", str(error))
+        raise ConfigError(re.sub("^(model|mesh|layout)=", r"--\1 ", text)) from None
+    except ValueError as error:
+        # Parameters that no rule covers.
+        raise ConfigError(f"--model {options.model}: {error}") from None
+    parameters = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
+    head = f"{options.model}: {parameters:,} parameters of {options.dtype}"
+    return f"{head}\n{table(rehearsal)}"
+
+
+def _mesh(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text):
+        raise ConfigError(f"--mesh {text}: give ranks per dimension, such as 8 or 8x4")
+    return tuple(int(size) for size in text.split("x"))
+
+
+def table(rehearsal: Rehearsal) -> str:
+    """Return a rehearsal as text: a line for each kind of bucket, then the totals."""
+    mesh = "x".join(map(str, rehearsal.mesh))
+    ranks = "1 rank" if rehearsal.num_ranks == 1 else f"{rehearsal.num_ranks:,} ranks"
+    lines = [
+        f"{ranks} as {mesh} ({', '.join(rehearsal.names)}); the most / the mean of the ranks",
+        "",
+        f"{'method':18} {'matrices':>22} {'buckets':>7} {'GFLOP':>21} {'MB sent':>21} {'work MiB':>19}",
+    ]
+    kinds: dict[Any, list[Load]] = {}
+    for load in rehearsal.loads:
+        kinds.setdefault((load.method, load.shapes, load.dtype, load.exchange_bytes is None), []).append(load)
+    for (method, shapes, _, is_local), loads in kinds.items():
+        matrices = f"{sum(load.num_matrices for load in loads):,} x {'+'.join(f'{m}x{n}' for m, n in shapes)}"
+        sent = _most_and_mean(_sum(load.bytes_sent for load in loads), 1e6)
+        most_buckets = int(_sum(load.present for load in loads).max())
+        workspace = torch.stack([load.workspace_bytes for load in loads]).amax(0)
+        lines.append(
+            f"{method:18} {matrices if shapes else '-':>22} {most_buckets:>7} "
+            f"{_most_and_mean(_sum(load.flops for load in loads), 1e9):>21} {'-' if is_local else sent:>21} "
+            f"{_most_and_mean(workspace, 2**20):>19}"
+        )
+    totals = {
+        "operations": f"{_most_and_mean(rehearsal.flops, 1e9)} GFLOP, balance {rehearsal.balance:.2f}",
+        "sent": f"{_most_and_mean(rehearsal.bytes_sent, 1e6)} MB",
+        "state": f"{_most_and_mean(rehearsal.state_bytes, 2**20)} MiB",
+        "temporary memory": f"at most {_most_and_mean(rehearsal.workspace_bytes, 2**20)} MiB",
+    }
+    if rehearsal.bytes_between.any():
+        totals["sent between nodes"] = f"{_most_and_mean(rehearsal.bytes_between, 1e6)} MB"
+    chosen = map(str, rehearsal.choices)
+    return "\n".join([*lines, "", *(f"{name:18} {text}" for name, text in totals.items()), *chosen])
+
+
+def _sum(values: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(values)).sum(0)
+
+
+def _most_and_mean(values: Tensor, unit: float) -> str:
+    return f"{float(values.max()) / unit:,.1f} / {float(values.double().mean()) / unit:,.1f}"

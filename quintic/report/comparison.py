@@ -1,0 +1,296 @@
+"""Several runs side by side on one page, and how much sooner one reaches the result of another.
+
+Here: `write_comparison`; the words of its page are in ``templates/comparison.html``. Not here: the page of one run
+(`report`), drawings (`charts`), reading the runs and deciding whether they can be compared (`arms`).
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quintic.errors import ConfigError
+from quintic.report.arms import Arm, Point, load_arm, median, tokenizers_differ, unit_of
+from quintic.report.charts import Chart, Curve, line_chart, upper_edge
+from quintic.report.history import RunHistory
+from quintic.report.page import learning_axes, write_page
+from quintic.report.words import duration, finite, flatten, in_words, large_number
+
+__all__ = ["write_comparison"]
+
+
+_ENDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("tokens read", "tokens", large_number),
+    ("training time", "seconds", duration),
+    ("loss (nats per token)", "loss", "{:.4f}".format),
+    ("bits per byte", "bpb", "{:.4f}".format),
+    ("standard error over documents (bits per byte)", "bpb_stderr", "{:.4f}".format),
+)
+_MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("tokens per second", "tokens_per_second", large_number),
+    ("model FLOPs utilisation", "mfu", "{:.1%}".format),
+    ("floating-point operations", "flops", large_number),
+    ("most memory (GiB)", "peak_memory_bytes", lambda value: f"{value / 2**30:.3g}"),
+    ("least smoothed training loss (nats per token)", "least_loss", "{:.4f}".format),
+)
+# These differ between any two runs.
+_NOT_SETTINGS = frozenset({"config.run.run", "config.run", "machine.matrix_flops_per_second"})
+
+
+def write_comparison(
+    runs: Mapping[str, str | Path | Sequence[str | Path]], out: str | Path, *, title: str
+) -> dict[str, Any]:
+    """Draw the validation curves of several runs on one page and measure them against the first.
+
+    The figure per candidate is the step at which its validation loss first is at or below the baseline's last one. It
+    lies on the straight line between the evaluations before and after; a candidate that is there at its first
+    evaluation gets that evaluation's step, since nothing is known before it. Evaluations whose loss was not finite are
+    left out. Of several runs under one name, which may differ in their seeds only, medians count.
+
+    Losses are compared in bits per byte, which do not depend on the tokenizer; in nats per token only where a log lacks
+    them and both runs have one tokenizer. Runs that were validated on different texts get no figure.
+
+    Args:
+        runs: name -> run folder, or several; two names at least. The first is the baseline, the others are candidates.
+        out: the HTML file to write; replaced in one move.
+        title: the heading of the page.
+
+    Returns:
+        ``baseline``: its name. ``runs``: name -> ``steps`` made, ``tokens``, ``seconds``, ``loss`` and ``bpb`` of the
+        last evaluation, and the ``losses`` of each of its runs. ``candidates``: name -> ``steps_to_baseline_loss`` and
+        ``percent_of_steps``, the same for ``seconds`` (``seconds_to_baseline_loss``, ``percent_of_seconds``), each None
+        if that loss was never reached (or not timed, or cannot be compared), ``steps_by_run``, and ``sentence``, which
+        says it in words.
+        ``percent_*`` is relative to the baseline's run up to its last evaluation.
+
+    Raises:
+        ConfigError: if there are fewer than two names, a run has no log or no finite validation loss, or the runs of
+            one name were never evaluated at the same step, differ in more than their seeds, or have one seed.
+        DataError: if a log is damaged.
+    """
+    if len(runs) < 2:
+        raise ConfigError(f"a comparison needs two runs at least, got {len(runs)}: give a baseline and a candidate")
+    arms = [load_arm(name, [folders] if isinstance(folders, str | Path) else folders) for name, folders in runs.items()]
+    baseline, *others = arms
+    candidates = {arm.name: _against(baseline, arm) for arm in others}
+    # Beside the range of several runs the standard error of another would be taken for a range, too.
+    errors = all(len(arm.curves) == 1 for arm in arms)
+    commands = [str(history.run["command"]) for arm in arms for history in arm.histories if history.run.get("command")]
+    write_page(
+        Path(out),
+        "comparison.html",
+        title=title,
+        names=list(runs),
+        baseline=baseline.name,
+        candidates=list(candidates.values()),
+        bars=[bar for arm in arms if (bar := _bar(arm, errors=errors)) is not None],
+        rows=_results(arms),
+        lost=[arm.name for arm in arms if any(finite(h.evals[-1].get("loss")) is None for h in arm.histories)],
+        unfinished=[arm.name for arm in arms if not all(history.final for history in arm.histories)],
+        num_runs=[len(arm.histories) for arm in arms],
+        tokenizers_differ=tokenizers_differ(arms),
+        has_errors=errors and any(arm.ends("bpb_stderr") != [None] for arm in arms),
+        panels=_learning(arms, errors=errors),
+        differences=_differences(arms),
+        typed=list(dict.fromkeys(commands)),
+        repeats=[(arm.name, history.repeat) for arm in arms for history in arm.histories if history.repeat],
+    )
+    return {
+        "baseline": baseline.name,
+        "runs": {
+            arm.name: {
+                "steps": int(median(arm.steps()) or 0),
+                **{field: median(arm.ends(field)) for field in ("tokens", "seconds", "loss", "bpb")},
+                "losses": arm.ends("loss"),
+            }
+            for arm in arms
+        },
+        "candidates": candidates,
+    }
+
+
+def _reached(points: Sequence[Point], loss: float, unit: str) -> tuple[float, float | None] | None:
+    """The step, and the seconds, at which the curve first is at or below ``loss``; None for never.
+
+    Args:
+        points: of one run.
+        loss: the loss to reach.
+        unit: field of the points that holds the loss, "bpb" or "loss".
+    """
+    for index, after in enumerate(points):
+        if after[unit] > loss:
+            continue
+        if index == 0:
+            return after["step"], after["seconds"]
+        before = points[index - 1]
+        part = (before[unit] - loss) / (before[unit] - after[unit])
+        step = before["step"] + part * (after["step"] - before["step"])
+        if before["seconds"] is None or after["seconds"] is None:
+            return step, None
+        return step, before["seconds"] + part * (after["seconds"] - before["seconds"])
+    return None
+
+
+def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
+    """The figures of one candidate (see `write_comparison`)."""
+    unit, obstacle = unit_of(baseline, arm)
+    reached: list[tuple[float, float | None] | None] = [None] * len(arm.curves)
+    last, last_seconds = (median(baseline.ends(field)) for field in ("step", "seconds"))
+    if not obstacle:
+        target = median(baseline.ends(unit))
+        assert target is not None
+        reached = [_reached(points, target, unit) for points in arm.curves]
+    assert last is not None
+    steps = [None if at is None else at[0] for at in reached]
+    step = median(steps, math.inf)
+    seconds = None if step is None else median([None if at is None else at[1] for at in reached], math.inf)
+    num_runs, num_reached = len(steps), sum(at is not None for at in steps)
+    whose = f"{baseline.name}'s {'median ' if len(baseline.curves) > 1 else ''}final validation loss"
+    if tokenizers_differ([baseline, arm]):
+        whose += " in bits per byte"
+    percent = 100 * step / last if step is not None and last > 0 else None
+    if obstacle:
+        sentence = f"{arm.name} and {baseline.name}: {obstacle}"
+    elif step is None:
+        sentence = f"{arm.name} never reached {whose} in its {median(arm.steps()):,.0f} steps"
+        if num_reached:
+            sentence = f"{arm.name} reached {whose} in {num_reached} of {num_runs} runs only"
+    else:
+        words = f" ({percent:.1f} %)" if percent is not None else ""
+        # Where a run has few steps, a tenth of a step still matters.
+        form = "{:,.0f}" if last >= 100 else "{:.3g}"
+        sentence = f"{arm.name} reached {whose} after {form.format(step)} of {last:,.0f} steps{words}"
+        if num_runs > 1:
+            some = [at for at in steps if at is not None]
+            spread = f"{form.format(min(some))} to {form.format(max(some))}" if len(some) > 1 else form.format(some[0])
+            never = f", never in {num_runs - num_reached}" if num_reached < num_runs else ""
+            sentence += f"; median of {num_runs} runs, which took {spread}{never}"
+        if (made := median(baseline.steps())) is not None and made > last:
+            sentence += f"; {baseline.name} made {made:,.0f} steps, and was last validated after {last:,.0f}"
+    return {
+        "steps_to_baseline_loss": step,
+        "percent_of_steps": percent,
+        "seconds_to_baseline_loss": seconds,
+        "percent_of_seconds": 100 * seconds / last_seconds if seconds and last_seconds and last_seconds > 0 else None,
+        "steps_by_run": steps,
+        "sentence": sentence,
+    }
+
+
+def _spread(points: Sequence[Point], field: str, *, errors: bool) -> tuple[float, float] | None:
+    """The range of several runs; of one, if asked for, its bits per byte with one standard error more and less."""
+    values = [point[field] for point in points if point[field] is not None]
+    if len(points) == 1 and errors and field == "bpb" and values and (error := points[0]["bpb_stderr"]) is not None:
+        return values[0] - error, values[0] + error
+    return (min(values), max(values)) if len(points) > 1 and values else None
+
+
+def _bar(arm: Arm, *, errors: bool) -> tuple[str, str, float, float, float] | None:
+    """Name, text, value and range of an arm's bar."""
+    value = median(arm.ends("bpb"))
+    if value is None:
+        return None
+    spread = _spread([points[-1] for points in arm.curves], "bpb", errors=errors)
+    low, high = spread or (value, value)
+    some = f" ({low:.3f} to {high:.3f})" if len(arm.curves) > 1 else f" ± {high - value:.3f}" if spread else ""
+    return arm.name, f"{value:.3f}{some}", value, low, high
+
+
+def _results(arms: Sequence[Arm]) -> list[list[str]]:
+    """The last finite evaluation of each run and its measurements, as rows of a table."""
+
+    def text(values: Sequence[float | None], form: Callable[[float], str]) -> str:
+        known = [value for value in values if value is not None]
+        if not known:
+            return "–"
+        middle, low, high = form(statistics.median(known)), form(min(known)), form(max(known))
+        return middle if low == high else f"{middle} ({low} to {high})"
+
+    rows: list[tuple[str, list[list[float | None]], Callable[[float], str]]] = []
+    rows.append(("steps", [arm.steps() for arm in arms], "{:,.0f}".format))
+    if any(arm.steps() != arm.ends("step") for arm in arms):
+        rows.append(("step of this evaluation", [arm.ends("step") for arm in arms], "{:,.0f}".format))
+    warning = "; not comparable here" if tokenizers_differ(arms) else ""
+    for label, field, form in _ENDS:
+        words = label.replace("nats per token", f"nats per token{warning}")
+        rows.append((words, [arm.ends(field) for arm in arms], form))
+    rows += [
+        (label, [[h.newest(field) for h in arm.histories] for arm in arms], form) for label, field, form in _MEASURED
+    ]
+    machines = [[h.run.get("machine") or {} for h in arm.histories] for arm in arms]
+    rates = [[finite(machine.get("matrix_flops_per_second")) for machine in run] for run in machines]
+    rows.append(("speed of plain matrix products at the start (operations per second)", rates, large_number))
+    return [
+        [label, *(text(values, form) for values in of_arms)]
+        for label, of_arms, form in rows
+        if any(value is not None for values in of_arms for value in values)
+    ]
+
+
+def _learning(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Chart]]:
+    """Validation loss and bits per byte of all runs over steps, tokens and time."""
+    axes = learning_axes([record for arm in arms for history in arm.histories for record in history.evals])
+    charts = {"loss": ("Validation loss", "nats per token"), "bpb": ("Validation bits per byte", "bits per byte")}
+    unit = "loss"
+    if tokenizers_differ(arms):
+        unit = "bpb"
+        del charts["loss"]
+    target = None if any(unit_of(arms[0], arm)[1] for arm in arms[1:]) else median(arms[0].ends(unit))
+    shared = [arm.shared() for arm in arms]
+
+    def draw(field: str, x: str, x_label: str, divisor: float) -> Chart:
+        curves = []
+        for look, (arm, rows) in enumerate(zip(arms, shared, strict=True)):
+            placed = [(at, row) for row in rows if (at := median(point[x] for point in row)) is not None]
+            spread = [_spread(row, field, errors=errors) for _, row in placed]
+            curve = Curve(
+                label=arm.name + (f" (median and range of {len(arm.curves)} runs)" if len(arm.curves) > 1 else ""),
+                x=[at / divisor for at, _ in placed],
+                y=[median(point[field] for point in row) for _, row in placed],
+                spread=spread if any(spread) else (),
+                style="points",
+                look=look,
+            )
+            curves.append(curve)
+        points = [(p["step"], p[field]) for rows in shared for row in rows for p in row if p[field] is not None]
+        references = {f"{arms[0].name}'s final loss: {target:.3f}": target} if target is not None else {}
+        return line_chart(
+            curves,
+            title=charts[field][0],
+            x_label=x_label,
+            y_label=charts[field][1],
+            references=references if field == unit else {},
+            y_limits=(None, upper_edge(points)),
+        )
+
+    return {tab: [draw(field, *axis) for field in charts] for tab, axis in axes.items()}
+
+
+def _peak_rates(history: RunHistory) -> dict[str, str]:
+    """The largest learning rate of each group of weights, and the largest weight decay, of a run."""
+    peaks: dict[str, float] = {}
+    for record in history.train:
+        rates = {f"peak learning rate, {name}": rate for name, rate in (record.get("lr") or {}).items()}
+        for key, value in {**rates, "peak weight decay": record.get("weight_decay")}.items():
+            if isinstance(value, int | float):
+                peaks[key] = max(value, peaks.get(key, value))
+    return {key: f"{value:.4g}" for key, value in peaks.items()}
+
+
+def _differences(arms: Sequence[Arm]) -> list[list[str]]:
+    """The settings in which the runs differ, as rows of a table."""
+
+    def settings(history: RunHistory) -> dict[str, Any]:
+        entries = dict(flatten({key: history.run.get(key) or {} for key in ("config", "machine", "versions")}))
+        # An option may hold one value for each optimizer: what a run really used stands in its training records.
+        return {key: value for key, value in entries.items() if key not in _NOT_SETTINGS} | _peak_rates(history)
+
+    of_arms = [[settings(history) for history in arm.histories] for arm in arms]
+    rows = []
+    for key in dict.fromkeys(key for runs in of_arms for entries in runs for key in entries):
+        texts = [", ".join(dict.fromkeys(str(entries.get(key, "–")) for entries in runs)) for runs in of_arms]
+        if len(set(texts)) > 1:
+            name = key.removeprefix("config.")
+            rows.append([name if key.startswith("config.") else in_words(key.split(".")[-1]), *texts])
+    return rows

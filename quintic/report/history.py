@@ -1,0 +1,211 @@
+"""The metrics log of a run, `metrics.jsonl`: one JSON object per line, and how it is read back.
+
+Every record has a ``kind``; the other fields depend on it:
+
+    run      time, name, config, machine, versions, git, code, model, data, total_steps, command, repeat, ranks; of a
+             speedrun track and warmup_seconds
+    train    step, tokens, seconds, loss, bpb, lr, lr_multiplier, momentum, weight_decay, smoothed_loss, least_loss,
+             epoch, flops, tokens_per_second, mfu, peak_memory_bytes, times_ms; on some steps grad_rms, update_rms and
+             grad_norm, the last of them on all where gradients are clipped, before that; where the loss jumped spike,
+             on_spike; of a speedrun stage
+    eval     step, tokens, seconds, loss, bpb, bpb_stderr
+    core     step, tokens, seconds, core, core_stderr, centred, accuracy, missing
+    sample   step, samples
+    resume   step, time; where it made the run longer steps_before, total_steps
+    rollback step, spike_step
+    final    step, loss, bpb, least_bpb, least_bpb_step, seconds, baselines, breakdown, smoothed_loss, least_loss,
+             epochs, flops, peak_memory_bytes; and without the first ten steps of each process tokens_per_second, mfu,
+             first_step_extra_seconds, compile_seconds; of a speedrun tokens
+
+The last samples come after the final record.
+
+``step`` counts from 1, an evaluation before the first has 0; ``tokens`` and ``seconds`` are totals since the start of
+training; ``loss`` is in nats per token, ``bpb`` in bits per byte, ``bpb_stderr`` is its standard error over documents.
+``least_bpb`` is the least on the validation text, after ``least_bpb_step`` steps. ``lr_multiplier`` is the schedule's
+factor on all learning rates. ``smoothed_loss`` is the mean of the training losses with weights 0.9^age, ``least_loss``
+its least so far; ``epoch`` counts from 0, of several sources that of the one
+read least, and ``epochs`` says how often each has been read; ``flops`` are those so far. ``mfu`` is the share of
+``machine.matrix_flops_per_second``, measured at the start. ``spike`` counts standard deviations above the smoothed
+loss; ``rollback`` goes from ``spike_step`` to ``step``.
+``code`` is the SHA-256 of the package's source files.
+``repeat`` is the command that repeats the run, with everything that was chosen for it written out.
+
+A speedrun logs fewer fields, and some of its own. ``track`` is its schedule; ``stage`` counts the stages of it from 0;
+``warmup_seconds`` is the time before its clock starts, which ``seconds`` leave out, as they do validations. The
+``loss`` of its steps counts further targets, with the weights of the stage.
+
+The file is strict JSON: NaN and infinities, which JSON lacks, are written as ``null``.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from quintic.errors import ConfigError, DataError
+from quintic.report.records import wrong_in
+from quintic.report.words import finite
+
+__all__ = ["METRICS_FILE", "SOURCE_FILE", "RunHistory", "read_metrics"]
+
+METRICS_FILE = "metrics.jsonl"
+"""The name of the log in a run's folder."""
+SOURCE_FILE = "source.json"
+"""The name of what it keeps of the source that ran; beside it may be a .diff."""
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Read the records of a metrics log, oldest first; also while a run is still writing it.
+
+    Args:
+        path: the file. A last line that is cut off (a crash, or a run in the middle of writing) is left out.
+
+    Returns:
+        The records; a number that was not finite is ``None``.
+
+    Raises:
+        ConfigError: if the file does not exist.
+        DataError: if a line before the last one is not a JSON object, or a record has a field of the wrong kind.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist: give the folder of a run, which holds {path.name}") from error
+    records: list[dict[str, Any]] = []
+    last = len(lines) if lines[-1] else len(lines) - 1
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line, parse_constant=lambda _: None)
+        except (ValueError, RecursionError) as error:
+            if number == last:
+                break
+            raise DataError(
+                f"{path}, line {number}: not valid JSON ({error}); remove the line or restore the file"
+            ) from error
+        if not isinstance(record, dict):
+            raise DataError(f"{path}, line {number}: not a JSON object; remove the line or restore the file")
+        if (wrong := wrong_in(record, line)) is not None:
+            raise DataError(f"{path}, line {number}: {wrong}; remove the line or restore the file")
+        records.append(record)
+    return records
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunHistory:
+    """The records of one run, sorted out: one record per step, in the order of the steps.
+
+    Attributes:
+        run: the ``run`` record; empty if the log has none.
+        train: the ``train`` records.
+        evals: the evaluations on the validation text. The ``final`` one is among them if it is of a later step.
+        core: the answers to the tasks of CORE.
+        samples: the newest samples.
+        final: the ``final`` record; empty while the run is unfinished.
+        resumed_at: the steps at which the run was taken up again.
+        lengthened: the ``resume`` records that made the run longer. Their step is the last one under the
+            schedules of the length before, which is an earlier one where the run went back later on.
+        spikes: the ``train`` records of steps whose loss jumped, also of those that were made again after a rollback.
+    """
+
+    run: Mapping[str, Any]
+    train: Sequence[Mapping[str, Any]]
+    evals: Sequence[Mapping[str, Any]]
+    core: Sequence[Mapping[str, Any]]
+    samples: Sequence[Mapping[str, Any]]
+    final: Mapping[str, Any]
+    resumed_at: Sequence[int]
+    lengthened: Sequence[Mapping[str, Any]]
+    spikes: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """Read a run folder's log.
+
+        Raises:
+            ConfigError: if the folder holds no log, or one without any step.
+            DataError: if the log is damaged.
+        """
+        path = Path(folder) / METRICS_FILE
+        if not path.is_file():
+            raise ConfigError(
+                f"{folder} holds no {METRICS_FILE}, from which reports are made: give the folder that a training run "
+                f"wrote to; of a run whose log is lost, `quintic sample`, `eval` and `export` still work, and "
+                f"`quintic train --resume --run {Path(folder).name}` begins a new log"
+            )
+        kinds: dict[str, list[dict[str, Any]]] = {}
+        for record in read_metrics(path):
+            kinds.setdefault(str(record.get("kind")), []).append(record)
+        final = kinds.get("final", [{}])[-1]
+        train, evals = _by_step(kinds.get("train", [])), _by_step(kinds.get("eval", []))
+        if final.get("loss") is not None and final.get("step", 0) > (evals[-1]["step"] if evals else 0):
+            evals.append({"tokens": train[-1].get("tokens") if train else None, **final})
+        if not (train or evals):
+            raise ConfigError(f"{path} has no training step yet: wait for the first one")
+        resumed = kinds.get("resume", [])
+        sampled = [r["samples"] for r in (*_by_step(kinds.get("sample", [])), final) if r.get("samples")]
+        return cls(
+            run=kinds.get("run", [{}])[-1],
+            train=train,
+            evals=evals,
+            core=_by_step(kinds.get("core", [])),
+            samples=sampled[-1] if sampled else (),
+            final=final,
+            resumed_at=[record["step"] for record in resumed],
+            lengthened=[
+                {**record, "step": min(later["step"] for later in resumed[number:])}
+                for number, record in enumerate(resumed)
+                if record.get("total_steps")
+            ],
+            spikes=[record for record in kinds.get("train", []) if "spike" in record],
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes that trained the run."""
+        return self.run.get("ranks") or 1
+
+    @property
+    def repeat(self) -> str | None:
+        """The commands that make the run again, by torchrun if several ranks made it; None if the log has none."""
+        command: str | None = self.run.get("repeat")
+        if not command:
+            return None
+        commands = [command]
+        for record in self.lengthened:
+            start = "" if record["step"] == record.get("steps_before") else f" --resume-step {record['step']}"
+            commands.append(f"quintic train --resume --steps {record['total_steps']}{start}")
+        launcher = "" if self.ranks == 1 else f"torchrun --standalone --nproc-per-node={self.ranks} -m "
+        return " && ".join(launcher + command for command in commands)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Length of the run, the latest if it was made longer; None if the log has none."""
+        return (self.lengthened[-1] if self.lengthened else self.run).get("total_steps")
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that the run has made, also those since its last evaluation."""
+        return max(int(records[-1]["step"]) for records in (self.train, self.evals) if records)
+
+    @property
+    def least(self) -> Mapping[str, Any] | None:
+        """The evaluation with the fewest bits per byte, the first of equal ones; None where none is finite."""
+        scored = [record for record in self.evals if finite(record.get("bpb")) is not None]
+        return min(scored, key=lambda record: float(record["bpb"]), default=None)
+
+    def newest(self, field: str) -> float | None:
+        """Return a number of the final record, else of the last training step; None where there is none."""
+        for record in (self.final, *self.train[-1:]):
+            if (value := finite(record.get(field))) is not None:
+                return value
+        return None
+
+
+def _by_step(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record for each step, the last one written, in the order of the steps."""
+    steps = {int(record["step"]): record for record in records if "step" in record}
+    return [steps[step] for step in sorted(steps)]

@@ -1,0 +1,73 @@
+"""Pages from templates: one HTML file each, which needs nothing else, styles included.
+
+Here: the templates of ``templates/`` filled in by Jinja2, which escapes whatever comes from outside. Not here: drawings
+(`charts`), and the content of a page (`report`, `comparison`).
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quintic.durable import write_atomically
+from quintic.errors import ConfigError
+from quintic.report.words import duration, finite, in_words, large_number, or_dash, value_text
+
+__all__ = ["learning_axes", "write_page"]
+
+
+@functools.cache
+def _environment() -> Any:
+    """Return Jinja2's environment, which reads each template once: that takes longer than a small page."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("quintic.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "duration": or_dash(duration),
+        "in_words": in_words,
+        "large_number": or_dash(large_number),
+        "value_text": value_text,
+        "number": lambda value, form: or_dash(form.format)(value),
+    }
+    return environment
+
+
+def write_page(path: Path, template: str, **context: Any) -> None:
+    """Fill in a template and replace ``path`` in one move, so that a browser never sees half a page.
+
+    Args:
+        path: the file; its folder is created if missing.
+        template: name of a file in ``templates/``.
+        **context: what the template shows.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    text = _environment().get_template(template).render(context)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text.encode("utf-8", errors="replace"))
+    except OSError as error:
+        advice = "free some space, or give another file with quintic report --out"
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}); {advice}") from None
+
+
+def learning_axes(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str, int]]:
+    """The x axes of learning curves: name -> (field of the records, label with its unit, divisor of values).
+
+    Args:
+        records: all that are drawn; they decide the unit of time.
+    """
+    longest = max((finite(record.get("seconds")) or 0.0 for record in records), default=0.0)
+    size, unit = (3600, "hours") if longest >= 7200 else (60, "minutes") if longest >= 120 else (1, "seconds")
+    return {
+        "by steps": ("step", "training steps", 1),
+        "by tokens": ("tokens", "tokens read (K thousand, M million, B billion)", 1),
+        "by time": ("seconds", f"training time ({unit})", size),
+    }

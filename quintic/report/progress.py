@@ -1,0 +1,262 @@
+"""The progress of a run in the terminal.
+
+Here: a live display (a bar and one line of figures) on a terminal, plain lines everywhere else, so that a log file of a
+batch job stays readable. Not here: any measurement; every figure comes from the records of `metrics`, except the
+clock of this process.
+"""
+
+import contextlib
+import errno
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+
+__all__ = ["Progress"]
+
+# Plain output has a line for every so many training steps, and not more than one in so many seconds.
+_STEPS_PER_LINE = 10
+_LEAST_SECONDS = 1.0
+
+# Plain output names an activity again if it took longer the last time.
+_LONG_SECONDS = 2.0
+
+_SEPARATOR = " · "
+
+
+class Progress:
+    """A live progress display on a terminal, plain lines elsewhere; a context manager.
+
+    Leaving the context, also by Ctrl-C or an error, puts the terminal back in order and lets the exception pass.
+
+    Args:
+        total_steps: the step at which the run ends.
+        start_step: the step that the run continues from; 0 for a fresh one.
+        output: where plain lines go; standard output by default. Ignored where ``console`` is given.
+        console: a rich console to draw on; by default one on ``output`` if that is a terminal.
+        clock: seconds from an arbitrary start.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        start_step: int = 0,
+        output: TextIO | None = None,
+        console: "Console | None" = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps = total_steps
+        self.step = start_step
+        self._output = sys.stdout if output is None else output
+        self._clock = clock
+        self._start = clock()
+        self._last_line: float | None = None
+        # Where the estimate of the time left is anchored: after the first step, which pays for compilation.
+        self._anchor: tuple[int, float] | None = None
+        self._train: Mapping[str, Any] = {}
+        self._evaluation: Mapping[str, Any] = {}
+        self._busy: str | None = None
+        self._waits: dict[str, float] = {}  # seconds that each activity took the last time
+        # The display is drawn by a thread of its own, which must not see half of an update.
+        self._lock = threading.Lock()
+        self._live: Any = self._start_live(console)
+
+    def _start_live(self, console: "Console | None") -> Any:
+        """Start the live display; None where the output is not a terminal."""
+        if console is None and not self._output.isatty():
+            return None
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(file=self._output) if console is None else console
+        if not console.is_terminal or console.is_dumb_terminal:
+            self._output = console.file
+            return None
+        live = Live(console=console, get_renderable=lambda: self._render(console.width), refresh_per_second=4)
+        live.start()
+        return live
+
+    def message(self, text: str) -> None:
+        """Print a line for the reader; on a terminal it appears above the display."""
+        if self._live is None:
+            self._write(lambda: print(text, file=self._output, flush=True))
+        else:
+            console = self._live.console
+            self._write(lambda: console.print(text, markup=False, highlight=False))
+
+    def _write(self, write: Callable[[], object]) -> None:
+        """Write; a terminal that is gone takes nothing, which is no error: SIGHUP tells the run, which is saved."""
+        try:
+            write()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+
+    @contextlib.contextmanager
+    def busy(self, activity: str) -> Iterator[None]:
+        """Name the activity before the block runs: on a terminal in the display, while it runs.
+
+        Plain output gets a line the first time, and where the activity took longer than a moment the last time.
+        """
+        start = self._clock()
+        if self._live is not None:
+            self._show_busy(activity)
+        elif self._waits.get(activity, _LONG_SECONDS) >= _LONG_SECONDS:
+            self.message(f"step {self.step:,}/{self.total_steps:,}  {activity} ...")
+        try:
+            yield
+        finally:
+            self._waits[activity] = self._clock() - start
+            self._show_busy(None)
+
+    def _show_busy(self, activity: str | None) -> None:
+        with self._lock:
+            self._busy = activity
+        if self._live is not None:
+            self._write(self._live.refresh)  # at once: what follows may leave no thread a turn
+
+    def train(self, record: Mapping[str, Any]) -> None:
+        """Take the record of a training step."""
+        step, now = int(record["step"]), self._clock()
+        with self._lock:
+            first = self._anchor is None
+            if self._anchor is None:
+                self._anchor = (step, now)
+            self.step, self._train = step, record
+        if self._live is None and self._is_line_due(step, now, first):
+            self._last_line = now
+            figures = [*_losses(record), *_rates(record), _speed(record), *_machine(record), self._times()]
+            self.message("  ".join([f"step {step:,}/{self.total_steps:,} ({self._percent()})", *figures]))
+        if record.get("spike") is not None:
+            self.message(
+                f"step {step:,}/{self.total_steps:,}  spike: loss {_number(record.get('loss'), 3)} is "
+                f"{_number(record['spike'], 1)} standard deviations above the mean of the last ones"
+                f"{'; its update is left out' if record.get('on_spike') == 'skip' else ''}"
+            )
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """Take the record of an evaluation on the validation text."""
+        with self._lock:
+            self._evaluation = record
+        self.message(
+            f"step {int(record['step']):,}/{self.total_steps:,}  validation: "
+            f"loss {_number(record.get('loss'), 3)}, {_number(record.get('bpb'), 4)} bits per byte"
+        )
+
+    def close(self) -> None:
+        """Draw the display a last time and give the terminal back; closing twice is fine."""
+        live, self._live = self._live, None
+        if live is not None:
+            self._write(live.stop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _is_line_due(self, step: int, now: float, first: bool) -> bool:
+        """True if a plain line is due: at the first and the last step always, at the others in their turn."""
+        if first or step >= self.total_steps:
+            return True
+        rested = self._last_line is None or now - self._last_line >= _LEAST_SECONDS
+        return step % _STEPS_PER_LINE == 0 and rested
+
+    def _render(self, width: int) -> "Group":
+        """The live display as it should look now: two lines, the second one with the figures that fit."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        with self._lock:
+            bar = Table.grid(padding=(0, 1), expand=True)
+            bar.add_column(no_wrap=True)
+            bar.add_column(ratio=1)
+            bar.add_column(no_wrap=True, justify="right")
+            bar.add_row(
+                f"step {self.step:,}/{self.total_steps:,}",
+                ProgressBar(total=max(1, self.total_steps), completed=self.step),
+                self._percent(),
+            )
+            # With each figure how soon it is left out: a wrapped line would smear when the window changes.
+            if self._busy is not None:
+                figures = [(0, f"{self._busy} ..."), (1, self._times())]
+            else:
+                loss, *gradient = _losses(self._train)
+                loss, _, mean = loss.partition(" (")
+                score = f"validation {_number(self._evaluation.get('bpb'), 4)} bits per byte"
+                figures = [(0, loss), *([(3, f"({mean}")] if mean else []), *((6, text) for text in gradient)]
+                figures += [*([(2, score)] if self._evaluation else []), (4, _speed(self._train))]
+                figures += [(7, text) for text in _rates(self._train)]
+                figures += [*((5, text) for text in _machine(self._train)), (1, self._times())]
+            while len(figures) > 1 and len(_line(figures)) > width:
+                figures.pop(max(range(len(figures)), key=lambda place: (figures[place][0], place)))
+            line = Text(_line(figures), style="dim", no_wrap=True, overflow="ellipsis")
+        return Group(bar, line)
+
+    def _percent(self) -> str:
+        return f"{100 * self.step / max(1, self.total_steps):.1f} %"
+
+    def _times(self) -> str:
+        """Time since the start of this process, and the estimated time left."""
+        now = self._clock()
+        elapsed = f"{_clock_time(now - self._start)} elapsed"
+        if self.step >= self.total_steps:
+            return elapsed
+        if self._anchor is None or self.step <= self._anchor[0]:
+            return f"{elapsed}, time left not known yet"
+        anchor_step, anchor_time = self._anchor
+        left = (now - anchor_time) / (self.step - anchor_step) * (self.total_steps - self.step)
+        return f"{elapsed}, {_clock_time(left)} left"
+
+
+def _line(figures: Sequence[tuple[int, str]]) -> str:
+    return _SEPARATOR.join(text for _, text in figures).replace(f"{_SEPARATOR}(", " (")
+
+
+def _number(value: Any, digits: int) -> str:
+    """A number with so many decimals; a dash where there is none (yet, or because it was not finite)."""
+    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else "-"
+
+
+def _losses(record: Mapping[str, Any]) -> list[str]:
+    """The loss of the step, with the smoothed and the gradient's size where they are known."""
+    smoothed, norm = record.get("smoothed_loss"), record.get("grad_norm")
+    mean = f" (mean {_number(smoothed, 3)})" if smoothed is not None else ""
+    return [f"loss {_number(record.get('loss'), 3)}{mean}", *([] if norm is None else [f"gradient {norm:.2g}"])]
+
+
+def _rates(record: Mapping[str, Any]) -> list[str]:
+    """The schedule's factor on all learning rates."""
+    factor = record.get("lr_multiplier")
+    return [] if factor is None else [f"rates x {_number(factor, 3)}"]
+
+
+def _machine(record: Mapping[str, Any]) -> list[str]:
+    """MFU, memory and the epoch of the text."""
+    figures = []
+    if (mfu := record.get("mfu")) is not None:
+        figures.append(f"MFU {100 * mfu:.1f} %")
+    if (peak := record.get("peak_memory_bytes")) is not None:
+        figures.append(f"{peak / 2**30:.1f} GiB")
+    if record.get("epoch"):
+        figures.append(f"epoch {record['epoch']}")
+    return figures
+
+
+def _speed(record: Mapping[str, Any]) -> str:
+    value = record.get("tokens_per_second")
+    return f"{value:,.0f} tokens/s" if isinstance(value, (int, float)) else "- tokens/s"
+
+
+def _clock_time(seconds: float) -> str:
+    """Hours, minutes and seconds as a clock shows them: 0:05, 12:34, 1:02:03."""
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,0 +1,52 @@
+"""A drawing that matplotlib wrote as an SVG file, made a part of a page: `inline`."""
+
+import re
+from collections.abc import Iterable
+from html import escape
+
+__all__ = ["COLORS", "GRID", "INK", "MARKS", "SOFT", "inline"]
+
+# Each stands for a variable of the page while matplotlib draws.
+COLORS = ["#fe0000", "#fe0001", "#fe0002", "#fe0003", "#fe0004", "#fe0005"]
+INK, SOFT, GRID = "#fe0006", "#fe0007", "#fe0008"
+_VARIABLES = {color: f"var(--c{index})" for index, color in enumerate(COLORS)}
+_VARIABLES |= {INK: "var(--ink)", SOFT: "var(--soft)", GRID: "var(--grid)"}
+
+MARKS = "marks"
+"""Name (`gid`) of a set of marks, which get titles."""
+
+
+def inline(svg: str, name: str, titles: Iterable[str]) -> str:
+    """The drawing with the page's font and colours, without the parts that only a file needs.
+
+    Args:
+        svg: the file.
+        name: of the drawing, for screen readers.
+        titles: of the marks, shown when a pointer is on them; in the order of drawing.
+    """
+    svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    head, body = re.findall(r'(<svg[^>]* viewBox="[^"]*")[^>]*>(.*)', svg, flags=re.DOTALL)[0]
+    box = head[head.index("viewBox") :]
+    body = re.sub(r">\s+<", "><", re.sub(r"<[^>]*>", _tidied, body)).strip()
+    texts = iter(titles)
+    body = re.sub(
+        rf'(?<=<g class="{MARKS}">).*?</g></g>',
+        lambda marks: re.sub(r"(<use [^>]*)/>", lambda use: f"{use[1]}><title>{next(texts)}</title></use>", marks[0]),
+        body,
+    )
+    return f'<svg class="chart" role="img" aria-label="{escape(name)}" {box}>{body}'
+
+
+def _tidied(match: re.Match[str]) -> str:
+    """A tag with names only where something refers to them, the page's font and colours, and hundredths of units."""
+    tag = match[0]
+    if tag.startswith("<g id="):
+        if tag.endswith("/>"):
+            return ""
+        return f'<g class="{MARKS}">' if f'"{MARKS}"' in tag else "<g>"
+    if tag.startswith("<text"):
+        style = "".join(f"{part}; " for part in re.findall(r"(?:text-anchor|fill): [\w#]+", tag))
+        tag = re.sub(r' (style|transform)="[^"]*"', "", tag)[:-1] + f' style="{style.strip()}">'
+    tag = re.sub(r"-?\d+\.\d+", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), tag)
+    tag = re.sub(r"#fe000\d", lambda color: _VARIABLES[color[0]], tag)
+    return re.sub(r"\s+", " ", tag)

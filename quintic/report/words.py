@@ -1,0 +1,127 @@
+"""Numbers, times and names as a person writes them, and values of a log as numbers."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+__all__ = ["date", "duration", "finite", "flatten", "format_si", "in_words", "large_number", "or_dash", "value_text"]
+
+_NO_BREAK = "\u00a0"
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+# Names in the log whose words are not simply the name with spaces, or that need their unit.
+_WORDS = {
+    "matrix_parameters": "parameters in weight matrices",
+    "parameters_scalars": "parameters that are scalars",
+    "flops_per_token": "floating-point operations per token",
+    "width": "width (numbers per token)",
+    "heads": "attention heads",
+    "cores": "processor cores",
+    "cpu": "processor",
+    "gpu": "GPU",
+    "memory_gb": "memory (GB)",
+    "dtype": "number format (dtype)",
+    "fp8": "8-bit matrix products",
+    "matrix_flops_per_second": "floating-point operations per second in matrix products",
+    "system": "operating system",
+    "dirty": "uncommitted changes",
+    "code": "SHA-256 of the source files",
+    "untracked": "files that git does not know",
+    "num_untracked": "number of files that git does not know",
+    "diff_bytes": "bytes of changes",
+    "path": "folder",
+    "key": "fingerprint",
+    "vocab_size": "vocabulary (tokens)",
+    "bytes_per_token": "bytes per token",
+}
+_PREFIXES = (("parameters_", "parameters in "), ("train_", "training "), ("val_", "validation "))
+
+
+def finite(value: Any) -> float | None:
+    """The value if it is a finite number, else None."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf"):
+        return float(value)
+    return None
+
+
+def or_dash(form: Callable[[Any], str]) -> Callable[[Any], str]:
+    """The format, with a dash for a value that is missing or not finite."""
+    return lambda value: "–" if finite(value) is None else form(value)
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The entries of nested mappings, with their names joined by dots."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def in_words(name: str) -> str:
+    """A field's name in words: "parameters in value embeddings" for `parameters_value_embeddings`."""
+    if name in _WORDS:
+        return _WORDS[name]
+    for prefix, words in _PREFIXES:
+        if name.startswith(prefix):
+            return words + name.removeprefix(prefix).replace("_", " ")
+    return name.replace("_", " ")
+
+
+def value_text(value: Any) -> str:
+    """A setting's value: texts as they are, yes and no, large numbers with separators or as powers of ten."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float) and 1e9 <= value <= 1e300:  # integers of a log may be too large for a float
+        return large_number(value)
+    if isinstance(value, int) and abs(value) >= 10_000:
+        return f"{value:,}"
+    return "–" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def date(time: str) -> str:
+    """An ISO time as a person writes it; as it is where it is not one."""
+    try:
+        moment = datetime.fromisoformat(time)
+    except ValueError:
+        return time
+    return f"{moment:%Y-%m-%d at %H:%M} {moment.tzname() or ''}".rstrip()
+
+
+def duration(seconds: float) -> str:
+    """A duration with two units at most: 4.2 s, 3 min 20 s, 2 h 5 min, 3 d 4 h; it does not break over lines."""
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    rest = round(seconds)
+    for (unit, size), (small_unit, small_size) in pairwise(units):
+        if rest >= size:
+            small = rest % size // small_size
+            words = f"{rest // size} {unit} {small} {small_unit}" if small else f"{rest // size} {unit}"
+            return words.replace(" ", _NO_BREAK)
+    return f"{seconds:.3g}{_NO_BREAK}s"
+
+
+def large_number(value: float) -> str:
+    """A count in words: 950, 12,300, 124.4 million, 2.5 billion, 1.25 × 10¹⁸."""
+    if value >= 1e15:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g} × 10{str(int(exponent)).translate(_SUPERSCRIPTS)}".replace(" ", _NO_BREAK)
+    for limit, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if value >= limit:
+            return f"{value / limit:.4g}{_NO_BREAK}{word}"
+    return f"{value:,.0f}"
+
+
+def format_si(value: float) -> str:
+    """A short number for an axis: 1.5K for 1,500, 2M for two million, 3B for three (American) billion, 10⁻⁴."""
+    if value != 0 and abs(value) < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        power = "10" + str(int(exponent)).translate(_SUPERSCRIPTS)
+        return power if float(mantissa) == 1 else f"{float(mantissa):g}·{power}"
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{suffix}" if abs(value) < 1000 * limit else f"{value / limit:,.0f}{suffix}"
+    return f"{value:.4g}"

@@ -1,0 +1,131 @@
+"""The speedrun's presets by name, and the options of `quintic train --preset speedrun` that change them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from quintic.errors import ConfigError
+from quintic.model.speedrun_sizes import SpeedrunConfig
+from quintic.speedrun.stages import SPEEDRUN, TINY, Track
+from quintic.train.config import BaseRunConfig, check_at_least, check_at_most
+
+__all__ = ["BYTES_BOS", "FP8_FEATURES", "PRESETS", "Preset", "SpeedrunOptions", "preset", "switches", "without"]
+
+BYTES_BOS = 256  # the token that begins a document where every other token is a byte
+FP8_FEATURES = ("fp8-head", "fp8-mlp", "fp8-mlp-backward")  # which take a device that multiplies in 8 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedrunOptions(BaseRunConfig):
+    """Options of a speedrun; the defaults are the race's."""
+
+    data: str = "hf:kjj0/fineweb10B-gpt2"
+    """Folder with *train*.bin and *val*.bin token shards, hf:owner/name with the race's, or 'python': the text of your
+    Python installation as bytes (for speedrun-tiny)."""
+    data_dir: Path = Path("data")
+    """Folder for downloads."""
+    shards: int = 9
+    """Training shards to take at most."""
+    tokenizer: str | None = "gpt2"
+    """Vocabulary of the shards, for prefixes and bits per byte: a tokenizer.json, a folder with GPT-2's two files, or
+    'gpt2', which is downloaded. 'None' for neither, and for speedrun-tiny, whose tokens are bytes."""
+    steps: int = SPEEDRUN.steps
+    """Optimizer steps; every stage shrinks or grows alike."""
+    without: tuple[str, ...] = ()
+    """Features of the model to leave out, such as 'smear skip'."""
+    warm_up: bool = True
+    """Compile the code of every stage before the clock starts."""
+    pass_tokens: int = SPEEDRUN.pass_tokens
+    """Tokens up to which chunks of 16,384 to 49,152 go through the model together: fewer take less memory."""
+    eval_every: int = SPEEDRUN.eval_every
+    """Steps between validations."""
+    val_tokens: int = SPEEDRUN.validation_tokens
+    """Validation tokens."""
+    untie_at: int | None = None
+    """Step at which head and embedding part, that of --steps for never; by default where the third stage begins."""
+    save_every: int = 0
+    """Steps between saves of the model, all of which are kept (0: only at the end)."""
+    capture: bool = True
+    """Replay passes as CUDA graphs, on a GPU."""
+
+    def __post_init__(self) -> None:
+        """Reject numbers out of range."""
+        super().__post_init__()
+        check_at_least(1, shards=self.shards, pass_tokens=self.pass_tokens)
+        check_at_least(1, eval_every=self.eval_every, val_tokens=self.val_tokens)
+        check_at_least(0, save_every=self.save_every, untie_at=self.untie_at)
+        check_at_most(10**6, steps=self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """Everything that a run has by default."""
+
+    track: Track
+    model: SpeedrunConfig
+    options: SpeedrunOptions
+
+
+PRESETS: Mapping[str, Preset] = {
+    "speedrun": Preset(
+        track=SPEEDRUN,
+        model=SpeedrunConfig(fp8_head=True, fp8_mlp=True, fp8_mlp_backward=True),
+        options=SpeedrunOptions(),
+    ),
+    "speedrun-tiny": Preset(
+        track=TINY,
+        model=SpeedrunConfig(
+            vocab_size=264,
+            num_layers=6,
+            width=32,
+            num_heads=2,
+            head_dim=16,
+            bos_id=BYTES_BOS,
+            bigram_rows=1024,
+            bigram_sign_rows=64,
+            gate_channels=8,
+            prefix_tokens=False,  # no byte begins with another
+        ),
+        options=SpeedrunOptions(
+            data="python",
+            shards=1,
+            tokenizer=None,
+            steps=TINY.steps,
+            pass_tokens=TINY.pass_tokens,
+            eval_every=TINY.eval_every,
+            val_tokens=TINY.validation_tokens,
+        ),
+    ),
+}
+
+
+def preset(name: str) -> Preset:
+    """Return a preset.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"--preset {name}: unknown; choose {' or '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def switches() -> tuple[str, ...]:
+    """Return the features of the model that can be left out, as options write them."""
+    names = [field.name for field in fields(SpeedrunConfig) if field.type is bool]
+    return tuple(name.replace("_", "-") for name in (*names, "gate_channels"))
+
+
+def without(model: SpeedrunConfig, names: Sequence[str]) -> SpeedrunConfig:
+    """Return a model without some features: switches are off, numbers are 0.
+
+    Raises:
+        ConfigError: there is no feature of a name.
+    """
+    changes: dict[str, Any] = {}
+    for name in names:
+        if name not in switches():
+            raise ConfigError(f"--without {name}: no feature of the model; choose among {', '.join(switches())}")
+        changes[name.replace("-", "_")] = 0 if name == "gate-channels" else False
+    return replace(model, **changes)

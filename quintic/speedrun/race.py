@@ -1,0 +1,193 @@
+"""A speedrun's moving parts: a step, a validation, and the warm-up that leaves no trace."""
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+import torch
+from torch import Tensor
+
+from quintic.errors import ConfigError, DataError
+from quintic.eval.score import bits_per_byte
+from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
+from quintic.speedrun.graphs import CapturedPasses
+from quintic.speedrun.recipe import build_optimizer, set_rates
+from quintic.speedrun.shards import RaceData, prefixes
+from quintic.speedrun.stages import ADAMW_EVERY, StepSettings, Track
+from quintic.speedrun.stream import FlatBatch, chunk_stream, validation_batches
+from quintic.train.distributed import ALONE, Ranks
+from quintic.train.hardware import Hardware
+
+__all__ = ["Race", "score_batches"]
+
+
+class Race:
+    """One run's moving parts. All ranks must call its methods, in the same order.
+
+    Args:
+        track: the schedule.
+        config: the model.
+        data: its text.
+        hardware: where it computes; `dtype` is that of matrices and tables.
+        ranks: the processes that train the run.
+        seed: of the weights.
+        capture: replay passes as CUDA graphs.
+
+    Raises:
+        ConfigError: the model needs a vocabulary that is not at hand.
+        DataError: the ranks cannot share a batch, or there is too little validation text.
+    """
+
+    def __init__(
+        self,
+        track: Track,
+        config: SpeedrunConfig,
+        data: RaceData,
+        hardware: Hardware,
+        *,
+        ranks: Ranks = ALONE,
+        seed: int = 0,
+        capture: bool = False,
+    ) -> None:
+        if track.chunks % ranks.size:
+            raise DataError(
+                f"{ranks.size} ranks cannot share the {track.chunks} chunks of a batch; start as many as divide them"
+            )
+        self.track, self.data, self.ranks = track, data, ranks
+        self.hardware, self.device = hardware, hardware.device
+        self.stream = chunk_stream(data, track, itertools.count(), ranks=ranks, device=self.device)
+        self.validation = validation_batches(data, track.validation_tokens, track.validation_chunk, ranks=ranks)
+        with torch.device("meta"):
+            model = SpeedrunGPT(config, attention=hardware.attention, dtype=hardware.dtype)
+        self.model = model.to_empty(device=self.device)
+        self.model.init_weights(seed)
+        stages = map(track.at, track.starts)
+        longest = max(one.batch_tokens // ranks.size // track.passes(one, ranks.size) for one in stages)
+        longest = max(longest, track.validation_chunk)
+        self.model.rotary.tables(2 * longest, self.model.qk_bank.dtype)  # graphs find them where they are now
+        vocabulary = data.vocabulary or ()
+        if config.prefix_tokens:
+            if not vocabulary:
+                raise ConfigError(
+                    "--tokenizer: needed to predict the tokens that others begin with; give a tokenizer.json, a folder "
+                    "with GPT-2's two files, or gpt2, or leave that out (--without prefix-tokens)"
+                )
+            self.model.prefixes[: len(vocabulary)] = torch.tensor(prefixes(vocabulary))
+        if hardware.compile:
+            self.model.compile_trunk()
+        self.model.inputs.adds_to_gradients = True
+        self.optimizer = build_optimizer(self.model, ranks=ranks.size)
+        self.passes = CapturedPasses(self._make_pass) if capture else None
+        self._token_bytes = torch.zeros(config.vocab_size, dtype=torch.int64, device=self.device)
+        self._token_bytes[: len(vocabulary)] = torch.tensor([len(token) for token in vocabulary])
+        self._announced = self.model.names_by_role()["bigram"] if ranks.size > 1 else []
+        # On the device before the clock starts.
+        weights = [track.at(number).loss_weights for number in range(track.steps)]
+        self._loss_weights = [torch.tensor(each, dtype=torch.float32, device=self.device) for each in weights]
+
+    def _set_windows(self, settings: StepSettings) -> None:
+        if self.model.rotary.windows != settings.windows:  # a call costs the tables of rotary positions
+            is_last = settings.windows[1] == self.track.final_long_window
+            self.model.rotary.set_windows(*settings.windows, stretch=not is_last)
+
+    def train_step(self, number: int, stream: Iterator[FlatBatch]) -> tuple[Tensor, int]:
+        """Make one optimizer step; waits for nothing on a GPU.
+
+        Returns:
+            (this rank's part of the loss that was differentiated, in nats per token, on the device; the text's epoch)
+        """
+        settings = self.track.at(number)
+        self._set_windows(settings)
+        loss = torch.zeros((), device=self.device)
+        for left in reversed(range(self.track.passes(settings, self.ranks.size))):
+            batch = next(stream)
+            for name in self._announced:
+                rows, _ = self.model.inputs.bigram_hashes(batch.inputs)
+                self.optimizer.announce_rows(name, rows, more=left > 0)
+            loss += (self.passes or self._make_pass)(batch, self._loss_weights[number], settings)
+        set_rates(self.optimizer, settings)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=self.passes is None)
+        if settings.unties and self.model.config.tied:
+            self.optimizer.untie(*self.model.names_by_role()["embedding"])
+        return loss / settings.batch_tokens, batch.epoch
+
+    def _make_pass(self, batch: FlatBatch, weights: Tensor, settings: StepSettings) -> Tensor:
+        """Return the loss of a pass, summed over its tokens, and add to the gradients."""
+        nats: Tensor = self.model(
+            batch.inputs,
+            batch.targets,
+            document_starts=batch.document_starts,
+            loss_weights=weights,
+            longest_document=settings.document_tokens,
+        )
+        # The gradient is that of the batch's sum over the number of chunks, on any number of ranks: AdamW's eps is
+        # small beside it.
+        (nats / (self.track.chunks // self.ranks.size)).backward()
+        return nats.detach()
+
+    @torch.no_grad()
+    def evaluate(self, number: int, *, batches: int | None = None) -> tuple[float, float | None]:
+        """Score the validation text with a step's windows.
+
+        Args:
+            number: of the step, or of all steps for the last validation.
+            batches: only so many of each rank's.
+
+        Returns:
+            (nats per token, bits per byte or None), the same on all ranks.
+        """
+        self._set_windows(self.track.at(number))
+        self.model.eval()
+        sums = score_batches(self.model, self.validation[:batches], self._token_bytes)
+        self.model.train()
+        nats, num_bytes = self.ranks.total(sums).tolist()
+        tokens = len(self.validation[:batches]) * self.track.validation_chunk * self.ranks.size
+        return nats / tokens, bits_per_byte(nats, num_bytes) if num_bytes else None
+
+    def warm_up(self) -> None:
+        """Compile all code: go through the beginning of every stage, with a stream of its own.
+
+        Weights, optimizer and random state are then restored, in the same memory.
+        """
+        weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
+        first, untie = {*self.track.starts}, self.track.untie_step
+        if untie - untie % ADAMW_EVERY not in first and untie not in first and untie < self.track.steps:
+            first.add(untie - 1)
+        steps = [start + number for start in sorted(first) for number in range(ADAMW_EVERY)]
+        devices = [self.device] if self.device.type == "cuda" else []
+        stream = chunk_stream(self.data, self.track, itertools.cycle(steps), ranks=self.ranks, device=self.device)
+        with torch.random.fork_rng(devices=devices), closing(stream):
+            for number in steps:
+                self.train_step(number, stream)
+                if number in self.track.starts:
+                    self.evaluate(number, batches=1)
+            self.evaluate(self.track.steps, batches=1)
+        self.model.zero_grad(set_to_none=self.passes is None)
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(state)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # graphs have memory of their own; what passes took before them lies idle
+
+    def close(self) -> None:
+        """Stop the stream and free the captured graphs."""
+        self.stream.close()
+        if self.passes is not None:
+            self.passes.close()
+
+
+@torch.no_grad()
+def score_batches(model: SpeedrunGPT, batches: Sequence[FlatBatch], token_bytes: Tensor) -> Tensor:
+    """Return the nats of text and its bytes: (2,) float64 on the CPU.
+
+    Args:
+        model: in evaluation, with its windows set.
+        batches: rows of documents, on the CPU.
+        token_bytes: (vocab_size,) int64 bytes of each token, on the model's device.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=token_bytes.device)
+    for batch in (one.to(token_bytes.device, starts=True) for one in batches):
+        sums[0] += model(batch.inputs, batch.targets, document_starts=batch.document_starts)
+        sums[1] += token_bytes[batch.targets].sum()
+    return sums.cpu()

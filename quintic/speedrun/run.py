@@ -1,0 +1,235 @@
+"""A speedrun from its options to its last validation: the parts, the loop, the clock and the log.
+
+The clock is the race's: it runs while the model trains, and stands still in the warm-up, in validations and while the
+model is saved. The log's times and losses of steps are measured on the device and read when the clock stands still.
+
+Source: the rules of the clock follow the modded-nanogpt speedrun.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import asdict, fields, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from quintic.errors import DivergedError
+from quintic.report.history import METRICS_FILE
+from quintic.report.report import write_report
+from quintic.speedrun.presets import FP8_FEATURES, SpeedrunOptions, preset, without
+from quintic.speedrun.race import Race
+from quintic.speedrun.shards import open_data
+from quintic.stopping import StopRequests
+from quintic.train.checkpoint import save_checkpoint
+from quintic.train.config import BaseRunConfig, Config, RunConfig
+from quintic.train.distributed import Ranks, check_gpus
+from quintic.train.hardware import (
+    Stopwatch,
+    choose_hardware,
+    machine_facts,
+    multiplies_fp8,
+    peak_memory_bytes,
+)
+from quintic.train.loop import rare_collections
+from quintic.train.metrics import MetricsLog
+from quintic.train.runs import TOKENIZER_FILE, check_new_run, discard_unstarted, run_folder
+from quintic.train.saving.source import code_facts
+
+__all__ = ["RaceResult", "save_model", "speedrun", "train"]
+
+
+class RaceResult(NamedTuple):
+    """The results of a finished run."""
+
+    loss: float  # of the validation text, in nats per token
+    bpb: float | None  # in bits per byte; None where the vocabulary is not at hand
+    seconds: float  # by the race's clock
+
+
+def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks) -> None:
+    """Run a preset with these options, print its result, and log it with the command line; all ranks must call it."""
+    chosen = preset(name)
+    track = ranks.agree(lambda: chosen.track.scaled(options.steps).validated(options.val_tokens))
+    changes = {name: getattr(options, name) for name in ("eval_every", "pass_tokens", "untie_at")}
+    track = replace(track, **changes)
+    model = ranks.agree(lambda: without(chosen.model, options.without))
+    run = RunConfig(**{field.name: getattr(options, field.name) for field in fields(BaseRunConfig)})
+    ranks.from_first(lambda: check_new_run(Config(run=run)))
+    hardware = ranks.agree(lambda: choose_hardware(run))
+    ranks.agree(lambda: check_gpus(ranks, hardware.device))
+    without_fp8 = (model.fp8_head or model.fp8_mlp) and not multiplies_fp8(hardware.device)
+    if without_fp8:
+        model = without(model, FP8_FEATURES)
+    data = ranks.once_per_host(lambda: open_data(options, model))
+    capture = options.capture and hardware.device.type == "cuda"
+    race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, capture=capture))
+    files = {} if data.tokenizer is None else {TOKENIZER_FILE: data.tokenizer.definition}
+    run_dir = ranks.from_first(lambda: run_folder(options, name, files))
+    bits = "; nothing in 8 bits, for which it takes a GPU of compute capability 8.9" if without_fp8 else ""
+    print(f"Computing on {ranks.size} x {hardware}{bits}; {track.steps:,} steps; run folder {run_dir}")
+    facts = {"command": command, "config": {**asdict(options), "preset": name}}
+    try:
+        result = train(race, run_dir, facts=facts, warm_up=options.warm_up, save_every=options.save_every)
+    except BaseException:
+        if ranks.is_first:
+            discard_unstarted(run_dir)
+        raise
+    per_byte = "" if result.bpb is None else f" ({result.bpb:.4f} bits per byte)"
+    print(
+        f"\nvalidation: {result.loss:.4f} nats per token{per_byte} after {result.seconds:.2f} s of training, "
+        f"{1000 * result.seconds / track.steps:.2f} ms a step\nreport:     {run_dir / 'report.html'}"
+    )
+
+
+def train(
+    race: Race,
+    run_dir: Path,
+    *,
+    facts: Mapping[str, Any],
+    warm_up: bool = True,
+    save_every: int = 0,
+    say: Callable[[str], None] = print,
+) -> RaceResult:
+    """Train and score a model; all ranks must call it.
+
+    Args:
+        race: is closed at the end.
+        run_dir: the folder of the run; the first rank writes `metrics.jsonl` and `report.html` there.
+        facts: command and configuration, for the log.
+        warm_up: compile before the clock starts rather than in the steps.
+        save_every: steps between saves of the model, besides the one at the end; 0 for none.
+        say: takes lines for people.
+
+    Raises:
+        CheckpointError: the model cannot be saved; log and report are there.
+        DivergedError: a validation loss is not finite.
+        QuinticError: text that cannot be used.
+    """
+    track, ranks = race.track, race.ranks
+    began = time.perf_counter()
+    if warm_up:
+        say("Warming up: compiling what every stage needs ...")
+        race.warm_up()
+    warmup_seconds = time.perf_counter() - began
+    say(f"Warm-up took {warmup_seconds:.1f} s; the clock starts")
+    tokens, seconds, scores = 0, 0.0, list[tuple[float, int]]()
+    log_file = run_dir / METRICS_FILE if ranks.is_first else None
+    with closing(race), rare_collections() as collected, MetricsLog(log_file) as log:
+        collected()  # once, and no more before the end
+        log.write("run", **_facts(race), name=run_dir.name, warmup_seconds=warmup_seconds, **facts)
+        scored = {*range(0, track.steps, track.eval_every), track.steps}
+        saved = set(range(save_every, track.steps, save_every)) if save_every else set()
+        for number, following in itertools.pairwise([*sorted(scored | saved), track.steps]):
+            if number in scored:
+                loss, bpb = race.evaluate(number)
+                say(f"step {number}/{track.steps}  validation {loss:.4f}  {_time(seconds, number)}")
+                record = {"step": number, "tokens": tokens, "seconds": seconds, "loss": loss, "bpb": bpb}
+                log.write("eval", **record)
+                scores += [] if bpb is None else [(bpb, number)]
+                if not math.isfinite(loss):  # on all ranks, of which one says so
+                    diverged = DivergedError(f"{run_dir}: the validation loss of step {number} is {loss}: it diverged")
+                    raise diverged if ranks.is_first else ranks.failed_elsewhere()
+            if number in saved:
+                save_model(race, run_dir, number)
+            if number < track.steps:
+                tokens, seconds = _train(race, log, range(number, following), tokens, seconds, say)
+        peak = peak_memory_bytes(race.device)
+        least = dict(zip(("least_bpb", "least_bpb_step"), min(scores), strict=True)) if scores else {}
+        log.write("final", **record, **least, peak_memory_bytes=peak, tokens_per_second=tokens / seconds)
+        if ranks.is_first:
+            write_report(run_dir)
+        save_model(race, run_dir, track.steps)
+    return RaceResult(loss=loss, bpb=bpb, seconds=seconds)
+
+
+def _train(
+    race: Race, log: MetricsLog, steps: range, tokens: int, seconds: float, say: Callable[[str], None]
+) -> tuple[int, float]:
+    """Make steps and log them; return the run's tokens and seconds, given those before.
+
+    One rank that is asked to stop logs the steps that it has made, and raises KeyboardInterrupt.
+    """
+    watch, made = Stopwatch(race.device), []
+    watch.mark()
+    began = time.perf_counter() - seconds
+    # Several ranks would have to agree on the step to stop at, and wait for each other in every step.
+    requests = StopRequests()
+    with requests if race.ranks.size == 1 else nullcontext():
+        for number in steps:
+            made.append(race.train_step(number, race.stream))
+            watch.mark()
+            # By the host, which does not wait.
+            say(f"step {number + 1}/{race.track.steps}  {_time(time.perf_counter() - began, number + 1)}")
+            if requests.is_stopped():
+                break
+    times = watch.seconds()  # waits for the last step
+    ended = time.perf_counter() - began
+    losses = race.ranks.total(torch.stack([loss for loss, _ in made]).double().cpu()).tolist()
+    for number, loss, (_, epoch), took in zip(steps[: len(made)], losses, made, times, strict=True):
+        settings = race.track.at(number)
+        tokens, seconds = tokens + settings.batch_tokens, seconds + took
+        log.write(
+            "train",
+            step=number + 1,
+            stage=settings.stage,
+            tokens=tokens,
+            seconds=seconds,
+            loss=loss,
+            lr={group["name"]: group["initial_lr"] * settings.rate for group in race.optimizer.param_groups},
+            lr_multiplier=settings.rate,
+            momentum=settings.momentum,
+            epoch=epoch,
+            tokens_per_second=settings.batch_tokens / took,
+            times_ms={"step": 1000 * took},
+        )
+    if requests.is_stopped():
+        raise KeyboardInterrupt
+    return tokens, ended
+
+
+def save_model(race: Race, run_dir: Path, step: int) -> None:
+    """Save the model after so many steps, with its windows of now, and what it is and is scored on.
+
+    All ranks must call it, and the first one, which has all of the weights, writes a checkpoint without an optimizer.
+
+    Raises:
+        CheckpointError: the disk is full or not writable; nothing half written remains.
+    """
+    track = race.track
+    state = {
+        "speedrun": asdict(race.model.config),
+        "dtype": str(race.hardware.dtype).removeprefix("torch."),
+        "document_tokens": max(stage.document_tokens for stage in track.stages),
+        "validation": str(race.data.validation.resolve()),
+        "validation_tokens": track.validation_tokens,
+        "validation_chunk": track.validation_chunk,
+    }
+    save = partial(save_checkpoint, run_dir, step=step, model=race.model, optimizer=None, state=state)
+    race.ranks.from_first(lambda: save(keep=track.steps + 1))
+
+
+def _time(seconds: float, steps: int) -> str:
+    return f"train time {1000 * seconds:.0f} ms  mean {1000 * seconds / max(1, steps):.2f} ms"
+
+
+def _facts(race: Race) -> dict[str, Any]:
+    """Return the facts of the log's `run` record."""
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine_facts(race.hardware),
+        "ranks": race.ranks.size,
+        **code_facts(),
+        "model": {
+            "parameters": sum(param.numel() for param in race.model.parameters()),
+            **asdict(race.model.config),
+        },
+        "data": {"source": race.data.source, "shards": len(race.data.train)},
+        "track": asdict(race.track),
+        "total_steps": race.track.steps,
+    }

@@ -1,0 +1,208 @@
+"""The race's token files: `.bin` shards, read, written and downloaded.
+
+A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros) and the tokens as
+uint16. Files whose names have `val` in them are for validation, those with `train` for training; there is no text.
+
+Source: the format is that of llm.c and the modded-nanogpt speedrun.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quintic.data.hub import download
+from quintic.data.sources import open_source
+from quintic.data.tokenizer import Tokenizer, byte_alphabet
+from quintic.durable import write_atomically
+from quintic.errors import DataError
+from quintic.model.speedrun_sizes import IGNORED, SpeedrunConfig
+from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions
+
+__all__ = [
+    "RaceData",
+    "Tokens",
+    "byte_tokenizer",
+    "open_data",
+    "prefixes",
+    "read_shard",
+    "vocabulary_of",
+    "write_shard",
+]
+
+Tokens = npt.NDArray[np.uint16]
+
+_MAGIC, _VERSION = 20240520, 1
+_HEADER = np.dtype("<i4")
+_HEADER_BYTES = 256 * _HEADER.itemsize
+_TOKEN = np.dtype("<u2")
+_ADVICE = "give shards of the modded-nanogpt speedrun, or written by `quintic.speedrun.shards.write_shard`"
+
+# Bytes of the text that comes with Python, on which the smallest preset trains, and its part for validation.
+_BYTES_OF_TEXT = 2_000_000
+_VALIDATION_SHARE = 20
+
+
+class RaceData(NamedTuple):
+    """The shards of a run."""
+
+    source: str  # the name that the run was given
+    train: tuple[Path, ...]  # at least one file, in order
+    validation: Path
+    vocab_size: int  # tokens are smaller
+    bos_id: int  # the token that begins a document
+    tokenizer: Tokenizer | None  # with which the shards were made; None where it is not at hand
+
+    @property
+    def vocabulary(self) -> tuple[bytes, ...] | None:
+        """The bytes of each token, none for special ones; None without a tokenizer."""
+        return None if self.tokenizer is None else _vocabulary(self.tokenizer, self.bos_id)
+
+
+def prefixes(vocabulary: Sequence[bytes]) -> list[int]:
+    """Return for each token the longest other one that its bytes begin with, `IGNORED` for none."""
+    ids = {token: number for number, token in enumerate(vocabulary) if token}
+    return [
+        next((ids[token[:length]] for length in range(len(token) - 1, 0, -1) if token[:length] in ids), IGNORED)
+        for token in vocabulary
+    ]
+
+
+def read_shard(path: Path, *, vocab_size: int = 2**16, count: int = -1) -> Tokens:
+    """Return the tokens of a shard, or the first `count`, which must be smaller than `vocab_size`.
+
+    Raises:
+        DataError: the file cannot be read, is no such shard, is cut off, or has another vocabulary's tokens.
+    """
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype=_HEADER, count=256)
+        if len(header) < 256 or header[0] != _MAGIC:
+            raise DataError(f"{path}: not a token shard (its first number is not {_MAGIC}); {_ADVICE}")
+        if header[1] != _VERSION:
+            raise DataError(f"{path}: a token shard of version {header[1]}, not {_VERSION}; {_ADVICE}")
+        announced, present = int(header[2]), (size - _HEADER_BYTES) / _TOKEN.itemsize
+        if announced != present:
+            raise DataError(
+                f"{path}: its header says {announced:,} tokens, the file has {present:,.1f}: it is cut off or damaged; "
+                "delete it and download or write it again"
+            )
+        tokens = np.fromfile(path, dtype=_TOKEN, count=count, offset=_HEADER_BYTES)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if len(tokens) and int(tokens.max()) >= vocab_size:
+        raise DataError(
+            f"{path}: token {int(tokens.max())} is outside the vocabulary of {vocab_size:,}; it was made with another "
+            "tokenizer: give shards of this preset's vocabulary"
+        )
+    return tokens
+
+
+def write_shard(path: Path, tokens: Iterable[int] | npt.NDArray[np.integer]) -> None:
+    """Write tokens, each from 0 to 65535, as a shard; the file is the old or the new one, also after a crash.
+
+    Raises:
+        DataError: a token does not fit, or the file cannot be written.
+    """
+    whole = np.fromiter(tokens, dtype=np.int64) if not isinstance(tokens, np.ndarray) else tokens
+    if len(whole) and not 0 <= int(whole.min()) <= int(whole.max()) < 2**16:
+        raise DataError(f"{path}: tokens from {whole.min()} to {whole.max()}; a shard holds 0 to 65535")
+    header = np.zeros(256, dtype=_HEADER)
+    header[:3] = _MAGIC, _VERSION, len(whole)
+    try:
+        write_atomically(path, header.tobytes() + whole.astype(_TOKEN).tobytes())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def open_data(options: SpeedrunOptions, model: SpeedrunConfig) -> RaceData:
+    """Return the shards of a run; those of the Hub are downloaded, unless they are there already.
+
+    Raises:
+        DataError: there are no such shards, they are damaged or cannot be downloaded, or the vocabulary is too large.
+    """
+    source, data_dir, tokenizer = options.data, options.data_dir, options.tokenizer
+    if source.startswith("hf:"):
+        train, validation = _downloaded(source, data_dir / "hub", options.shards)
+    else:
+        folder = _bytes_of_python(data_dir) if source == "python" else Path(source).expanduser()
+        train, validation = ([*sorted(folder.glob(f"*{split}*.bin"))] for split in ("train", "val"))
+        if not (train and validation):
+            raise DataError(
+                f"--data {source}: no *{'val' if train else 'train'}*.bin in this folder; give a folder with training "
+                "and validation shards, or hf:kjj0/fineweb10B-gpt2"
+            )
+        if both := set(train) & set(validation):
+            raise DataError(f"{min(both)}: is named for training and for validation; rename it")
+    train = train[: options.shards]
+    for path in (*train, validation[0]):
+        read_shard(path, count=0)  # header and size: later ones are read in the middle of the run
+    loaded = None
+    if model.bos_id == BYTES_BOS:
+        loaded = byte_tokenizer()
+    elif tokenizer is not None:
+        loaded = Tokenizer.load(tokenizer, cache_dir=data_dir / "hub")
+        if loaded.vocab_size > model.vocab_size:
+            raise DataError(
+                f"--tokenizer {tokenizer}: has {loaded.vocab_size:,} tokens, the model {model.vocab_size:,}; give the "
+                "one with which the shards were made"
+            )
+    return RaceData(source, tuple(train), validation[0], model.vocab_size, model.bos_id, loaded)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Return the tokenizer whose tokens are the 256 bytes, and `BYTES_BOS` before each document."""
+    stage = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    vocab = {symbol: byte for byte, symbol in enumerate(byte_alphabet())}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    return Tokenizer(json.dumps({"version": "1.0", "model": model, "pre_tokenizer": stage, "decoder": stage}))
+
+
+def _downloaded(source: str, cache_dir: Path, num_shards: int) -> tuple[list[Path], list[Path]]:
+    match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)/?", source)
+    if match is None:
+        raise DataError(f"--data {source}: not the name of shards on the Hub; write hf:owner/name")
+
+    def get(split: str, number: int) -> Path:
+        name = f"fineweb_{split}_{number:06d}.bin"
+        return download(match[1], name, repo_type="dataset", revision=None, cache_dir=cache_dir, endpoint=None)
+
+    validation = [get("val", 0)]
+    return [get("train", number) for number in range(1, num_shards + 1)], validation
+
+
+def _bytes_of_python(data_dir: Path) -> Path:
+    """Write the text that comes with Python as two shards whose tokens are bytes; return their folder."""
+    folder = data_dir / "python-bytes"
+    if (folder / "val_000000.bin").is_file():
+        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be made ({error.strerror}); use another --data-dir") from error
+    documents, size = list[Tokens](), 0
+    for text in filter(None, open_source("python", cache_dir=data_dir).documents()):
+        content = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+        documents.append(np.insert(content.astype(_TOKEN), 0, BYTES_BOS))
+        size += len(content)
+        if size >= _BYTES_OF_TEXT:
+            break
+    held_back = documents[::_VALIDATION_SHARE]
+    del documents[::_VALIDATION_SHARE]
+    write_shard(folder / "train_000000.bin", np.concatenate(documents))
+    write_shard(folder / "val_000000.bin", np.concatenate(held_back))
+    return folder
+
+
+def vocabulary_of(tokenizer: str, *, bos_id: int, cache_dir: Path | None = None) -> tuple[bytes, ...]:
+    """Return the bytes of each token of a tokenizer (see `Tokenizer.load`), none for special ones and for `bos_id`."""
+    return _vocabulary(Tokenizer.load(tokenizer, cache_dir=cache_dir), bos_id)
+
+
+def _vocabulary(tokenizer: Tokenizer, bos_id: int) -> tuple[bytes, ...]:
+    numbers = range(tokenizer.vocab_size)
+    return tuple(b"" if number == bos_id else tokenizer.decode_bytes([number]) for number in numbers)

@@ -1,0 +1,262 @@
+"""The hardware of a run: device, precision, attention, and the facts of the machine for the record."""
+
+import ctypes
+import os
+import platform
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quintic.errors import ConfigError
+from quintic.kernels.attention.attention import AttentionName, choose_attention
+from quintic.kernels.dispatch import cpu_multiplies_bfloat16
+from quintic.kernels.linear.fp8_quantize import obstacle_to_fp8
+from quintic.model.fp8 import Fp8Recipe
+from quintic.train.config import RunConfig, in_options
+
+__all__ = [
+    "Hardware",
+    "Stopwatch",
+    "check_memory",
+    "choose_hardware",
+    "compile_seconds",
+    "machine_facts",
+    "matrix_rate",
+    "multiplies_fp8",
+    "peak_memory_bytes",
+]
+
+# glibc's numbers of options of mallopt, and their values: blocks of up to 32 MiB, the most that it takes, come from the
+# heap, which keeps what is freed.
+_MALLOC_OPTIONS = {-3: 32 * 2**20, -1: 2**31 - 1}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+
+# Sides of the square product by which the matrix rate is measured: large enough for full speed, and brief.
+_PRODUCT_SIDES = {"cuda": 8192, "cpu": 1024}
+_PRODUCT_SECONDS = 0.1
+
+# The system kills a process that asks for more threads than it may have. A run that goes on with its own number of
+# threads on a smaller machine is only slow.
+_THREADS_PER_CPU = 4
+_FEWEST_THREADS_BOUND = 64
+
+# Tensor cores multiply 8-bit floats, with a scale for a whole tensor or for each row, from these on.
+_FP8_CAPABILITY: dict[Fp8Recipe, tuple[int, int]] = {"auto": (8, 9), "tensorwise": (8, 9), "rowwise": (9, 0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Device, precision and implementations of a run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Dtype of the activations; weights are float32."""
+    attention: AttentionName
+    compile: bool
+    fp8: Fp8Recipe | None = None
+    """Scaling of 8-bit products in linear layers, in training; None for none."""
+    without_fp8: str = ""
+    """The reason why `--fp8` has no effect; else empty."""
+
+    def __str__(self) -> str:
+        """Return one line for people."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else _cpu_name()
+        count = torch.get_num_threads()
+        threads = f", {count} {'thread' if count == 1 else 'threads'}" if self.device.type == "cpu" else ""
+        compiled = ", compiled" if self.compile else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        fp8 = f" with 8-bit products ({self.fp8})" if self.fp8 else ""
+        fp8 = f" (--fp8 has no effect: {self.without_fp8})" if self.without_fp8 else fp8
+        return f"{name}{threads}, {dtype}{fp8}{compiled}, attention by {self.attention}"
+
+    def options(self) -> dict[str, Any]:
+        """Return these choices as options of `quintic train`, `auto` resolved."""
+        return {
+            "device": self.device.type,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attention": self.attention,
+            "compile": self.compile,
+            "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
+        }
+
+
+def choose_hardware(run: RunConfig) -> Hardware:
+    """Return the hardware that the options ask for, `auto` resolved; on a CPU this process then keeps freed memory.
+
+    Raises:
+        ConfigError: the machine does not have what was asked for.
+    """
+    cpus = os.cpu_count() or 1
+    most_threads = max(_FEWEST_THREADS_BOUND, _THREADS_PER_CPU * cpus)
+    if run.threads is not None and run.threads > most_threads:
+        raise ConfigError(
+            f"--threads {run.threads}: must be at most {most_threads} on this machine, whose {cpus} processors gain "
+            "nothing from more"
+        )
+    has_gpu = torch.cuda.is_available()
+    if run.device == "cuda" and not has_gpu:
+        raise ConfigError("--device cuda: PyTorch finds no CUDA GPU here; use --device cpu")
+    device = torch.device("cuda" if run.device != "cpu" and has_gpu else "cpu")
+    if run.dtype == "auto":
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_multiplies_bfloat16()
+        dtype = torch.bfloat16 if fast else torch.float32
+    else:
+        dtype = torch.bfloat16 if run.dtype == "bfloat16" else torch.float32
+    try:
+        attention = choose_attention(run.attention, device=device, dtype=dtype)
+    except ValueError as error:
+        raise ConfigError(in_options(error)) from None
+    if run.threads is not None:
+        torch.set_num_threads(run.threads)
+    if device.type == "cpu":
+        _keep_freed_memory()
+    compiled = device.type == "cuda" if run.compile is None else run.compile
+    if run.fp8 and run.parallel == "tp":
+        raise ConfigError("--fp8 cannot divide a product among ranks: choose another --parallel than tp")
+    fp8 = run.fp8_recipe if run.fp8 and multiplies_fp8(device, run.fp8_recipe) else None
+    needed = ".".join(map(str, _FP8_CAPABILITY[run.fp8_recipe]))
+    obstacle = f"it needs a GPU of compute capability {needed}" if run.fp8 and fp8 is None else ""
+    return Hardware(device=device, dtype=dtype, attention=attention, compile=compiled, fp8=fp8, without_fp8=obstacle)
+
+
+def multiplies_fp8(device: torch.device, recipe: Fp8Recipe = "auto") -> bool:
+    """Return whether a device multiplies in 8 bits, with scales of that kind."""
+    if obstacle_to_fp8(device) is not None or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY[recipe]
+
+
+class Stopwatch:
+    """Marks moments in the work of a device. Between two marks nothing waits: the host runs ahead of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: list[torch.cuda.Event] | None = [] if device.type == "cuda" else None
+        self._moments: list[float] = []
+
+    def mark(self) -> None:
+        """Mark the moment at which the device has done all work launched so far."""
+        if self._events is None:
+            self._moments.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def is_idle(self) -> bool:
+        """Return whether the device has come to the last mark, so that from now on it waits for the host."""
+        return not self._events or self._events[-1].query()
+
+    def seconds(self) -> list[float]:
+        """Return the seconds between one mark and the next; waits for the device to come to the last one."""
+        if self._events is None:
+            return [end - start for start, end in pairwise(self._moments)]
+        if self._events:
+            self._events[-1].synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in pairwise(self._events)]
+
+
+def machine_facts(hardware: Hardware) -> dict[str, Any]:
+    """Return device, processor, cores and memory, for the log."""
+    on_gpu, memory = hardware.device.type == "cuda", _host_memory_bytes()
+    return {
+        "device": torch.cuda.get_device_name(hardware.device) if on_gpu else "CPU",
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gb": None if memory is None else round(memory / 2**30, 1),
+        "dtype": str(hardware.dtype).removeprefix("torch."),
+        "fp8": hardware.fp8,
+        "attention": hardware.attention,
+        "compiled": hardware.compile,
+        "system": platform.system(),
+    }
+
+
+def matrix_rate(hardware: Hardware) -> float:
+    """Return floating-point operations per second of a large square product in the run's precision, measured now.
+
+    Takes about a tenth of a second. On a CUDA device the peak that it shows is that of the clocks at this moment.
+    """
+    device = hardware.device
+    side = _PRODUCT_SIDES[device.type]
+    # Random entries: products of constants need less power and would be faster. A generator of its own.
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(side, side, generator=generator).to(device, hardware.dtype)
+    seconds: list[float] = []
+    torch.mm(matrix, matrix)  # chooses and loads the kernel
+    began = time.perf_counter()
+    while len(seconds) < 3 or (time.perf_counter() - began < _PRODUCT_SECONDS and len(seconds) < 50):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        torch.mm(matrix, matrix)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return float(2 * side**3 / min(seconds))  # whatever else the machine does only makes products slower
+
+
+def compile_seconds() -> float:
+    """Return the seconds that torch.compile has spent in this process."""
+    from torch._dynamo.utils import cumulative_time_spent_ns  # there is no public way
+
+    names = ("entire_frame_compile", "entire_backward_compile")
+    return sum(cumulative_time_spent_ns.get(name, 0) for name in names) / 1e9
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep the memory that tensors free, where it is glibc.
+
+    It would give it back to the system, which clears every page again for the tensors of the next layer: 11 % of a step
+    of the default run on two cores.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        for option, value in _MALLOC_OPTIONS.items():
+            ctypes.CDLL(None).mallopt(option, value)
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Return the most memory so far: of tensors on a CUDA device, of the whole process on a CPU; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def check_memory(needed: int, device: torch.device) -> None:
+    """Check that so many bytes of weights and gradients fit a device, before the system ends this process or others.
+
+    Raises:
+        ConfigError: the CUDA device, or this machine, has less memory.
+    """
+    on_gpu = device.type == "cuda"
+    there = torch.cuda.get_device_properties(device).total_memory if on_gpu else _host_memory_bytes()
+    if there is not None and needed > there:
+        raise ConfigError(
+            f"--depth: weights and gradients of the model alone take {needed / 2**30:.3g} GiB, and there are "
+            f"{there / 2**30:.3g} GiB ({device.type}); train a smaller one (quintic plan says what a run takes)"
+        )
+
+
+def _host_memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not a POSIX system, or one that does not say it
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,80 @@
+"""Lookup layers (L3) of a run: their sizes from the options, and their allocation from the training text."""
+
+import dataclasses
+import re
+
+import torch
+
+from quintic.data.dataset import Dataset
+from quintic.data.loader import Loader
+from quintic.model.allocation import allocate_rows
+from quintic.model.gpt import GPT, GPTConfig
+from quintic.train.config import ModelConfig
+
+__all__ = ["allocate_lookups", "with_lookups"]
+
+# Rows of training text from which the allocation is made, and parameters of the model for each row of its tables where
+# no number of rows is given (both as in jhspaybar's fork of nanochat, pull request 559).
+_SAMPLE_ROWS = 100
+_PARAMETERS_PER_EMBEDDING = 1000
+
+
+def with_lookups(sizes: GPTConfig, model: ModelConfig) -> GPTConfig:
+    """Return the sizes with the lookup layers of the options.
+
+    Raises:
+        ValueError: they do not fit the model.
+    """
+    if model.l3_layers is None:
+        return sizes
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", model.l3_layers):
+        raise ValueError(f"l3_layers={model.l3_layers}: must be numbers of layers with commas between, as in 2,5")
+    sizes = dataclasses.replace(
+        sizes,
+        l3_layers=tuple(int(layer) for layer in model.l3_layers.split(",")),
+        l3_embeddings=model.l3_embeddings or sizes.vocab_size,
+        l3_d_up=model.l3_d_up,
+        l3_k_max=model.l3_k_max,
+        l3_tied=model.l3_tied,
+    )
+    if model.l3_embeddings:
+        return sizes
+    with torch.device("meta"):
+        parameters = sum(param.numel() for param in GPT(sizes).parameters())
+    embeddings = max(sizes.vocab_size, parameters // _PARAMETERS_PER_EMBEDDING)
+    return dataclasses.replace(sizes, l3_embeddings=min(embeddings, sizes.vocab_size * sizes.l3_k_max))
+
+
+def allocate_lookups(model: GPT, dataset: Dataset, *, seed: int) -> str:
+    """Allocate the rows of the lookup layers' tables, from the first rows of the training text in the run's order.
+
+    Every rank may call it by itself: the answer depends on the text, the seed and the sizes alone.
+
+    Returns:
+        A line for people; empty for a model without lookup layers.
+
+    Raises:
+        DataError: the text does not fill a row.
+    """
+    sizes = model.config
+    if not sizes.l3_layers:
+        return ""
+    with Loader(dataset, "train", rows=1, seq_len=sizes.seq_len, seed=seed, prefetch=0) as loader:
+        sample = torch.cat([next(loader).inputs for _ in range(_SAMPLE_ROWS)])
+    shares = torch.from_numpy(
+        allocate_rows(
+            sample.numpy(),
+            vocab_size=sizes.vocab_size,
+            total=sizes.l3_embeddings,
+            most=sizes.l3_k_max,
+            bos_id=sizes.bos_id,
+        )
+    )
+    mean_rows = float(shares[sample].double().mean())
+    model.allocate_lookups(shares, mean_rows=mean_rows)
+    mean = sizes.l3_embeddings / sizes.vocab_size
+    return (
+        f"L3 allocation: {sizes.l3_embeddings:,} rows for {sizes.vocab_size:,} tokens, {int(shares.min())} to "
+        f"{int(shares.max())} each (--l3-k-max {sizes.l3_k_max}), {mean:.1f} on average, {mean_rows:.1f} for a token "
+        "of the text"
+    )

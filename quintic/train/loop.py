@@ -1,0 +1,385 @@
+"""The training loop: when to step, evaluate, sample, save, stop and finish.
+
+`train` is the whole job; `trainer.py` does the work of each of these, `metrics.py` records it, and `checkpoint.py`
+saves a run. A run that is killed and resumed ends with the same weights as one that was not: everything the next step
+depends on (weights, optimizer, data position, step) is in the checkpoint, and nothing else is random.
+"""
+
+import contextlib
+import gc
+import importlib.util
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from quintic.data.dataset import Dataset
+from quintic.errors import CheckpointError, DivergedError, QuinticError
+from quintic.eval.core import core_lines
+from quintic.eval.score import Score
+from quintic.report.history import METRICS_FILE, RunHistory
+from quintic.report.progress import Progress
+from quintic.report.report import write_report
+from quintic.stopping import StopRequests
+from quintic.streams import say
+from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint, set_aside_later
+from quintic.train.config import Config, OptimConfig, RunConfig
+from quintic.train.distributed import ALONE, Ranks, check_gpus
+from quintic.train.hardware import choose_hardware, compile_seconds
+from quintic.train.lookups import allocate_lookups
+from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
+from quintic.train.recipe import scale_lines
+from quintic.train.runs import TOKENIZER_FILE, hold_run, wandb_id
+from quintic.train.saving.initial import load_initial_weights
+from quintic.train.saving.longer import lengthened
+from quintic.train.saving.source import keep_source
+from quintic.train.schedule import is_due
+from quintic.train.trainer import Trainer
+
+__all__ = ["Interrupted", "Result", "check_trackers", "rare_collections", "train"]
+
+
+# Seldom enough to cost nothing, often enough that garbage of evaluations and checkpoints does not pile up.
+_STEPS_PER_COLLECTION = 100
+
+# Rollbacks of one run: a loss that goes on spiking is no accident of the text.
+_MOST_ROLLBACKS = 10
+
+
+class Interrupted(QuinticError):
+    """The run was asked to stop (Ctrl-C, SIGTERM, SIGHUP); its last step is finished and saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The results of a finished run."""
+
+    run_dir: Path
+    report: Path
+    score: Score
+    samples: list[dict[str, str]]
+    baselines: dict[str, float]
+    seconds: float
+    """Training time, without evaluations."""
+    least: Mapping[str, Any]
+    """`least_bpb` of all evaluations, and its `least_bpb_step`."""
+
+
+def train(
+    config: Config,
+    dataset: Dataset,
+    run_dir: Path,
+    *,
+    resume: bool,
+    command: str,
+    resume_step: int | None = None,
+    say: Callable[[str], None] = say,
+    ranks: Ranks = ALONE,
+) -> Result:
+    """Train, evaluate, sample and report one run.
+
+    Args:
+        config: the run's configuration.
+        dataset: prepared text.
+        run_dir: its folder, made by `create_run`.
+        resume: continue from the newest good checkpoint, or from the start where there is none yet.
+        command: the command line, for the record.
+        resume_step: step of the checkpoint to continue from; None for the newest good one.
+        say: takes lines for people before the progress display starts.
+        ranks: the processes that train the run; all must call this with the same arguments.
+
+    Raises:
+        Interrupted: after Ctrl-C, SIGTERM or SIGHUP; the checkpoint is written.
+        DivergedError: the loss or the weights are not finite. They are not saved; earlier checkpoints stay.
+        QuinticError: input that cannot be used, or a run that another process is training.
+        OtherRankError: one of these was raised on another rank.
+
+    Whatever the exception, the log and the report tell of every step that was made.
+    """
+    with contextlib.ExitStack() as held:
+        ranks.from_first(lambda: held.enter_context(hold_run(run_dir, message=say)))
+        checkpoint = ranks.from_first(lambda: _find_checkpoint(run_dir, resume_step, say)) if resume else None
+        hardware = ranks.agree(lambda: choose_hardware(config.run))
+        ranks.agree(lambda: check_gpus(ranks, hardware.device))
+        devices = "" if ranks.size == 1 else f"{ranks.size} ranks ({config.run.parallel}), each on "
+        say(f"Computing on {devices}{hardware}")
+        shares = 1 if config.run.parallel == "tp" else ranks.size
+        for line in ranks.agree(lambda: scale_lines(config, vocab_size=dataset.vocab_size, shares=shares)):
+            say(line)
+        run = ranks.agree(lambda: Trainer(config, dataset, run_dir, hardware, ranks))
+        allocation = ""
+        if checkpoint is not None:
+            ranks.agree(lambda: run.restore(checkpoint))
+            say(f"Continuing {run_dir.name} after step {run.step}")
+        elif (source := config.run.init_from) is not None:
+            load = partial(load_initial_weights, run.model, Path(source), dataset.tokenizer, message=say)
+            say(ranks.agree(load))
+        else:
+            allocation = allocate_lookups(run.model, dataset, seed=config.run.seed)
+        longer_than = ranks.agree(lambda: lengthened(run, run_dir, say)) if resume else None
+        ranks.from_first(lambda: dataset.tokenizer.save(run_dir / TOKENIZER_FILE))
+        for line in filter(None, [*run.describe(), allocation]):
+            say(line)
+        if resume_step is not None:
+            ranks.from_first(lambda: set_aside_later(run_dir, resume_step, message=say))
+        held.enter_context(run.background)
+        held.enter_context(run.loader)
+        has_log = ranks.from_first(lambda: (run_dir / METRICS_FILE).exists())
+        if checkpoint is not None and not has_log:
+            lacking = f"the report lacks the course up to step {run.step}"
+            say(f"{run_dir / METRICS_FILE} is gone: it begins anew, and {lacking}")
+        log = held.enter_context(ranks.agree(lambda: _open_log(run, run.step if resume else None)))
+        progress = held.enter_context(Progress(run.total, start_step=run.step))
+        stop_requests = held.enter_context(StopRequests())
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        if checkpoint is None or not has_log:
+            log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
+        if checkpoint is not None:
+            lengths = {} if longer_than is None else {"steps_before": longer_than, "total_steps": run.total}
+            log.write("resume", step=run.step, time=now, **lengths)
+            if ranks.from_first(lambda: keep_source(run_dir, run.step)):
+                progress.message("The source of quintic has changed since the run's last part; its folder keeps both")
+        try:
+            _make_steps(run, log, progress, stop_requests)
+            return _finish(run, log, progress, stop_requests)
+        except Exception:
+            with contextlib.suppress(QuinticError, OSError):  # the first error is the one to report
+                if ranks.is_first:
+                    write_report(run_dir)
+            raise
+
+
+def _make_steps(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: StopRequests) -> None:
+    """Make all steps that are left, and what is due between them."""
+    if run.hardware.compile:
+        progress.message("Compiling, until the first step is made")
+    if run.step == 0 and run.config.run.eval_every:
+        _evaluate(run, log, progress)  # the untrained model
+    with rare_collections() as collect_rarely:
+        while run.step < run.total:
+            record = run.train_step()
+            collect_rarely()
+            progress.train(log.write("train", **record))
+            if run.hardware.compile and run.times.count == 1:
+                seconds = sum(record["times_ms"].values()) / 1000
+                progress.message(f"Compiled in {compile_seconds():.1f} s; the first step took {seconds:.1f} s")
+            _check_loss("training loss", record, run)
+            if "spike" in record and run.config.optim.on_spike == "rollback" and _roll_back(run, log, progress):
+                continue
+            if run.step == run.total:
+                break
+            if is_due(run.step, run.config.run.eval_every):
+                _evaluate(run, log, progress)
+            if run.suite is not None and is_due(run.step, run.config.run.core_every):
+                _answer_core(run, log, progress)
+            if is_due(run.step, run.config.run.sample_every):
+                log.write("sample", step=run.step, samples=_sample(run, progress))
+            # Asked once: a request that comes during the save is honoured after the next step. A save that has
+            # failed stops the run, too: the next one raises its error.
+            stop = run.ranks.any(stop_requests.is_stopped() or run.background.has_failed)
+            if stop or is_due(run.step, run.config.run.save_every):
+                _save(run)
+            if stop:
+                run.background.wait()
+                raise Interrupted(f"stopped after step {run.step} of {run.total}, which is saved")
+
+
+def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
+    """Go back to the last checkpoint that was due, and on with the text that follows; False where there is none.
+
+    Checkpoints that were saved because the run was stopped do not count: an uninterrupted run would not have them.
+    """
+    spike_step = run.step
+    run.background.wait()
+    if run.watch.rollbacks >= _MOST_ROLLBACKS:
+        raise _diverged(f"the loss spiked again at step {spike_step} after {run.watch.rollbacks} rollbacks", run)
+
+    def find() -> Checkpoint | None:
+        every = run.config.run.save_every
+        with contextlib.suppress(CheckpointError):
+            return newest_checkpoint(run.run_dir, message=progress.message, every=every, up_to=spike_step - 1)
+        return None
+
+    checkpoint = run.ranks.from_first(find)
+    if checkpoint is None:
+        progress.message(f"step {spike_step}: no checkpoint to go back to yet; going on")
+        return False
+    run.ranks.agree(lambda: run.roll_back(checkpoint))
+    log.write("rollback", step=run.step, spike_step=spike_step)
+    progress.message(f"step {spike_step}: back to the checkpoint of step {run.step}, on with the following text")
+    return True
+
+
+def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: StopRequests) -> Result:
+    """Evaluate, save, report and sample after the last step; a failure leaves all earlier results on disk."""
+    if run.score is None:
+        try:
+            _evaluate(run, log, progress)
+        except DivergedError:
+            raise
+        except Exception:
+            _save(run)
+            run.background.wait()
+            progress.message(f"{run.run_dir.name} is trained and saved; its evaluation failed")
+            raise
+        _save(run)
+        run.background.wait()
+    with progress.busy("compressing the validation text with xz, for comparison"):
+        final = run.finish()
+    least = _least_score(run)
+    log.write("final", **final, **least)
+    report = run.ranks.from_first(lambda: write_report(run.run_dir))
+    try:
+        samples = _sample(run, progress)
+    except Exception:
+        progress.message(f"{run.run_dir.name} is trained, saved and reported in {report}; writing samples failed")
+        raise
+    log.write("sample", step=run.step, samples=samples)
+    if run.suite is not None:
+        try:
+            with stop_requests.at_once():
+                _answer_core(run, log, progress)
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"{run.run_dir.name} is trained, saved and reported in {report}; stopped among the tasks of CORE"
+            ) from None
+    return Result(
+        run_dir=run.run_dir,
+        report=run.ranks.from_first(lambda: write_report(run.run_dir)),
+        score=run.last_score(),
+        samples=samples,
+        baselines=final["baselines"],
+        least=least,
+        seconds=run.seconds,
+    )
+
+
+def _least_score(run: Trainer) -> dict[str, Any]:
+    """Return the fields of the log that tell the run's least bits per byte; none where its log is gone."""
+
+    def find() -> Mapping[str, Any] | None:
+        with contextlib.suppress(QuinticError):
+            return RunHistory.load(run.run_dir).least
+        return None
+
+    least = run.ranks.from_first(find)
+    return {} if least is None else {"least_bpb": least["bpb"], "least_bpb_step": least["step"]}
+
+
+def _evaluate(run: Trainer, log: MetricsLog, progress: Progress) -> None:
+    with progress.busy("scoring the validation text"):
+        record = run.evaluate()
+    progress.evaluation(log.write("eval", **record))
+    _check_loss("validation loss", record, run)
+
+
+def _sample(run: Trainer, progress: Progress) -> list[dict[str, str]]:
+    with progress.busy("writing samples"):
+        return run.sample()
+
+
+def _answer_core(run: Trainer, log: MetricsLog, progress: Progress) -> None:
+    with progress.busy("answering the tasks of CORE"):
+        result = run.answer_core()
+    log.write(
+        "core",
+        step=run.step,
+        tokens=run.tokens,
+        seconds=run.seconds,
+        core=result.core,
+        core_stderr=result.stderr,
+        centred={task.label: task.centred for task in result.tasks},
+        accuracy={task.label: task.accuracy for task in result.tasks},
+        missing=result.missing,
+    )
+    progress.message(f"step {run.step:,}/{run.total:,}  {core_lines(result)[-1]}")
+
+
+def _save(run: Trainer) -> None:
+    # A finite loss is that of the weights before the step.
+    if not run.has_finite_weights():
+        raise _diverged(f"weights are not finite after step {run.step}", run)
+    run.save()
+
+
+def _check_loss(name: str, record: dict[str, Any], run: Trainer) -> None:
+    if not math.isfinite(record["loss"]):
+        raise _diverged(f"the {name} of step {record['step']} is {record['loss']}", run)
+
+
+def _diverged(what: str, run: Trainer) -> DivergedError:
+    optim, is_muon = run.config.optim, run.config.optim.optimizer == "muon"
+    rates = ("--muon-lr", "--head-lr") if is_muon else ("--adamw-lr", "--adamw-head-lr")
+    decay = "weight_decay" if is_muon else "adamw_weight_decay"
+    is_high = getattr(optim, decay) > getattr(OptimConfig(), decay)
+    lower = f", a lower weight decay (--{decay.replace('_', '-')})" if is_high else ""
+    run.background.wait()
+    saved = checkpoints(run.run_dir)
+    kept = f"{saved[0].name} is kept" if saved else "it has no checkpoint"
+    return DivergedError(
+        f"{run.run_dir}: {what}: training has diverged and was stopped ({kept}); start a new run with lower learning "
+        f"rates ({', '.join(rates)}, --embedding-lr, --scalar-lr){lower} or a longer warm-up (--warmup-frac)"
+    )
+
+
+def check_trackers(run: RunConfig) -> None:
+    """Check that the requested trackers are installed, before anything is written.
+
+    Raises:
+        ConfigError: the package of one is not.
+    """
+    for wanted, package in ((run.tensorboard, "tensorboard"), (run.wandb is not None, "wandb")):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise missing_package(package)
+
+
+def _find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None]) -> Checkpoint | None:
+    if step is not None:
+        return checkpoint_of_step(run_dir, step)
+    if not checkpoints(run_dir):
+        say(f"{run_dir.name} was stopped before its first checkpoint: starting it from the beginning")
+        return None
+    return newest_checkpoint(run_dir, message=say)
+
+
+def _open_log(run: Trainer, resume_step: int | None) -> MetricsLog:
+    if not run.ranks.is_first:
+        return MetricsLog(None)
+    options, folder = run.config.run, run.run_dir
+    trackers: list[Tracker] = []
+    if options.tensorboard:
+        trackers.append(TensorBoardTracker(folder / "tensorboard", resume_step=resume_step))
+    if options.wandb is not None:
+        trackers.append(WandbTracker(options.wandb, name=folder.name, folder=folder, run_id=wandb_id(folder)))
+    return MetricsLog(folder / METRICS_FILE, resume_step=resume_step, trackers=trackers)
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[Callable[[], None]]:
+    """Run Python's garbage collector only between steps, and seldom; yield a function to call after each step.
+
+    By itself it runs in the middle of steps, and looks through all objects of PyTorch each time. Objects that exist
+    after the first step stay for the whole run and are not looked through again.
+    """
+    was_enabled, steps = gc.isenabled(), 0
+
+    def after_step() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 1:
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        elif steps % _STEPS_PER_COLLECTION == 0:
+            gc.collect()
+
+    try:
+        yield after_step
+    finally:
+        if steps:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()

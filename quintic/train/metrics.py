@@ -1,0 +1,236 @@
+"""The log of a run: `MetricsLog` and its mirrors.
+
+The file `metrics.jsonl` has one JSON object per line; TensorBoard and Weights & Biases may show the same.
+`quintic.report.history` reads it back; losses and times are measured by the trainer and in `watch.py`.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self, TextIO
+
+from quintic.durable import write_atomically
+from quintic.errors import ConfigError
+from quintic.launch import install_command
+from quintic.report.history import read_metrics
+
+__all__ = ["MetricsLog", "TensorBoardTracker", "Tracker", "WandbTracker", "missing_package"]
+
+_STEPPED_KINDS = ("train", "eval", "core", "sample")
+
+
+class Tracker(Protocol):
+    """Something that shows the records elsewhere while the run is going on."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Take one record as it stands in the log; kinds the tracker cannot show are ignored."""
+
+    def close(self) -> None:
+        """Send buffered records and release the tracker."""
+
+
+class MetricsLog:
+    """Appends records to ``metrics.jsonl``; each is on disk (flushed to the system) when `write` returns.
+
+    A context manager. One process writes a log: of several ranks the first one.
+
+    Args:
+        path: the file; it and its folder are created if missing. An existing file is continued, and a last line that
+            a crash left half-written is removed. None for a log that keeps nothing, which other ranks have.
+        resume_step: the step of the checkpoint that the run continues from. Records of later steps, which are about
+            to be made again, and any ``final`` record with what follows it are removed first, so that the log has each
+            step once. The file is replaced in one move: a crash leaves the old or the new one.
+        trackers: also given every record, and closed with the log.
+
+    Raises:
+        DataError: if an existing file is damaged before its last line.
+    """
+
+    def __init__(
+        self, path: str | Path | None, *, resume_step: int | None = None, trackers: Sequence[Tracker] = ()
+    ) -> None:
+        self.trackers = tuple(trackers)
+        self._file: TextIO | None = None
+        if path is None:
+            return
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            self._mend(resume_step)
+        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+
+    def _mend(self, resume_step: int | None) -> None:
+        """Rewrite the file without half-written lines and records of later steps, if there are any."""
+        records = read_metrics(self.path)
+        kept = records
+        if resume_step is not None:
+            unfinished = itertools.takewhile(lambda r: r.get("kind") != "final", records)
+            kept = [r for r in unfinished if not _is_after(r, resume_step)]
+        is_whole = self.path.read_bytes()[-1:] in (b"", b"\n")
+        if len(kept) < len(records) or not is_whole:
+            write_atomically(self.path, "".join(map(_encode, kept)))
+
+    def write(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Append one record and hand it to the trackers.
+
+        Args:
+            kind: the kind of the record (see the table of `quintic.report.history`).
+            **fields: its fields: numbers, strings, ``None``, and mappings or sequences of them. Zero-dimensional arrays
+                and tensors become numbers (a tensor on a GPU is waited for), anything else becomes its ``str``.
+
+        Returns:
+            The record as it was written, with ``None`` in the place of numbers that are not finite.
+        """
+        record: dict[str, Any] = _plain({"kind": kind, **fields})
+        if self._file is not None:
+            self._file.write(_encode(record))
+            self._file.flush()
+        for tracker in self.trackers:
+            tracker.log(record)
+        return record
+
+    def close(self) -> None:
+        """Close the file and the trackers; closing twice is fine."""
+        if self._file is None or self._file.closed:
+            return
+        self._file.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _is_after(record: Mapping[str, Any], resume_step: int) -> bool:
+    """Return whether a run that continues from ``resume_step`` makes this record again; from 0, that of step 0, too."""
+    if record.get("kind") == "rollback":  # the spike that caused it comes after the step that it went back to
+        return bool(record.get("step", 0) >= resume_step)
+    return record.get("kind") in _STEPPED_KINDS and (record.get("step", 0) > resume_step or resume_step == 0)
+
+
+def _encode(record: Mapping[str, Any]) -> str:
+    """One line of the log; the record must be plain."""
+    return json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Make a value of JSON's own types (see `MetricsLog.write`)."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, str):
+        # Lone surrogates (bytes that were no UTF-8) cannot be written to the file.
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if getattr(value, "shape", None) == ():  # numpy and torch scalars
+        return _plain(value.item())
+    return _plain(str(value))
+
+
+class TensorBoardTracker:
+    """Shows the numbers of train, eval and final records, and the samples, in TensorBoard.
+
+    Args:
+        folder: where TensorBoard's event files go; ``tensorboard --logdir`` reads it.
+        resume_step: as in `MetricsLog`; later points of an earlier attempt are hidden.
+
+    Raises:
+        ConfigError: if the package ``tensorboard`` is not installed.
+    """
+
+    def __init__(self, folder: str | Path, *, resume_step: int | None = None) -> None:
+        try:
+            from torch.utils import tensorboard
+        except ImportError as error:
+            raise missing_package("tensorboard") from error
+        writer: Any = tensorboard.SummaryWriter
+        self._writer = writer(str(folder), purge_step=None if resume_step is None else resume_step + 1)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Add the record's numbers as scalars named ``kind/field``, its samples and configuration as text."""
+        kind, step = record["kind"], record.get("step")
+        if kind == "run":
+            settings = json.dumps(record.get("config", {}), indent=2, ensure_ascii=False)
+            self._writer.add_text("config", _as_code(settings), 0)
+        for name, value in _scalars(record):
+            self._writer.add_scalar(name, value, step)
+        for index, sample in enumerate(record.get("samples") or ()):
+            self._writer.add_text(f"sample/{index}", _as_code(f"{sample['prompt']}{sample['text']}"), step)
+        if kind in ("eval", "final"):
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Write buffered points and close the event file."""
+        self._writer.close()
+
+
+class WandbTracker:
+    """Sends the numbers of train, eval and final records, and the configuration, to Weights & Biases.
+
+    Samples stay in the log: the service has no plain-text chart for them.
+
+    Args:
+        project: the project that the run appears under.
+        name: the name of the run.
+        folder: where the package keeps its own files.
+        run_id: identifies the run; the same one again continues it after a resume.
+
+    Raises:
+        ConfigError: if the package ``wandb`` is not installed, or cannot start the run.
+    """
+
+    def __init__(self, project: str, *, name: str, folder: str | Path, run_id: str) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise missing_package("wandb") from error
+        try:
+            self._run: Any = wandb.init(project=project, name=name, dir=str(folder), id=run_id, resume="allow")
+        except Exception as error:  # an account, the network or the project's name: the package says which
+            raise ConfigError(
+                f"--wandb {project}: {error}; log in, set WANDB_MODE=offline, or leave --wandb out"
+            ) from error
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Send the record's numbers under ``kind/field``, or the configuration of a run record."""
+        if record["kind"] == "run":
+            details = {key: record[key] for key in ("config", "machine", "versions", "model") if key in record}
+            self._run.config.update(details, allow_val_change=True)
+        scalars = dict(_scalars(record))
+        if scalars:
+            self._run.log(scalars, step=record.get("step"))
+
+    def close(self) -> None:
+        """Wait until everything is sent and end the run."""
+        self._run.finish()
+
+
+def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The finite numbers of a train, eval, core or final record, named ``kind/field`` or ``kind/field/key``."""
+    kind = record["kind"]
+    if kind not in ("train", "eval", "core", "final"):
+        return
+    for field, value in record.items():
+        entries = value.items() if isinstance(value, Mapping) else [(None, value)]
+        for key, number in entries:
+            if field != "step" and isinstance(number, (int, float)) and not isinstance(number, bool):
+                yield (f"{kind}/{field}" if key is None else f"{kind}/{field}/{key}"), number
+
+
+def _as_code(text: str) -> str:
+    """The text as a Markdown code block (indented), which keeps spaces and line breaks."""
+    return "\n".join("    " + line for line in text.splitlines())
+
+
+def missing_package(name: str) -> ConfigError:
+    """Return the error for a tracker whose package is not installed; the option has the package's name."""
+    return ConfigError(f"--{name} needs the package {name}, which is not installed; run {install_command(name)}")

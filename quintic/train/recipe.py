@@ -1,0 +1,398 @@
+"""The recipe: from a configuration to a model, its optimizer, and the settings of each step.
+
+The matrices of the blocks go to Muon (or to AdamW, for comparison); embeddings, head, gates and scalars each have an
+AdamW learning rate of their own, because their gradients differ by orders of magnitude.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+import quintic
+from quintic.errors import ConfigError
+from quintic.grouping.assign import Rule
+from quintic.kernels.attention.attention import AttentionName
+from quintic.model.gpt import GPT, GPTConfig
+from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.rules.table import orthogonalizes
+from quintic.train.config import Config, ScheduleConfig, WeightsName, in_options
+from quintic.train.distributed import Parallelism, rows_at_once
+from quintic.train.hardware import check_memory
+from quintic.train.lookups import with_lookups
+from quintic.train.schedule import (
+    REFERENCE_DEPTH,
+    Scale,
+    automatic_batch,
+    lr_multiplier,
+    momentum_at,
+    weight_decay_multiplier,
+)
+
+__all__ = [
+    "apply_schedule",
+    "build_model",
+    "build_optimizer",
+    "empty_model",
+    "model_config",
+    "scale_lines",
+    "scale_of",
+    "with_batch",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Constants:
+    """Constants of a recipe besides the options: the differences between the groups."""
+
+    lr_width: int
+    """Width at which the AdamW learning rates of embeddings and head are given; they scale with width^-0.5."""
+    value_embedding_frac: float
+    """Learning rate of the value embeddings, as a share of the token embedding's."""
+    residual_frac: float
+    """Learning rate of the residual scales, which multiply the whole stream, as a share of the other scalars'."""
+    smear_lr: float | None = None
+    """Learning rate of smear and backout; None treats them, and the scales of x0, as the other scalars."""
+    gates_to_muon: bool = False
+    """Muon steps the gates of the value embeddings."""
+    neuron_beta: float = 0.95
+    """NorMuon's average over steps."""
+    betas: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Name of a group -> AdamW's coefficients, where they are not --beta1 and --beta2."""
+    weight_decay: Mapping[str, float] = field(default_factory=dict)
+    """Name of a group under AdamW -> its weight decay, which stays the same over the run."""
+
+
+_CONSTANTS = {
+    "quintic": _Constants(lr_width=256, value_embedding_frac=0.5, residual_frac=0.1),
+    "seed": _Constants(
+        lr_width=768,
+        value_embedding_frac=1.0,
+        residual_frac=0.01,
+        smear_lr=0.2,
+        gates_to_muon=True,
+        betas={"x0 scales": (0.96, 0.95)},
+    ),
+    # As in nanochat's gpt.py and base_train.py of 2026-07.
+    "nanochat": _Constants(
+        lr_width=768,
+        value_embedding_frac=0.5,
+        residual_frac=0.01,
+        smear_lr=0.2,
+        gates_to_muon=True,
+        neuron_beta=0.9,
+        betas={
+            "embedding": (0.8, 0.995),
+            "value embeddings": (0.8, 0.995),
+            "head": (0.8, 0.96),
+            "x0 scales": (0.96, 0.95),
+        },
+        weight_decay={"embedding": 0.001, "value embeddings": 0.01, "head": 0.01, "residual scales": 0.05},
+    ),
+}
+
+# Learning rate of a lookup layer's tables as a share of the token embedding's, both relative to initial entries: 1 in
+# the embedding, width^-0.5 in a table.
+_LOOKUP_FRAC = 0.5
+
+# At a thousand steps in a second a run of so many takes eleven days.
+_MOST_STEPS = 10**9
+
+
+def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
+    """Return the sizes of the model for a vocabulary.
+
+    Raises:
+        ConfigError: the sizes do not fit each other.
+    """
+    try:
+        sizes = GPTConfig.from_depth(
+            config.model.depth,
+            vocab_size=vocab_size,
+            seq_len=config.model.seq_len,
+            bos_id=bos_id,
+            head_dim=config.model.head_dim,
+            kv_ratio=config.model.kv_ratio,
+            aspect_ratio=config.model.aspect_ratio,
+            window_pattern=config.model.window_pattern,
+            short_window=config.model.short_window,
+        )
+        return with_lookups(sizes, config.model)
+    except ValueError as error:
+        raise ConfigError(f"{in_options(error)}; change one of the model's sizes") from None
+
+
+def build_model(
+    sizes: GPTConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: AttentionName,
+    seed: int,
+    weights: WeightsName = "float32",
+    parallelism: Parallelism | None = None,
+) -> GPT:
+    """Return an initialised model: built on the meta device, so that no weight is ever made twice.
+
+    Where ranks have parts of it, no device ever has the whole. `dtype` is that of the activations.
+
+    Raises:
+        ConfigError: the model and its gradients need more memory than there is.
+    """
+    model = empty_model(sizes, dtype=dtype, attention=attention, weights=weights)
+    if parallelism is not None:
+        parallelism.place(model, device)
+    local = [local_tensor(param.detach()) for param in model.parameters()]
+    check_memory(2 * sum(weight.numel() * weight.element_size() for weight in local), device)
+    model.to_empty(device=device)
+    model.init_weights(seed)
+    return model
+
+
+def empty_model(
+    sizes: GPTConfig, *, dtype: torch.dtype, attention: AttentionName, weights: WeightsName = "float32"
+) -> GPT:
+    """Return a model on the meta device, with weights in the dtype that `--weights` asks for."""
+    with torch.device("meta"):
+        model = GPT(sizes, compute_dtype=dtype, attention=attention)
+    if weights == "mantissa":
+        for module in model.modules():
+            for name, param in module.named_parameters(recurse=False):
+                setattr(module, name, torch.nn.Parameter(param.bfloat16()))
+    return model
+
+
+def build_optimizer(
+    model: GPT,
+    config: Config,
+    *,
+    on_gpu: bool | None = None,
+    comms: Literal["none", "averaged", "sharded"] = "none",
+) -> quintic.Muon:
+    """Return the optimizer with named groups; each group's `initial_lr` and `initial_weight_decay` are its peaks.
+
+    Args:
+        model: on any device, the meta device too.
+        config: sections `model`, `optim` and `schedule` count.
+        on_gpu: it will run on a GPU; None for the model's device.
+        comms: division of the work among ranks, see `Parallelism`.
+    """
+    optim, constants = config.optim, _CONSTANTS[config.optim.recipe]
+    scale = scale_of(config, model)
+    lr_factor, decay_factor = (scale.lr_factor, scale.decay_factor) if optim.scale_rates else (1.0, 1.0)
+    by_width = (model.config.width / constants.lr_width) ** -0.5
+    # Tuned for each of the two optimizers; everything else is common to both.
+    uses_adamw = optim.optimizer == "adamw"
+    decay = optim.adamw_weight_decay if uses_adamw else optim.weight_decay
+    head_lr = optim.adamw_head_lr if uses_adamw else optim.head_lr
+    embedding_lr = optim.embedding_lr * by_width
+    rates = [
+        ("embedding", "embedding.weight", embedding_lr),
+        ("value embeddings", "value_embeddings.*", embedding_lr * constants.value_embedding_frac),
+        ("head", "head.weight", head_lr * by_width),
+        ("residual scales", "residual_scales", optim.scalar_lr * constants.residual_frac),
+    ]
+    if model.lookups:
+        table_lr = embedding_lr * _LOOKUP_FRAC * model.config.width**-0.5
+        tables = ["keys"] if model.config.l3_tied else ["keys", "values"]
+        rates += [("lookup tables", f"lookups.*.{table}", table_lr) for table in tables]
+    if constants.smear_lr is not None:
+        rates += [
+            ("x0 scales", "x0_scales", optim.scalar_lr),
+            ("smear", "smear*", constants.smear_lr),
+            ("backout", "backout_scale", constants.smear_lr),
+        ]
+    rules = []
+    for name, pattern, lr in rates:
+        options: dict[str, Any] = {"name": name, "lr": lr * lr_factor}
+        if name in constants.betas:
+            options["betas"] = constants.betas[name]
+        if name in constants.weight_decay:
+            options["weight_decay"] = constants.weight_decay[name]
+        rules.append(Rule(pattern, "adamw", options=options))
+    matrices = {"name": "matrices", "weight_decay": decay * decay_factor, "cautious": optim.cautious}
+    if uses_adamw:
+        blocks = [f"blocks.*.{part}.*" for part in ("query", "key", "value", "out", "mlp")]
+        for pattern in [*blocks, *(["lookups.*"] if model.lookups else [])]:
+            rules.append(Rule(pattern, "adamw", options={**matrices, "lr": optim.adamw_lr * lr_factor}))
+    elif constants.gates_to_muon:
+        rules.append(Rule("blocks.*.value_gate.*", "muon"))
+    groups = quintic.param_groups(
+        model,
+        muon={**matrices, "lr": optim.muon_lr * lr_factor},
+        adamw={"name": "scalars", "lr": optim.scalar_lr * lr_factor},
+        rules=rules,
+    )
+    on_gpu = model.head.weight.is_cuda if on_gpu is None else on_gpu
+    optimizer = quintic.Muon(
+        groups,
+        momentum=optim.momentum,
+        orthogonalizer=optim.orthogonalizer,
+        # A CPU without bfloat16 instructions multiplies float32 faster; CUDA devices have every method's own dtype.
+        compute_dtype=None if on_gpu or optim.orthogonalizer == "svd" else model.compute_dtype,
+        normalize=optim.normalize,
+        normalize_beta=constants.neuron_beta,
+        master="mantissa" if optim.weights == "mantissa" else None,
+        state_dtype=optim.state_dtype,
+        betas=(optim.beta1, optim.beta2),
+        eps=1e-10,
+        comms=comms,
+    )
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+        group["initial_weight_decay"] = group["weight_decay"]
+    return optimizer
+
+
+def scale_of(config: Config, model: GPT) -> Scale:
+    """Return tokens, batch and steps for a model, and how far its rates are from those of depth 12.
+
+    The length is --steps, else --target-flops, else --tokens-per-param, whichever is given first.
+
+    Args:
+        config: its sections `model` and `schedule` count.
+        model: built from it; on any device, the meta device too.
+
+    Raises:
+        ConfigError: the run would never end.
+    """
+    schedule, sizes = config.schedule, model.config
+    reference = GPTConfig.from_depth(
+        REFERENCE_DEPTH,
+        vocab_size=sizes.vocab_size,
+        seq_len=sizes.seq_len,
+        bos_id=sizes.bos_id,
+        head_dim=sizes.head_dim,
+        aspect_ratio=config.model.aspect_ratio,
+    )
+    with torch.device("meta"):
+        tokens, reference_tokens = (
+            int(schedule.tokens_per_param * _scaling_parameters(m)) for m in (model, GPT(reference))
+        )
+    batch = schedule.batch_tokens
+    if batch is None:
+        batch = automatic_batch(tokens, reference_tokens)
+    option, value = _lengths(schedule)[0]
+    if option == "--steps":
+        steps = int(value)
+    elif option == "--target-flops":
+        steps = round(value / (model.flops_per_token() * batch))
+    else:
+        steps = tokens // batch
+    if steps > _MOST_STEPS:
+        raise ConfigError(f"{option} {value:g}: makes {steps:.4g} steps, {_MOST_STEPS:,} at most are possible")
+    return Scale(tokens=tokens, reference_tokens=reference_tokens, batch_tokens=batch, steps=max(1, steps))
+
+
+def _lengths(schedule: ScheduleConfig) -> list[tuple[str, float]]:
+    """Return the options of a run's length that have a value: the first one decides."""
+    values = {
+        "--steps": schedule.steps,
+        "--target-flops": schedule.target_flops,
+        "--tokens-per-param": schedule.tokens_per_param,
+    }
+    return [(option, value) for option, value in values.items() if value is not None]
+
+
+def with_batch(config: Config, scale: Scale) -> Config:
+    """Return the configuration with its batch as a number.
+
+    Raises:
+        ConfigError: the automatic batch is not a multiple of rows x sequence length.
+    """
+    return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, batch_tokens=scale.batch_tokens))
+
+
+def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str]:
+    """Describe a run's model, length, batch and rates in lines for people, without allocating anything.
+
+    Args:
+        config: of the run.
+        vocab_size: tokens.
+        shares: number of shares in which ranks divide a batch.
+
+    Raises:
+        ConfigError: sizes, or batch and rows, do not fit each other.
+    """
+    with torch.device("meta"):
+        model = GPT(model_config(config, vocab_size=vocab_size, bos_id=0))
+    scale = scale_of(config, model)
+    batch_is_given = config.schedule.batch_tokens is not None
+    config = with_batch(config, scale)
+    schedule, sizes, parts = config.schedule, model.config, model.num_parameters()
+    by_part = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in parts.items())
+    total_tokens, per_token = scale.steps * scale.batch_tokens, model.flops_per_token()
+    per_parameter = total_tokens / _scaling_parameters(model)
+    (option, value), *others = _lengths(schedule)
+    unused = " and ".join(f"{other} {number:g}" for other, number in others)
+    if others:
+        unused = f"; {unused} {'do' if len(others) > 1 else 'does'} not decide it"
+    rows = rows_at_once(config, shares)
+    passes = scale.batch_tokens // (rows * sizes.seq_len * shares)
+    rates: dict[str, float] = {}
+    decay = 0.0
+    for group in build_optimizer(model, config).param_groups:
+        rates.setdefault(group["name"], group["lr"])
+        decay = group["weight_decay"] if group["name"] == "matrices" else decay
+    heads = f"{sizes.num_heads} {'head' if sizes.num_heads == 1 else 'heads'}"
+    steps = f"{scale.steps:,} {'step' if scale.steps == 1 else 'steps'}"
+    factors = ""
+    if config.optim.scale_rates:
+        factors = f" (rates x {scale.lr_factor:.3f}, decay x {scale.decay_factor:.3f} of those at depth 12)"
+    # Those of the text are known once the run has its model: a plan and a resumed run must come to the same length.
+    of_rows = ", with as many lookup rows for each token" if sizes.l3_layers else ""
+    falling = scale.steps - round(schedule.warmdown_frac * scale.steps)
+    if schedule.warmup_steps is not None and schedule.warmup_steps > falling:
+        factors += f"; --warmup-steps {schedule.warmup_steps} is not over when they begin to fall, after step {falling}"
+    return [
+        f"Model: depth {sizes.depth}, width {sizes.width}, {heads}, {sum(parts.values()):,} parameters: {by_part}",
+        f"Operations: {per_token:,} per token forward and backward, {per_token * total_tokens:.4g} in all{of_rows}",
+        f"Length: {steps}, {total_tokens:,} tokens ({per_parameter:.3g} per scaling parameter), "
+        f"by {option} {value:{'g' if isinstance(value, float) else ','}}{unused}",
+        f"Batch: {scale.batch_tokens:,} tokens ({'given' if batch_is_given else 'automatic'}), in {passes:,} "
+        f"{'pass' if passes == 1 else 'passes'} of {rows} x {sizes.seq_len:,}"
+        f"{f' on each of {shares} ranks' if shares > 1 else ''}",
+        f"Rates: {', '.join(f'{name} {lr:.4g}' for name, lr in rates.items())}; decay {decay:.4g}{factors}",
+    ]
+
+
+def _scaling_parameters(model: GPT) -> int:
+    parts = model.num_parameters()
+    return parts["blocks"] + parts["head"]
+
+
+def apply_schedule(optimizer: quintic.Muon, config: Config, step: int, total: int) -> dict[str, Any]:
+    """Set learning rates, momentum and weight decay for a step (0-based) and return them for the log."""
+    schedule, optim = config.schedule, config.optim
+    multiplier = lr_multiplier(
+        step,
+        total,
+        warmup_frac=schedule.warmup_frac,
+        warmdown_frac=schedule.warmdown_frac,
+        final_frac=schedule.final_lr_frac,
+        warmup_steps=schedule.warmup_steps,
+    )
+    momentum = momentum_at(
+        step,
+        total,
+        start=optim.momentum_start,
+        peak=optim.momentum,
+        end=optim.momentum_end,
+        warmup_steps=optim.momentum_warmup_steps,
+        warmdown_frac=schedule.warmdown_frac,
+    )
+    decay = weight_decay_multiplier(step, total, optim.decay_shape)
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * multiplier
+        if group["name"] == "matrices":
+            group["weight_decay"] = group["initial_weight_decay"] * decay
+        if orthogonalizes(group["algorithm"]):
+            group["momentum"] = momentum
+    return {
+        "lr": {group["name"]: group["lr"] for group in optimizer.param_groups},
+        "lr_multiplier": multiplier,
+        "momentum": momentum,
+        "weight_decay": next(g["weight_decay"] for g in optimizer.param_groups if g["name"] == "matrices"),
+    }

@@ -1,0 +1,262 @@
+"""Run folders: making, naming, finding and locking them; and the file of a comparison, which has several runs.
+
+<runs-dir>/<run>/config.json, tokenizer.json, source.json and source.diff (saving/source.py), metrics.jsonl,
+checkpoints/, report.html, with --wandb wandb-id.txt, and .lock, which one process at a time holds
+<runs-dir>/<comparison>.json: what the runs of `quintic compare` are made from, so that it can be continued
+"""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import platform
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from quintic.durable import json_object, lock, new_folder, write_atomically
+from quintic.errors import ConfigError
+from quintic.report.history import METRICS_FILE
+from quintic.train.config import BaseRunConfig, Config
+from quintic.train.saved_config import from_dict, load_config, to_dict
+from quintic.train.saving.source import source_files
+
+__all__ = [
+    "CONFIG_FILE",
+    "TOKENIZER_FILE",
+    "Comparison",
+    "check_new_run",
+    "create_run",
+    "discard_unstarted",
+    "find_comparison",
+    "find_run",
+    "hold_run",
+    "run_folder",
+    "save_comparison",
+    "wandb_id",
+]
+
+CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.json"
+"""Kept so that the model can be used when its prepared text is gone; runs made by older versions do not have it."""
+_LOCK_FILE = ".lock"
+_WANDB_FILE = "wandb-id.txt"
+
+# Errors of file systems without locks.
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
+
+
+def check_new_run(config: Config) -> None:
+    """Check that a run of this name can be made, before the work that comes before it.
+
+    Raises:
+        ConfigError: it exists, or there can be no folder of runs.
+    """
+    runs_dir = config.run.runs_dir.absolute()
+    there = next(folder for folder in (runs_dir, *runs_dir.parents) if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ConfigError(f"--runs-dir {config.run.runs_dir}: {there} is no folder that can be written; choose another")
+    if config.run.run is not None and _is_taken(config.run.runs_dir / config.run.run):
+        raise _exists(config.run.runs_dir / config.run.run)
+
+
+def create_run(config: Config) -> Path:
+    """Make the folder of a new run, with its configuration in it, and return it.
+
+    The folder appears in one move: it is a run, or it is not there.
+
+    Raises:
+        ConfigError: a run of that name exists, or the folder cannot be made.
+    """
+    files = {CONFIG_FILE: json.dumps(to_dict(config), indent=2) + "\n"}
+    return run_folder(config.run, f"d{config.model.depth}", files)
+
+
+def run_folder(run: BaseRunConfig, kind: str, files: Mapping[str, str]) -> Path:
+    """Make the folder of a new run with some files in it, and return it; without a name it is of time and kind.
+
+    Raises:
+        ConfigError: as `create_run`.
+    """
+    if run.run is not None:
+        folder = run.runs_dir / run.run
+    else:
+        # Several runs may start within a second.
+        name = f"{datetime.now():%Y%m%d-%H%M%S}-{kind}"
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        folder = next(run.runs_dir / name for name in names if not _is_taken(run.runs_dir / name))
+    try:
+        with new_folder(folder) as unfinished:
+            for file, content in {**files, **source_files()}.items():
+                (unfinished / file).write_text(content, encoding="utf-8")
+            if _is_taken(folder):
+                raise _exists(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be made ({error.strerror}); choose another --runs-dir or --run") from None
+    return folder
+
+
+def discard_unstarted(folder: Path) -> None:
+    """Remove the folder of a run that failed before it logged anything; any other folder is left alone.
+
+    So is the folder of a run that another process has taken up in the meantime.
+    """
+    with contextlib.suppress(ConfigError, OSError), hold_run(folder, message=lambda text: None):
+        if not (folder / METRICS_FILE).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def wandb_id(folder: Path) -> str:
+    """Return the id by which Weights & Biases knows a run, and keep it in the run's folder for when it is resumed.
+
+    It is drawn at random: runs of one name are made in several places, and the service would take them for one. The
+    copy of a folder under another name gets an id of its own: the service would drop its steps as already seen.
+    """
+    file = folder / _WANDB_FILE
+    number, _, name = file.read_text(encoding="utf-8").rstrip("\n").partition(" ") if file.exists() else ("", "", "")
+    if not number or name != folder.name:
+        number = secrets.token_hex(8)
+        write_atomically(file, f"{number} {folder.name}\n")
+    return number
+
+
+@contextlib.contextmanager
+def hold_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
+    """Hold a run's lock, so that no other process trains the run while the block runs.
+
+    The system releases the lock of a process that dies. The file itself stays.
+
+    Args:
+        folder: the run's folder.
+        message: takes a warning where the file system has no locks; the block runs all the same.
+
+    Raises:
+        ConfigError: another process holds the lock.
+        OSError: the lock file cannot be written.
+    """
+    with (folder / _LOCK_FILE).open("a+", encoding="utf-8") as file:
+        try:
+            lock(file.fileno(), wait=False)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            holder = file.read()
+            raise ConfigError(
+                f"{folder} is being trained by another process{f' ({holder})' if holder else ''}: wait until it has "
+                "ended or stop it, or choose another --run"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            message(
+                f"{folder} is on a file system without locks ({error.strerror}): make sure that no other process "
+                "trains this run"
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        yield  # closing the file releases the lock
+
+
+def find_run(runs_dir: Path, name: str | None, *, is_speedrun_enough: bool = False) -> Path:
+    """Return the folder of a named run, or of the one started last.
+
+    Args:
+        runs_dir: the folder of all runs.
+        name: None for the run that was started last.
+        is_speedrun_enough: find speedruns, too, which have a log and may have models, and no configuration to go on
+            with.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name is not None:
+        folder = runs_dir / name
+        if is_speedrun_enough and (folder / METRICS_FILE).is_file():
+            return folder
+        if not (folder / CONFIG_FILE).is_file():
+            if (folder / METRICS_FILE).is_file():
+                advice = "`quintic sample`, `eval`, `export` and `report` take it"
+                raise ConfigError(f"{folder} is a speedrun, which cannot go on or be repeated from it; {advice}")
+            raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
+        load_config(folder / CONFIG_FILE)
+        return folder
+    files = (CONFIG_FILE, METRICS_FILE) if is_speedrun_enough else (CONFIG_FILE,)
+    folders = {path.parent for file in files for path in runs_dir.glob(f"*/{file}")}
+    started = {folder: _started(folder) for folder in folders if not folder.name.startswith(".")}
+    if not started:
+        raise ConfigError(f"{runs_dir} holds no run yet; start one with: quintic train")
+    return max(started, key=started.__getitem__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What the runs of a comparison are made from."""
+
+    path: Path
+    """The file that holds it."""
+    config: Config
+    """Of all runs; the run's name is that of the comparison."""
+    seeds: int
+    command: str
+    """The command line that began it, for the record of each run."""
+
+
+def save_comparison(config: Config, *, seeds: int, command: str) -> None:
+    """Write the file of a comparison; ``config`` must have a name.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    config.run.runs_dir.mkdir(parents=True, exist_ok=True)
+    content = {"comparison": {"seeds": seeds, "command": command}, "config": to_dict(config)}
+    write_atomically(config.run.runs_dir / f"{config.run.run}.json", json.dumps(content, indent=2) + "\n")
+
+
+def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
+    """Return the comparison of a name, or the one that was started last.
+
+    Raises:
+        ConfigError: there is none, or its file is damaged.
+    """
+    paths = [runs_dir / f"{name}.json"] if name is not None else list(runs_dir.glob("*.json"))
+    found = {path: json_object(path) for path in paths}
+    started = [path for path in found if isinstance(found[path].get("comparison"), dict)]
+    if not started:
+        what = f"{runs_dir} holds no comparison" if name is None else f"{paths[0]} is not a comparison"
+        raise ConfigError(f"{what} that could be continued; check --run and --runs-dir, or start one: quintic compare")
+    path = max(started, key=lambda path: path.stat().st_mtime)
+    facts = found[path]["comparison"]
+    try:
+        config = from_dict(found[path]["config"], origin=str(path))
+        return Comparison(path=path, config=config, seeds=int(facts["seeds"]), command=str(facts["command"]))
+    except ConfigError:  # names the file and the field
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: damaged ({error!r}); start a new comparison, with another --run") from None
+
+
+def _started(folder: Path) -> float:
+    """Return when a run was started, in seconds since 1970."""
+    if (folder / CONFIG_FILE).exists():
+        return (folder / CONFIG_FILE).stat().st_mtime
+    # A speedrun has no file that stays as it was at the start; its log begins with the time.
+    log = folder / METRICS_FILE
+    try:
+        with log.open(encoding="utf-8") as lines:
+            return datetime.fromisoformat(json.loads(lines.readline())["time"]).timestamp()
+    except (ValueError, KeyError, TypeError):
+        return log.stat().st_mtime
+
+
+def _is_taken(folder: Path) -> bool:
+    # An empty folder is no run; the new one may take its place.
+    return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+
+
+def _exists(folder: Path) -> ConfigError:
+    advice = f", or continue it with --resume --run {folder.name}" if (folder / CONFIG_FILE).is_file() else ""
+    return ConfigError(f"{folder} exists: choose another --run{advice}")

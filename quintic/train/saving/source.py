@@ -1,0 +1,126 @@
+"""The source that ran: what a run's log and its folder keep of it.
+
+<run>/source.json has the version and the commit of this package, and the hash of each of its files; source.diff what
+differs from the commit, where the package lies in a git checkout with changes. Of the checkout only tracked files of
+the package are read; of untracked ones the names alone are kept. A run that is resumed by other source gets another
+pair of files, named for the step.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import quintic
+from quintic.durable import json_object, write_atomically
+from quintic.report.history import SOURCE_FILE
+from quintic.versions import torch_version
+
+__all__ = ["code_facts", "git_state", "keep_source", "package_versions", "source_files"]
+
+_PACKAGE = Path(quintic.__file__).parent
+_GIT_SECONDS = 10
+_MOST_DIFF_BYTES = 2**20
+_MOST_UNTRACKED = 200
+
+
+def code_facts() -> dict[str, Any]:
+    """Return the git state, the hash of this package's source files and the package versions, for the log."""
+    return {"git": git_state(), "code": _hash_of(_file_hashes(_PACKAGE)), "versions": package_versions()}
+
+
+def git_state(package: Path = _PACKAGE) -> dict[str, Any]:
+    """Return commit and whether files of a package differ from it; nothing where it lies in no git checkout.
+
+    A package that is installed below a checkout, as in a virtual environment there, is not of that checkout.
+    """
+    commit = _git(package, "rev-parse", "HEAD")
+    if commit is None or _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return {}
+    changes = _git(package, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return {"commit": commit.strip(), "dirty": bool(changes)}
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter for a result."""
+    versions = {"python": platform.python_version(), "torch": torch_version() or ""}
+    for package in ("quintic", "triton", "numpy", "tokenizers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def source_files(package: Path = _PACKAGE) -> dict[str, str]:
+    """Return the files that describe a package's source, name -> content: `source.json`, and a diff if there is one."""
+    hashes = _file_hashes(package)
+    state = git_state(package) or _installed_commit()
+    facts: dict[str, Any] = {"version": package_versions().get("quintic"), **state, "code": _hash_of(hashes)}
+    files = {}
+    if "dirty" in state:
+        names = (_git(package, "ls-files", "--others", "--exclude-standard", "--", ".") or "").splitlines()
+        facts |= {"untracked": names[:_MOST_UNTRACKED], "num_untracked": len(names)}
+        options = ("--no-ext-diff", "--no-textconv", "--no-color", "--relative")
+        diff = (_git(package, "diff", *options, "HEAD", "--", ".") or "") if state["dirty"] else ""
+        if diff:
+            whole = diff.encode()
+            facts["diff_bytes"] = len(whole)
+            if len(whole) > _MOST_DIFF_BYTES:
+                kept = whole[:_MOST_DIFF_BYTES].rpartition(b"\n")[0].decode(errors="ignore")
+                diff = f"{kept}\n(cut here: the diff has {len(whole):,} bytes)\n"
+            files[Path(SOURCE_FILE).with_suffix(".diff").name] = diff
+    return {SOURCE_FILE: json.dumps({**facts, "files": hashes}, indent=1) + "\n", **files}
+
+
+def keep_source(run_dir: Path, step: int, package: Path = _PACKAGE) -> bool:
+    """Keep the source by which a run goes on after a step, unless it is that of its last part.
+
+    Returns:
+        Whether the run has another source kept from before.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    kept = max(run_dir.glob(f"{Path(SOURCE_FILE).stem}*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    if kept is not None and json_object(kept).get("code") == _hash_of(_file_hashes(package)):
+        return False
+    for name, content in reversed(source_files(package).items()):
+        path = Path(name)
+        write_atomically(run_dir / f"{path.stem}-from-step-{step:06d}{path.suffix}", content)
+    return kept is not None
+
+
+def _file_hashes(package: Path) -> dict[str, str]:
+    """Return the SHA-256 of each source file of a package by its name in it."""
+    paths = {path.relative_to(package).as_posix(): path for path in sorted(package.rglob("*.py"))}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
+
+
+def _hash_of(hashes: dict[str, str]) -> str:
+    return hashlib.sha256("".join(f"{value}  {name}\n" for name, value in hashes.items()).encode()).hexdigest()
+
+
+def _installed_commit() -> dict[str, Any]:
+    """Return the commit from which pip installed the package, where it did so from a repository."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
+        origin = importlib.metadata.distribution("quintic").read_text("direct_url.json")
+        return {"commit": str(json.loads(origin or "")["vcs_info"]["commit_id"])}
+    return {}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return what git prints in a folder; None where it fails or is missing."""
+    try:
+        return subprocess.run(
+            ["git", "--no-optional-locks", *arguments],
+            cwd=folder,
+            capture_output=True,
+            timeout=_GIT_SECONDS,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        ).stdout.decode(errors="replace")  # as bytes: line ends stay as they are
+    except (OSError, subprocess.SubprocessError):
+        return None

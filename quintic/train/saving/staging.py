@@ -1,0 +1,69 @@
+"""The tensors of a checkpoint, those of model and optimizer by name, and copies of them in host memory."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.muon import Muon
+
+__all__ = ["copies_on_host", "optimizer_tensors"]
+
+
+@torch.no_grad()
+def copies_on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies in host memory, contiguous and complete, of tensors by name; `DTensor`s stay `DTensor`s.
+
+    Copies of CUDA tensors are in page-locked memory: a device copies at full speed to that, and PyTorch keeps it for
+    the next time. Nothing is communicated.
+
+    Args:
+        tensors: is emptied on the way, so that tensors without another reference are not in memory twice.
+    """
+    copies = {}
+    on_gpu = False
+    for name in list(tensors):
+        tensor = tensors.pop(name).detach()
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.contiguous_format)
+        local_tensor(copy).copy_(local_tensor(tensor), non_blocking=True)
+        on_gpu |= tensor.is_cuda
+        copies[name] = copy
+    if on_gpu:
+        torch.cuda.current_stream().synchronize()
+    return copies
+
+
+def optimizer_tensors(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return optimizer state as "<parameter name>/<state name>" -> tensor, and the groups. All ranks must call it.
+
+    The tensors are the optimizer's own, except for state that ranks divide: it is put together.
+    """
+    with _sharded_state_on_host(optimizer):
+        saved = optimizer.state_dict()
+    tensors = {}
+    for group in saved["param_groups"]:
+        for name, key in zip(group["param_names"], group["params"], strict=True):
+            for state_name, tensor in saved["state"].get(key, {}).items():  # frozen ones have none
+                tensors[f"{name}/{state_name}"] = tensor
+    return tensors, saved["param_groups"]
+
+
+@contextlib.contextmanager
+def _sharded_state_on_host(optimizer: Optimizer) -> Iterator[None]:
+    """Let state that ranks divide be put together in the host's memory: whole, it need not fit on a GPU."""
+    divided = isinstance(optimizer, Muon) and any(
+        group["comms"] == "sharded" and group["params"][0].is_cuda for group in optimizer.param_groups
+    )
+    if not divided:
+        yield
+        return
+    assert isinstance(optimizer, Muon)
+    optimizer.offload(True)
+    try:
+        yield
+    finally:
+        optimizer.offload(False)

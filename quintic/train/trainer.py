@@ -1,0 +1,400 @@
+"""`Trainer`: one run's model, optimizer and data, with methods to step, evaluate, sample and save.
+
+`loop.py` decides when these happen; the settings of a step come from `recipe.py`.
+"""
+
+import time
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import quintic
+from quintic.data.dataset import Dataset
+from quintic.data.loader import Batch, Loader, validation_rows
+from quintic.errors import CheckpointError
+from quintic.eval.baselines import reference_scores
+from quintic.eval.core import CoreScore, core_score, core_sums
+from quintic.eval.core_tasks import load_core
+from quintic.eval.generate import GENERAL_PROMPTS, default_prompts, sample_text
+from quintic.eval.score import Score, bits_per_byte, document_sums, score_from_sums
+from quintic.kernels.attention.attention import needs_document_starts
+from quintic.model.fp8 import fp8_lines
+from quintic.model.gpt import GPT
+from quintic.optim.layout.layouts import local_tensor
+from quintic.train.checkpoint import Checkpoint, load_model_weights, restore_optimizer, save_checkpoint
+from quintic.train.config import Config
+from quintic.train.distributed import ALONE, Parallelism, Ranks, rows_at_once
+from quintic.train.hardware import (
+    Hardware,
+    Stopwatch,
+    compile_seconds,
+    machine_facts,
+    matrix_rate,
+    peak_memory_bytes,
+)
+from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config, scale_of, with_batch
+from quintic.train.saved_config import repeat_command, to_dict
+from quintic.train.saving.background import Background
+from quintic.train.saving.source import code_facts
+from quintic.train.schedule import is_due, reading_lines
+from quintic.train.watch import LossWatch, RmsMeter, StepTimes
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """One run's moving parts and counters.
+
+    Args:
+        config: the run's configuration.
+        dataset: prepared text.
+        run_dir: folder for checkpoints.
+        hardware: from `choose_hardware`.
+        ranks: the processes that train the run. Where there are several, all must call the same methods.
+
+    Raises:
+        QuinticError: sizes that do not fit each other or the text.
+    """
+
+    def __init__(
+        self, config: Config, dataset: Dataset, run_dir: Path, hardware: Hardware, ranks: Ranks = ALONE
+    ) -> None:
+        self.config, self.dataset, self.run_dir, self.hardware = config, dataset, run_dir, hardware
+        self.ranks, self.background = ranks, Background(ranks)
+        self.parallelism = Parallelism(config.run.parallel, ranks, shard_ranks=config.run.shard_ranks)
+        seq_len = config.model.seq_len
+        sizes = model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
+        self.model: GPT = build_model(
+            sizes,
+            device=hardware.device,
+            dtype=hardware.dtype,
+            attention=hardware.attention,
+            seed=config.run.seed,
+            weights=config.optim.weights,
+            parallelism=self.parallelism,
+        )
+        self.fp8_layers = {} if hardware.fp8 is None else self.model.use_fp8(hardware.fp8)
+        if hardware.compile:
+            self.model.compile_parts()
+        self.scale = scale_of(config, self.model)
+        self.config = config = with_batch(config, self.scale)
+        shares = self.parallelism.data_size
+        self.rows = rows_at_once(config, shares)
+        """Rows that go through the model at once on each rank."""
+        self.loader = Loader(
+            dataset,
+            "train",
+            rows=self.rows,
+            seq_len=seq_len,
+            rank=self.parallelism.data_rank,
+            world_size=shares,
+            seed=config.run.seed,
+            device=hardware.device,
+        )
+        self.validation = validation_rows(
+            dataset, rows=config.schedule.rows, seq_len=seq_len, max_tokens=config.run.eval_tokens
+        )
+        self.wrapped = self.parallelism.wrapped(self.model)
+        self.optimizer = build_optimizer(self.model, config, comms=self.parallelism.comms)
+        self.total = self.scale.steps
+        self.micro_steps = self.scale.batch_tokens // (self.rows * seq_len * shares)
+        self.suite = None if config.run.core is None else load_core(config.run.core)
+        self.token_bytes = torch.as_tensor(dataset.tokenizer.token_bytes(), device=hardware.device)
+        self.rms = RmsMeter(self.model, mean_gradient=self.parallelism.mean_gradient)
+        self.watch = LossWatch(sigmas=config.optim.spike_sigmas)
+        self.times = StepTimes()
+        self.peak_before: int | None = None
+        self.compiled_before = 0.0
+        self.matrix_rate = matrix_rate(hardware)
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.spent = {"data": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
+        self.score: Score | None = None
+        """Score of the current weights; None until they are evaluated."""
+
+    @cached_property
+    def flops_per_token(self) -> int:
+        """Floating-point operations per token. Asked for once the rows of lookup layers are allocated or restored."""
+        return self.model.flops_per_token()
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Put everything back to where the checkpoint was written.
+
+        Raises:
+            CheckpointError: it belongs to another model or to other text.
+        """
+        state = checkpoint.state()
+        if state["dataset"]["key"] != self.dataset.key:
+            raise CheckpointError(
+                f"{checkpoint.path}: was trained on other text ({state['dataset']['path']}) than --data "
+                f"{self.config.data.data} gives now ({self.dataset.path}); restore that text, or start a new run"
+            )
+        self._restore_weights(checkpoint, state)
+        self.loader.load_state_dict(state["loader"])
+        self.tokens, self.seconds, self.spent = state["tokens"], state["seconds"], state["spent"]
+        self.score = None if state["score"] is None else Score(**state["score"])
+        self.times.load_state_dict(state.get("times", {}))
+        self.peak_before, self.compiled_before = state.get("peak_memory_bytes"), state.get("compile_seconds", 0.0)
+
+    def roll_back(self, checkpoint: Checkpoint) -> None:
+        """Put weights, optimizer and step back to a checkpoint of this run; text, tokens and time go on.
+
+        Raises:
+            CheckpointError: it belongs to another model.
+        """
+        rollbacks = self.watch.rollbacks
+        self._restore_weights(checkpoint, checkpoint.state())
+        self.watch.rollbacks = rollbacks + 1
+        self.score = None
+
+    def _restore_weights(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+        load_model_weights(checkpoint, self.model)
+        restore_optimizer(checkpoint, self.optimizer)
+        self.step = state["step"]
+        self.watch.load_state_dict(state.get("watch", {}))
+
+    def save(self) -> None:
+        """Copy a checkpoint's content and begin to write it in the background, once the one before is written.
+
+        Raises:
+            CheckpointError: the one before could not be written.
+        """
+        state = {
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "spent": self.spent,
+            "score": None if self.score is None else vars(self.score),
+            "loader": self.loader.state_dict(),
+            "config": to_dict(self.config),
+            "dataset": self.dataset.summary(),
+            "watch": self.watch.state_dict(),
+            "times": self.times.state_dict(),
+            "peak_memory_bytes": self._peak_memory(),
+            "compile_seconds": self._compile_seconds(),
+        }
+        save_checkpoint(
+            self.run_dir,
+            step=self.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            state=state,
+            keep=self.config.run.keep,
+            keep_due=self.config.run.save_every if self.config.optim.on_spike == "rollback" else 0,
+            ranks=self.ranks,
+            background=self.background,
+        )
+
+    def has_finite_weights(self) -> bool:
+        """Return whether every weight is a finite number, on all ranks; waits for the device."""
+        weights = [local_tensor(param.detach()) for param in self.model.parameters()]
+        return not self.ranks.any(not torch.stack([weight.isfinite().all() for weight in weights]).all())
+
+    def train_step(self) -> dict[str, Any]:
+        """Make one optimizer step and return its record."""
+        settings = apply_schedule(self.optimizer, self.config, self.step, self.total)
+        stopwatch = Stopwatch(self.hardware.device)
+        stopwatch.mark()
+        waited = 0.0
+        loss = torch.zeros((), device=self.hardware.device)
+        num_bytes = torch.zeros((), dtype=torch.int64, device=self.hardware.device)
+        for micro_step in range(1, self.micro_steps + 1):
+            asked = time.perf_counter()
+            batch = next(self.loader)
+            if stopwatch.is_idle():  # a busy device does not wait
+                waited += time.perf_counter() - asked
+            with self.parallelism.micro_step(self.wrapped, last=micro_step == self.micro_steps):
+                micro_loss = self.wrapped(batch.inputs, batch.targets, document_starts=self._starts(batch))
+                (micro_loss / self.micro_steps).backward()
+            loss += micro_loss.detach() / self.micro_steps
+            num_bytes += self.token_bytes[batch.targets].sum()
+            stopwatch.mark()
+        measured = is_due(self.step + 1, self.config.run.rms_every)
+        grad_rms = self.rms.before() if measured else {}
+        stopwatch.mark()
+        skips = self.config.optim.on_spike == "skip"
+        spike = norm = None
+        if skips:
+            total = self.parallelism.total(loss.double().cpu())
+            spike = self.watch.add(float(total) / self.parallelism.data_size)
+        if spike is None:
+            if self.config.optim.clip_norm is not None:
+                norm = quintic.clip_grad_norm_(self.optimizer, self.config.optim.clip_norm, scope="all")
+            self.optimizer.step()
+        stopwatch.mark()
+        update_rms = self.rms.after() if measured else {}
+        self.optimizer.zero_grad()
+        self.step, self.score = self.step + 1, None
+        batch_tokens = self.scale.batch_tokens
+        self.tokens += batch_tokens
+        *computing, _, stepping = stopwatch.seconds()
+        times = {"data": waited, "forward_backward": max(0.0, sum(computing) - waited), "optimizer": stepping}
+        elapsed = sum(times.values())
+        self.seconds += elapsed
+        self.spent = {name: self.spent[name] + value for name, value in times.items()}
+        rate = self.matrix_rate * self.ranks.size
+        self.times.add(elapsed, rate=rate)
+        sums = self.parallelism.total(torch.stack([loss.double(), num_bytes.double()]).cpu())
+        nats, text_bytes = float(sums[0]) / self.parallelism.data_size, int(sums[1])
+        if not skips:
+            spike = self.watch.add(nats)
+        record = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "loss": nats,
+            "bpb": bits_per_byte(nats * batch_tokens, max(1, text_bytes)),
+            **settings,
+            **({} if norm is None else {"grad_norm": float(norm)}),
+            "smoothed_loss": self.watch.smoothed,
+            "least_loss": self.watch.least,
+            "epoch": batch.epoch,
+            "flops": float(self.flops_per_token * self.tokens),
+            "tokens_per_second": batch_tokens / elapsed,
+            "mfu": self.flops_per_token * batch_tokens / elapsed / rate,
+            "peak_memory_bytes": self._peak_memory(),
+            "times_ms": {name: 1000 * value for name, value in times.items()},
+        }
+        if spike is not None:
+            record |= {"spike": spike, "on_spike": self.config.optim.on_spike}
+        if measured:
+            record |= {"grad_rms": grad_rms, "update_rms": update_rms, "grad_norm": self.rms.grad_norm}
+        return record
+
+    def evaluate(self) -> dict[str, Any]:
+        """Score the validation text and return the record."""
+        batches = [replace(batch, document_starts=self._starts(batch)) for batch in self._own_batches()]
+        sums = document_sums(
+            self.wrapped,
+            batches,
+            self.dataset.tokenizer.token_bytes(),
+            self.hardware.device,
+            num_documents=self.dataset.split("val").num_documents,
+        )
+        self.score = score_from_sums(self.parallelism.total(sums.cpu()))
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "loss": self.score.loss,
+            "bpb": self.score.bpb,
+            "bpb_stderr": self.score.bpb_stderr,
+        }
+
+    def answer_core(self) -> CoreScore:
+        """Answer the tasks of CORE, which the configuration must name; all ranks call it and get the same."""
+        assert self.suite is not None
+        with torch.compiler.set_stance("force_eager"):  # no two batches have one shape
+            sums = core_sums(
+                self.model,
+                self.dataset.tokenizer,
+                self.suite,
+                self.hardware.device,
+                max_tokens=self.model.config.seq_len,
+                max_items=self.config.run.core_items,
+                rows=self.rows,
+                rank=self.parallelism.data_rank,
+                world_size=self.parallelism.data_size,
+            )
+        return core_score(self.suite, self.parallelism.total(sums.cpu()))
+
+    def last_score(self) -> Score:
+        """Return the score of the current weights, which must have been evaluated."""
+        assert self.score is not None
+        return self.score
+
+    def sample(self) -> list[dict[str, str]]:
+        """Return samples from the current weights."""
+        prompts = self.config.run.prompts or default_prompts(self.config.data.data)
+        # Shapes change with every token.
+        with torch.compiler.set_stance("force_eager"):
+            return sample_text(
+                self.model,
+                self.dataset.tokenizer,
+                prompts,
+                max_tokens=self.config.run.sample_tokens,
+                temperature=0.0 if prompts == GENERAL_PROMPTS else 0.8,  # facts, or free text
+                seed=self.config.run.seed,
+            )
+
+    def finish(self) -> dict[str, Any]:
+        """Return the final record: score, reference scores of the same text, shares of the time; after `evaluate`."""
+        total = sum(self.spent.values()) or 1.0
+        speed = self.times.speed(batch_tokens=self.scale.batch_tokens, flops_per_token=self.flops_per_token)
+        return {
+            "step": self.step,
+            "loss": self.last_score().loss,
+            "bpb": self.last_score().bpb,
+            "seconds": self.seconds,
+            "baselines": self.ranks.from_first(lambda: reference_scores(self.dataset, self.validation)),
+            "breakdown": {f"{name}_frac": value / total for name, value in self.spent.items()},
+            "smoothed_loss": self.watch.smoothed,
+            "least_loss": self.watch.least,
+            "epochs": self.loader.epochs,
+            "flops": float(self.flops_per_token * self.tokens),
+            "peak_memory_bytes": self._peak_memory(),
+            **({**speed, "compile_seconds": self._compile_seconds()} if speed else {}),
+        }
+
+    def _peak_memory(self) -> int | None:
+        """Return the most memory so far, in the processes that trained the run before, too."""
+        known = [peak for peak in (peak_memory_bytes(self.hardware.device), self.peak_before) if peak is not None]
+        return max(known, default=None)
+
+    def _compile_seconds(self) -> float:
+        return self.compiled_before + (compile_seconds() if self.hardware.compile else 0.0)
+
+    def describe(self) -> list[str]:
+        """Describe text and plan in lines for people."""
+        summary = self.dataset.summary()
+        optimizer = {"muon": "Muon", "adamw": "AdamW"}[self.config.optim.optimizer]
+        passes, *warnings = reading_lines(self.total * self.scale.batch_tokens, summary["train_tokens"])
+        return [
+            f"Text: {summary['source']}, {summary['train_bytes'] / 1e6:.1f} MB to train on, "
+            f"{summary['train_tokens'] / 1e6:.2f}M tokens of a {self.dataset.vocab_size:,}-token vocabulary",
+            f"Plan: {passes} with {optimizer}; run folder {self.run_dir}",
+            *warnings,
+            *fp8_lines(self.fp8_layers),
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts of the log's `run` record."""
+        parameters = self.model.num_parameters()
+        return {
+            "config": to_dict(self.config),
+            "machine": {**machine_facts(self.hardware), "matrix_flops_per_second": self.matrix_rate},
+            **code_facts(),
+            "repeat": repeat_command(self.config, steps=self.total, **self.hardware.options()),
+            "model": {
+                "parameters": sum(parameters.values()),
+                "matrix_parameters": parameters["blocks"],
+                "flops_per_token": self.flops_per_token,
+                "width": self.model.config.width,
+                "heads": self.model.config.num_heads,
+                **({"fp8_layers": fp8_lines(self.fp8_layers)} if self.fp8_layers else {}),
+                **{f"parameters_{name}": count for name, count in parameters.items()},
+            },
+            "data": self.dataset.summary(),
+            "total_steps": self.total,
+            "ranks": self.ranks.size,
+        }
+
+    def _own_batches(self) -> list[Batch]:
+        """Return this rank's validation batches, equally many on all ranks: some get one that counts for nothing."""
+        rank, shares = self.parallelism.data_rank, self.parallelism.data_size
+        own = self.validation[rank::shares]
+        if len(own) < -(-len(self.validation) // shares):
+            first = self.validation[0]
+            own.append(replace(first, targets=torch.full_like(first.targets, self.dataset.bos_id)))
+        return own
+
+    def _starts(self, batch: Batch) -> Tensor:
+        """Return the starts of documents, on the device if the attention reads them there."""
+        starts = batch.document_starts
+        if needs_document_starts(self.hardware.attention):
+            starts = starts.to(self.hardware.device, non_blocking=True)
+            # Their number changes with every batch: compiled code is made for any.
+            torch._dynamo.maybe_mark_dynamic(starts, 0)
+        return starts

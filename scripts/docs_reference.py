@@ -1,0 +1,143 @@
+"""Parts of the manual that are made from the source: scripts, options of the command line, fields of files."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import io
+import itertools
+import os
+import re
+import textwrap
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Option", "generated", "options"]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+WIDTH = 84
+"""Columns of the help texts."""
+
+
+class Option(NamedTuple):
+    """One option of training, as the configuration has it."""
+
+    flag: str
+    section: str
+    values: str
+    defaults: tuple[str, ...]
+    """Without a GPU, and with one."""
+    meaning: str
+
+
+def generated(name: str) -> str:
+    """Return the part of a page with a name: `help COMMAND`, `file PATH`, `configuration`, or `metrics`.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name == "configuration":
+        return configuration()
+    if name == "metrics":
+        return metrics()
+    kind, _, rest = name.partition(" ")
+    if kind == "file":
+        return f"```python\n{(ROOT / rest).read_text('utf-8').rstrip()}\n```"
+    if kind == "help":
+        return f"```text\n{help_of(rest)}\n```"
+    raise ValueError(f"nothing is generated under the name {name!r}")
+
+
+def metrics() -> str:
+    """Return the table of records and fields of a metrics log, and what the fields mean."""
+    from quintic.report import history
+
+    _, intro, table, *meanings = (inspect.getdoc(history) or "").split("\n\n")
+    parts = [intro, f"```text\n{textwrap.dedent(table)}\n```", *meanings]
+    return "\n\n".join(re.sub("(?<!`)``(?!`)", "`", text) for text in parts)
+
+
+def help_of(command: str) -> str:
+    """Return the output of `quintic COMMAND --help`."""
+    from quintic.cli import main
+
+    output, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(WIDTH)
+    try:
+        with contextlib.redirect_stdout(output):
+            code = main([*command.split(), "--help"])
+    finally:
+        if columns is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = columns
+    if code:
+        raise ValueError(f"quintic {command} --help exits with {code}")
+    lines = (line.rstrip() for line in output.getvalue().strip("\n").splitlines())
+    return "\n".join(lines)
+
+
+def configuration() -> str:
+    """Return a table of options for each section of the configuration."""
+    text, section = [], ""
+    for option in options():
+        if option.section != section:
+            section = option.section
+            text += ["", f"## {section}", "", "| option | values | default | meaning |", "|---|---|---|---|"]
+        default = " / ".join(f"`{value}`" for value in option.defaults)
+        values = option.values.replace("|", "\\|")
+        text.append(f"| `{option.flag}` | {values} | {default} | {option.meaning} |")
+    return "\n".join(text[1:])
+
+
+def options() -> Iterator[Option]:
+    """Yield every option of `quintic train` that the configuration has, in its order."""
+    from quintic.commands.presets import PRESETS
+    from quintic.train.config import Config
+
+    presets = [kind() for kind in PRESETS.values()]
+    for section in dataclasses.fields(Config):
+        kind = typing.cast(type[Any], section.default_factory)
+        hints, meanings = typing.get_type_hints(kind), _meanings(kind)
+        for field in dataclasses.fields(kind):
+            values = [_shown(getattr(getattr(config, section.name), field.name)) for config in presets]
+            yield Option(
+                "--" + field.name.replace("_", "-"),
+                (inspect.getdoc(kind) or "").rstrip("."),
+                _type(hints[field.name]),
+                tuple(values if len(set(values)) > 1 else values[:1]),
+                meanings[field.name],
+            )
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+def _type(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return "any number of texts"
+    if inner := typing.get_args(hint):
+        return " or ".join(_type(option) for option in inner)
+    names = {int: "whole number", float: "number", bool: "flag", str: "text", Path: "path", type(None): "`None`"}
+    return names[hint]
+
+
+def _meanings(kind: type[Any]) -> dict[str, str]:
+    """Return the text below each field of a dataclass, those that it inherits included."""
+    bases = [base for base in reversed(kind.__mro__) if dataclasses.is_dataclass(base)]
+    statements = [ast.parse(textwrap.dedent(inspect.getsource(base))).body[0] for base in bases]
+    bodies = [definition.body for definition in statements if isinstance(definition, ast.ClassDef)]
+    meanings = {}
+    for field, text in itertools.chain.from_iterable(itertools.pairwise(body) for body in bodies):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            assert isinstance(text.value, ast.Constant)
+            meanings[field.target.id] = " ".join(str(text.value.value).split())
+    return meanings

@@ -1,0 +1,99 @@
+"""Hooks of `make docs` for MkDocs: links that leave `docs/`, and pages generated from the source.
+
+Pages link to each other, to examples, to measurements and to the changelog by their places in the repository, as a
+code host shows them. In the site everything keeps its place relative to the others: `docs/x.md` is `x.md`, any other
+file keeps its path.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+from docs_reference import generated  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A link of Markdown, inline: everything up to the target, its path, its anchor.
+LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
+
+# A fenced block; what looks like a link in it is none.
+FENCE = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+
+# Pages of the repository that the site has under another name.
+ELSEWHERE = {"README.md": "docs/index.md", "examples": "docs/how-to/layouts/index.md", "docs": "docs/index.md"}
+
+MARKER = re.compile(r"^<!-- generated: ([\w ./-]+) -->$", re.MULTILINE)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add what pages link to outside of `docs/`, and what those pages link to."""
+    waiting = [ROOT / "docs" / file.src_uri for file in files if file.src_uri.endswith(".md")]
+    waiting += [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")]
+    for path in waiting[-2:]:
+        files.append(_file(path, config))
+    while waiting:
+        path = waiting.pop()
+        for target in _targets(path):
+            place = place_in_site(target)
+            if target.is_file() and files.get_file_from_path(place) is None:
+                files.append(_file(target, config))
+                if target.suffix == ".md":
+                    waiting.append(target)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Fill in generated parts and let links lead to where their targets are in the site."""
+    markdown = MARKER.sub(lambda match: generated(match[1]), markdown)
+    source = Path(page.file.abs_src_path)
+    folder = posixpath.dirname(place_in_site(source))
+
+    def in_site(match: re.Match[str]) -> str:
+        if _is_address(match[2]):
+            return match[0]
+        target = Path(os.path.normpath(source.parent / match[2]))
+        return match[1] + posixpath.relpath(place_in_site(target), folder or ".") + (match[3] or "")
+
+    parts = _outside_of_fences(markdown)
+    return "".join(LINK.sub(in_site, text) if is_prose else text for text, is_prose in parts)
+
+
+def place_in_site(path: Path) -> str:
+    """Return the path of a repository's file in the site, relative to its root."""
+    place = path.relative_to(ROOT).as_posix()
+    return ELSEWHERE.get(place, place).removeprefix("docs/")
+
+
+def _file(path: Path, config: Any) -> File:
+    return File.generated(config, place_in_site(path), abs_src_path=str(path))
+
+
+def _targets(path: Path) -> Iterator[Path]:
+    for text, is_prose in _outside_of_fences(path.read_text("utf-8")):
+        for match in LINK.finditer(text) if is_prose else ():
+            if not _is_address(match[2]):
+                yield Path(os.path.normpath(path.parent / match[2]))
+
+
+def _is_address(target: str) -> bool:
+    return re.match(r"[a-z]+:", target) is not None
+
+
+def _outside_of_fences(markdown: str) -> Iterator[tuple[str, bool]]:
+    """Yield the pieces of a page, and whether each is prose and not a fenced block."""
+    end = 0
+    for fence in FENCE.finditer(markdown):
+        yield markdown[end : fence.start()], True
+        yield fence[0], False
+        end = fence.end()
+    yield markdown[end:], True

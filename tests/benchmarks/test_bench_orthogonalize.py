@@ -1,0 +1,418 @@
+"""The orthogonalisation benchmark: its floor, what it compares with what, and that it survives other libraries."""
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.common import results
+from benchmarks.orthogonalize import __main__ as bench
+from benchmarks.orthogonalize import contestants, measure, page, shapes
+from benchmarks.orthogonalize.contestants import CONTESTANTS
+from benchmarks.orthogonalize.shapes import LIMITS, NOMINAL_TFLOPS, PEER_LIMIT, Polynomials, Shape
+
+BENCHMARKS = Path(bench.__file__).parents[1]
+
+# -------------------------------------------------------------------------------- shapes and floors
+
+
+@pytest.mark.parametrize(
+    ("text", "milliseconds"),
+    [
+        ("40x768x768", 0.459), ("24x768x3072", 0.399), ("3x768x3072", 0.050), ("5x768x768", 0.057),
+        ("1x2048x2048", 0.218), ("1x2048x6144", 0.283), ("28x2048x2048", 6.09), ("1x4096x4096", 1.74),
+        ("1x4096x14336", 2.39), ("64x1408x2048", 4.83), ("1x7168x7168", 9.32),
+    ],
+)  # fmt: skip
+def test_the_floors_are_those_that_were_agreed_on(text, milliseconds):
+    shape = Shape.parse(text)
+    assert shape in LIMITS
+    precision = 10 ** -(len(str(milliseconds).partition(".")[2]))
+    assert shapes.floor_ms(shape, NOMINAL_TFLOPS) == pytest.approx(milliseconds, abs=0.6 * precision)
+
+
+def test_every_shape_has_its_limit():
+    assert len(LIMITS) == 11
+    assert list(LIMITS.values()) == [1.8, 2.3, 3.2, 2.6, 1.7, 1.9, 1.35, 1.25, 1.6, 1.6, 1.2]
+
+
+@pytest.mark.parametrize(("m", "n", "steps"), [(8, 8, 1), (8, 8, 5), (8, 40, 2), (8, 9, 5), (8, 800, 5)])
+def test_the_floor_is_the_cheapest_form_product_by_product(m, n, steps):
+    half, small, full = m * m * n, m**3, 2 * m * m * n  # X X^T; a symmetric product of small ones; the product with X
+    standard = steps * (half + small + full)
+    forms = [standard]
+    for restart in (None, *range(1, steps)):
+        starts = {0, restart} - {None}
+        cost = 0
+        for step in range(steps):
+            if step in starts:
+                cost += half + small  # R, and its polynomial: Q
+            else:
+                cost += 2 * small + small + small  # R anew from the last polynomial; its polynomial; Q
+            if step + 1 in starts or step + 1 == steps:
+                cost += full
+        forms.append(cost)
+    assert shapes.floor_flops(Shape(1, m, n), steps) == min(forms)
+    assert shapes.floor_flops(Shape(3, n, m), steps) == 3 * min(forms)
+
+
+@pytest.mark.parametrize("text", ["768x768", "axbxc", "1x2x3x4", "", "2x0x4", "2x-3x4"])
+def test_a_shape_that_is_none_is_named(text):
+    with pytest.raises(ValueError, match=f"shape '{text}': "):
+        Shape.parse(text)
+    assert str(Shape.parse("2x3x4")) == "2x3x4"
+
+
+# -------------------------------------------------------------------------------- what is compared
+
+
+@pytest.mark.parametrize(("m", "n"), [(6, 6), (5, 9), (9, 5)])
+@pytest.mark.parametrize("safety", [0.0, 0.02])
+def test_the_reference_is_the_polynomial_of_the_singular_values(m, n, safety):
+    polynomials = Polynomials(((3.0, -4.0, 2.0), (2.0, -1.5, 0.5)), safety)
+    x = torch.randn(2, m, n, dtype=torch.float64)
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    s = s / (torch.linalg.vector_norm(s, dim=-1, keepdim=True) * (1 + safety))
+    for a, b, c in polynomials.triples:
+        s = a * s + b * s**3 + c * s**5
+    torch.testing.assert_close(polynomials.apply(x), (u * s.unsqueeze(-2)) @ vh, rtol=0, atol=1e-6)
+
+
+OURS = [one.name for one in CONTESTANTS if one.family == "quintic" or one.name == "eager"]
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("shape", [Shape(3, 32, 48), Shape(2, 40, 24)], ids=str)
+def test_contestants_compute_what_they_are_measured_against(name, shape):
+    contestant = contestants.of(name)
+    x = measure.make_inputs(shape, "cpu", 1)[0]
+    out = contestant.make(shape, x)(x)
+    assert out.dtype == torch.bfloat16
+    error = measure.References().error(out, x, shape, contestant.polynomials())
+    # bf16 has eight bits, and the polynomials' slopes multiply them; "auto" is bf16 on a CPU.
+    exacter = "fp16" in name or "fp32" in name
+    assert error < (0.01 if exacter else 0.06), error
+
+
+def test_the_error_is_that_of_the_worse_of_the_first_and_the_last_matrix():
+    shape, polynomials = Shape(3, 4, 6), Polynomials(((1.5, -0.5, 0.0),))
+    x = measure.make_inputs(shape, "cpu", 1)[0]
+    exact = polynomials.apply(x.double())
+    references = measure.References()
+    assert references.error(exact, x, shape, polynomials) == 0
+    wrong = exact.clone()
+    wrong[1] = 7  # not looked at
+    wrong[2] *= 1.25
+    assert references.error(wrong, x, shape, polynomials) == pytest.approx(0.25)
+
+
+def test_names_are_unique_and_families_stand_together():
+    names = [one.name for one in CONTESTANTS]
+    assert len(names) == len(set(names))
+    families = [one.family for one in CONTESTANTS]
+    assert sorted(set(families), key=families.index) == [
+        family for index, family in enumerate(families) if index == 0 or families[index - 1] != family
+    ]
+
+
+SCRIPT = """
+import nothing_that_exists
+polar_express_coeffs = [(1, 2, 3)]
+
+@torch.compile(dynamic=False, fullgraph=True)
+def polar_express(grad_chunk, momentum_buffer, momentum_t, split_baddbmm=False):
+    momentum_buffer.lerp_(grad_chunk, 1 - momentum_t)
+    g = grad_chunk.lerp_(momentum_buffer, momentum_t)
+
+    X = g.bfloat16()
+    for a, b, c in polar_express_coeffs:
+        X = (a + b + c) * X
+    return -X if split_baddbmm else X
+
+train()
+"""
+
+
+def test_the_speedruns_function_is_taken_out_of_its_script_without_momentum():
+    names = {"torch": argparse.Namespace(compile=lambda **options: lambda function: function)}
+    exec(compile(contestants.without_momentum(SCRIPT), "train_gpt.py", "exec"), names)
+    x = torch.ones(2, 2)
+    assert torch.equal(names["polar_express"](x), 6 * x.bfloat16())
+    assert torch.equal(names["polar_express"](x, split_baddbmm=True), -6 * x.bfloat16())
+    assert torch.equal(x, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def polar_express(x): return x", "no polar_express with polar_express_coeffs"),
+        ("polar_express_coeffs = []", "no polar_express with polar_express_coeffs"),
+        ("polar_express_coeffs = []\ndef polar_express(x): return x", "does not make X from g"),
+    ],
+)
+def test_another_script_than_the_speedruns_is_refused(source, message):
+    with pytest.raises(ValueError, match=message):
+        contestants.without_momentum(source)
+
+
+def test_tuned_kernels_compile_instead_of_running(monkeypatch):
+    compiled = []
+
+    class Kernel:
+        def run(self, *args: object, grid: object, warmup: bool, **options: object) -> None:
+            pytest.fail("it ran")
+
+        def warmup(self, *args: object, grid: object, **options: object) -> None:
+            compiled.append((args, grid, options))
+
+    class Mode:
+        def __init__(self, pool: object) -> None:
+            self.submit = pool.submit
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    pytest.importorskip("triton")
+    monkeypatch.setattr("triton.runtime._async_compile.AsyncCompileMode", Mode)
+    kernel = Kernel()
+    contestants.precompile({kernel: lambda: kernel.run(1, grid=(9, 9), warmup=False, BLOCK=2)})
+    assert compiled == [((1,), (1,), {"BLOCK": 2})]
+    with pytest.raises(pytest.fail.Exception, match="it ran"):
+        kernel.run(1, grid=(9, 9), warmup=False)
+
+
+def options(tmp_path: Path = Path(), **changes: object) -> argparse.Namespace:
+    values = {
+        "shapes": list(LIMITS), "contestants": None, "all": False, "targets": True, "device": "cuda", "seconds": 0.1,
+        "caches": tmp_path, "peers": [], "limit": 4.0, "no_preload": False,
+    }  # fmt: skip
+    return argparse.Namespace(**{**values, **changes})
+
+
+def test_jobs_are_what_was_asked_for():
+    def names(**changes: object) -> set[str]:
+        return {job["contestant"] for job in bench.plan_jobs(options(**changes))}
+
+    jobs = [bench.key(job) for job in bench.plan_jobs(options())]
+    assert len(jobs) == len(set(jobs))
+    assert [shape for name, shape, _ in jobs if name == "quintic"] == list(map(str, LIMITS))
+    assert {"dion-newton-schulz", "speedrun", "gram-ns-cute", "gram-ns-compiled", "compiled", "eager"} <= names()
+    assert "quintic-gram-fp16-torch" not in names()
+    assert names(all=True) == {one.name for one in CONTESTANTS}
+    assert names(contestants=["dion"]) == {"dion-newton-schulz", "dion-polar-express"}
+    assert names(contestants=["quintic-gram-fp16-torch"]) == {"quintic-gram-fp16-torch"}
+    square = {"shapes": [Shape(1, 4096, 4096)]}
+    assert "standard-cute" not in names(**square)
+    assert "standard-cute" in names(**square, contestants=["standard-cute"])
+
+
+# -------------------------------------------------------------------------------- tables
+
+
+def row(name: str, milliseconds: float = 1.0, **changes: object) -> dict[str, object]:
+    times = {"median": milliseconds, "p10": milliseconds - 0.1, "p90": milliseconds + 0.1, "least": 0.1, "n": 9}
+    idle = {**times, "median": 2 * milliseconds}
+    values = {
+        "contestant": name, "shape": "1x2048x2048", "device": "cuda", "device_ms": times, "idle_ms": idle,
+        "host_ms": idle, "error_frobenius": 0.01, "finite": True, "repeatable": True, "first_s": 1.25,
+        "device_name": "NVIDIA H200", "versions": {"python": "3.12.3"},
+    }  # fmt: skip
+    return {**values, **changes}
+
+
+def ceiling(tflops: float) -> dict[str, object]:
+    return {"contestant": "ceiling", "shape": "quintic", "device": "cuda", "tflops": tflops}
+
+
+SHAPE = Shape(1, 2048, 2048)
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_fastest_other_is_the_fastest_whose_result_is_right():
+    rows = [
+        row("quintic", 0.4),
+        row("quintic-polar-express-bf16", 0.2),  # no peer
+        row("eager", 0.1, finite=False),
+        row("compiled", 0.1, error_frobenius=0.3),
+        row("speedrun", 0.1, error_frobenius=None),
+        {"contestant": "gram-ns-cute", "shape": str(SHAPE), "device": "cuda", "error": "not importable"},
+        row("dion-newton-schulz", 0.5),
+        row("gram-ns-compiled", 0.6),
+        row("gram-ns-replayed", 0.05, shape="1x4096x4096"),
+    ]
+    summary = page.Summary(rows)
+    assert summary.best_peer(SHAPE)["contestant"] == "dion-newton-schulz"
+    assert summary.ratio(SHAPE) == pytest.approx(0.8)
+    assert page.Summary(rows[:1]).ratio(SHAPE) is None
+
+
+def test_floors_are_at_the_rate_that_was_measured_in_the_run():
+    summary = page.Summary([row("quintic", 0.4), ceiling(700.0), ceiling(720.0), ceiling(800.0)])
+    measured, nominal = summary.multiples(SHAPE)
+    assert nominal == pytest.approx(0.4 / 0.2175, rel=1e-3)
+    assert measured == pytest.approx(nominal * 720 / 790)
+    assert page.Summary([row("quintic", 0.4)]).multiples(SHAPE) == (None, pytest.approx(nominal))
+
+
+def test_a_line_of_the_table():
+    rows = [row("quintic", 0.4), row("eager", 0.5, error_frobenius=0.0234), ceiling(395.0)]
+    header, _, line = page.main_table(page.Summary(rows), [SHAPE])
+    assert dict(zip(cells(header), cells(line), strict=True)) == {
+        "batch x m x n": "1x2048x2048", "floor (ms)": "0.435 (0.217)", "Quintic: device (ms)": "0.4 (0.3 to 0.5)",
+        "idle (ms)": "0.8 (0.3 to 0.5)", "x floor": "0.92 (1.84)", "best other: device (ms)": "0.5", "which": "eager",
+        "Quintic / best": "0.8", "Quintic's error": "1.0e-02", "its error": "2.3e-02",
+    }  # fmt: skip
+
+
+def test_limits_are_kept_or_missed_or_not_known():
+    rows = [row("quintic", 0.36), row("eager", 0.4), ceiling(790.0), row("quintic", 1.0, shape="1x4096x4096")]
+    lines = page.targets_table(page.Summary(rows), [SHAPE, Shape(1, 4096, 4096), Shape(5, 768, 768), Shape(2, 3, 4)])
+    assert [[cells(line)[index] for index in (0, 2, 3, 6, 7)] for line in lines[2:5]] == [
+        ["1x2048x2048", "1.7", "pass", f"{PEER_LIMIT}", "**miss**"],
+        ["1x4096x4096", "1.25", "pass", f"{PEER_LIMIT}", "not measured"],
+        ["5x768x768", "2.6", "not measured", f"{PEER_LIMIT}", "not measured"],
+    ]
+    assert lines[-1] == "2 of 6 limits kept, 3 not measured."
+
+
+def test_everyone_is_listed_with_what_kept_them_from_it():
+    jobs = bench.plan_jobs(options(shapes=[SHAPE], contestants=["quintic", "speedrun", "eager", "dion"]))
+    failed = {**jobs[0], "contestant": "speedrun", "error": "not importable: No module named 'triton_kernels'"}
+    lines = page.details_table(page.Summary([row("quintic", 2.0), row("eager", 1.0), failed]), SHAPE, jobs)
+    found = [cells(line)[:2] for line in lines[2:]]
+    assert found == [
+        ["eager", "1 (0.9 to 1.1)"],
+        ["quintic", "2 (1.9 to 2.1)"],
+        ["speedrun", "not importable: No module named 'triton_kernels'"],
+        ["quintic-polar-express-bf16", "not measured: the time was over"],
+        ["dion-newton-schulz", "not measured: the time was over"],
+        ["dion-polar-express", "not measured: the time was over"],
+    ]
+
+
+def test_percentiles():
+    found = results.percentiles([float(value) for value in range(11)])
+    assert found == {"median": 5.0, "p10": 1.0, "p90": 9.0, "least": 0.0, "n": 11}
+    assert results.percentiles([3.0]) == {"median": 3.0, "p10": 3.0, "p90": 3.0, "least": 3.0, "n": 1}
+
+
+def test_the_command_is_recorded_without_folders():
+    words = ["--out", "/home/me/out", "--peers", "/a", "/b", "--shapes", "1x1x1", "1x1x1"]
+    found = results.recorded_command("benchmarks.x", words, {"/home/me/out": "FOLDER", "/a": "PEERS", "/b": "PEERS"})
+    assert found == "python -m benchmarks.x --out FOLDER --peers PEERS --shapes 1x1x1 1x1x1"
+
+
+# -------------------------------------------------------------------------------- processes
+
+# Stands for a library: hangs over one shape, dies over another, cannot take a third.
+LIBRARY = """
+import json, os, sys, time
+jobs = json.loads(sys.stdin.readline() or "[]")
+with open(sys.argv[1] + "/rows.jsonl", "a") as file:
+    def report(row):
+        file.write(json.dumps(row) + "\\n")
+        file.flush()
+    report({"contestant": "ceiling", "shape": jobs[0]["family"], "device": "cuda", "tflops": 700.0})
+    for job in jobs:
+        if job["shape"] == "1x1x1":
+            time.sleep(600)
+        if job["shape"] == "2x2x2":
+            print("Fatal: no luck")
+            sys.exit(3)
+        report({**job, **({"error": "too large"} if job["shape"] == "3x3x3" else {"first_s": 0.0})})
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "benchmarks" / "orthogonalize"
+    folder.mkdir(parents=True)
+    for name, source in {"../__init__": "", "__init__": "", "measure": LIBRARY}.items():
+        (folder / f"{name}.py").write_text(source)
+    monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_library_that_hangs_or_dies_costs_its_own_rows_only(library):
+    shapes = [Shape(size, size, size) for size in (4, 1, 2, 3, 5)]
+    chosen = options(library, shapes=shapes, contestants=["gram-ns-compiled", "eager"], device="cpu")
+    jobs = [job for job in bench.plan_jobs(chosen) if (job["contestant"], job["shape"]) != ("eager", "1x1x1")]
+    rows = list(bench.run_jobs(jobs, chosen, time.monotonic() + 100))
+    found = [bench.key(row)[:2] for row in rows if row["contestant"] != "ceiling"]
+    assert found == [bench.key(job)[:2] for job in jobs]
+    expected = {
+        "4x4x4": None,
+        "1x1x1": "took more than 4 s",
+        "2x2x2": "its process ended: exit status 3, Fatal: no luck",
+        "3x3x3": "too large",
+        "5x5x5": None,
+    }
+    for name in ("gram-ns-compiled", "eager"):
+        errors = {row["shape"]: row.get("error") for row in rows if row["contestant"] == name}
+        assert errors.items() <= expected.items()
+        assert len(errors) == (5 if name == "gram-ns-compiled" else 4)
+
+
+def test_a_second_call_measures_what_is_missing(library, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "write_results", lambda rows, jobs, options: None)
+    monkeypatch.setattr(bench, "short_line", str)
+    command = ["bench", "--out", str(library), "--device", "cpu", "--contestants", "eager", "--shapes"]
+    for asked, expected in (
+        (["4x4x4", "3x3x3"], "2 to measure, 0 done before"),
+        (["4x4x4", "3x3x3", "5x5x5"], "3 to measure, 1 done before"),
+        (["4x4x4", "5x5x5"], "2 to measure, 2 done before"),
+    ):
+        monkeypatch.setattr(sys, "argv", [*command, *asked])
+        assert bench.main() == 0
+        assert capsys.readouterr().out.startswith(expected + "\n")
+    rows = results.read_rows(library / "orthogonalize.jsonl")
+    assert [row["shape"] for row in rows if row["contestant"] == "eager"] == ["4x4x4", "3x3x3", "3x3x3", "5x5x5"]
+
+
+def test_when_the_time_is_over_the_rest_is_left(library, capsys):
+    chosen = options(library, shapes=[Shape(1, 1, 1), Shape(4, 4, 4)], contestants=["eager"], device="cpu", limit=600.0)
+    assert list(bench.run_jobs(bench.plan_jobs(chosen), chosen, time.monotonic() - 1)) == []
+    assert "the time is over: 2 not measured" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_on_a_cpu(tmp_path):
+    command = [
+        sys.executable, "-m", "benchmarks.orthogonalize", "--out", str(tmp_path), "--device", "cpu",
+        "--shapes", "2x16x24", "1x24x16", "--contestants", "quintic", "speedrun", "eager", "--seconds", "0.02",
+        "--commit", "abc", "--targets",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "orthogonalize.json").read_text())
+    assert result["commit"] == "abc"
+    rows = {bench.key(row)[:2]: row for row in result["rows"]}
+    for shape in ("2x16x24", "1x24x16"):
+        for name in ("quintic", "quintic-polar-express-bf16", "eager"):
+            found = rows[name, shape]
+            assert found["finite"]
+            assert found["repeatable"]
+            assert 0 < found["error_frobenius"] < page.LARGEST_ERROR
+            assert 0 < found["idle_ms"]["p10"] <= found["idle_ms"]["median"] <= found["idle_ms"]["p90"]
+        assert rows["speedrun", shape]["error"].startswith("not importable: No module named 'triton_kernels'")
+    text = (tmp_path / "orthogonalize.md").read_text()
+    assert "at commit abc" in text
+    assert str(tmp_path) not in text
+
+
+def test_the_benchmark_is_syntax_for_the_oldest_python():
+    for path in BENCHMARKS.rglob("*.py"):
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 11))

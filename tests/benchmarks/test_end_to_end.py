@@ -1,0 +1,131 @@
+"""Whole training steps: once on two CPU ranks, what is refused, and the page."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.end_to_end import __main__ as command
+from benchmarks.end_to_end import training
+from benchmarks.end_to_end.training import SIZES, Training
+
+# Stands for a library whose optimizer cannot be made on one of the ranks.
+DION = """
+import torch.distributed as dist
+
+def Muon(groups, distributed_mesh, **options):
+    assert [len(group["params"]) for group in groups] == [14, 10]
+    raise ValueError("not | made" if dist.get_rank() else "neither")
+"""
+
+
+@pytest.mark.slow
+def test_everything_once_on_two_ranks(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "peers" / "dion.py").write_text(DION)
+    words = ["--out", str(tmp_path / "out"), "--device", "cpu", "--size", "tiny", "--ranks", "2", "--commit", "0"]
+    words += ["--windows", "2", "--steps", "3", "--only", "dion-muon", "torch-adamw", "quintic"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.end_to_end", *words, "--peers", str(tmp_path / "peers")],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr  # dion is there and fails
+    result = json.loads((tmp_path / "out" / "end-to-end.json").read_text())
+    broken, *rows = result["rows"]
+    assert broken == {"contestant": "dion-muon", "error": "ValueError: neither"}
+    assert [row["contestant"] for row in rows] == ["torch-adamw", "quintic"]
+    assert result["parameters"] == 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128 + 2 * 64 + 2 * 16) + 256 * 64 + 64
+    assert result["devices"] == ["CPU", "CPU"]
+    for row in rows:
+        assert (row["step_ms"]["n"], row["single_ms"]["n"], row["optimizer_ms"]["n"]) == (2, 6, 6)
+        assert 0 < row["optimizer_ms"]["median"] < row["single_ms"]["median"]
+        assert row["gradient_norm"] > 0.01
+        assert all(abs(loss - math.log(256)) < 0.5 for loss in row["losses"])
+        assert row["losses"][0] == rows[0]["losses"][0]  # the same weights and tokens
+        assert len(set(row["losses"])) > 1
+    assert rows[0]["losses"][-1] != rows[1]["losses"][-1]
+    # Two moments of each parameter in its dtype on two ranks.
+    assert rows[0]["state_mib"] == pytest.approx(4 * result["parameters"] / 2 / 2**20, rel=0.1)
+    text = (tmp_path / "out" / "end-to-end.md").read_text()
+    assert "--peers PEERS` at commit 0" in text
+    assert str(tmp_path) not in text
+    assert "| dion-muon | ValueError: neither |" in text
+    assert done.stdout.rstrip().splitlines()[-1].startswith("| quintic |")
+
+
+def some_training(*gradients):
+    """Training of parameters with these gradients, on one rank."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in gradients])
+    for param, gradient in zip(model, gradients, strict=True):
+        param.grad = gradient
+    found = object.__new__(Training)
+    found.model, found.team = model, SimpleNamespace(from_all=lambda value: [value], cuda=False)
+    return found
+
+
+def test_the_norm_of_the_gradients():
+    assert some_training(torch.tensor([3.0, 0, 0]), torch.tensor([0, 4.0, 0])).check_gradients() == 5.0
+
+
+@pytest.mark.parametrize(
+    "gradient", [None, torch.zeros(3), torch.tensor([1.0, math.inf, 0]), torch.tensor([1.0, math.nan, 0])], ids=str
+)
+def test_gradients_of_nothing_are_refused(gradient):
+    with pytest.raises(ArithmeticError, match="1 parameters without a proper gradient, such as 1"):
+        some_training(torch.ones(3), gradient).check_gradients()
+
+
+def test_times_between_marks():
+    start = time.perf_counter()
+    assert training.elapsed(start, start + 0.25) == pytest.approx(250)
+    event = SimpleNamespace(elapsed_time=lambda end: end.at - 2.0)
+    assert training.elapsed(event, SimpleNamespace(at=9.0)) == 7.0
+
+
+@pytest.mark.slow
+def test_the_larger_model_has_as_many_parameters_as_it_is_named_for():
+    pytest.importorskip("transformers")
+    model = training.new_model(SIZES["0.47b"], torch.device("meta"))
+    assert sum(param.numel() for param in model.parameters()) == 474_021_888
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    size = SIZES["0.47b"]
+    assert (size.layers, size.width, size.vocabulary, size.tokens) == (28, 1024, 32768, 65536)
+
+
+def test_without_transformers_it_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"install transformers 4\.51 or newer, it is not importable"):
+        command.main(["--out", "x"])
+
+
+def test_one_window_has_no_quartiles(capsys):
+    with pytest.raises(SystemExit):
+        command.parse(["--out", "x", "--windows", "1"])
+    assert "--windows and --steps: at least 2 each" in capsys.readouterr().err
+
+
+def test_a_row_of_the_table():
+    times = {"median": 200.0, "q1": 198.0, "q3": 203.5, "least": 197.0, "n": 6}
+    row = {
+        "contestant": "quintic", "step_ms": times, "single_ms": times, "first_step_s": 1.234, "peak_mib": 51234.0,
+        "optimizer_ms": {**times, "median": 9.0, "q1": 8.9, "q3": 9.25, "n": 48}, "state_mib": 950.4,
+        "losses": [10.5, 10.4],
+    }  # fmt: skip
+    assert dict(zip(command.HEADS, command.cells(row), strict=True)) == {
+        "contestant": "quintic", "step (ms)": "200 (198 to 203.5; n 6)", "single steps (ms)": "200 (198 to 203.5; n 6)",
+        "optimizer (ms)": "9 (8.9 to 9.25; n 48)", "share": "4.5%", "first step (s)": "1.23", "peak (MiB)": "51,234",
+        "state (MiB)": "950", "loss": "10.40",
+    }  # fmt: skip
+    assert command.cells({"contestant": "x", "error": "a | b"}) == ["x", "a / b", *[""] * 7]

@@ -1,0 +1,159 @@
+"""Models, optimizers, the choice of rates and the page of `benchmarks.finetune`."""
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.finetune import __main__ as finetune
+from benchmarks.finetune import page as finetune_page
+from benchmarks.finetune import run
+from benchmarks.training.workers import Runs
+from quintic.data.dataset import Dataset
+
+# What peft asks of transformers.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+SIZES = {"width": 16, "depth": 1, "heads": 2, "seq_len": 16}
+
+
+@pytest.fixture
+def model() -> Any:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return run.make_model(SIZES, 300)
+
+
+def test_muon_has_the_matrices_and_one_rate(model: Any) -> None:
+    optimizer = run.make_optimizer(model, "muon", 0.01)
+    algorithms = {g["algorithm"]: g["param_names"] for g in optimizer.param_groups}
+    assert any("q_proj" in name for name in algorithms["muon"])
+    assert any("embed_tokens" in name for name in algorithms["adamw"])
+    for group in [*optimizer.param_groups, *run.make_optimizer(model, "adamw", 0.01).param_groups]:
+        assert group["lr"] == 0.01
+        assert group["weight_decay"] == 0.0
+        assert tuple(group["betas"]) == (0.9, 0.95)
+
+
+def test_adapters_alone_are_trained(model: Any) -> None:
+    pytest.importorskip("peft")
+    adapted = run.with_adapters(model)
+    names = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert len(names) == 2 * 7  # two factors for each of the linear maps of the one layer
+    assert all("lora_" in name for name in names)
+    factor = next(p for name, p in adapted.named_parameters() if name.endswith("q_proj.lora_A.default.weight"))
+    assert factor.shape == (8, 16)
+    groups = run.make_optimizer(adapted, "muon", 0.01).param_groups
+    assert {g["algorithm"] for g in groups if g["params"]} == {"muon"}
+
+
+def job(dataset: Dataset, **changed: Any) -> dict[str, Any]:
+    return {
+        "sizes": SIZES, "device": "cpu", "threads": 1, "rows": 4, "eval_tokens": 256, "deadline": time.time() + 100,
+        "optimizer": "adamw", "rate": 0.01, "seed": 1, "mode": "full", "steps": 8, "weights": None, "save": None,
+        "data": str(dataset.path), "other": str(dataset.path), **changed,
+    }  # fmt: skip
+
+
+def test_a_job_pretrains_and_fine_tunes(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    threads, weights = torch.get_num_threads(), str(tmp_path / "weights.pt")
+    try:
+        first = run.train(job(tiny_dataset, save=weights))
+        assert first["before"] == pytest.approx(math.log(300), abs=0.2)
+        assert first["loss"] < first["before"] - 0.5
+        assert first["other"] == first["loss"]  # the same text
+        for mode in ("full", "lora"):
+            tuned = run.train(job(tiny_dataset, mode=mode, optimizer="muon", rate=0.05, weights=weights))
+            assert tuned["before"] == pytest.approx(first["loss"], rel=1e-5)  # a new adapter changes nothing
+            assert tuned["loss"] < tuned["before"] - 0.01
+        assert "at step 0 of 8" in run.train(job(tiny_dataset, deadline=0.0))["cut"]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def row(pretrained: str, mode: str, name: str, part: str, rate: float, seed: int, loss: float | None) -> dict[str, Any]:
+    cell = {"part": part, "pretrained": pretrained, "mode": mode, "optimizer": name, "rate": rate, "seed": seed}
+    return {"cell": cell, "loss": loss, "before": 5.0, "other": 4.0, "trained": 10}
+
+
+def rows() -> list[dict[str, Any]]:
+    found = []
+    for case in finetune_page.cases():
+        for rate, loss in ((0.1, 3.0), (0.2, 2.0), (0.4, None)):
+            found += [row(*case.values(), "search", rate, seed, loss) for seed in (11, 12)]
+        lower = 0.1 if case["optimizer"] == "muon" else 0.0
+        found += [row(*case.values(), "final", 0.2, seed, 2.0 + seed - lower * (seed - 1)) for seed in (1, 2, 3)]
+        found.append(row(*case.values(), "final", 0.1, 1, 99.0))  # of another rate
+    return found
+
+
+def test_the_search_chooses_the_rate() -> None:
+    case = {"pretrained": "muon", "mode": "lora", "optimizer": "adamw"}
+    assert finetune_page.search_means(rows(), case) == {0.1: 3.0, 0.2: 2.0, 0.4: math.inf}
+    late = [*rows(), row(*case.values(), "search", 0.8, 11, 0.1)]  # one seed of two
+    assert 0.8 not in finetune_page.search_means(late, case)
+    assert finetune_page.search_means([], case) == {}
+
+
+def result(found: list[dict[str, Any]]) -> dict[str, Any]:
+    text = {"train_tokens": 1000, "val_tokens": 100}
+    lists = {"seeds": [1, 2, 3], "search_seeds": [11, 12], "full_rates": [0.1, 0.2, 0.4], "lora_rates": [0.1, 0.2, 0.4]}
+    lists |= {"pretrain_muon_rates": [0.5], "pretrain_adamw_rates": [0.5]}
+    return {
+        "command": "c", "commit": "abc", "devices": ["cpu"], "at_once": 1, "failures": [], "rows": found,
+        "sizes": {"width": 16, "depth": 1, "pretrain_steps": 50, "steps": 5, "rows": 4, "seq_len": 16, **lists},
+        "texts": {"pretrain": text, "finetune": text},
+    }  # fmt: skip
+
+
+def test_the_page_compares_seeds_with_their_twins() -> None:
+    page = finetune_page.page(result(rows()))
+    line = next(text for text in page.splitlines() if text.startswith("| Muon | LoRA |"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[2:6] == [
+        "4.0000 (3.0000 to 5.0000)",
+        "3.9000 (3.0000 to 4.8000)",
+        "-0.1000 (-0.2000 to +0.0000)",
+        "2 of 3",
+    ]
+    assert "- Pretrained with AdamW, LoRA, Muon: 0.1: 3.0000, **0.2: 2.0000**, 0.4: inf\n" in page
+    assert "2 of 74 runs were not trained" in page  # both base models; a run of another rate counts for none
+    empty = finetune_page.page(result([]))
+    assert "74 of 74 runs were not trained" in empty
+
+
+def test_a_study_fine_tunes_what_is_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["finetune", "--out", str(tmp_path), "--seeds", "1", "2"])
+    options: argparse.Namespace = finetune.arguments()
+    runs = Runs(tmp_path / "runs.jsonl", {})
+    taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    monkeypatch.setattr(runs, "train", lambda pool, jobs: taken.extend(jobs))
+    study = finetune.Study(options, {"pretrain": "first", "finetune": "second"}, runs, None, 1e12)  # type: ignore[dict-item]
+    assert list(study.final_cells()) == []  # no rate is known yet
+    study.pretrain()
+    assert [(job["optimizer"], job["rate"], job["data"], job["other"]) for _, job in taken] == [
+        (name, rate, "first", "second") for name in ("muon", "adamw") for rate in (0.004, 0.012)
+    ]
+    json.dumps(taken)  # they travel
+    taken.clear()
+    study.tune(list(study.search_cells()))
+    assert taken == []  # there are no weights
+    for rate, loss in ((0.004, 3.0), (0.012, 2.0), (0.05, None)):
+        cell = {"part": "pretrain", "pretrained": "muon", "rate": rate}
+        runs.rows[str(rate)] = {"cell": cell, "loss": loss}
+    study.tune(list(study.search_cells()))
+    assert len(taken) == 2 * 2 * (5 + 4)  # optimizers, seeds, rates of one pretrained model
+    assert {job["weights"] for _, job in taken} == {str(study.weights("muon", 0.012))}
+    assert {(job["data"], job["steps"]) for _, job in taken} == {("second", options.steps)}
+    runs.rows = {str(number): one for number, one in enumerate(rows())}
+    finals = list(study.final_cells())
+    assert len(finals) == 8 * 2
+    assert {cell["rate"] for cell in finals} == {0.2}

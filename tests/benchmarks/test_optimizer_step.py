@@ -1,0 +1,124 @@
+"""The arithmetic and tables of `benchmarks.optimizer_step`; what it measures is in benchmarks/results."""
+
+import argparse
+import math
+
+import pytest
+import torch
+
+from benchmarks.common import results
+from benchmarks.optimizer_step import __main__ as optimizer_step
+from benchmarks.optimizer_step import contestants, measure
+
+# -------------------------------------------------------------------------------- optimizer_step
+
+
+def numel(shapes: tuple[tuple[int, ...], ...]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices", "others", "count"),
+    [
+        ("gpt124m", 40 * 768 * 768 + 22 * 3072 * 768, 2 * 50304 * 768, 64),
+        ("qwen1.7b", 28 * 2048 * (2 * 2048 + 2 * 1024 + 3 * 6144), 151936 * 2048, 28 * 7 + 1),
+        ("params500", 60 * 128 * (4 * 128 + 2 * 512), 128 * (2 * 4096 + 138), 500),
+    ],
+)
+def test_the_sets_have_the_parameters_they_are_named_for(name, matrices, others, count):
+    shapes = contestants.SETS[name]
+    assert numel(shapes.matrices) == matrices
+    assert numel(shapes.others) == others
+    assert sum(shape[0] for shape in [*shapes.matrices, *shapes.others]) == count
+
+
+def test_weights_come_with_normal_gradients_and_are_the_same_for_everyone():
+    first, second = (measure.make_weights(contestants.SETS["tiny"], torch.device("cpu"), torch.float32) for _ in "ab")
+    assert [tuple(param.shape) for param in first.all] == [(64, 64)] * 4 + [(128, 64)] * 2 + [(512, 64)] + [(64,)] * 3
+    for one, other in zip(first.all, second.all, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one.grad, other.grad)
+    gradients = torch.cat([param.grad.flatten() for param in first.matrices])
+    assert gradients.std().item() == pytest.approx(0.001, rel=0.05)
+    assert (gradients != 0).all()
+
+
+def test_state_counts_every_storage_once():
+    flat = torch.zeros(100)
+    state = {0: {"momentum": flat[:60], "more": [flat[60:], torch.zeros(3, dtype=torch.bfloat16)], "step": 7}}
+    assert measure.state_bytes(state) == 400 + 6
+
+
+def test_spread_is_median_and_quartiles():
+    assert results.spread([5.0, 1.0, 2.0, 4.0, 3.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "least": 1.0, "n": 5}
+
+
+def options(**changes: object) -> argparse.Namespace:
+    values = {
+        "sets": ["gpt124m"],
+        "dtype": None,
+        "only": None,
+        "device": "cpu",
+        "steps": 1,
+        "seconds": 1.0,
+        "peers": [],
+    }
+    return argparse.Namespace(**{**values, **changes})
+
+
+def test_jobs_are_those_of_the_set_and_of_its_dtypes():
+    jobs = [optimizer_step.key(job) for job in optimizer_step.plan_jobs(options())]
+    assert len(jobs) == len(set(jobs))
+    assert jobs[0] == ("gpt124m", "bf16", "quintic")
+    assert ("gpt124m", "bf16", "quintic-mantissa") in jobs
+    assert ("gpt124m", "fp32", "quintic-mantissa") not in jobs  # nothing to keep beside float32 weights
+    small = [optimizer_step.key(job) for job in optimizer_step.plan_jobs(options(sets=["params500"]))]
+    assert {dtype for _, dtype, _ in small} == {"bf16"}
+    assert ("params500", "bf16", "dion-muon") not in small
+    asked = optimizer_step.plan_jobs(options(sets=["params500"], only=["dion-muon"], dtype=["fp32"]))
+    assert [optimizer_step.key(job) for job in asked] == [("params500", "fp32", "dion-muon")]
+
+
+def measured(**changes: object) -> dict[str, object]:
+    times = {"median": 12.34, "q1": 12.0, "q3": 13.0, "least": 11.9, "n": 30}
+    row = {
+        "set": "tiny", "dtype": "fp32", "contestant": "quintic", "caches": "empty", "first_step_s": 3.21,
+        "step_ms": times, "host_ms": {**times, "median": 1.234}, "device_ms": times, "replay_ms": times,
+        "state_mib": 1234.5, "peak_mib": 10.0, "whole_peak_mib": 20.0, "workspace_mib": 5.0, "syncs": "none",
+        "device": "NVIDIA H200", "versions": {"python": "3.12.3"},
+    }  # fmt: skip
+    return {**row, **changes}
+
+
+def test_a_row_of_the_table():
+    line = dict(zip(optimizer_step.HEADS, optimizer_step.cells(measured()), strict=True))
+    assert line == {
+        "optimizer": "quintic", "step (ms)": "12.3", "quartiles": "12 to 13 (n 30)", "device (ms)": "12.3",
+        "host (ms)": "1.23", "replay (ms)": "12.3", "first step (s)": "3.2*", "state (MiB)": "1,234",
+        "peak (MiB)": "10 / 20", "work (MiB)": "5", "syncs": "none",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"error": "OSError: no /home/me/thing.py | really"}, "failed: OSError: no FOLDER / really"),
+        ({"syncs": "called a synchronizing operation"}, "**yes**"),
+        ({"replay_follows_lr": False}, "12.3 (**learning rate ignored**)"),
+        ({"graph_error": "RuntimeError: x"}, "no"),
+        ({"within_bound": False, "workspace_bound_mib": 4.0}, "5 (bound 4: **broken**)"),
+        ({"within_bound": True, "workspace_bound_mib": 2048.0}, "5 (bound 2,048: kept)"),
+        ({"finite": False}, "quintic (**weights not finite**)"),
+    ],
+)
+def test_what_went_wrong_is_in_the_table(changes, expected):
+    line = optimizer_step.cells(measured(**changes))
+    assert expected in line
+    assert len(line) == len(optimizer_step.HEADS)
+
+
+def test_the_page_tells_why():
+    rows = [measured(), measured(contestant="torch-muon", graph_error="RuntimeError: not capturable")]
+    text = optimizer_step.page(rows, "python x.py", "abc")
+    assert text.startswith("# `optimizer.step()` alone, on one NVIDIA H200\n")
+    assert "- torch-muon, tiny, fp32: RuntimeError: not capturable\n" in text

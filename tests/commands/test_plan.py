@@ -1,0 +1,241 @@
+"""`quintic plan --model`: which models there are, what is printed, and mistakes."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quintic.cli import main
+from quintic.errors import DataError
+from quintic.rehearsal.planned_models import KNOWN_MODELS, planned_model
+
+# As their authors state them.
+PARAMETERS = {
+    "gpt2": 124_439_808,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+
+
+def llama(layers, width, heads, hidden):
+    return {
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "model_type": "llama",
+    }
+
+
+CONFIGURATIONS = {
+    "gpt2": {"model_type": "gpt2"},
+    "llama-3-8b": llama(32, 4096, 32, 14336),
+    "llama-3-70b": llama(80, 8192, 64, 28672),
+    "qwen3-1.7b": {
+        "model_type": "qwen3",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "vocab_size": 151936,
+    },
+}
+
+
+def shapes(model):
+    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_a_described_model_has_the_parameters_of_the_real_one(name, tmp_path):
+    described = planned_model(name, torch.bfloat16)
+    assert sum(param.numel() for param in described.parameters()) == PARAMETERS[name]
+    assert {(param.dtype, param.device.type) for param in described.parameters()} == {(torch.bfloat16, "meta")}
+    transformers = pytest.importorskip("transformers")
+    if int(transformers.__version__.split(".")[0]) < 5 and "a3b" in name:
+        pytest.skip("experts are stacked since transformers 5")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGURATIONS[name]))
+    for source in (path, tmp_path):
+        real = planned_model(str(source), torch.float32)
+        assert shapes(described) == shapes(real)
+        assert {(param.dtype, param.device.type) for param in real.parameters()} == {(torch.float32, "meta")}
+
+
+def numbers(text):
+    return [float(number.replace(",", "")) for number in re.findall(r"[\d,.]*\d", text)]
+
+
+def test_plan_prints_a_table_and_totals(capsys):
+    assert main(["plan", "--model", "gpt2", "--mesh", "4x2", "--layout", "fsdp,tp", "--normalize=neuron"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "gpt2: 124,439,808 parameters of bfloat16"
+    assert lines[1] == "8 ranks as 4x2 (fsdp, tp); the most / the mean of the ranks"
+    rows = {" ".join(line.split()[:5]): line for line in lines[4:8]}
+    assert "polar_express fp16 48 x 768x768" in rows
+    assert "gram fp16 12 x 3072x768" in rows
+    totals = {line[:18].strip(): line[18:] for line in lines[9:]}
+    assert list(totals) == ["operations", "sent", "state", "temporary memory"]
+    most, mean, balance = numbers(totals["operations"])
+    assert balance == pytest.approx(most / mean, abs=0.01)
+
+
+def test_a_model_of_a_hub_that_does_not_answer(capsys, monkeypatch):
+    asked = []
+
+    def refuse(repo, name, **where):
+        asked.append((repo, name, where["repo_type"]))
+        raise DataError("no answer")
+
+    monkeypatch.setattr("quintic.commands.plan.download", refuse)
+    assert main(["plan", "--model", "owner/name"]) == 2
+    assert asked == [("owner/name", "config.json", "model")]
+    assert capsys.readouterr().err == "quintic: error: no answer\n"
+
+
+def test_plan_tells_what_crosses_between_nodes(capsys):
+    printed = {}
+    for replicas in ("divide", "repeat", "auto"):
+        arguments = ["--mesh=8x2", "--layout=replicate,fsdp", "--node-size=2", f"--replicas={replicas}"]
+        assert main(["plan", "--model", "gpt2", *arguments]) == 0
+        printed[replicas] = capsys.readouterr().out
+    assert "sent between nodes" in printed["divide"]
+    assert "sent between nodes" not in printed["repeat"]
+    assert "copies on 16 ranks: those of each copy divide the work" in printed["auto"].splitlines()[-1]
+
+
+def test_plan_counts_bfloat16_state(capsys):
+    found = []
+    for more in ([], ["--state-dtype", "bf16"]):
+        assert main(["plan", "--model", "gpt2", "--mesh", "2", "--layout", "fsdp", *more]) == 0
+        [state] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("state")]
+        found.append(numbers(state)[0])
+    assert found[1] == pytest.approx(found[0] / 2, rel=0.01)
+
+
+def test_help_names_the_options_of_both(capsys):
+    assert main(["plan", "--model", "gpt2", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(option in printed for option in ("--model", "--mesh", "--layout", "--normalize"))
+    assert main(["plan", "--help"]) == 0
+    assert "quintic plan --model NAME --help" in " ".join(capsys.readouterr().out.split())
+
+
+MISTAKES = [
+    (["--mesh", "8"], "--mesh needs --model NAME"),
+    (["--layout=tp"], "--layout needs --model NAME"),
+    (["--model"], "--model needs a value"),
+    (["--model", "llama-3-70"], "--model llama-3-70: unknown; did you mean llama-3-70b? choose gpt2, "),
+    (["--model", "nothing/here.json"], "--model nothing/here.json: unknown; choose gpt2, "),
+    (["--model", "gpt2", "--mesh", "8x"], "--mesh 8x: give ranks per dimension, such as 8 or 8x4"),
+    (["--model", "gpt2", "--mesh", "0"], "--mesh 0: give at least one rank per dimension"),
+    (["--model", "gpt2", "--mesh", "9" * 5000], "--mesh 999"),
+    (["--model", "gpt2", "--mesh", "8x4"], "--layout fsdp: 1 names for the 2 dimensions of mesh 8x4"),
+    (["--model", "gpt2", "--layout", "zero"], "--layout zero: 'zero' is unknown; choose of dp, replicate, fsdp"),
+    (["--model", "gpt2", "--layout", "ep"], "--layout ep: ep cuts nothing"),
+    (["--model", "gpt2", "--node-size", "0"], "--node-size 0: give at least one rank per node"),
+    (["--model", "gpt2", "--dtype", "fp8"], "--dtype fp8: give bfloat16 or float32"),
+    (["--model", "gpt2", "--depth", "3"], "unknown option --depth"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda value: " ".join(value)[:40])
+def test_a_mistake_is_one_line_that_names_the_option(arguments, message, capsys):
+    assert main(["plan", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"quintic: error: {message}")
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("{}", "has no model_type; give the config.json of a transformers model"),
+        ('{"model_type": "quintessence"}', "no configuration that transformers can read"),
+        (None, "cannot be read as JSON"),
+        (
+            '{"model_type": "quintic", "auto_map": {"AutoConfig": "modeling.Config", "AutoModel": "modeling.Model"}}',
+            "is described by code of its own, which is not run",
+        ),
+    ],
+)
+def test_a_configuration_that_is_none_is_an_error(content, message, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert main(["plan", "--model", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"quintic: error: --model {tmp_path}: ")
+    assert message in error
+
+
+def test_code_that_comes_with_a_model_is_not_run_nor_asked_about(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    answered = []
+    monkeypatch.setattr("builtins.input", lambda *prompt: answered.append(prompt) or "y")
+    (tmp_path / "own.py").write_text("raise SystemExit('it ran')\n", encoding="utf-8")
+    classes = {name: f"own.{name}" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    config = {"model_type": "quintic", "auto_map": classes}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert main(["plan", "--model", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert (answered, printed.out) == ([], "")
+    assert printed.err.startswith(f"quintic: error: --model {tmp_path}: is described by code of its own, which is not")
+    assert printed.err.endswith("for its run: quintic plan --config runs/NAME/config.json\n")
+
+
+def test_without_transformers_the_error_says_how_to_install_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert main(["plan", "--model", str(tmp_path)]) == 2
+    assert "pip install transformers" in capsys.readouterr().err
+    assert main(["plan", "--model", "gpt2"]) == 0
+
+
+def test_a_parameter_that_nobody_decided_about_is_an_error(tmp_path, capsys, monkeypatch):
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.strange = torch.nn.Parameter(torch.empty(3, 4, device="meta"))
+
+    monkeypatch.setattr("quintic.rehearsal.table.planned_model", lambda name, dtype: Odd())
+    assert main(["plan", "--model", "odd"]) == 2
+    assert re.match(r"quintic: error: --model odd: no rule covers .* strange", capsys.readouterr().err)
+
+
+def test_the_table_in_the_guide_is_what_is_printed(capsys):
+    pytest.importorskip("triton")  # how much fits into a bucket depends on the kernels
+    page = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "plan.md").read_text("utf-8")
+    command, table = re.search(r"```text\n\$ quintic (plan [^\n]*)\n(.*?)```", page, re.DOTALL).groups()
+    assert main(command.split()) == 0
+    assert without_memory(table) == without_memory(capsys.readouterr().out)
+
+
+def without_memory(table):
+    """The words of a table without what it says of memory and time."""
+    lines = [line.split() for line in table.splitlines() if not line.startswith(("temporary memory", "one step"))]
+    return [line[:-3] if line[-2:-1] == ["/"] else line for line in lines]

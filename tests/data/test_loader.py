@@ -1,0 +1,418 @@
+"""Batches: their shape and content, exact resumption, ranks, and the thread behind them."""
+
+import contextlib
+import gc
+import json
+import subprocess
+import sys
+import threading
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text_samples import make_text
+
+import quintic.errors
+from quintic.data.loader import Batch, Loader, validation_rows
+from quintic.data.shards import Dataset, prepare
+from quintic.errors import DataError
+
+ROOT = Path(quintic.errors.__file__).parents[1]
+
+
+def equal(left: Batch, right: Batch) -> bool:
+    pairs = ((left.inputs, right.inputs), (left.targets, right.targets))
+    pairs += ((left.document_starts, right.document_starts),)
+    return left.epoch == right.epoch and all(torch.equal(first, second) for first, second in pairs)
+
+
+def load(dataset: Dataset, **changes: Any) -> Loader:
+    options = {"rows": 3, "seq_len": 32, "buffer_documents": 50, "prefetch": 0} | changes
+    return Loader(dataset, options.pop("split", "train"), **options)
+
+
+def pieces_of(batch: Batch) -> list[list[int]]:
+    """The documents of a batch, each with its bos and without what only the targets hold."""
+    flat = batch.inputs.reshape(-1).tolist()
+    starts = batch.document_starts.tolist()
+    return [flat[start:end] for start, end in pairwise(starts)]
+
+
+def test_shapes_and_content(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    texts = [split.document(index)[1:].tolist() for index in range(split.num_documents)]
+    joined = "\n".join(" ".join(map(str, ["", *text, ""])) for text in texts)
+    with load(dataset) as loader:
+        for batch in islice(loader, 20):
+            assert batch.inputs.shape == batch.targets.shape == (3, 32)
+            assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+            assert batch.document_starts.dtype == torch.int32
+            assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+            assert (batch.inputs[:, 0] == dataset.bos_id).all()
+            starts = batch.document_starts
+            assert (starts[0], starts[-1]) == (0, 3 * 32)
+            is_bos = batch.inputs.reshape(-1) == dataset.bos_id
+            assert torch.equal(is_bos.nonzero().reshape(-1).int(), starts[:-1])
+            for piece in pieces_of(batch):
+                assert " ".join(map(str, ["", *piece[1:], ""])) in joined
+
+
+def test_every_text_token_is_served_once_per_epoch(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    with load(dataset) as loader:
+        count = np.zeros(dataset.vocab_size, dtype=np.int64)
+        served = 0
+        while (batch := next(loader)).epoch == 0:
+            tokens = torch.cat([batch.inputs[:, :1], batch.targets], dim=1)
+            count += np.bincount(tokens.reshape(-1).numpy(), minlength=dataset.vocab_size)
+            served += tokens.numel()
+            cropped = loader.cropped_frac
+    stored = np.bincount(
+        np.concatenate([split.document(index) for index in range(split.num_documents)]), minlength=dataset.vocab_size
+    )
+    count[dataset.bos_id] = stored[dataset.bos_id] = 0
+    assert (count <= stored).all()
+    assert count.sum() > 0.9 * stored.sum()
+    assert 0 < cropped < 0.1
+    assert served > 10_000
+
+
+def test_a_document_end_is_a_target_only_where_the_document_ends(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    ends = {tuple(split.document(index)[-4:].tolist()) for index in range(split.num_documents)}
+    found = 0
+    with load(dataset, seq_len=64) as loader:
+        for batch in islice(loader, 300):
+            for row, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
+                for place, target in enumerate(targets):
+                    if target == dataset.bos_id and place >= 3:
+                        before = row[place - 3 : place + 1]
+                        if dataset.bos_id not in before:
+                            found += 1
+                            assert tuple(before) in ends
+    assert found > 20
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(0, 60),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from([0, 2]),
+    st.integers(1, 60),
+)
+def test_a_saved_state_resumes_exactly(
+    dataset: Dataset, before: int, world_size: int, shuffle: bool, prefetch: int, buffer: int
+) -> None:
+    for rank in range(world_size):
+        options = {"rank": rank, "world_size": world_size, "shuffle": shuffle}
+        options |= {"prefetch": prefetch, "buffer_documents": buffer}
+        with load(dataset, **options) as loader, load(dataset, **options) as other:
+            for _ in range(before):
+                next(loader)
+            state = json.loads(json.dumps(loader.state_dict()))
+            next(other)  # what it did before does not matter
+            other.load_state_dict(state)
+            assert other.state_dict() == state
+            for _ in range(4):
+                assert equal(next(loader), next(other))
+            assert loader.state_dict() == other.state_dict()
+            assert loader.cropped_frac == other.cropped_frac
+
+
+def test_prefetching_changes_nothing(dataset: Dataset) -> None:
+    with load(dataset, prefetch=0) as plain, load(dataset, prefetch=5) as ahead:
+        for _ in range(800):
+            assert equal(next(plain), next(ahead))
+            assert plain.state_dict() == ahead.state_dict()
+        assert plain.state_dict()["position"]["epoch"] > 0
+
+
+def test_resuming_in_another_process(dataset: Dataset, tmp_path: Path) -> None:
+    with load(dataset) as loader:
+        for _ in range(7):
+            next(loader)
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+        expected = next(loader).inputs.tolist()
+    code = f"""
+import json
+from quintic.data.loader import Loader
+from quintic.data.shards import Dataset
+loader = Loader(Dataset.open({str(dataset.path)!r}), "train", rows=3, seq_len=32, buffer_documents=50)
+loader.load_state_dict(json.load(open({str(tmp_path / "state.json")!r})))
+print(json.dumps(next(loader).inputs.tolist()))
+loader.close()
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) == expected
+
+
+def test_an_epoch_has_each_document_once(dataset: Dataset) -> None:
+    # Rows of the longest document: none is cut in pieces, so its beginning tells which one it is.
+    split = dataset.split("train")
+    documents = [split.document(index).tolist() for index in range(split.num_documents)]
+    known = 12
+    assert len({tuple(document[:known]) for document in documents}) == len(documents)
+    seen: list[tuple[int, ...]] = []
+    with load(dataset, rows=1, seq_len=max(map(len, documents))) as loader:
+        while (batch := next(loader)).epoch == 0:
+            seen += [tuple(piece[:known]) for piece in pieces_of(batch) if len(piece) >= known]
+    assert len(seen) == len(set(seen))
+    assert len(seen) > 0.8 * len(documents)
+
+
+def test_epochs_and_seeds_differ(dataset: Dataset) -> None:
+    def first(loader: Loader) -> list[int]:
+        with loader:
+            return next(loader).inputs.reshape(-1).tolist()
+
+    with load(dataset) as loader:
+        start = next(loader)
+        again = next(batch for batch in loader if batch.epoch == 1)
+    assert not torch.equal(start.inputs, again.inputs)
+    assert first(load(dataset, seed=1)) != first(load(dataset, seed=2))
+    assert first(load(dataset, seed=-1)) == first(load(dataset, seed=-1))
+    assert first(load(dataset, rank=0, world_size=2)) != first(load(dataset, rank=1, world_size=2))
+
+
+def test_a_batch_is_not_one_document(tmp_path: Path) -> None:
+    # Pieces of equal length must leave the buffer as they were shuffled.
+    source = tmp_path / "text"
+    source.mkdir()
+    for letter in "abcdefghijklmnop":
+        (source / f"{letter}.txt").write_text(letter * 20_000)
+    dataset = prepare(str(source), data_dir=tmp_path, vocab_size=257, val_frac=0.01)
+    with load(dataset, rows=16, buffer_documents=1000) as loader:
+        kinds = [len(set(batch.inputs[:, 1].tolist())) for batch in islice(loader, 20)]
+    assert min(kinds) >= 6
+
+
+def test_unshuffled_batches_follow_the_text(dataset: Dataset) -> None:
+    with load(dataset, shuffle=False, rows=1, buffer_documents=1) as loader:
+        first = dataset.split("train").document(0).tolist()
+        assert next(loader).inputs.tolist()[0] == first[:32]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "saved", "here"),
+    [
+        ({"seq_len": 16}, "seq_len", 32, 16),
+        ({"seed": 7}, "seed", 1337, 7),
+        ({"split": "val"}, "split", "train", "val"),
+        ({"shuffle": False}, "shuffle", True, False),
+        ({"buffer_documents": 9}, "buffer_documents", 50, 9),
+    ],
+)
+def test_a_state_of_another_setting_is_refused(
+    dataset: Dataset, changes: dict[str, Any], name: str, saved: object, here: object
+) -> None:
+    with load(dataset) as loader, load(dataset, **changes) as other:
+        with pytest.raises(DataError, match=f"made with {name} {saved!r}, this run has {here!r}"):
+            other.load_state_dict(loader.state_dict())
+        next(other)
+
+
+def test_a_state_of_another_dataset_is_refused(dataset: Dataset) -> None:
+    with (
+        load(dataset) as loader,
+        pytest.raises(DataError, match=f"made with dataset 'another', this run has '{dataset.key}'"),
+    ):
+        loader.load_state_dict(loader.state_dict() | {"dataset": "another"})
+
+
+def test_a_position_saved_before_ranks_shared_a_stream_still_loads(dataset: Dataset) -> None:
+    with load(dataset) as loader, load(dataset) as other:
+        next(loader)
+        old = loader.state_dict() | {"version": 1, "rank": 0, "world_size": 1, "batches": 1}
+        other.load_state_dict(old)
+        assert equal(next(other), next(loader))
+        with pytest.raises(DataError, match="made with version 1, this run has 2"):
+            other.load_state_dict(old | {"rank": 1, "world_size": 2})
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(0, 40), st.sampled_from([0, 2]))
+def test_ranks_deal_out_the_rows_of_one_stream(
+    dataset: Dataset, world_size: int, rows: int, other_size: int, before: int, prefetch: int
+) -> None:
+    """However many ranks, the same rows in the same order; a position saved by some is that of any others."""
+    with contextlib.ExitStack() as stack:
+        whole = stack.enter_context(load(dataset, rows=1))
+        ranks = [
+            stack.enter_context(load(dataset, rows=rows, rank=rank, world_size=world_size, prefetch=prefetch))
+            for rank in range(world_size)
+        ]
+        for _ in range(before):
+            batches = [next(rank) for rank in ranks]
+            expected = [next(whole) for _ in range(world_size * rows)]
+            assert torch.equal(torch.cat([b.inputs for b in batches]), torch.cat([b.inputs for b in expected]))
+            assert torch.equal(torch.cat([b.targets for b in batches]), torch.cat([b.targets for b in expected]))
+            assert {batch.epoch for batch in batches} == {expected[0].epoch}
+        states = [rank.state_dict() for rank in ranks]
+        assert all(state == whole.state_dict() for state in states)
+        assert all(rank.cropped_frac == whole.cropped_frac for rank in ranks)
+        others = [
+            stack.enter_context(load(dataset, rows=rows, rank=rank, world_size=other_size))
+            for rank in range(other_size)
+        ]
+        for other in others:
+            other.load_state_dict(states[0])
+        found = torch.cat([next(other).inputs for other in others])
+        assert torch.equal(found, torch.cat([next(whole).inputs for _ in range(other_size * rows)]))
+
+
+def test_a_damaged_state_is_refused_and_changes_nothing(dataset: Dataset) -> None:
+    with load(dataset) as loader, load(dataset) as untouched:
+        next(loader), next(untouched)
+        good = loader.state_dict()
+        position = good["position"]
+        for bad, message in [
+            ({}, "no 'version'"),
+            ({**good, "position": None}, "no 'position'"),
+            ({**good, "position": {}}, "damaged .KeyError"),
+            ({**good, "position": position | {"epoch": -1}}, "damaged .a negative number"),
+            ({**good, "position": position | {"waiting": ["x"]}}, "damaged .ValueError"),
+            ({**good, "position": position | {"waiting": [10**9]}}, "beyond the end of the text"),
+        ]:
+            with pytest.raises(DataError, match=message):
+                loader.load_state_dict(bad)
+        assert equal(next(loader), next(untouched))
+
+
+def test_the_number_of_rows_may_change_on_resuming(dataset: Dataset) -> None:
+    with load(dataset, rows=2) as loader, load(dataset, rows=4) as other:
+        next(loader)
+        other.load_state_dict(loader.state_dict())
+        two = torch.cat([next(loader).inputs, next(loader).inputs])
+        assert torch.equal(next(other).inputs, two)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_too_little_text_for_a_batch(dataset: Dataset, prefetch: int) -> None:
+    expected = r"too little text for one batch: the train split has [\d,]+ tokens, 5000 rows of 101 need about 505,000"
+    with pytest.raises(DataError, match=expected + "; lower --seq-len or --rows, or give more text"):
+        load(dataset, rows=5000, seq_len=100, prefetch=prefetch)
+    with pytest.raises(DataError, match=r"rows of 101 on 4 ranks need about"):
+        load(dataset, rows=1000, seq_len=100, world_size=4)
+
+
+def test_text_that_fills_no_row_is_an_error_where_the_batch_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for index in range(3):
+        (tmp_path / "text" / f"{index}.txt").write_text(make_text(index, 2000))
+    dataset = prepare(str(tmp_path / "text"), data_dir=tmp_path, vocab_size=300, val_frac=0.01)
+    for prefetch in (0, 2):
+        with load(dataset, rows=1, prefetch=prefetch) as loader:
+            loader._stream._streams[0]._table.row_tokens = 10**6  # more than there is: a check of the sizes let it pass
+            loader._stream.restore(loader._stream.positions())
+            for _ in range(2):  # again on every later call
+                with pytest.raises(DataError, match="an epoch does not fill one row of 1000000 tokens"):
+                    next(loader)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": 0}, "rows is 0; it must be at least 1"),
+        ({"seq_len": 0}, "seq_len is 0"),
+        ({"world_size": 0}, "world_size is 0"),
+        ({"rank": 1}, "rank is 1; it must be between 0 and 0"),
+        ({"rank": -1}, "rank is -1"),
+        ({"buffer_documents": 0}, "buffer_documents 0 and prefetch 0 must be at least 1 and 0"),
+        ({"prefetch": -1}, "prefetch -1"),
+        ({"split": "test"}, "no split 'test'"),
+    ],
+)
+def test_unusable_numbers_are_named(dataset: Dataset, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load(dataset, **changes)
+
+
+def running() -> int:
+    return sum(thread.name == "quintic-prefetch" for thread in threading.enumerate())
+
+
+def test_the_thread_ends_with_the_loader(dataset: Dataset) -> None:
+    before = running()
+    loader = load(dataset, prefetch=1)
+    assert running() == before  # not before the first batch
+    next(loader)
+    assert running() == before + 1
+    loader.close()
+    loader.close()
+    assert running() == before
+    with pytest.raises(ValueError, match="the loader is closed"):
+        next(loader)
+    forgotten = load(dataset, prefetch=1)
+    next(forgotten)
+    del forgotten
+    gc.collect()
+    assert running() == before
+
+
+def test_a_process_ends_without_closing(dataset: Dataset) -> None:
+    code = f"""
+from quintic.data.loader import Loader
+from quintic.data.shards import Dataset
+loader = Loader(Dataset.open({str(dataset.path)!r}), "train", rows=3, seq_len=32)
+next(loader)
+print("end")
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert (run.stdout, run.stderr) == ("end\n", "")
+
+
+def test_validation_batches_are_fixed(dataset: Dataset) -> None:
+    whole, again = (validation_rows(dataset, rows=2, seq_len=32) for _ in range(2))
+    assert sum(batch.inputs.numel() for batch in whole) > 0.9 * dataset.split("val").num_tokens
+    assert all(equal(*pair) for pair in zip(whole, again, strict=True))
+
+
+def test_validation_batches_name_the_document_of_each_input(dataset: Dataset) -> None:
+    split = dataset.split("val")
+    seen: dict[int, list[int]] = {}
+    for batch in validation_rows(dataset, rows=2, seq_len=32):
+        assert batch.documents is not None
+        assert batch.documents.shape == batch.inputs.shape
+        for tokens, numbers in zip(batch.inputs.tolist(), batch.documents.tolist(), strict=True):
+            for token, number in zip(tokens, numbers, strict=True):
+                seen.setdefault(number, []).append(token)
+    assert max(seen) < split.num_documents
+    assert len(seen) > 2
+    for number, tokens in seen.items():
+        own = set(split.document(number).tolist())
+        assert set(tokens) <= own
+    with load(dataset) as loader:
+        assert next(loader).documents is None  # training has no use for them
+
+
+def test_validation_is_limited(dataset: Dataset) -> None:
+    whole = validation_rows(dataset, rows=2, seq_len=32)
+    for max_tokens, expected in ((1, 1), (64, 1), (200, 3), (10**9, len(whole))):
+        batches = validation_rows(dataset, rows=2, seq_len=32, max_tokens=max_tokens)
+        assert len(batches) == expected
+        assert all(equal(*pair) for pair in zip(batches, whole, strict=False))
+
+
+def test_too_little_validation_text(dataset: Dataset) -> None:
+    with pytest.raises(
+        DataError,
+        match=r"too little text for one batch: the val split has .* or raise --val-frac",
+    ):
+        validation_rows(dataset, rows=1000, seq_len=1000)
+
+
+@pytest.mark.gpu
+def test_batches_arrive_on_the_gpu(dataset: Dataset) -> None:
+    with load(dataset, prefetch=2) as plain, load(dataset, prefetch=2, device="cuda") as loader:
+        for _ in range(50):
+            expected, batch = next(plain), next(loader)
+            assert batch.inputs.device.type == batch.targets.device.type == "cuda"
+            assert batch.document_starts.device.type == "cpu"
+            assert torch.equal(batch.inputs.cpu(), expected.inputs)
+            assert torch.equal(batch.targets.cpu(), expected.targets)

@@ -1,0 +1,185 @@
+"""Content of prepared data against its checksums: what is found, what is read again, and what is remembered."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from text_samples import write_folder
+
+import quintic.errors
+from quintic.data import dataset as dataset_module
+from quintic.data.loader import Loader, validation_rows
+from quintic.data.shards import Dataset, prepare
+from quintic.data.tokenizer import Tokenizer
+from quintic.errors import DataError
+
+ROOT = Path(quintic.errors.__file__).parents[1]
+OPTIONS = {"vocab_size": 300, "val_frac": 0.3, "shard_tokens": 3000}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Dataset:
+    """A dataset of several shards, not verified yet."""
+    return prepare(str(write_folder(tmp_path / "text", 30)), data_dir=tmp_path / "data", **OPTIONS)
+
+
+def flip(path: Path, place: int = 100, *, same_time: bool = False) -> None:
+    stat = path.stat()
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + (0 if same_time else 1)))
+
+
+def message(dataset: Dataset, *, once: bool) -> str:
+    with pytest.raises(DataError) as error:
+        dataset.verify(once=once)
+    return str(error.value)
+
+
+def bytes_read(dataset: Dataset, *, once: bool) -> int:
+    announced = [0]
+    dataset.verify(once=once, begin=announced.append)
+    return announced[-1]
+
+
+def test_every_shard_is_read_once_on_a_machine(made: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = sum(path.stat().st_size for path in made.path.glob("*.bin"))
+    assert bytes_read(made, once=True) == total
+    assert bytes_read(made, once=True) == 0
+    assert bytes_read(Dataset.open(made.path), once=True) == 0
+    assert bytes_read(made, once=False) == total
+    monkeypatch.setattr("platform.node", lambda: "another/machine")
+    assert bytes_read(made, once=True) == total
+
+
+@pytest.mark.parametrize("name", ["train_00000.bin", "train_00001.bin", "val_00000.bin"])
+def test_a_flipped_bit_is_found_and_named(made: Dataset, name: str) -> None:
+    made.verify()
+    path = made.path / name
+    flip(path)
+    for _ in range(2):  # what was found wrong is not remembered as whole
+        text = message(Dataset.open(made.path), once=True)
+        assert text.startswith(f"{path}: damaged, wrong checksum; delete it and run again: quintic prepare --data ")
+    path.unlink()
+    prepare(str(made.manifest["source"]["spec"]), data_dir=made.path.parent, **OPTIONS).verify()
+
+
+def test_a_change_that_keeps_the_time_is_found_by_a_full_check(made: Dataset) -> None:
+    made.verify()
+    path = made.path / "train_00001.bin"
+    flip(path, same_time=True)
+    assert bytes_read(made, once=True) == 0
+    assert str(path) in message(made, once=False)
+    assert str(path) in message(made, once=True)  # and from then on by the quick one
+
+
+def test_only_what_changed_is_read_again(made: Dataset) -> None:
+    made.verify()
+    for path in (made.path / "train_00001.bin", made.path / "val_00000.idx"):
+        os.utime(path, ns=(0, 0))
+    changed = [made.path / "train_00001.bin", made.path / "val_00000.bin"]
+    assert bytes_read(made, once=True) == sum(path.stat().st_size for path in changed)
+
+
+def test_an_index_that_points_elsewhere(made: Dataset) -> None:
+    path = made.path / "train_00001.idx"
+    offsets = np.fromfile(path, dtype="<i8")
+    offsets[1] += 1  # still ascending, which is all that opening checks
+    offsets.tofile(path)
+    text = message(Dataset.open(made.path), once=True)
+    assert text.startswith(f"{path}: damaged, not the starts of documents; delete it and run again: quintic prepare")
+
+
+def with_wrong_id(made: Dataset, name: str) -> Dataset:
+    """Give the last token of a shard an id that no token has, and the manifest its checksum."""
+    path = made.path / name
+    tokens = np.fromfile(path, dtype="<u2")
+    tokens[-1] = 300
+    tokens.tofile(path)
+    manifest = json.loads((made.path / "manifest.json").read_text())
+    for split in manifest["splits"].values():
+        for shard in split["shards"]:
+            if shard["file"] == name:
+                shard["crc32"] = dataset_module.checksum(path)
+    (made.path / "manifest.json").write_text(json.dumps(manifest))
+    return Dataset.open(made.path)
+
+
+def test_an_id_outside_the_vocabulary_is_found_when_checked(made: Dataset) -> None:
+    opened = with_wrong_id(made, "train_00000.bin")
+    text = message(opened, once=True)
+    assert text.startswith(f"{made.path}/train_00000.bin: token id 300 is outside the vocabulary of 300; delete it")
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_id_outside_the_vocabulary_is_found_when_packed(made: Dataset, prefetch: int) -> None:
+    opened = with_wrong_id(made, "val_00000.bin")
+    expected = rf"{opened.path}: token id 300 is outside the vocabulary of 300; find the wrong file with: quintic prep"
+    with (
+        Loader(opened, "val", rows=1, seq_len=16, prefetch=prefetch) as loader,
+        pytest.raises(DataError, match=expected),
+    ):
+        list(itertools.islice(loader, 10_000))
+    with pytest.raises(DataError, match=expected):
+        validation_rows(opened, rows=1, seq_len=16)
+
+
+def test_a_vocabulary_that_is_not_the_tokenizers(made: Dataset) -> None:
+    manifest = json.loads((made.path / "manifest.json").read_text())
+    for field in ("vocab_size", "bos_id"):
+        changed = {**manifest, field: manifest[field] + 1}
+        (made.path / "manifest.json").write_text(json.dumps(changed))
+        assert "manifest.json: does not go with tokenizer.json, which has 300 ids" in message(
+            Dataset.open(made.path), once=True
+        )
+    (made.path / "manifest.json").write_text(json.dumps(manifest))
+    Tokenizer.train(["other"], 257).save(made.path / "tokenizer.json")
+    assert "tokenizer.json: changed since the text was prepared" in message(Dataset.open(made.path), once=True)
+
+
+def test_marks_that_cannot_be_kept_or_read(made: Dataset) -> None:
+    total = bytes_read(made, once=False)
+    (marks,) = (made.path.parent / "cache" / "verified").iterdir()
+    for content in ("[", "[]", '{"train_00000.bin": 3}', "[" * 100_000):
+        marks.write_text(content)
+        assert bytes_read(made, once=True) == total
+    marks.unlink()
+    marks.parent.rmdir()
+    marks.parent.write_text("in the way")
+    assert bytes_read(made, once=True) == bytes_read(made, once=True) == total
+
+
+def quintic_command(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "quintic", *arguments], cwd=folder, capture_output=True, text=True, timeout=100
+    )
+
+
+@pytest.mark.slow
+def test_prepare_verify_says_which_file_is_wrong(made: Dataset) -> None:
+    source = str(made.manifest["source"]["spec"])
+    options = ["prepare", "--data", source, "--data-dir", str(made.path.parent), "--vocab-size", "300"]
+    options += ["--val-frac", "0.3"]
+    folder = made.path.parents[1]
+    ready = quintic_command(*options, folder=folder)
+    assert ready.returncode == 0, ready.stderr
+    path = next(Path(line.removeprefix("ready: ")) for line in ready.stdout.splitlines() if line.startswith("ready: "))
+    shard = path / "val_00000.bin"
+    flip(shard, same_time=True)
+    assert quintic_command(*options, folder=folder).returncode == 0  # checked before, and looks the same
+    checked = quintic_command(*options, "--verify", folder=folder)
+    assert checked.returncode == 2
+    assert checked.stderr.startswith(f"quintic: error: {shard}: damaged, wrong checksum; delete it and run again: ")
+    assert f" -m quintic prepare --data {source} " in checked.stderr  # as it was started
+    with shard.open("ab") as file:
+        file.write(b"\0")
+    checked = quintic_command(*options, "--verify", folder=folder)
+    assert checked.stderr.startswith(f"quintic: error: {shard}: damaged, {shard.stat().st_size} bytes instead of")
+    assert quintic_command(*options, folder=folder).returncode == 0  # mended
+    assert quintic_command(*options, "--verify", folder=folder).returncode == 0

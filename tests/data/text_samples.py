@@ -1,0 +1,27 @@
+"""Reproducible text to prepare datasets from."""
+
+import random
+from pathlib import Path
+
+_TEXT = (
+    "the optimizer keeps a matrix of momentum and turns it into an orthogonal update before each step of training "
+    "while rows columns tokens shards batches résumé naïve 漢字 and 12345 numbers are read from documents on disk"
+)
+
+
+def make_text(seed: int, words: int) -> str:
+    """Return reproducible text of so many words, in lines of up to twelve."""
+    rng = random.Random(seed)
+    known = _TEXT.split()
+    chosen = [rng.choice(known) for _ in range(words)]
+    return "\n".join(" ".join(chosen[start : start + 12]) for start in range(0, words, 12)) + "\n"
+
+
+def write_folder(folder: Path, documents: int, *, seed: int = 0) -> Path:
+    """Write text files of 10 to 1,000 words; returns the folder."""
+    folder.mkdir(parents=True)
+    rng = random.Random(seed)
+    for index in range(documents):
+        text = make_text(seed * 1000 + index, rng.randint(10, 1000))
+        (folder / f"{index:03d}.txt").write_text(text, encoding="utf-8")
+    return folder

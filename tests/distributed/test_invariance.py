@@ -1,0 +1,101 @@
+"""The same numbers on any layout: after a few steps on several ranks every bit is what it is on one device.
+
+The one exception is stated in `trajectories.py`: the last bit of what PyTorch's fused AdamW updates in pieces.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+import wrappings
+from harness import DEVICE, run
+from torch.distributed.device_mesh import DeviceMesh
+from trajectories import CASES, Gaps, Layout, disagreements, reference, run_layout
+
+ALL = tuple(CASES)
+
+# Those that no other layout of two ranks has, and the plainest.
+REST = tuple(case for case in CASES if case not in ("cautious", "mantissa", "narrow"))
+
+LAYOUTS = {
+    "averaged-1": Layout((1,), comms="averaged", cases=("plain",)),
+    "averaged-2": Layout((2,), comms="averaged"),
+    "averaged-3": Layout((3,), comms="averaged", cases=ALL),
+    "averaged-4": Layout((4,), comms="averaged"),
+    "replicated-1": Layout((1,), comms="replicated", cases=("plain",)),
+    "replicated-2": Layout((2,), comms="replicated", cases=REST),
+    "replicated-3": Layout((3,), comms="replicated", cases=ALL),
+    "sharded-1": Layout((1,), comms="sharded"),
+    "sharded-2": Layout((2,), comms="sharded", cases=("plain", "cautious", "mantissa", "narrow")),
+    "sharded-3": Layout((3,), comms="sharded", cases=ALL),
+    "sharded-4": Layout((4,), comms="sharded"),
+    "dtensor_copies-2": Layout((2,), wrappings.replicated),
+    "fsdp2-1": Layout((1,), wrappings.data_parallel, cases=("plain",)),
+    "fsdp2-2": Layout((2,), wrappings.data_parallel),
+    "fsdp2-3": Layout((3,), wrappings.data_parallel, cases=ALL),
+    "fsdp2-4": Layout((4,), wrappings.data_parallel),
+    "fsdp2-8": Layout((8,), wrappings.data_parallel, cases=("neuron",)),
+    "fsdp2_last_dimension-2": Layout((2,), wrappings.last_dimension, cases=("neuron", "mantissa")),
+    "fsdp2_last_dimension-4": Layout((4,), wrappings.last_dimension, cases=("neuron", "mantissa")),
+    "hsdp-2x2": Layout((2, 2), wrappings.data_parallel),
+    "tp-2": Layout((2,), wrappings.tensor_parallel),
+    "tp-3": Layout((3,), wrappings.tensor_parallel, cases=("neuron", "mantissa")),
+    "tp_fsdp2-2x2": Layout((2, 2), wrappings.tensor_and_data_parallel, cases=ALL),
+    "ep_fsdp2-4": Layout((4,), wrappings.expert_and_data_parallel),
+    "ep_fsdp2-2x2": Layout((2, 2), wrappings.expert_and_data_parallel),
+}
+
+# A matrix among others of its shape, one of a fused projection, a stack, and parameters of AdamW.
+WITHOUT = Gaps(("stack.2.weight", "attention.qkv.weight", "experts.up", "embedding.weight", "mlp.0.bias"), others=True)
+
+# What the plan of tensor parallelism names. The rest has a mesh of half of the ranks, and the other half cannot know.
+WITHOUT_ON_THE_WHOLE_MESH = Gaps(("stack.1.weight", "attention.qkv.weight", "embedding.weight", "mlp.0.bias"))
+
+WITH_GAPS = {
+    "averaged-3": (Layout((3,), comms="averaged"), WITHOUT),
+    "replicated-2": (Layout((2,), comms="replicated", cases=("cautious", "mantissa")), WITHOUT),
+    "sharded-3": (Layout((3,), comms="sharded"), WITHOUT),
+    "dtensor_copies-2": (Layout((2,), wrappings.replicated, cases=("neuron",)), WITHOUT),
+    "fsdp2-3": (Layout((3,), wrappings.data_parallel, cases=("neuron", "mantissa")), WITHOUT),
+    "hsdp-2x2": (Layout((2, 2), wrappings.data_parallel, cases=("neuron",)), WITHOUT),
+    "tp_fsdp2-2x2": (
+        Layout((2, 2), wrappings.tensor_and_data_parallel, cases=("cautious",)),
+        WITHOUT_ON_THE_WHOLE_MESH,
+    ),
+    "ep_fsdp2-4": (Layout((4,), wrappings.expert_and_data_parallel, cases=("plain",)), WITHOUT),
+}
+
+# Two models over every second rank each: what concerns one of them must not wait for ranks of the other.
+PAIRS = [[0, 2], [1, 3]]
+PAIR_MODELS = ["awkward", "narrow"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_does_not_change_the_numbers(name):
+    run_layout(LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", WITH_GAPS)
+def test_a_missing_gradient_changes_nothing_or_counts_as_zeros(name):
+    run_layout(*WITH_GAPS[name])
+
+
+def check_pairs(rank, world_size, comms, expected):
+    mesh = DeviceMesh(DEVICE, torch.tensor(PAIRS), mesh_dim_names=("model", "shard"))["shard"]
+    ranks = PAIRS[rank % 2]
+    name = PAIR_MODELS[rank % 2]
+    if comms == "none":
+        wrap, options = partial(wrappings.data_parallel, mesh=mesh), {}
+    else:
+        wrap, options = partial(wrappings.plain, mesh=mesh), {"process_group": mesh.get_group()}
+    wrong = disagreements(name, wrap, "neuron", ranks, expected[rank % 2], rank=rank, comms=comms, **options)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "comms", ["none", *(pytest.param(way, marks=pytest.mark.slow) for way in ("averaged", "replicated", "sharded"))]
+)
+def test_two_models_on_every_second_rank_each(comms):
+    models = zip(PAIR_MODELS, PAIRS, strict=True)
+    expected = [reference(name, ["neuron"], ranks, comms)["neuron"] for name, ranks in models]
+    run(check_pairs, 4, comms, expected, timeout=100)

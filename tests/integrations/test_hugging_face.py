@@ -1,0 +1,82 @@
+"""`MuonFactory` and what it shares with other integrations, called as the libraries call them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import quintic
+from quintic.integrations import muon_for
+from quintic.integrations.hugging_face import MuonFactory
+
+
+def model() -> nn.Module:
+    return nn.ModuleDict({"embedding": nn.Embedding(5, 4), "up": nn.Linear(4, 8), "lm_head": nn.Linear(8, 5)})
+
+
+def test_the_factory_makes_the_optimizer_as_two_lines_would():
+    # Trainer of transformers 5: optimizer_cls()(model, **optimizer_kwargs).
+    network = model()
+    made = MuonFactory()(network, lr=0.01, adamw_lr=0.002, weight_decay=0.1, normalize="neuron")
+    options = {"lr": 0.01, "adamw_lr": 0.002, "weight_decay": 0.1, "normalize": "neuron"}
+    by_hand = quintic.Muon(quintic.param_groups(network), **options)
+    assert type(made) is quintic.Muon
+    assert str(made.state_dict()["param_groups"]) == str(by_hand.state_dict()["param_groups"])
+    assert [id(p) for g in made.param_groups for p in g["params"]] == [
+        id(p) for g in by_hand.param_groups for p in g["params"]
+    ]
+
+
+def test_options_of_param_groups_reach_it():
+    rules = [quintic.Rule("up.weight", "adamw", options={"lr": 0.5})]
+    made = muon_for(model(), lr=0.01, rules=rules, adamw={"betas": (0.8, 0.9)})
+    groups = {name: group for group in made.param_groups for name in group["param_names"]}
+    assert (groups["up.weight"]["algorithm"], groups["up.weight"]["lr"]) == ("adamw", 0.5)
+    assert groups["embedding.weight"]["betas"] == (0.8, 0.9)
+
+
+def test_options_are_not_used_up():
+    # Trainer gives the same dictionary again, with model_init to every trial.
+    options = {"lr": 0.01, "rules": [quintic.Rule("up.weight", "adamw")]}
+    for _ in range(2):
+        MuonFactory()(model(), **options)
+    assert options.keys() == {"lr", "rules"}
+
+
+def test_an_older_trainer_is_told_another_way():
+    # Trainer of transformers 4: optimizer_cls(grouped_parameters, **optimizer_kwargs).
+    groups = [{"params": list(model().parameters()), "weight_decay": 0.0}]
+    with pytest.raises(TypeError, match=r"transformers 5 or newer.*optimizers=\(quintic.Muon\(quintic.param_groups"):
+        MuonFactory(groups, lr=0.01)
+
+
+def test_groups_that_wait_are_refused():
+    # Trainer calls model.zero_grad(), which takes what a waiting group has added up.
+    with pytest.raises(ValueError, match="param group 1 has step_every=2: Trainer resets"):
+        MuonFactory()(model(), adamw={"step_every": 2})
+
+
+@pytest.mark.slow
+def test_transformers_takes_it_for_a_factory():
+    module = pytest.importorskip(
+        "transformers.trainer_optimizer", reason="transformers is not installed, or before 5.0"
+    )
+    assert module.is_optimizer_factory(MuonFactory)
+
+
+@pytest.mark.slow
+def test_import_quintic_imports_no_integration():
+    code = (
+        "import sys, quintic; print('quintic.integrations' in sys.modules); import quintic.integrations.hugging_face;"
+    )
+    code += "print(any(name in sys.modules for name in ('transformers', 'accelerate', 'torchtitan')))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == ["False", "False"]
+
+
+def test_the_model_may_be_on_the_meta_device():
+    with torch.device("meta"):
+        network = model()
+    assert len(muon_for(network, lr=0.01).param_groups) == 2

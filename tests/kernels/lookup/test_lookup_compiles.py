@@ -1,0 +1,58 @@
+"""The kernels of lookups compile for Hopper, on a machine without a GPU."""
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+import compiling  # noqa: E402
+
+from quintic.kernels.lookup import segments  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
+]
+
+NARROW = ("offsets", "tokens", "starts", "owners")
+POINTERS = {**dict.fromkeys(("lse", "delta"), "*fp32"), **dict.fromkeys(NARROW, "*i32"), "order": "*i64"}
+SIZES = {"POSITIONS": segments._POSITIONS, "ROWS": segments._ROWS, "CHUNK": segments._CHUNK}
+DTYPES = [("*bf16", "*fp32"), ("*bf16", "*bf16"), ("*fp16", "*fp32"), ("*fp32", "*fp32")]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def compile_for(kernel, activations, tables, columns, **constants):
+    types = {
+        **POINTERS,
+        **dict.fromkeys(("x", "grad", "out"), activations),
+        **dict.fromkeys(("keys", "values", "grad_keys", "grad_values"), tables),
+    }
+    sizes = {**SIZES, "CHUNK": min(segments._CHUNK, columns), "COLUMNS": columns}
+    aligned = [name for name, kind in types.items() if kind.startswith("*") and name in kernel.arg_names] + ["width"]
+    return compiling.compile_kernel(kernel, {**constants, **sizes}, types, segments._WARPS, 3, aligned)
+
+
+@pytest.mark.parametrize(("activations", "tables"), DTYPES)
+@pytest.mark.parametrize("columns", [segments._COLUMNS, 16])
+def test_lookup(activations, tables, columns):
+    for backward in (False, True):
+        compiled = compile_for(segments._positions_kernel, activations, tables, columns, BACKWARD=backward)
+        # Registers spilt to memory are read back in every turn of the loop over rows. Exact products of float32 need
+        # too many whatever the tile, but no model has them on a GPU.
+        assert compiling.spilt_bytes(compiled) == 0 or activations == "*fp32"
+    for tied in (False, True):
+        compiled = compile_for(segments._tables_kernel, activations, tables, columns, TIED=tied)
+        assert compiling.spilt_bytes(compiled) == 0 or activations == "*fp32"
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("columns", [segments._MANY_COLUMNS, 16])
+def test_rows(dtype, columns):
+    types = {"table": dtype, "rows": "*i32", "order": "*i64", "grad": dtype}
+    sizes = {"POSITIONS": segments._FEW_POSITIONS, "COLUMNS": columns}
+    compiled = compiling.compile_kernel(segments._rows_kernel, sizes, types, segments._FEW_WARPS, 3, [*types, "width"])
+    assert compiling.spilt_bytes(compiled) == 0

@@ -1,0 +1,390 @@
+"""Several runs on one page: the figures by hand, medians and ranges of seeds, what differs."""
+
+import itertools
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_pages import read, write_run
+
+from quintic.errors import ConfigError
+from quintic.report import report
+from quintic.report.comparison import write_comparison
+from quintic.report.history import read_metrics
+from quintic.report.report import write_report
+from quintic.train.metrics import MetricsLog
+
+
+def write_curve(folder: Path, losses: dict[int, float], **config: Any) -> Path:
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        log.write("run", name=folder.name, config={"run": config})
+        for step, loss in losses.items():
+            log.write("eval", step=step, tokens=step * 10, seconds=step * 2.0, loss=loss, bpb=loss / 2)
+    return folder
+
+
+def test_comparison_figures_by_hand(tmp_path: Path) -> None:
+    runs = {
+        "AdamW": write_curve(tmp_path / "a", {100: 5.0, 200: 4.0, 400: 3.0}, lr=0.003, seed=1),
+        # 3.0 lies a quarter of the way from 3.25 (step 100) to 2.25 (step 300): step 150.
+        "Muon": write_curve(tmp_path / "b", {50: 4.0, 100: 3.25, 200: math.nan, 300: 2.25}, lr=0.02, seed=1),
+        "slow": write_curve(tmp_path / "c", {100: 6.0, 500: 3.5}, lr=0.02, seed=1),
+        "early": write_curve(tmp_path / "d", {80: 2.0, 90: 3.0}, lr=0.02, seed=1),
+        "exact": write_curve(tmp_path / "e", {10: 7.0, 600: 3.0}, lr=0.02, seed=1),
+    }
+    out = tmp_path / "pages" / "comparison.html"
+    figures = write_comparison(runs, out, title="Race <1>")
+    assert figures["baseline"] == "AdamW"
+    assert figures["runs"]["Muon"] == {
+        "steps": 300,
+        "tokens": 3000.0,
+        "seconds": 600.0,
+        "loss": 2.25,
+        "bpb": 1.125,
+        "losses": [2.25],
+    }
+    candidates = figures["candidates"]
+    assert list(candidates) == ["Muon", "slow", "early", "exact"]
+    assert candidates["Muon"] == {
+        "steps_to_baseline_loss": 150.0,
+        "percent_of_steps": 37.5,
+        "seconds_to_baseline_loss": 300.0,
+        "percent_of_seconds": 37.5,
+        "steps_by_run": [150.0],
+        "sentence": "Muon reached AdamW's final validation loss after 150 of 400 steps (37.5 %)",
+    }
+    assert candidates["slow"] == {
+        "steps_to_baseline_loss": None,
+        "percent_of_steps": None,
+        "seconds_to_baseline_loss": None,
+        "percent_of_seconds": None,
+        "steps_by_run": [None],
+        "sentence": "slow never reached AdamW's final validation loss in its 500 steps",
+    }
+    assert candidates["early"]["steps_to_baseline_loss"] == 80.0
+    assert (candidates["exact"]["steps_to_baseline_loss"], candidates["exact"]["percent_of_steps"]) == (600.0, 150.0)
+    page = read(out)
+    assert page.text.startswith("Race <1> AdamW, Muon, slow, early, exact")
+    for words in (
+        "Muon reached AdamW's final validation loss after 150 of 400 steps (37.5 %).",
+        "and after 5 min of training, 37.5 % of AdamW's time",
+        "slow never reached",
+        "AdamW's final loss: 3.000",
+        "run.lr 0.003 0.02 0.02 0.02 0.02",
+    ):
+        assert words in page.text, words
+    assert "run.seed" not in page.text
+    assert " seed " not in page.text[page.text.index("Settings in which they differ") :]
+
+
+def test_comparison_without_times_or_settings(tmp_path: Path) -> None:
+    runs = {}
+    for name, losses in (("a", (4.0, 3.0)), ("<b>", (3.5, 2.5))):
+        with MetricsLog(tmp_path / name[-1] / "metrics.jsonl") as log:
+            for step, loss in enumerate(losses, start=1):
+                log.write("eval", step=step, loss=loss)
+        runs[name] = log.path.parent
+    figures = write_comparison(runs, tmp_path / "out.html", title="Two")
+    assert figures["candidates"]["<b>"]["steps_to_baseline_loss"] == 1.5
+    assert figures["candidates"]["<b>"]["percent_of_seconds"] is None
+    assert "not a finite number" not in read(tmp_path / "out.html").text
+    with MetricsLog(tmp_path / "a" / "metrics.jsonl") as log:
+        log.write("eval", step=3, loss=math.nan)
+    write_comparison(runs, tmp_path / "out.html", title="Two")
+    assert "a: the loss was not a finite number at the end;" in read(tmp_path / "out.html").text
+    assert "<b> reached a's final validation loss after 1.5 of 2 steps (75.0 %)" in read(tmp_path / "out.html").text
+
+
+TEXT = {"source": "python", "val_documents": 4, "val_bytes": 900}
+
+
+def write_text_curve(folder: Path, data: dict[str, Any] | None, ends: list[tuple[float, float | None]]) -> Path:
+    """A run on a text, with losses in nats per token and in bits per byte after each ten steps."""
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        log.write("run", name=folder.name, **({} if data is None else {"data": data}))
+        for number, (loss, bpb) in enumerate(ends, start=1):
+            log.write("eval", step=10 * number, seconds=1.0 * number, loss=loss, bpb=bpb)
+    return folder
+
+
+def test_bits_per_byte_decide_between_tokenizers(tmp_path: Path) -> None:
+    # Small tokens are easy ones: 2 nats of a byte each are 2.9 bits per byte, 4 nats of four bytes each 1.4.
+    good = write_text_curve(tmp_path / "good", {**TEXT, "key": "large"}, [(6.0, 2.25), (4.0, 1.5)])
+    bad = write_text_curve(tmp_path / "bad", {**TEXT, "key": "bytes"}, [(3.0, 4.25), (2.0, 3.0)])
+    out = tmp_path / "page.html"
+    found = write_comparison({"good": good, "bad": bad}, out, title="")["candidates"]["bad"]
+    assert found["sentence"] == "bad never reached good's final validation loss in bits per byte in its 20 steps"
+    assert (found["steps_to_baseline_loss"], found["steps_by_run"]) == (None, [None])
+    text = read(out).text
+    assert "Bits per byte do not depend on the tokenizer, and decide here." in text
+    assert "good's final loss: 1.500" in text
+    assert "Validation loss" not in text  # no curves of nats side by side
+    assert "loss (nats per token; not comparable here) 4.0000 2.0000" in text
+    # The other way round, in nats it would never get there: from 4.25 to 1.75 it passes 3.0 halfway.
+    good = write_text_curve(tmp_path / "again", {**TEXT, "key": "large"}, [(6.0, 4.25), (4.0, 1.75)])
+    found = write_comparison({"bad": bad, "good": good}, out, title="")["candidates"]["good"]
+    assert found["sentence"] == (
+        "good reached bad's final validation loss in bits per byte after 15 of 20 steps (75.0 %)"
+    )
+    assert (found["steps_to_baseline_loss"], found["percent_of_seconds"]) == (15.0, 75.0)
+    # One candidate with another tokenizer among several: each is measured in the unit that both have.
+    same = write_text_curve(tmp_path / "same", {**TEXT, "key": "bytes"}, [(2.0, 3.0)])
+    found = write_comparison({"bad": bad, "good": good, "same": same}, out, title="")["candidates"]
+    assert found["same"]["sentence"] == "same reached bad's final validation loss after 10 of 20 steps (50.0 %)"
+    assert "in bits per byte" in found["good"]["sentence"]
+
+
+def test_medians_of_two_tokenizers_are_compared_in_bits_per_byte(tmp_path: Path) -> None:
+    def runs(name: str, nats: float, bits: tuple[float, ...]) -> list[Path]:
+        folders = []
+        for seed, end in enumerate(bits):
+            folders.append(tmp_path / f"{name}{seed}")
+            with MetricsLog(folders[-1] / "metrics.jsonl") as log:
+                log.write("run", config={"seed": seed}, data={**TEXT, "key": name})
+                log.write("eval", step=100, loss=nats, bpb=end)
+        return folders
+
+    arms = {"a": runs("a", 4.0, (1.0, 1.25, 1.5)), "b": runs("b", 2.0, (1.125, 1.375, 1.625))}
+    found = write_comparison(arms, tmp_path / "page.html", title="")["candidates"]["b"]
+    assert found["steps_by_run"] == [100.0, None, None]  # the median to reach is 1.25 bits
+    assert found["sentence"] == "b reached a's median final validation loss in bits per byte in 1 of 3 runs only"
+
+
+def test_losses_of_other_texts_or_without_bits_per_byte_are_said_not_to_compare(tmp_path: Path) -> None:
+    def sentence(a: dict[str, Any] | None, b: dict[str, Any] | None, bpb: float | None = 1.0) -> str:
+        number = len(list(tmp_path.iterdir()))
+        folders = [write_text_curve(tmp_path / f"{number}-{i}", data, [(2.0, bpb)]) for i, data in enumerate((a, b))]
+        figures = write_comparison(dict(zip("ab", folders, strict=True)), tmp_path / "out.html", title="")
+        return str(figures["candidates"]["b"]["sentence"])
+
+    reached = "b reached a's final validation loss after 10 of 10 steps (100.0 %)"
+    one = {**TEXT, "key": "one"}
+    assert sentence(one, one) == reached
+    assert sentence(one, one, None) == reached  # one tokenizer: nats per token will do
+    assert sentence(one, {**one, "source": "/moved"}) == reached  # the key is that of the content
+    assert sentence(None, one) == reached  # nothing known of one
+    shards = {"source": "hf:a/b", "shards": 3}
+    assert sentence(shards, shards) == reached
+    # Other text to train on, with a validation text of its own that both have.
+    with_own = [
+        write_text_curve(tmp_path / f"own{i}", {**one, "key": f"{i}", "source": f"{i}"}, [(2.0, 1.0)]) for i in (0, 1)
+    ]
+    for folder in with_own:
+        records = read_metrics(folder / "metrics.jsonl")
+        records[0]["config"] = {"data": {"val_data": "held-out.txt"}}
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    figures = write_comparison(dict(zip("ab", with_own, strict=True)), tmp_path / "out.html", title="")
+    assert figures["candidates"]["b"]["sentence"].startswith("b reached a's final validation loss in bits per byte")
+    advice = "`quintic eval --data FILE` scores each run on one text"
+    other = f"b and a: they were validated on different texts, and so their losses cannot be compared; {advice}"
+    for changed in ({"source": "hf:a/b"}, {"val_bytes": 901}, {"val_documents": 5}):
+        assert sentence(one, {**one, "key": "two", **changed}) == other
+    assert sentence(one, {"source": "python", "shards": 3}) == other  # a speedrun's share of the text is another one
+    text = read(tmp_path / "out.html").text
+    assert other in text
+    assert "final loss:" not in text  # no line to reach
+    lacking = "b and a: their tokenizers differ and a log lacks bits per byte, and so their losses cannot be compared"
+    assert sentence(one, {**one, "key": "two"}, None) == lacking
+
+
+def test_comparisons_that_cannot_be_made_are_errors(tmp_path: Path) -> None:
+    run = write_curve(tmp_path / "a", {1: 2.0})
+    lost = write_curve(tmp_path / "lost", {1: math.nan})
+    out = tmp_path / "out.html"
+    with pytest.raises(ConfigError, match="needs two runs at least, got 1"):
+        write_comparison({"a": run}, out, title="")
+    with pytest.raises(ConfigError, match=r"lost.*no finite validation loss"):
+        write_comparison({"a": run, "lost": lost}, out, title="")
+    with pytest.raises(ConfigError, match="absent holds no"):
+        write_comparison({"a": run, "b": tmp_path / "absent"}, out, title="")
+    assert not out.exists()
+
+
+def test_a_comparison_has_what_was_measured(tmp_path: Path) -> None:
+    runs = {}
+    for name, mfu in (("a", 0.25), ("b", None)):
+        runs[name] = write_run(tmp_path / name, final=False)
+        with MetricsLog(runs[name] / "metrics.jsonl") as log:
+            log.write("final", step=40, loss=2.0, bpb=1.0, seconds=9.0, mfu=mfu)
+    write_comparison(runs, tmp_path / "page.html", title="two")
+    words = read(tmp_path / "page.html").words
+    assert "not finished" not in " ".join(words)
+    position = words.index("model FLOPs utilisation")
+    assert words[position : position + 3] == ["model FLOPs utilisation", "25.0%", "–"]
+    assert not [word for word in words if word.startswith("least smoothed training loss")]
+
+
+def test_several_seeds_are_a_median_and_a_range(tmp_path: Path) -> None:
+    ends = {"a": (3.0, 2.9, 3.4), "b": (2.0, 2.6, 3.2)}
+    runs = {
+        name: [
+            write_curve(tmp_path / f"{name}{seed}", {100: 4.0, 200: end}, seed=seed, lr=ends[name][0])
+            for seed, end in enumerate(losses)
+        ]
+        for name, losses in ends.items()
+    }
+    figures = write_comparison(runs, tmp_path / "page.html", title="Seeds")
+    assert figures["runs"]["a"]["loss"] == 3.0  # the median
+    assert figures["runs"]["a"]["losses"] == [3.0, 2.9, 3.4]
+    found = figures["candidates"]["b"]
+    # From 4.0 down to the median 3.0: half of the way to 2.0, 1.0 / 1.4 of that to 2.6, never on that to 3.2.
+    assert found["steps_by_run"] == [150.0, pytest.approx(100 + 100 / 1.4), None]
+    assert found["steps_to_baseline_loss"] == pytest.approx(100 + 100 / 1.4)
+    assert found["sentence"] == (
+        "b reached a's median final validation loss after 171 of 200 steps (85.7 %); median of 3 runs, which took 150 "
+        "to 171, never in 1"
+    )
+    page = read(tmp_path / "page.html")
+    text = page.text.replace("\u00a0", " ")
+    for words in (
+        "loss (nats per token) 3.0000 (2.9000 to 3.4000) 2.6000 (2.0000 to 3.2000)",
+        "a (median and range of 3 runs)",
+        "Of several runs the median is shown",
+        "a 1.500 (1.450 to 1.700)",
+        "run.lr 3.0 2.0",
+    ):
+        assert words in text, words
+    assert "Each is one run" not in text
+    # The longest that a bar stands for is 1.7; a's range goes from 1.45 to that.
+    whiskers = [a["style"] for _, a in page.tags if a.get("class") == "whisker"]
+    assert whiskers == ["left:85.29%;width:14.71%", "left:58.82%;width:35.29%"]
+    # At the last point 1.5, from 1.45 to 1.7.
+    assert page.words.count("1.5 (1.45 to 1.7)") == 3
+
+
+def test_most_seeds_must_reach_the_loss(tmp_path: Path) -> None:
+    runs = {"a": [write_curve(tmp_path / "a", {10: 2.0})]}
+    runs["b"] = [write_curve(tmp_path / f"b{end}", {10: end}) for end in (1.0, 3.0, 4.0)]
+    found = write_comparison(runs, tmp_path / "page.html", title="Seeds")["candidates"]["b"]
+    assert found["sentence"] == "b reached a's final validation loss in 1 of 3 runs only"
+    assert found["steps_to_baseline_loss"] is None
+    runs["b"].append(write_curve(tmp_path / "other", {7: 1.0}))
+    with pytest.raises(ConfigError, match="b: its runs were never evaluated at the same step"):
+        write_comparison(runs, tmp_path / "page.html", title="Seeds")
+
+
+def test_one_run_each_shows_the_error_over_documents(tmp_path: Path) -> None:
+    runs: dict[str, Any] = {}
+    for name in ("a", "b"):
+        with MetricsLog(tmp_path / name / "metrics.jsonl") as log:
+            log.write(
+                "run",
+                command=f"quintic train --run {name}",
+                repeat=f"quintic train --depth 1 --run {name}",
+                ranks=1 + (name == "b"),
+            )
+            log.write("eval", step=5, loss=2.0, bpb=1.0, bpb_stderr=0.125)
+        runs[name] = tmp_path / name
+    write_comparison(runs, tmp_path / "page.html", title="Two")
+    text = read(tmp_path / "page.html").text
+    for words in (
+        "a 1.000 ± 0.125 b 1.000 ± 0.125",
+        "standard error over documents (bits per byte) 0.1250 0.1250",
+        "Each is one run.",
+        "a, b: not finished; shown is the last evaluation so far.",
+        "This was typed: quintic train --run a quintic train --run b",
+        "a quintic train --depth 1 --run a",
+        "b torchrun --standalone --nproc-per-node=2 -m quintic train --depth 1 --run b",
+    ):
+        assert words in text, words
+    runs["b"] = [runs["b"], runs["b"]]
+    write_comparison(runs, tmp_path / "page.html", title="Two")
+    assert "±" not in read(tmp_path / "page.html").text  # it would be taken for a range of seeds
+
+
+def test_medians_are_those_of_runs_that_differ_in_their_seeds_only(tmp_path: Path) -> None:
+    def group(*configs: dict[str, Any]) -> dict[str, Any]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        return {
+            "a": write_curve(folder / "a", {10: 2.0}),
+            "b": [write_curve(folder / f"b{number}", {10: 1.0}, **config) for number, config in enumerate(configs)],
+        }
+
+    out = tmp_path / "page.html"
+    stored = {"runs_dir": "runs", "threads": 1, "keep": 2, "run": "x"}  # where and how a run is kept
+    write_comparison(group({"seed": 1, "lr": 2.0}, {"seed": 2, "lr": 2.0, **stored}), out, title="")
+    write_comparison(group({}, {}), out, title="")  # old logs without seeds
+    with pytest.raises(ConfigError) as caught:
+        write_comparison(group({"seed": 1, "lr": 2.0, "fp8": False}, {"seed": 2, "lr": 3.0}), out, title="")
+    assert str(caught.value) == (
+        "b=b0,b1: a median is that of runs which differ in their seeds only, and these differ in run.lr (2.0, 3.0): "
+        "give each a name of its own (--runs A B), or leave some out"
+    )
+    with pytest.raises(ConfigError) as caught:
+        write_comparison(group({"seed": 1}, {"seed": 2}, {"seed": 1}), out, title="")
+    assert str(caught.value) == (
+        "b=b0,b1,b2: a median is that of runs with different seeds, and b0 and b2 have the same (seed 1): "
+        "give each a name of its own (--runs A B), or leave some out"
+    )
+
+
+def test_medians_are_those_of_runs_on_one_text(tmp_path: Path) -> None:
+    runs = {}
+    for name, seed, key in (("a", 0, "x"), ("b", 1, "x"), ("c", 2, "y")):
+        with MetricsLog(tmp_path / name / "metrics.jsonl") as log:
+            log.write("run", name=name, config={"seed": seed}, data={"key": key}, machine={"dtype": "float32"})
+            log.write("eval", step=5, loss=2.0, bpb=1.0)
+        runs[name] = log.path.parent
+    with pytest.raises(ConfigError, match=r"b=b,c: .* differ in text and tokenizer \(x, y\)"):
+        write_comparison({"a": runs["a"], "b": [runs["b"], runs["c"]]}, tmp_path / "page.html", title="")
+
+
+def test_steps_since_the_last_validation_count(tmp_path: Path) -> None:
+    runs = {}
+    for name, losses in (("stopped", {0: 5.0, 8: 3.0}), ("other", {0: 5.0, 8: 4.0, 11: 2.0})):
+        with MetricsLog(tmp_path / name / "metrics.jsonl") as log:
+            log.write("run", name=name, config={"run": name, "preset": "speedrun-tiny", "seed": len(name)})
+            for step in range(12):
+                if step:
+                    log.write("train", step=step, loss=3.0)
+                if step in losses:
+                    log.write("eval", step=step, loss=losses[step])
+        runs[name] = log.path.parent
+    figures = write_comparison(runs, tmp_path / "page.html", title="Two")
+    assert {name: run["steps"] for name, run in figures["runs"].items()} == {"stopped": 11, "other": 11}
+    assert figures["candidates"]["other"]["sentence"] == (
+        "other reached stopped's final validation loss after 9.5 of 8 steps (118.8 %); stopped made 11 steps, and was "
+        "last validated after 8"
+    )
+    text = read(tmp_path / "page.html").text
+    assert "steps 11 11 step of this evaluation 8 11" in text
+    figures = write_comparison(dict(reversed(runs.items())), tmp_path / "page.html", title="Two")
+    found = figures["candidates"]["stopped"]["sentence"]
+    assert found == "stopped never reached other's final validation loss in its 11 steps"
+    # A speedrun's name is an option of its own, and no setting.
+    assert "setting other stopped seed 5 7" in read(tmp_path / "page.html").text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_pages_fit_a_phone(tmp_path: Path) -> None:
+    name = "a-run-with-quite-a-long-name-2026-11-25_of_somebody"
+    runs = {label: write_run(tmp_path / folder) for label, folder in (("a", "a"), (name, "b"), ("c", "c"))}
+    write_comparison(runs, tmp_path / "comparison.html", title=f"a, {name}, c compared")
+    write_report(runs[name], tmp_path / "run.html")
+    # A browser's own window is 500 pixels wide at least: the page is measured in a frame.
+    said = "<script>onload = () => parent.postMessage(document.documentElement.scrollWidth, '*')</script></body>"
+    for page, width in itertools.product(("comparison", "run"), (320, 390, 1280)):
+        text = (tmp_path / f"{page}.html").read_text(encoding="utf-8")
+        (tmp_path / "inner.html").write_text(text.replace("</body>", said), encoding="utf-8")
+        outer = "<p id=w></p><script>onmessage = e => { w.textContent = 'needs ' + e.data }</script>"
+        frame = f"<iframe src=inner.html width={width} height=900 style='border:0'></iframe>"
+        (tmp_path / "outer.html").write_text(f"<!doctype html>{outer}{frame}")
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000", "--dump-dom"]
+        command = ["chromium", *options, f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "outer.html").as_uri()]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        needed = re.search(r"needs (\d+)", shown)
+        assert needed is not None
+        assert int(needed[1]) <= width, page
+
+
+def test_nothing_on_a_page_is_kept_on_one_line() -> None:
+    # A long command, name or path would run out of its card on a phone.
+    templates = Path(report.__file__).parent / "templates"
+    assert len(list(templates.glob("*.html"))) == 4
+    assert [path.name for path in templates.glob("*.html") if "nowrap" in path.read_text(encoding="utf-8")] == []

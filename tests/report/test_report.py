@@ -1,0 +1,333 @@
+"""The page of a run: right figures, nothing loaded from elsewhere, every state of a run drawn."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from durability import disk_events, durable_names
+from report_pages import EVIL, read, write_run
+
+from quintic.errors import ConfigError, DataError
+from quintic.launch import hint, install_command
+from quintic.report import charts
+from quintic.report.comparison import write_comparison
+from quintic.report.report import write_report
+from quintic.train.metrics import MetricsLog
+
+
+def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    page = read(path)
+    for words in (
+        "small run Started 2026-03-04 at 12:30 UTC; finished after 40 steps.",
+        "1.414 bits per byte on the validation text",
+        "xz -9 , a strong general-purpose compressor, needs 2.10 bits for each byte of the same text, this model 1.41.",
+        "guesses each byte from the one before it, needs 3.33. The text has 10 million bytes.",
+        "25.3 million parameters",
+        "40,000 tokens read",
+        "20 min of training",
+        "on the validation text xz -9: 2.10 byte bigram: 3.33",
+        "training time (minutes)",
+        "the training line is measured on each step's own batch, before its update",
+        "muon (peak 0.02) adamw (peak 0.003)",
+        "forward and backward pass (predicting, and computing the gradients) 80.0 %",
+        "everything else 5.0 %",
+        "A typical step took 100 milliseconds.",
+        "optim. lr 0.02",
+        "processor cores 2",
+        "torch 2.13.0",
+        f"quintic train --note {' '.join(EVIL.split())}",
+        f"Once <upon> {EVIL}",
+    ):
+        assert words in page.text, words
+    # Two charts in each of three tabs, learning rates, momentum, two layer charts, speed.
+    assert sum(attributes.get("class") == "chart" for _, attributes in page.tags) == 11
+
+
+def test_pages_survive_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second")
+    events = disk_events(monkeypatch)
+    path = write_report(first)
+    write_comparison({"first": first, "second": second}, tmp_path / "pages" / "comparison.html", title="Two")
+    assert durable_names(events) == [path.name, "comparison.html"]
+
+
+def test_an_unfinished_run_says_so_and_uses_what_there_is(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=25, final=False)
+    page = read(write_report(tmp_path))
+    assert "not finished: step 25 of 25" in page.text
+    # The last evaluation, at step 20: loss 3, half of it in bits per byte.
+    assert "1.500 bits per byte on the validation text so far" in page.text
+    assert "are added when the run ends" in page.text
+    assert "waiting for data 10.0 %" in page.text
+
+
+def test_a_resumed_run_names_the_step(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=20)
+    with MetricsLog(tmp_path / "metrics.jsonl", resume_step=10) as log:
+        log.write("resume", step=10, time="2026-03-04T13:00:00+00:00")
+        log.write("train", step=11, loss=2.0)
+    page = read(write_report(tmp_path))
+    assert "Started 2026-03-04 at 12:30 UTC; not finished: step 11 of 20; continued from step 10." in page.text
+
+
+def test_a_single_evaluation_and_nothing_else(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write("eval", step=1, tokens=100, seconds=0.5, loss=5.0, bpb=2.0)
+    page = read(write_report(tmp_path))
+    assert f"{tmp_path.name} Not finished: step 1." in page.text
+    assert "2.000 bits per byte" in page.text
+    # The point is a mark in each of six charts, and says what it is.
+    titles = re.findall("<title>([^<]*)</title></use>", (tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert sorted(titles) == ["2"] * 3 + ["5"] * 3
+    assert "Why the two lines differ" not in page.text
+
+
+def test_losses_that_are_not_finite_are_named_and_leave_gaps(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        for step in range(1, 10):
+            loss = math.nan if 4 <= step <= 6 else 3.0
+            log.write("train", step=step, tokens=step, seconds=step, loss=loss, bpb=loss)
+            log.write("eval", step=step, tokens=step, seconds=step, loss=math.inf, bpb=None)
+    page = read(write_report(tmp_path))
+    # Three training steps and nine evaluations.
+    assert "not a finite number in 12 records, first at step 1." in page.text
+    assert "– bits per byte: the last validation result was not a finite number" in page.text
+    lines = [a["d"] or "" for tag, a in page.tags if tag == "path" and "stroke: var(--c1)" in (a.get("style") or "")]
+    assert [line.count("M") for line in lines] == [2] * 6  # two pieces in each of six charts
+
+
+def test_everything_lost_still_gives_a_page(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write("train", step=1, tokens=1, seconds=1, loss=math.nan, bpb=math.nan, lr={"muon": 0.0}, times_ms={})
+        log.write("sample", step=1, samples=[])
+    page = read(write_report(tmp_path))
+    assert page.text.count("Nothing was measured yet.") == 6
+    assert "– bits per byte: no validation result yet" in page.text
+
+
+def test_a_run_that_was_lost_at_the_end_shows_no_older_result(tmp_path: Path) -> None:
+    write_run(tmp_path, final=False)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write("final", step=40, loss=math.nan, bpb=math.nan, seconds=1.0)
+    page = read(write_report(tmp_path))
+    assert "the last validation result was not a finite number" in page.text
+    assert "validation loss (nats" not in page.text
+
+
+def test_a_run_of_many_steps_is_thinned(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=3000, every=5)
+    path = write_report(tmp_path)
+    page = read(path)
+    assert path.stat().st_size < 300_000
+    assert "an average over neighbouring steps" in page.text
+    assert page.count("tr") < 80
+    assert any("fill: var(--c1); fill-opacity: 0.18" in (attributes.get("style") or "") for _, attributes in page.tags)
+
+
+def test_folders_that_cannot_be_reported_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{tmp_path.name} holds no metrics\.jsonl"):
+        write_report(tmp_path)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write("run", name="x")
+    with pytest.raises(ConfigError, match="has no training step yet"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("broken\n{}\n")
+    with pytest.raises(DataError, match="line 1"):
+        write_report(tmp_path)
+
+
+def test_what_the_machine_did_is_on_the_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", final=False)
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        log.write("run", name="n", machine={"matrix_flops_per_second": 5e14}, git={"commit": "c0ffee", "dirty": True},
+                  command="quintic train", repeat="quintic train --depth 4")  # fmt: skip
+        log.write("train", step=41, loss=2.0, spike=7.3, on_spike="rollback", grad_norm=0.25)
+        log.write("rollback", step=40, spike_step=41)
+        log.write("train", step=41, loss=1.5, grad_norm=0.5)
+        log.write("final", step=41, loss=1.5, bpb=1.2, seconds=900.0, tokens_per_second=450_040.0, mfu=0.3456,
+                  first_step_extra_seconds=45.2, compile_seconds=40.1, peak_memory_bytes=3.5 * 2**30, flops=1.25e18,
+                  least_loss=1.4321)  # fmt: skip
+    text = " ".join(read(write_report(folder)).words).replace("\u00a0", " ")
+    for expected in (
+        "450,040 tokens per second, 34.6 % of the 500 trillion operations per second",
+        "The first step took 45.2 s more than others; compiling took 40.1 s.",
+        "3.5 GiB of memory at most",
+        "1.25 × 10¹⁸ floating-point operations",
+        "the least loss on the training text was 1.4321",
+        "The loss jumped at step 41 (7.3)",
+        "the run went back to its last checkpoint",
+        "Norm of the gradient",
+        "c0ffee",
+        "quintic train --depth 4",
+    ):
+        assert expected in text, expected
+
+
+def test_the_least_score_and_tokens_per_parameter_are_among_the_figures(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write("run", name="n", model={"parameters": 5000, "parameters_blocks": 600, "parameters_head": 400})
+        for step, bpb in ((0, 8.0), (10, 2.0), (20, 1.5), (30, 1.5), (40, float("nan")), (50, 1.75)):
+            log.write("train", step=step + 1, tokens=500 * step, loss=1.0)
+            log.write("eval", step=step, tokens=500 * step, seconds=step, loss=2 * bpb, bpb=bpb)
+    text = read(write_report(tmp_path)).text.replace("\u00a0", " ")
+    assert "1.5000 bits per byte at the least, at step 20" in text
+    assert "25 tokens read per parameter of matrices and head" in text
+    (tmp_path / "metrics.jsonl").unlink()
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:  # a speedrun
+        log.write("run", name="n", model={"parameters": 5000})
+        log.write("train", step=1, tokens=20_000, loss=1.0)
+        log.write("eval", step=1, tokens=20_000, loss=1.0)
+    text = read(write_report(tmp_path)).text.replace("\u00a0", " ")
+    assert "4 tokens read per parameter " in text
+    assert "at the least" not in text
+
+
+def test_the_source_that_ran_is_on_the_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert "The source that ran" not in read(write_report(folder)).text
+    facts = {"version": "1.2", "commit": "c0ffee", "dirty": True, "untracked": ["new.py"], "code": "f00"}
+    (folder / "source.json").write_text(json.dumps({**facts, "diff_bytes": 30, "files": {"a.py": "0123abcd"}}))
+    (folder / "source.diff").write_text(f"-old\n+{EVIL}\n")
+    (folder / "source-from-step-000020.json").write_text(json.dumps({"version": "1.3", "commit": "decade"}))
+    page = read(write_report(folder))
+    for words in (
+        "The source that ran Source version 1.2 commit c0ffee uncommitted changes yes",
+        'files that git does not know ["new.py"]',
+        f"What differed from the commit -old +{' '.join(EVIL.split())}",
+        "Source from step 20 on version 1.3 commit decade",
+    ):
+        assert words in page.text, words
+    assert "0123abcd" not in page.text
+    (folder / "source.diff").unlink()
+    (folder / "source-from-step-000020.json").write_text("{damaged")
+    assert "source.diff is gone" in read(write_report(folder)).text
+
+
+def test_standard_errors_are_said_and_drawn(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        for step, bpb in ((0, 2.45), (10, 2.4), (20, 2.0)):
+            log.write("eval", step=step, tokens=step, seconds=step, loss=2 * bpb, bpb=bpb, bpb_stderr=0.25)
+        log.write("final", step=20, loss=4.0, bpb=2.0, baselines={"xz_bpb": 1.5, "bigram_bpb": 3.0})
+    page = read(write_report(tmp_path))
+    assert "this model 2.000 ± 0.250" in page.text
+    assert "± 0.250 is the standard error over the documents of the validation text" in page.text
+    # The bar of 2.0 is two thirds of the longest; its whisker goes from 1.75 to 2.25.
+    assert [a["style"] for _, a in page.tags if a.get("class") == "whisker"] == ["left:58.33%;width:16.67%"]
+    assert "loss (nats per token) bits per byte ± standard error 0 0 0 s 4.9000 2.4500 ± 0.2500" in page.text
+    assert page.words.count("2 (1.75 to 2.25)") == 3  # the mark in each tab's chart of bits per byte
+    bars = [a["d"] or "" for tag, a in page.tags if tag == "path" and "stroke-opacity: 0.7" in (a.get("style") or "")]
+    assert [bar.count("M") for bar in bars] == [3] * 3
+    heights = {float(y0) - float(y1) for y0, y1 in re.findall(r"M [\d.]+ ([\d.]+) L [\d.]+ ([\d.]+)", bars[0])}
+    [height] = {round(height, 1) for height in heights}
+    assert height == pytest.approx(192 * 0.5 / 1.5, abs=0.1)  # the axis goes from 1.5 to 3
+
+
+def test_names_are_in_words(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write(
+            "run", name="n", ranks=1,
+            model={"parameters_value_embeddings": 524_288, "flops_per_token": 6e12, "kept_back": None},
+            data={"train_bytes": 10_237_891, "val_documents": 17, "bytes_per_token": 3.7},
+            machine={"matrix_flops_per_second": 4.12e11, "compiled": False}, git={"dirty": True},
+        )  # fmt: skip
+        log.write("train", step=1, loss=1.0)
+    text = read(write_report(tmp_path)).text.replace("\u00a0", " ")
+    for words in (
+        "parameters in value embeddings 524,288",
+        "floating-point operations per token 6 trillion",
+        "kept back –",
+        "training bytes 10,237,891",
+        "validation documents 17",
+        "bytes per token 3.7",
+        "floating-point operations per second in matrix products 412 billion",
+        "compiled no",
+        "uncommitted changes yes",
+    ):
+        assert words in text, words
+
+
+@pytest.mark.parametrize(
+    ("ranks", "command", "device"),
+    [
+        (None, "quintic train --depth 4", "CPU trained on this device"),
+        (1, "quintic train --depth 4", "CPU trained on this device"),
+        (8, "torchrun --standalone --nproc-per-node=8 -m quintic train --depth 4", "CPU trained on 8 of this device"),
+    ],
+)
+def test_the_command_starts_as_many_ranks_as_the_run_had(
+    ranks: int | None, command: str, device: str, tmp_path: Path
+) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        some = {} if ranks is None else {"ranks": ranks}
+        machine = {"device": "CPU", "matrix_flops_per_second": 1e12}
+        log.write(
+            "run",
+            name="n",
+            machine=machine,
+            command="quintic train",
+            repeat="quintic train --depth 4",
+            git={"commit": "c0ffee"},
+            **some,
+        )
+        log.write("train", step=1, loss=1.0, times_ms={"optimizer": 1.0})
+        log.write("final", step=1, loss=2.0625, bpb=1.5, tokens_per_second=100.0, mfu=0.5)
+    page = read(write_report(tmp_path))
+    assert command in page.words
+    assert ("This was typed, behind torchrun and its options:" in page.text) == (ranks == 8)
+    assert device in page.text
+    assert ("this machine multiplied" if (ranks or 1) == 1 else "each device multiplied") in page.text
+    assert (
+        "The code was at commit c0ffee . The run ended with a validation loss of 2.062500 nats per token" in page.text
+    )
+
+
+@pytest.mark.parametrize(("milliseconds", "words"), [(999.0, "999 milliseconds"), (22_140.0, "22.1 seconds")])
+def test_the_time_of_a_step_is_written_out(milliseconds: float, words: str, tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write("run", name="n", machine={"device": "CPU"})
+        log.write("train", step=1, loss=1.0, times_ms={"optimizer": milliseconds})
+    assert f"A typical step took {words}." in read(write_report(tmp_path)).text
+
+
+def test_a_missing_matplotlib_costs_the_charts_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    charts._load_matplotlib.cache_clear()
+    try:
+        folder = write_run(tmp_path)
+        page = read(write_report(folder))
+        write_report(folder)
+    finally:
+        charts._load_matplotlib.cache_clear()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("The report has no charts: matplotlib could not be loaded (ModuleNotFoundError: ")
+    assert f"{install_command('train')}; then draw the page again with: {hint('report')}" in line
+    assert page.text.count("Not drawn: matplotlib could not be loaded.") == 11
+    assert "1.414 bits per byte" in page.text
+
+
+@pytest.mark.slow
+def test_pages_are_the_same_each_time_and_load_matplotlib_late(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    first = write_report(folder).read_bytes()
+    code = (
+        "import sys; from quintic.report.report import write_report; early = 'matplotlib' in sys.modules; "
+        f"write_report({str(folder)!r}); print(early, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
+    )
+    # A home that cannot be written to, a backend with windows, and colours of the user's own.
+    (tmp_path / "matplotlibrc").write_text("lines.color: red\naxes.grid: True\nsvg.fonttype: path\n")
+    environment = {**os.environ, "HOME": os.devnull, "MPLBACKEND": "tkagg", "TMPDIR": str(tmp_path)}
+    environment = {name: value for name, value in environment.items() if name not in ("MPLCONFIGDIR", "XDG_CACHE_HOME")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("False True False\n", "")
+    assert (folder / "report.html").read_bytes() == first

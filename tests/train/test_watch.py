@@ -1,0 +1,155 @@
+"""Measurements of a run: root mean squares by kind of layer, the smoothed loss and its spikes, times; by hand."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from quintic.model.gpt import GPT, GPTConfig
+from quintic.train.watch import LossWatch, RmsMeter, StepTimes, layer_kind
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("embedding.weight", "embedding"),
+        ("value_embeddings.0.weight", "value embeddings"),
+        ("head.weight", "head"),
+        ("blocks.3.attention.query.weight", "attention"),
+        ("blocks.3.attention.value_gate.weight", "scalars and gates"),
+        ("blocks.3.mlp.down.weight", "MLP"),
+        ("residual_scales", "scalars and gates"),
+        ("smear_gate.weight", "scalars and gates"),
+    ],
+)
+def test_the_kind_of_a_layer(name: str, kind: str) -> None:
+    assert layer_kind(name) == kind
+
+
+def test_every_matrix_of_the_model_has_a_kind_of_its_own() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=300, depth=2, width=64, head_dim=32, num_kv_heads=2, seq_len=32, bos_id=0))
+    small = [name for name, param in model.named_parameters() if layer_kind(name) == "scalars and gates"]
+    assert all("gate" in name or "scale" in name for name in small)
+
+
+def test_gradients_and_changes_by_hand() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 3), "head": nn.Linear(3, 5), "smear_gate": nn.Linear(3, 1)})
+    frozen = model["head"].bias.requires_grad_(False)
+    gradients = {}
+    for name, param in model.named_parameters():
+        if param is not frozen and "gate" not in name:
+            param.grad = torch.randn_like(param) * 3
+            gradients[name] = param.grad.double().numpy()
+    meter = RmsMeter(model)
+    measured = meter.before()
+    # A kind of which nothing has a gradient is left out.
+    assert measured.keys() == {"embedding", "head"}
+    for name, gradient in gradients.items():
+        assert measured[layer_kind(name)] == pytest.approx(np.sqrt(np.mean(gradient**2)), rel=1e-6)
+    with torch.no_grad():
+        model["embedding"].weight[0] += 2.0  # a fifth of the entries
+        model["smear_gate"].weight -= 0.5  # three of four entries, the fourth is the bias
+    changes = meter.after()
+    assert changes["embedding"] == pytest.approx(2 / 5**0.5, rel=1e-6)
+    assert changes["scalars and gates"] == pytest.approx(0.5 * (3 / 4) ** 0.5, rel=1e-6)
+    assert changes["head"] == 0.0
+
+
+def test_measuring_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before = [param.detach().clone() for param in model.parameters()]
+    meter = RmsMeter(model)
+    assert meter.before() == {"scalars and gates": 1.0}
+    assert meter.after() == {"scalars and gates": 0.0}
+    assert all(torch.equal(old, param) for old, param in zip(before, model.parameters(), strict=True))
+
+
+@given(st.lists(st.floats(0.1, 12.0), min_size=1, max_size=60))
+def test_the_smoothed_loss_is_a_weighted_mean(losses: list[float]) -> None:
+    watch = LossWatch(sigmas=3.0)
+    means = []
+    for count, loss in enumerate(losses, start=1):
+        watch.add(loss)
+        weights = 0.9 ** np.arange(count - 1, -1, -1)
+        means.append(np.average(losses[:count], weights=weights))
+        assert watch.smoothed == pytest.approx(means[-1], rel=1e-9)
+    assert watch.least == pytest.approx(min(means), rel=1e-9)
+
+
+@given(st.integers(0, 2**31), st.floats(1.0, 5.0))
+def test_a_spike_is_a_loss_far_above_the_smoothed_one(seed: int, sigmas: float) -> None:
+    rng = np.random.default_rng(seed)
+    losses = 4 - 0.01 * np.arange(80) + 0.05 * rng.standard_normal(80) + 0.6 * (rng.random(80) < 0.05)
+    watch = LossWatch(sigmas=sigmas)
+    squares: list[float] = []
+    for step, loss in enumerate(losses):
+        expected = None
+        if step:
+            deviation = loss - np.average(losses[:step], weights=0.9 ** np.arange(step - 1, -1, -1))
+            if squares:
+                std = math.sqrt(np.average(squares, weights=0.99 ** np.arange(len(squares) - 1, -1, -1)))
+                if len(squares) >= 20 and deviation > sigmas * std:
+                    expected, deviation = deviation / std, sigmas * std
+            squares.append(deviation**2)
+        found = watch.add(float(loss))
+        assert (found is None) == (expected is None)
+        assert found is None or found == pytest.approx(expected)
+        # What is saved is all there is.
+        saved, watch = json.loads(json.dumps(watch.state_dict())), LossWatch(sigmas=sigmas)
+        watch.load_state_dict(saved)
+
+
+def test_a_steady_loss_has_no_spikes_but_a_jump_is_one() -> None:
+    watch = LossWatch(sigmas=6.0)
+    assert math.isnan(watch.smoothed)
+    assert [watch.add(3.0 + 0.01 * (-1) ** step) for step in range(100)] == [None] * 100
+    assert watch.add(math.nan) is None
+    jump = watch.add(4.0)
+    assert jump is not None
+    assert jump > 50
+    assert watch.add(2.0) is None  # downwards is no spike
+
+
+def test_the_norm_of_all_gradients() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 3), "head": nn.Linear(3, 5), "smear_gate": nn.Linear(3, 1)})
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    model["head"].weight.grad = None
+    meter = RmsMeter(model)
+    meter.before()
+    squares = [float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None]
+    assert meter.grad_norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
+
+
+def test_times_leave_out_the_first_ten_steps() -> None:
+    times = StepTimes()
+    for seconds in [60.0, *[5.0] * 9]:
+        times.add(seconds, rate=100.0)
+        assert times.speed(batch_tokens=64, flops_per_token=3) == {}
+    for seconds in (1.0, 2.0, 3.0):
+        times.add(seconds, rate=100.0)
+    expected = {"tokens_per_second": 32.0, "mfu": 0.96, "first_step_extra_seconds": 58.0}
+    assert times.speed(batch_tokens=64, flops_per_token=3) == pytest.approx(expected)
+
+
+def test_times_of_a_run_are_those_of_all_its_processes() -> None:
+    before, after = StepTimes(), StepTimes()
+    for seconds in [60.0, *[5.0] * 9, 1.0, 2.0, 3.0]:
+        before.add(seconds, rate=100.0)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    speed = before.speed(batch_tokens=64, flops_per_token=3)
+    assert after.speed(batch_tokens=64, flops_per_token=3) == speed  # a run that had ended
+    for seconds in [30.0, *[5.0] * 9]:
+        after.add(seconds, rate=20.0)
+        assert after.speed(batch_tokens=64, flops_per_token=3) == speed
+    after.add(14.0, rate=20.0)  # on a slower machine
+    expected = {"tokens_per_second": 12.8, "mfu": 64 * 4 * 3 / (600 + 280), "first_step_extra_seconds": 55.0}
+    assert after.speed(batch_tokens=64, flops_per_token=3) == pytest.approx(expected)
