@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.graphs import capture
+from quintic.optim.groups.options import OPTIONS, options_affecting
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.layout.tables import MOST_GRAPHS
 from quintic.optim.muon import Muon
-from quintic.optim.rules.device import HYPERPARAMETERS
 from quintic.optim.rules.dynamo import disable_dynamo
 from quintic.optim.step.averaging import GroupAverages
 from quintic.optim.step.runner import StepOutcome
@@ -22,8 +22,9 @@ __all__ = ["CapturedStep"]
 
 _EAGER_STEPS = 2
 
-# What a replay reads from device memory, and what says nothing about a step.
-_NOT_CAPTURED = {*HYPERPARAMETERS, "betas", "params", "param_names", "pending_steps", "initial_lr", "swa_lr"}
+# Keys of groups that may change between replays: options that a replay reads from device memory or does not need,
+# parameters, which are compared by their addresses, and the rates from which schedulers compute `lr`.
+_NOT_CAPTURED = {*(OPTIONS.keys() - options_affecting("graph")), "params", "param_names", "initial_lr", "swa_lr"}
 
 _Due = tuple[bool, ...]
 """The groups that a step has."""
@@ -111,15 +112,15 @@ class CapturedStep:
         if fingerprint != self._captured:
             self.close()
             self._captured = fingerprint
-        steps_until_due = optimizer.next_steps_until_due()
+        plans = optimizer._plans
+        plans.planned()
+        steps_until_due = plans.steps_until_due()
         # What a CUDA graph can hold, and the sparse rest: in each the other's groups wait.
         sparse = self._sparse_groups()
         inside = [pending or int(number in sparse) for number, pending in enumerate(steps_until_due)]
         outside = [pending or int(number not in sparse) for number, pending in enumerate(steps_until_due)]
         due = tuple(pending == 0 for pending in steps_until_due)
-        precomputed = {
-            number: one for number, one in optimizer.plan_cache.precomputed.fresh().items() if inside[number] == 0
-        }
+        precomputed = {number: one for number, one in plans.precomputed.fresh().items() if inside[number] == 0}
         recorded = self._graphs.get(due)
         is_other = recorded is not None and recorded.precomputed.keys() != precomputed.keys()
         if 0 not in inside or self._num_eager[due] < _EAGER_STEPS or is_other:
@@ -136,9 +137,9 @@ class CapturedStep:
         recorded.graph.replay()
         outcome = recorded.outcome
         if 0 in outside:
-            outcome = outcome._replace(counts=[*outcome.counts, *optimizer.step_part(outside).counts])
-        optimizer.record_step(outcome, steps_until_due, is_replayed=True)
-        optimizer.plan_cache.rows.check(wait=False)
+            outcome = outcome._replace(counts=[*outcome.counts, *self._step_groups(outside).counts])
+        optimizer._record_step(outcome, steps_until_due, is_replayed=True)
+        plans.rows.check(wait=False)
 
     def _capture(self, steps_until_due: Sequence[int], precomputed: dict[int, GroupAverages]) -> _Recorded:
         """Capture a step of some groups, which is not made yet."""
@@ -148,25 +149,38 @@ class CapturedStep:
         optimizer.upload_hyperparameters()
 
         def work() -> StepOutcome:
-            outcome = optimizer.step_part(steps_until_due)
-            optimizer.step_history.count_skips(outcome)
+            outcome = self._step_groups(steps_until_due)
+            optimizer._history.count_skips(outcome)
             return outcome
 
         graph, outcome = capture(work)
         return _Recorded(graph, gradients, precomputed, outcome)
 
+    def _step_groups(self, steps_until_due: Sequence[int]) -> StepOutcome:
+        """Step the groups that wait for 0 more steps, without any record of it on the host."""
+        plans = self._optimizer._plans
+        runner = plans.connected()
+        if not runner.context.is_single_rank:
+            runner.consensus.check_partial(steps_until_due)
+        plans.use_state()
+        outcome = runner.step(steps_until_due, self._optimizer._history.num_steps)
+        for _ in runner.consensus.any_present():
+            pass  # a CUDA graph must wait for all counts of gradients that it has started, needed or not
+        return outcome
+
     def _read(self, steps_until_due: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters whose gradients a step reads, with their names."""
-        for group in self._optimizer.typed_groups:
+        for group in self._optimizer._plans.current_groups():
             if steps_until_due[group.number] == 0:
                 yield from zip(group.param_names, group.params, strict=True)
-        for tie in self._optimizer.runner.ties:
+        for tie in self._optimizer._plans.planned().ties:
             if steps_until_due[tie.head_group] == 0:
                 yield tie.copy_name, tie.copy
 
     def _sparse_groups(self) -> set[int]:
-        """Return the numbers of groups with a table of which touched rows alone travel."""
-        return {table.group for table in self._optimizer.plan_cache.rows.tables.values()}
+        """Return the numbers of groups with a table whose touched rows are sent, and no others."""
+        self._optimizer._plans.planned()
+        return {table.group for table in self._optimizer._plans.rows.tables.values()}
 
     def _params(self) -> list[Tensor]:
         return [param for group in self._optimizer.param_groups for param in group["params"]]

@@ -108,11 +108,11 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm must be a positive number, got {max_norm!r}; math.inf measures without clipping")
     gradients, sharded = _collect_gradients(optimizer, scope)
     device = _device_of(optimizer, gradients)
-    plan_cache, runner = optimizer.plan_cache, optimizer.runner
-    names, squares = _squared_norms(gradients, device, plan_cache.communicators)
+    plans, runner = optimizer._plans, optimizer._plans.planned()
+    names, squares = _squared_norms(gradients, device, plans.communicators)
     for ranks, shards in sharded.items():
         names += [shard.name for shard in shards]
-        squares.append(_squared_norms_of_shards(shards, plan_cache.communicators[ranks], len(ranks), device))
+        squares.append(_squared_norms_of_shards(shards, plans.communicators[ranks], len(ranks), device))
     squared = runner.consensus.connected.total(names, torch.cat(squares))
     if process_group is not None:
         squared = _gathered(squared.view(1), process_group, len(group_ranks(process_group))).sum()
@@ -126,7 +126,7 @@ def clip_grad_norm_(
         of_shards = [shard for shards in sharded.values() for shard in shards]
         pieces = [one.local for one in (*gradients, *of_shards) if one.local is not None]
         scale_(pieces, (max_norm / (norm + _NORM_EPS)).clamp(max=1.0))
-        plan_cache.precomputed.accept_gradients()
+        plans.precomputed.accept_gradients()
     return norm.float()
 
 
@@ -143,19 +143,19 @@ def _collect_gradients(optimizer: Muon, scope: str) -> tuple[list[_Gradient], di
     """Return the gradients that lie as their parameters do, and those of which ranks have shards, by these ranks."""
     gradients: list[_Gradient] = []
     sharded: dict[tuple[int, ...], list[_Gradient]] = {}
-    runner = optimizer.connected() if has_process_group() else optimizer.runner
-    plan_cache = optimizer.plan_cache
-    steps_until_due = optimizer.next_steps_until_due()
+    plans = optimizer._plans
+    runner = plans.connected() if has_process_group() else plans.planned()
+    steps_until_due = plans.steps_until_due()
     due = [
         group
-        for group, pending in zip(plan_cache.groups, steps_until_due, strict=True)
+        for group, pending in zip(plans.groups, steps_until_due, strict=True)
         if pending == 0 and scope in ("all", group.algorithm)
     ]
     numbers = [group.number for group in due]
     for tie in runner.ties:
         if steps_until_due[tie.head_group] == 0:
             tie.add_gradient()  # and with it the norm
-    plan_cache.precomputed.fresh()  # forgets what was touched, before what remains is touched here
+    plans.precomputed.fresh()  # forgets what was touched, before what remains is touched here
     if has_process_group():
         runner.consensus.reduce_partial_gradients(numbers)
     averages: Mapping[int, GroupAverages] = {}

@@ -6,40 +6,16 @@ from typing import TypeAlias
 
 from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_values, this_rank
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
+from quintic.optim.groups.options import options_affecting
 from quintic.optim.layout.layouts import Layout
 
-__all__ = ["PLANNED_OPTIONS", "Place", "described", "difference"]
+__all__ = ["Place", "described", "difference"]
 
 Place: TypeAlias = tuple[int, int]
 """Position of a parameter's group, and its own in it."""
 
-PLANNED_OPTIONS = (
-    "algorithm",
-    "comms",
-    "replicas",
-    "view",
-    "orthogonalizer",
-    "orthogonalizer_steps",
-    "coefficients",
-    "compute_dtype",
-    "normalize",
-    "max_workspace_bytes",
-    "offload",
-    "master",
-    "state_dtype",
-    "cautious",
-    "decay_coupling",
-    "scale_decay",
-    "on_nonfinite",
-    "tied_to",
-    "kernels",
-    "process_group",
-)
-"""Options of a group that the plan, or what ranks agree on, depends on: when one changes, both are made anew."""
-
-# Those that decide which collectives run, and of which sizes; the last two are each rank's own.
-_COMPARED_OPTIONS = (*PLANNED_OPTIONS[:-2], "step_every", "qk_clip")
+_COMPARED_OPTIONS = options_affecting("ranks")
 
 
 def described(

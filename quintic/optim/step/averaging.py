@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
 from quintic.optim.comms.collectives import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.packing import MemorySpan, Packing, in_memory_order, mean_of_ranks, span_of
 from quintic.optim.plan.bucket import Bucket, Sharded
 from quintic.optim.plan.members import BucketMember
@@ -213,7 +213,7 @@ class GroupAverages:
     """The averages of one parameter group's gradients.
 
     Whole averages stand in `p.grad`, which holds zeros until then where this rank has no gradient. Where state is
-    sharded, `own` holds for each parameter the averages of this rank's shards, laid out as its state is.
+    sharded, `local` holds for each parameter the averages of this rank's shards, laid out as its state is.
     """
 
     def __init__(

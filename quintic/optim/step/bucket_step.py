@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.groups.ties import Tie
 from quintic.optim.plan.bucket import Bucket, Local, ParameterUnit
 from quintic.optim.plan.members import BucketMember

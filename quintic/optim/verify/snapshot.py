@@ -40,10 +40,10 @@ class StepSnapshot:
         self._optimizer = optimizer
         self.values = snapshot(optimizer)
         self._options = [{key: group[key] for key in self._CHANGED} for group in optimizer.param_groups]
-        self._step_history = optimizer.step_history.copy()
+        self._history = optimizer._history.copy()
         self._gradients: dict[Tensor, Tensor | None] = {}
-        self._precomputed = optimizer.plan_cache.precomputed.fresh()
-        self._plans_validated = optimizer.runner.consensus.plans_validated
+        self._plans_validated = optimizer._plans.planned().consensus.plans_validated
+        self._precomputed = optimizer._plans.precomputed.fresh()
 
     def keep_gradients(self) -> None:
         """Keep the gradients that a step changes."""
@@ -56,7 +56,7 @@ class StepSnapshot:
 
     def make_due(self) -> None:
         """Let every group step next time, whatever its `step_every`, and measure nothing."""
-        self._optimizer.step_history.first_gradients = FirstGradients()
+        self._optimizer._history.first_gradients = FirstGradients()
         for group in self._optimizer.param_groups:
             group.update(pending_steps=group["step_every"] - 1, telemetry_every=None, qk_clip=None)
 
@@ -73,13 +73,13 @@ class StepSnapshot:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.copy_(gradient)
-        optimizer.plan_cache.precomputed.keep(self._precomputed)
+        optimizer._plans.precomputed.keep(self._precomputed)
         if not self._plans_validated:
             # Ranks ask each other before the first step of training, not before one with gradients that were made up.
-            optimizer.runner.consensus.plans_validated = False
+            optimizer._plans.planned().consensus.plans_validated = False
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
             group.update(options)
-        optimizer.step_history.restore(self._step_history)
+        optimizer._history.restore(self._history)
 
 
 def named_parameters(optimizer: Muon) -> Iterator[tuple[str, Tensor]]:
