@@ -138,7 +138,7 @@ MAY_LIST_OPTIONS = {"optim.groups.options", "optim.rules.device"}
 LISTED_OPTIONS = 4
 
 # The plan with all that follows from the groups, the record of steps, and what adds to it.
-SHARED_OF_OPTIMIZER = {"_plans", "_history", "_record_step"}
+SHARED_OF_OPTIMIZER = {"_plans", "_step_history", "_record_step"}
 
 MAY_READ_ENVIRONMENT = {"cli", "train.config", "launch", "kernels.dispatch"}
 MAY_COMMUNICATE_IN_OPTIM = {"optim.comms.collectives"}

@@ -150,7 +150,7 @@ class CapturedStep:
 
         def work() -> StepOutcome:
             outcome = self._step_groups(steps_until_due)
-            optimizer._history.count_skips(outcome)
+            optimizer._step_history.count_skips(outcome)
             return outcome
 
         graph, outcome = capture(work)
@@ -163,7 +163,7 @@ class CapturedStep:
         if not runner.context.is_single_rank:
             runner.consensus.check_partial(steps_until_due)
         plans.use_state()
-        outcome = runner.step(steps_until_due, self._optimizer._history.num_steps)
+        outcome = runner.step(steps_until_due, self._optimizer._step_history.num_steps)
         for _ in runner.consensus.any_present():
             pass  # a CUDA graph must wait for all counts of gradients that it has started, needed or not
         return outcome

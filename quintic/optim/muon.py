@@ -177,7 +177,7 @@ class Muon(Optimizer):
     _plans: PlanCache
     _links: LinkedOptions
     _undecided: Undecided
-    _history: StepHistory
+    _step_history: StepHistory
 
     # `GradScaler` sets these for one step, sometimes on a wrapper that borrows the class.
     grad_scale = _kept_at_home("grad_scale")
@@ -334,7 +334,7 @@ class Muon(Optimizer):
 
         Waits for the device, which has the count of skipped steps.
         """
-        return self._history.report()
+        return self._step_history.report()
 
     def telemetry(self) -> dict[str, list[MatrixTelemetry]]:
         """Return the measurements of the last sampled steps: parameter name -> one entry per matrix of its view.
@@ -389,7 +389,7 @@ class Muon(Optimizer):
                 loss = closure()
 
         # 1. The plan for the groups as they are now, and the groups that are due.
-        plans, history = self._plans, self._history
+        plans, history = self._plans, self._step_history
         runner, first = plans.connected(), history.first_gradients
         is_scaled = "found_inf" in self._home  # given by GradScaler, see `_step_supports_amp_scaling`
         if is_scaled:
@@ -431,10 +431,10 @@ class Muon(Optimizer):
     @disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, except of groups that are between two of their steps (`step_every`)."""
-        if self._history.rejected_steps_until_due is not None:
+        if self._step_history.rejected_steps_until_due is not None:
             # Gradients that a step has rejected do not count toward `step_every`.
-            self._plans.advance(self._history.rejected_steps_until_due)
-            self._history.rejected_steps_until_due = None
+            self._plans.advance(self._step_history.rejected_steps_until_due)
+            self._step_history.rejected_steps_until_due = None
         waiting = [(p, p.grad) for group in self.param_groups if group["pending_steps"] for p in group["params"]]
         for param, _ in waiting:
             param.grad = None
@@ -631,8 +631,8 @@ class Muon(Optimizer):
             memo[id(group["process_group"])] = group["process_group"]
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(deepcopy(self.__getstate__(), memo))
-        twin._history = self._history.copy()
-        twin._history.first_gradients = FirstGradients()  # its parameters are others
+        twin._step_history = self._step_history.copy()
+        twin._step_history.first_gradients = FirstGradients()  # its parameters are others
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -669,16 +669,16 @@ class Muon(Optimizer):
     ) -> None:
         """Count down each group's steps, and keep the outcome for `last_step`; for `CapturedStep`, too."""
         self._plans.end_step(steps_until_due)
-        self._history.rejected_steps_until_due = None
+        self._step_history.rejected_steps_until_due = None
         waiting = sum(len(g["params"]) for g, n in zip(self._home["param_groups"], steps_until_due, strict=True) if n)
-        self._history.record(outcome, waiting=waiting, qk_layers=qk_layers, is_replayed=is_replayed)
+        self._step_history.record(outcome, waiting=waiting, qk_layers=qk_layers, is_replayed=is_replayed)
 
     def _begin(self, orders: Orders) -> None:
         """Begin without steps, and without anything that follows from the groups."""
         self._home = {key: value for key, value in vars(self).items() if key in ("param_groups", "state")}
         self._links, self._undecided = LinkedOptions(), Undecided()
         self._plans = PlanCache(self._home, self._links, orders)
-        self._history = StepHistory()
+        self._step_history = StepHistory()
 
 
 def muon_in(optimizer: Any, caller: str) -> Muon:

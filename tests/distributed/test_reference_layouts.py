@@ -52,7 +52,7 @@ def everything(optimizer):
     params = [param for group in optimizer.param_groups for param in group["params"]]
     tensors = [on_host(t.detach()) for p in params for t in (p, *optimizer.state[p].values())]
     gradients = [None if p.grad is None else on_host(p.grad) for p in params]
-    counts = [group["pending_steps"] for group in optimizer.param_groups], optimizer._history.num_steps
+    counts = [group["pending_steps"] for group in optimizer.param_groups], optimizer._step_history.num_steps
     return tensors, gradients, counts, str(optimizer.last_step())
 
 

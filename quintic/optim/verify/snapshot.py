@@ -40,7 +40,7 @@ class StepSnapshot:
         self._optimizer = optimizer
         self.values = snapshot(optimizer)
         self._options = [{key: group[key] for key in self._CHANGED} for group in optimizer.param_groups]
-        self._history = optimizer._history.copy()
+        self._step_history = optimizer._step_history.copy()
         self._gradients: dict[Tensor, Tensor | None] = {}
         self._plans_validated = optimizer._plans.planned().consensus.plans_validated
         self._precomputed = optimizer._plans.precomputed.fresh()
@@ -56,7 +56,7 @@ class StepSnapshot:
 
     def make_due(self) -> None:
         """Let every group step next time, whatever its `step_every`, and measure nothing."""
-        self._optimizer._history.first_gradients = FirstGradients()
+        self._optimizer._step_history.first_gradients = FirstGradients()
         for group in self._optimizer.param_groups:
             group.update(pending_steps=group["step_every"] - 1, telemetry_every=None, qk_clip=None)
 
@@ -79,7 +79,7 @@ class StepSnapshot:
             optimizer._plans.planned().consensus.plans_validated = False
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
             group.update(options)
-        optimizer._history.restore(self._history)
+        optimizer._step_history.restore(self._step_history)
 
 
 def named_parameters(optimizer: Muon) -> Iterator[tuple[str, Tensor]]:
