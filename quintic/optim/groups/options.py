@@ -200,7 +200,7 @@ class DictionaryOptions:
     adamw_lr: float = option(ADAMW_LR, "a number of at least 0", affects=set(), algorithm="adamw")
     adamw_weight_decay: float = option(0.0, "a number of at least 0", affects=set(), algorithm="adamw")
     # Counted by `Muon` at every step, for `step_every`.
-    steps_until_due: int = option(0, "an integer", affects=set(), is_keyword=False)
+    pending_steps: int = option(0, "an integer", affects=set(), is_keyword=False)
 
 
 OPTIONS: dict[str, Option] = {
