@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quintic.errors import ConfigError
 from quintic.optim.comms.sharing import gather_layouts
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, numel_of, size_of
 from quintic.optim.muon import Muon
 from quintic.optim.plan.bucket import Gathered, Local, ParameterUnit
@@ -131,7 +131,7 @@ def rehearse(
             comms="averaged" if "dp" in names else "none",
             params=tuple(shadows.of(param, param.shape) for param in group.params),
         )
-        for group in optimizer.typed_groups
+        for group in optimizer._plans.current_groups()
     ]
     num_ranks = math.prod(mesh)
     everywhere = layouts_by_name(groups, mesh, names)
@@ -157,7 +157,7 @@ def rehearse(
                     moves += [_Moving(bucket, stages) for bucket in buckets]
         still = [index for index, layout in enumerate(sent) if layout is None]
         loads += _local_loads(number, group, still, whole, num_ranks, shadows)
-    orders = optimizer.plan_cache.orders.resolved(groups)
+    orders = optimizer._plans.orders.resolved(groups)
     workspaces = torch.zeros(num_ranks, dtype=torch.int64)
     for (ranks, _), moves in zip(alike, moving, strict=True):
         in_order, schedule = order_buckets([one.bucket for one in moves], groups, orders)
@@ -358,7 +358,7 @@ def _state_bytes(optimizer: Muon, layouts: Sequence[Sequence[Layout]], num_ranks
     """Return the bytes of state on each rank: tensors of the parameter's shape are cut like it, others are whole."""
     per_entry: dict[Layout, int] = {}
     whole, states = 0, optimizer.state
-    for group, its_layouts in zip(optimizer.typed_groups, layouts, strict=True):
+    for group, its_layouts in zip(optimizer._plans.current_groups(), layouts, strict=True):
         for param, layout in zip(group.params, its_layouts, strict=True):
             for value in states[param].values():
                 if value.shape == param.shape:

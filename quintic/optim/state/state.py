@@ -29,7 +29,6 @@ from quintic.optim.rules.rule import MASTER_SPECS
 from quintic.optim.rules.update import second_moment_shape
 
 __all__ = [
-    "CODE_KEYS",
     "MASTER_KEYS",
     "as_tensor",
     "copy_",
@@ -39,9 +38,6 @@ __all__ = [
     "saved_tensor",
     "second_moments",
 ]
-
-CODE_KEYS = ("orthogonalizer", "adjust_lr", "compute_dtype", "kernels", "qk_clip", "process_group")
-"""Options that may be functions, or are no plain values: saved as text for people, and not restored."""
 
 MASTER_KEYS = tuple(spec.name for spec in MASTER_SPECS.values())
 """Names of the two forms of a low-precision parameter's extra precision; it has one of them, or none."""
