@@ -249,7 +249,8 @@ class Muon(OptimizerBase):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runner, first = self.connected(), self._step_history.first_gradients
+        runner = self._plan_cache.connected(self.param_groups, self._home["state"])
+        first = self._step_history.first_gradients
         is_scaled = "found_inf" in self._home  # given by GradScaler, see `_step_supports_amp_scaling`
         if is_scaled:
             unscale_(self._plan_cache.groups, self._home["grad_scale"])
