@@ -20,7 +20,7 @@ from quintic.optim.state.state import master_of
 from quintic.optim.step.operands import BucketMemory, Operands
 
 if TYPE_CHECKING:  # needs Triton
-    from quintic.kernels.update.matrix_update import MatrixLayout
+    from quintic.kernels.update.matrix_layout import MatrixLayout
 
 __all__ = ["DevicePasses", "step_adamw_on_device", "with_one_gradient_dtype"]
 
@@ -127,7 +127,7 @@ class DevicePasses:
 
 
 def _runs(view: View, active: Operands) -> "list[tuple[MatrixLayout, int]]":
-    from quintic.kernels.update.matrix_update import MatrixLayout
+    from quintic.kernels.update.matrix_layout import MatrixLayout
 
     blocks = [block_of(param, member, view) for param, member in zip(active.params, active.members, strict=True)]
     layouts = [(MatrixLayout.of(block.shape[1:], block.stride()[1:]), block.shape[0]) for block in blocks]
