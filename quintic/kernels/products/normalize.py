@@ -7,8 +7,8 @@
 Sums of squares could leave the range of float32. So each tile is first multiplied by a power of two, which is exact,
 that brings its largest entry near one.
 
-The plain twin is `_normalized` in optim/polar/orthogonalize.py. The tiles of a matrix depend on its size only, so that a
-matrix has the same bits in every batch.
+The plain twin is `_normalized` in optim/polar/orthogonalize.py. The tiles of a matrix depend on its size only: it has
+the same bits in every batch.
 
 Import this module only where Triton is installed (see `dispatch.py`).
 """

@@ -7,10 +7,11 @@ A neuron is a row of a matrix, or a column if the matrix is wide (m < n). The pl
 optim/rules/update.py, which has the formulas.
 
 A matrix has the same bits in every batch, stored by rows or by columns, with and without a guard, because the order of
-every sum depends on (m, n) only. The entries of a neuron are divided into segments. Within a segment, entry j belongs to
-lane j mod 64; a lane adds its entries one after the other, then the upper half of the lanes is added to the lower half
-until one lane is left. Segments are added eight at a time in the same way. `tl.sum` over a whole tile would be shorter,
-but adds in the order in which the compiler has laid out the registers, which depends on alignment, strides and guard.
+every sum depends on (m, n) only. The entries of a neuron are divided into segments. Within a segment, entry j belongs
+to lane j mod 64; a lane adds its entries one after the other, then the upper half of the lanes is added to the lower
+half until one lane is left. Segments are added eight at a time in the same way. `tl.sum` over a whole tile would be
+shorter, but adds in the order in which the compiler has laid out the registers, which depends on alignment, strides and
+guard.
 
 Import this module only where Triton is installed (see `dispatch.py`).
 """
@@ -126,7 +127,7 @@ def _factor_kernel(
     scale,
     # (b, neurons) float32, contiguous; written.
     factors,
-    # int32, one flag or one per matrix (stride 0 or not): with GUARDED, a flag of 0 leaves the second moments as they are.
+    # int32, one flag or one per matrix (stride 0 or not): with GUARDED, a flag of 0 leaves the moments as they are.
     go,
     scale_stride,
     go_stride,
@@ -150,6 +151,7 @@ def _factor_kernel(
     lane = tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK,), tl.float32)
     after = tl.zeros((BLOCK,), tl.float32)
+    # First pass: second moments, and 1 / sqrt(second moment), stored in `factors` for the time being.
     for start in range(0, neurons, BLOCK):
         neuron = start + lane
         known = neuron < neurons
@@ -173,8 +175,8 @@ def _factor_kernel(
         # Lanes beyond the last neuron have a mean square of zero and add nothing.
         before += mean_square
         after = tl.fma(mean_square, inverse_root * inverse_root, after)
-    # Squared norms up to a common factor: of the update, and of the update times `inverse_root`. Their ratio makes the
-    # scaled update as long as the original one.
+    # Norms, up to a common factor, of the update and of the update times `inverse_root`. Their ratio restores the norm
+    # of the update.
     norm_before = tl.sqrt_rn(_sum_of_lanes(tl.reshape(before, (BLOCK, 1)), LOG_BLOCK, 1))
     norm_after = tl.sqrt_rn(_sum_of_lanes(tl.reshape(after, (BLOCK, 1)), LOG_BLOCK, 1))
     ratio = tl.div_rn(norm_before, tl.maximum(norm_after, eps, propagate_nan=tl.PropagateNan.ALL))
