@@ -181,7 +181,7 @@ def launch_rows_fp8(problem: Problem, rows: slice, logits: Tensor, losses: Tenso
     height, steepness, offset, slope = _as_tanh(cap)
     block = _VECTOR * 32 * _WARPS
     blocks = triton.cdiv(columns, block)
-    # bfloat16 entries, and a reserve for reductions.
+    # Two bytes per entry, and 1 KiB to spare.
     fits = blocks * block * 2 + 1024 <= _shared_memory(logits.device)
     out = torch.empty(logits.shape, dtype=torch.float8_e5m2, device=logits.device)
     # fmt: off
