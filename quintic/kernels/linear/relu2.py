@@ -130,7 +130,7 @@ def _product_kernel(
     GROUP: tl.constexpr,
 ):
     """Write relu(a b^T)^2 or, if BACKWARD, 2 sqrt(activation) (a b^T), rounded once; with FP8 also in 8 bits."""
-    # Python floats: without FP8 the multiplications by 1 vanish at compile time.
+    # Without FP8, multiplying by 1 changes no bit.
     unit, words_unit = 1.0, 1.0
     if FP8 is not None:
         unit = tl.load(a_scale) * tl.load(b_scale)
