@@ -78,7 +78,7 @@ def choose_attention(
 
 
 def fastest_attention(device: torch.device, dtype: torch.dtype) -> tuple[AttentionName, list[str]]:
-    """Return the implementation that `"auto"` takes, and for each faster one a sentence that tells why it cannot run."""
+    """Return the implementation that `"auto"` takes, and for each faster one the reason why it cannot run."""
     reasons: list[str] = []
     for name in _FASTEST_FIRST:
         obstacle = obstacle_to_flash(name, device, dtype)

@@ -31,7 +31,7 @@ def flex_with_maxima(
     score_mod: Any = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return FlexAttention's output (B, H, T, D), and each query's largest logit, (B, H, T) float32 without gradient."""
+    """Return FlexAttention's output (B, H, T, D) and each query's largest logit (B, H, T), float32 without gradient."""
     flex = _flex_and_maxima if torch.compiler.is_compiling() else _compiled_flex_and_maxima()
     out_BHTD, maxima_BHT = flex(q_BHTD, k_BGTD, v_BGTD, block_mask, score_mod, scale)
     return out_BHTD, maxima_BHT.detach()

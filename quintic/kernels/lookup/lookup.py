@@ -28,8 +28,8 @@ from quintic.kernels.lookup.segments import launch_lookup, launch_lookup_backwar
 
 __all__ = ["LookupPlan", "lookup", "obstacle_to_lookup", "plan_lookup"]
 
-# Positions that the twin takes at a time: it reads all rows between its first and its last token. Up to _FEW_POSITIONS,
-# as in generation, it takes one at a time, because the tokens of few positions lie far apart.
+# Positions that the twin takes at a time: it reads all rows between its first and its last token. Up to _FEW_POSITIONS
+# positions it takes one at a time, because their tokens lie far apart.
 _TWIN_POSITIONS, _FEW_POSITIONS = 64, 16
 
 

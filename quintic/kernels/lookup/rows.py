@@ -1,7 +1,7 @@
 """Adds gradients of an embedding to the rows that were looked up, without a dense gradient of the whole table.
 
-A batch looks up few rows of a large table. PyTorch allocates a gradient of the whole table, mostly zeros, and adds it to
-the accumulated one, which takes longer than the sums themselves. Here positions are sorted by row, and each row is
+A batch looks up few rows of a large table. PyTorch allocates a gradient of the whole table, mostly zeros, and adds it
+to the accumulated one, which takes longer than the sums themselves. Here positions are sorted by row, and each row is
 read, added to and written once: in a fixed order, in float32, rounded once.
 """
 
