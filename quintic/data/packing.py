@@ -45,7 +45,7 @@ class BestFitPacker:
         self.buffered_tokens = sum(self._arrived.values())
         """Number of tokens of the documents in the buffer."""
 
-    def waiting(self) -> tuple[int, ...]:
+    def buffered(self) -> tuple[int, ...]:
         """Return the indices of the documents in the buffer, ascending."""
         return tuple(self._arrived)
 
