@@ -1,6 +1,5 @@
 """`quintic plan`: sizes, length, rates and memory of a training run, and the plan of its optimizer."""
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +15,12 @@ from quintic.data.hub import download
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import json_object
 from quintic.model.gpt import GPT
-from quintic.optim.groups.names import shortened
 from quintic.optim.muon import Muon
+from quintic.optim.state.placement import state_bytes
 from quintic.rehearsal.planned_models import is_on_hub
 from quintic.rehearsal.table import rehearsal_text
 from quintic.streams import say
+from quintic.tables import output_width, with_name
 from quintic.train.config import Config, DataConfig
 from quintic.train.hardware import choose_hardware
 from quintic.train.recipe import build_optimizer, empty_model, model_config, scale_lines, scale_of
@@ -83,9 +83,7 @@ def run(arguments: list[str]) -> int:
         unit = "parameter " if parameters == 1 else "parameters"
         more = f" (+{len(group['params']) - 1})" if len(group["params"]) > 1 else ""
         line = f"{group['name']:16} {group['algorithm']:6} lr {group['lr']:<8.5g} {parameters:>12,} {unit}  "
-        # The rest of the line, but enough to tell one parameter from another.
-        room = max(12, shutil.get_terminal_size((160, 24)).columns - len(line) - len(more))
-        print(f"{line}{shortened(group['param_names'][0], room)}{more}")
+        print(with_name(line, group["param_names"][0], more, output_width()))
     print(f"\n{optimizer.plan()}")
     return 0
 
@@ -159,15 +157,7 @@ def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, com
     """
     parts = model.num_parameters()
     weights = sum(param.numel() * param.element_size() for param in model.parameters())
-    state = 0
-    for group in optimizer.param_groups:
-        size = 2 if group["state_dtype"] is not None else 4
-        for param in group["params"]:
-            state += 2 * param.numel() if group["master"] == "mantissa" else 0
-            if group["algorithm"] == "adamw":
-                state += 2 * size * param.numel() + 4  # and its number of steps
-            else:
-                state += size * param.numel() + (4 * max(param.shape) if group["normalize"] is not None else 0)
+    state = sum(state_bytes(param, group) for group in optimizer.typed_groups for param in group.params)
     size = torch.empty((), dtype=model.compute_dtype).element_size()
     tokens = rows * model.config.seq_len
     per_layer, once = _KEPT[compiled]

@@ -10,6 +10,7 @@ from typing import Any
 
 import quintic
 from quintic.model.speedrun import SpeedrunGPT
+from quintic.optim.rules.table import orthogonalizes
 from quintic.speedrun.stages import ADAMW_EVERY, StepSettings
 
 __all__ = ["build_optimizer", "set_rates"]
@@ -91,8 +92,8 @@ def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
         normalize="neuron",
         normalize_beta=0.9,
         eps=1e-10,
-        launch_order=[name for role in options for name in names[role]],
-        work_order=[name for role in _WORK_ORDER for name in names[role]],
+        comm_order=[name for role in options for name in names[role]],
+        compute_order=[name for role in _WORK_ORDER for name in names[role]],
     )
     if sizes.tied:
         optimizer.tie(names["head"][0], names["embedding"][0], transposed=True)
@@ -103,5 +104,5 @@ def set_rates(optimizer: quintic.Muon, settings: StepSettings) -> None:
     """Set learning rates and momentum for a step."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * settings.rate
-        if group["algorithm"] == "muon":
+        if orthogonalizes(group["algorithm"]):
             group["momentum"] = settings.momentum

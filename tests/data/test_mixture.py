@@ -134,7 +134,7 @@ def test_a_state_of_other_text_is_refused(mixed: Dataset) -> None:
     loader = Loader(mixed, "train", rows=3, seq_len=48, prefetch=0)
     state = loader.state_dict()
     fewer = {**state, "positions": state["positions"][:1]}
-    assert "is of 1 sources, the text has 2" in message(lambda: loader.load_state_dict(fewer))
+    assert "has 1 sources, the text has 2" in message(lambda: loader.load_state_dict(fewer))
     damaged = {**state, "positions": [1, 2]}
     assert "has no 'position'" in message(lambda: loader.load_state_dict(damaged))
     del state["positions"]

@@ -123,8 +123,8 @@ def order(rank, world_size):
     tie.write = lambda: (seen.append("copy"), write())
     for step in steps:
 
-        def followed(go, step=step, own=step.run):
-            yield from own(go)
+        def followed(apply_mask, step=step, own=step.run):
+            yield from own(apply_mask)
             seen.append(step.bucket.name)
 
         step.run = followed
@@ -136,4 +136,4 @@ def order(rank, world_size):
 
 def test_the_copy_is_written_while_other_weights_travel():
     for seen in run(order, 2, timeout=30):
-        assert seen == ["head", "copy", "bank"] or seen == ["bank", "head", "copy"], seen
+        assert seen == ["copy", "head", "bank"] or seen == ["bank", "copy", "head"], seen

@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 
 import quintic
 from quintic import Matrix, Muon, Split
+from quintic.grouping.plain_groups import _requests
 
 
 class Model(nn.Module):
@@ -214,7 +215,7 @@ def test_unknown_matrices_are_muons_with_one_warning_that_says_what_to_do():
     assert (
         "taken for Muon's matrices are group2.param0 of shape (4, 6), group2.param2 of shape (9, 4); given" in message
     )
-    assert "given to AdamW are group2.param3 of shape (2, 1, 3, 3). Say algorithm='muon' or 'adamw'" in message
+    assert "given to AdamW are group2.param3 of shape (2, 1, 3, 3). Set algorithm='muon' or 'adamw'" in message
     assert "for group in quintic.param_groups(module): optimizer.add_param_group(group)" in message
     assert seen[0].filename == __file__
     found = treatments(optimizer)
@@ -353,12 +354,10 @@ def test_models_are_not_kept_alive_and_the_latest_call_counts():
     optimizer = Muon(quintic.param_groups(nn.Linear(4, 4)))
     optimizer.add_param_group({"params": [first.backbone.conv.weight]})
     assert optimizer.param_groups[-1]["algorithm"] == "muon"
-    from quintic.optim.groups import groups
-
-    assert sum(ref() is first for ref, _ in groups._requests) == 1
+    assert sum(ref() is first for ref, _ in _requests) == 1
     del first, optimizer
     gc.collect()
-    assert not any(isinstance(ref(), Model) for ref, _ in groups._requests)
+    assert not any(isinstance(ref(), Model) for ref, _ in _requests)
 
 
 # -- other people's callbacks ------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ ProductKernels = Literal["queue", "hopper", "symmetric"]
 _QUEUE_LIMIT = 5e10
 
 
-def queued_matrices(m: int, n: int, dtype: torch.dtype, device: torch.device, *, anywhere: bool = False) -> int:
+def queued_matrices(m: int, n: int, dtype: torch.dtype, device: torch.device, *, worst_case: bool = False) -> int:
     """Return the largest batch of (m, n) matrices whose products run as one queued launch; 0 if no batch does.
 
     Args:
@@ -29,11 +29,11 @@ def queued_matrices(m: int, n: int, dtype: torch.dtype, device: torch.device, *,
         n: number of columns.
         dtype: dtype of the products.
         device: a CUDA device that does not exist in this process counts as one with the queue.
-        anywhere: look at the type of the device only, so that the answer is the same in every process.
+        worst_case: look at the type of the device only, so that the answer is the same in every process.
     """
     if device.type != "cuda" or not fits_copy_engine(m, n, dtype):
         return 0
-    is_there = not anywhere and torch.cuda.is_available()
+    is_there = not worst_case and torch.cuda.is_available()
     if is_there and not (gluon_is_known() and torch.cuda.get_device_capability(device) == (9, 0)):
         return 0
     # A product of an (s, s) and an (s, l) matrix, s the shorter side, has s * s * l multiplications.
@@ -51,7 +51,7 @@ def choose_products(shape: torch.Size, dtype: torch.dtype, device: torch.device)
         from quintic.kernels.products.hopper import can_multiply_on_hopper
 
         if can_multiply_on_hopper(shape, dtype, device):
-            small = shape[0] <= queued_matrices(shape[1], shape[2], dtype, device, anywhere=True)
+            small = shape[0] <= queued_matrices(shape[1], shape[2], dtype, device, worst_case=True)
             # In a captured graph launches cost nothing, and the queue's tables could not be copied to the device.
             return "queue" if small and not torch.cuda.is_current_stream_capturing() else "hopper"
     return "symmetric" if can_multiply(shape, dtype) else None

@@ -9,7 +9,7 @@ the memory of their parameters; directions and updates are stacked, (b, m, n).
 - A launch finds its matrices through a table of addresses, so that forty weights of a model take one launch.
 - Hyperparameters are read from device memory: they may change between replays of a captured CUDA graph, and a new
   value compiles nothing.
-- With a guard, flags in device memory (1 or 0) say which matrices may be written: a step with non-finite gradients
+- With a mask, flags in device memory (1 or 0) say which matrices may be written: a step with non-finite gradients
   leaves every byte as it was, without a wait on the host.
 
 Import this module only where Triton is installed (see `dispatch.py`).
@@ -47,9 +47,9 @@ def _momentum_kernel(
     directions,
     # (k,) float64; MU is an index into it.
     hyperparameters,
-    # int32, one flag or one per matrix (stride 0 or not): with GUARDED, a flag of 0 leaves the momentum as it is.
-    go,
-    go_stride,
+    # int32, one flag or one per matrix (stride 0 or not): with HAS_MASK, a flag of 0 leaves the momentum as it is.
+    apply_mask,
+    mask_stride,
     addresses_stride,
     # Layout of every matrix, in the order of memory: see `MatrixLayout.physical`.
     numel,
@@ -65,7 +65,7 @@ def _momentum_kernel(
     GRADIENT: tl.constexpr,
     MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr,
-    GUARDED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     # Special cases of the layout: see `matrix_offsets`.
     CONTIGUOUS: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -100,9 +100,9 @@ def _momentum_kernel(
     momentum = tl.load(momenta, mask=inside, other=0.0).to(tl.float32)
     momentum += (gradient - momentum) * rest
     keep = inside
-    if GUARDED:
+    if HAS_MASK:
         # A flag of 0 makes the bound 0: nothing is stored.
-        keep = element < numel * tl.load(go + matrix * go_stride)
+        keep = element < numel * tl.load(apply_mask + matrix * mask_stride)
     tl.store(momenta, momentum.to(MOMENTUM), mask=keep)
     # The direction is made of the momentum before it is rounded to MOMENTUM, and written whether or not the flag is 0:
     # the matrix' update is then dropped by `_apply_kernel`.
@@ -124,9 +124,9 @@ def _apply_kernel(
     factors,
     # (k,) float64; LR and WEIGHT_DECAY are indices into it.
     hyperparameters,
-    # int32, one flag or one per matrix (stride 0 or not): with GUARDED, a flag of 0 leaves the weights as they are.
-    go,
-    go_stride,
+    # int32, one flag or one per matrix (stride 0 or not): with HAS_MASK, a flag of 0 leaves the weights as they are.
+    apply_mask,
+    mask_stride,
     addresses_stride,
     # Layout of every matrix, in the order of memory: see `MatrixLayout.physical`.
     numel,
@@ -152,7 +152,7 @@ def _apply_kernel(
     # See `stepped_weight`.
     CAUTIOUS: tl.constexpr,
     SQUARED: tl.constexpr,
-    GUARDED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     # Whether entry e of an update lies at offset e.
     UPDATE_CONTIGUOUS: tl.constexpr,
@@ -206,8 +206,8 @@ def _apply_kernel(
         decay_factor = tl.load(places + decay_stride, mask=known, other=0.0)
     lr, weight_decay = tl.load(hyperparameters + LR), tl.load(hyperparameters + WEIGHT_DECAY)
     keep = inside
-    if GUARDED:
-        keep = element < numel * tl.load(go + matrix * go_stride)
+    if HAS_MASK:
+        keep = element < numel * tl.load(apply_mask + matrix * mask_stride)
     value = load_full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
     value = stepped_weight(value, update, factor, decay_factor, lr, weight_decay, CAUTIOUS, SQUARED)
     store_weight(weights, masters, value, keep, MASTER)
@@ -223,7 +223,7 @@ def momentum_directions_(
     momentum_dtype: torch.dtype = torch.float32,
     mu_index: int,
     nesterov: bool,
-    go: Tensor | None,
+    apply_mask: Tensor | None,
     aligned: bool,
 ) -> None:
     """Advance the momentum of a bucket's matrices and write their update directions.
@@ -238,7 +238,7 @@ def momentum_directions_(
         momentum_dtype: float32 or bfloat16; momenta are rounded to it when they are stored.
         mu_index: index of the momentum coefficient in `hyperparameters`.
         nesterov: True for Nesterov's direction, momentum + (1 - mu)(gradient - momentum), else the momentum.
-        go: () or (b,) int32 on the device, 1 or 0: a matrix with 0 keeps its momentum. None for 1 everywhere.
+        apply_mask: () or (b,) int32 on the device, 1 or 0: a matrix with 0 keeps its momentum. None for 1 everywhere.
         aligned: whether all addresses are multiples of 16 bytes.
     """
     count = addresses.shape[1]
@@ -250,7 +250,7 @@ def momentum_directions_(
         addresses,
         directions,
         hyperparameters,
-        *flags_of(go, hyperparameters),
+        *flags_of(apply_mask, hyperparameters),
         addresses.stride(0),
         layout.numel,
         *geometry,
@@ -258,7 +258,7 @@ def momentum_directions_(
         GRADIENT=TRITON_DTYPE[gradient_dtype],
         MOMENTUM=TRITON_DTYPE[momentum_dtype],
         NESTEROV=nesterov,
-        GUARDED=go is not None,
+        HAS_MASK=apply_mask is not None,
         CONTIGUOUS=layout.contiguous,
         GROUPED=layout.groups > 1,
         FILTERS=layout.kernel > 1,
@@ -281,7 +281,7 @@ def apply_updates_(
     weight_decay_index: int,
     cautious: bool | str,
     squared_lr_decay: bool,
-    go: Tensor | None,
+    apply_mask: Tensor | None,
     aligned: bool,
 ) -> None:
     """Decay a bucket's weights and step against their updates.
@@ -301,7 +301,7 @@ def apply_updates_(
         weight_decay_index: index of the weight decay in `hyperparameters`.
         cautious: decay only entries where update and weight agree in sign; see optim/rules/update.py `apply_`.
         squared_lr_decay: decay by lr^2 weight_decay instead of lr weight_decay.
-        go: () or (b,) int32 on the device, 1 or 0: a matrix with 0 keeps its weight and master. None for 1 everywhere.
+        apply_mask: () or (b,) int32 on the device, 1 or 0: a matrix with 0 keeps its weight and master. None for all 1.
         aligned: whether all addresses are multiples of 16 bytes.
     """
     count = addresses.shape[1]
@@ -318,7 +318,7 @@ def apply_updates_(
         updates,
         factors,
         hyperparameters,
-        *flags_of(go, hyperparameters),
+        *flags_of(apply_mask, hyperparameters),
         addresses.stride(0),
         layout.numel,
         columns,
@@ -331,7 +331,7 @@ def apply_updates_(
         MASTER=MASTER[master_dtype],
         CAUTIOUS=cautious,
         SQUARED=squared_lr_decay,
-        GUARDED=go is not None,
+        HAS_MASK=apply_mask is not None,
         CONTIGUOUS=layout.contiguous,
         UPDATE_CONTIGUOUS=update.stride()[1:] == (columns, 1),
         PER_MATRIX=factors.shape[2:] == (1, 1),

@@ -6,12 +6,12 @@
 A neuron is a row of a matrix, or a column if the matrix is wide (m < n). The plain twin is `neuron_factors_` in
 optim/rules/update.py, which has the formulas.
 
-A matrix has the same bits in every batch, stored by rows or by columns, with and without a guard, because the order of
+A matrix has the same bits in every batch, stored by rows or by columns, with and without a mask, because the order of
 every sum depends on (m, n) only. The entries of a neuron are divided into segments. Within a segment, entry j belongs
 to lane j mod 64; a lane adds its entries one after the other, then the upper half of the lanes is added to the lower
 half until one lane is left. Segments are added eight at a time in the same way. `tl.sum` over a whole tile would be
 shorter, but adds in the order in which the compiler has laid out the registers, which depends on alignment, strides and
-guard.
+mask.
 
 Import this module only where Triton is installed (see `dispatch.py`).
 """
@@ -127,17 +127,17 @@ def _factor_kernel(
     scale,
     # (b, neurons) float32, contiguous; written.
     factors,
-    # int32, one flag or one per matrix (stride 0 or not): with GUARDED, a flag of 0 leaves the moments as they are.
-    go,
+    # int32, one flag or one per matrix (stride 0 or not): with HAS_MASK, a flag of 0 leaves the moments as they are.
+    apply_mask,
     scale_stride,
-    go_stride,
+    mask_stride,
     # `rest` is 1 - beta.
     neurons,
     segments,
     entries,
     rest,
     eps,
-    GUARDED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     LOG_SEGMENTS: tl.constexpr,
     LOG_BLOCK: tl.constexpr,
 ):
@@ -165,9 +165,9 @@ def _factor_kernel(
         places = pointers_at(base, neuron, tl.float32, False)
         moment = _lerp(tl.load(places, mask=known, other=0.0), mean_square, rest)
         keep = known
-        if GUARDED:
+        if HAS_MASK:
             # A flag of 0 makes the bound 0: nothing is stored.
-            keep = neuron < neurons * tl.load(go + matrix * go_stride)
+            keep = neuron < neurons * tl.load(apply_mask + matrix * mask_stride)
         tl.store(places, moment, mask=keep)
         # The maximum must keep a NaN, as the twin does.
         inverse_root = tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(moment, eps, propagate_nan=tl.PropagateNan.ALL)))
@@ -191,7 +191,7 @@ def _factor_kernel(
 
 
 def advance_neuron_factors_(
-    update: Tensor, moments: Tensor, scale: Tensor, *, beta: float, go: Tensor | None
+    update: Tensor, moments: Tensor, scale: Tensor, *, beta: float, apply_mask: Tensor | None
 ) -> Tensor:
     """Advance NorMuon's second moments and return the factors that even out the neurons, times a scale per matrix.
 
@@ -205,10 +205,10 @@ def advance_neuron_factors_(
             are changed.
         scale: (b, 1, 1) float32, the learning-rate scale.
         beta: averaging coefficient in [0, 1).
-        go: () or (b,) int32 on the device, 1 or 0: a matrix with 0 keeps its second moments. None for 1 everywhere.
+        apply_mask: () or (b,) int32 on the device, 1 or 0: a matrix with 0 keeps its second moments. None for all 1.
 
     Returns:
-        (b, m, 1), or (b, 1, n) if m < n, float32. The bits of a matrix do not depend on b, on strides or on `go`.
+        (b, m, 1), or (b, 1, n) if m < n, float32. A matrix' bits do not depend on b, on strides or on `apply_mask`.
     """
     count, m, n = update.shape
     is_tall = m >= n
@@ -236,7 +236,7 @@ def advance_neuron_factors_(
         BLOCK=_SUM_BLOCK,
         num_warps=_SUM_WARPS,
     )
-    flags, flags_stride = flags_of(go, moments)
+    flags, flags_stride = flags_of(apply_mask, moments)
     launch(
         _factor_kernel,
         (count,),
@@ -252,7 +252,7 @@ def advance_neuron_factors_(
         float(entries),
         1.0 - beta,
         _EPS,
-        GUARDED=go is not None,
+        HAS_MASK=apply_mask is not None,
         LOG_SEGMENTS=_LOG_SEGMENTS,
         LOG_BLOCK=factor_block.bit_length() - 1,
         num_warps=factor_block // _NEURONS_PER_WARP,

@@ -1,4 +1,4 @@
-"""Averages the rows of a table over ranks, each of which sent only some rows. Twin: `optim/plan/row_division.py`.
+"""Averages the rows of a table over ranks, each of which sent only some rows. Twin: `optim/plan/row_sharding.py`.
 
 Import this module only where Triton is installed (see `dispatch.py`).
 """

@@ -24,12 +24,12 @@ MASTER = {None: 0, torch.float32: 1, torch.uint16: 2}
 of the float32 value, the bfloat16 weight the upper 16 bits."""
 
 
-def flags_of(go: Tensor | None, unread: Tensor) -> tuple[Tensor, int]:
-    """Return a kernel's arguments for `go`, () or (tensors,): the tensor and the stride of its entries.
+def flags_of(apply_mask: Tensor | None, unread: Tensor) -> tuple[Tensor, int]:
+    """Return a kernel's arguments for `apply_mask`, () or (tensors,): the tensor and the stride of its entries.
 
     Without flags the kernel still needs a tensor, which it does not read: `unread`.
     """
-    return (unread, 0) if go is None else (go, 0 if go.ndim == 0 else go.stride(0))
+    return (unread, 0) if apply_mask is None else (apply_mask, 0 if apply_mask.ndim == 0 else apply_mask.stride(0))
 
 
 @triton.jit

@@ -1,10 +1,12 @@
-"""Buckets: what one batched computation updates. There are three kinds, by where matrices and state lie.
+"""Buckets: the matrices or parameters that one batched computation updates. There are three kinds.
 
-Local       this rank has all of it
-Gathered    matrices lie on several ranks, or these divide the work on them: directions come to an owner, updates go
-            back (FSDP2, tensor parallelism, `comms="averaged"`)
-Divided     every rank has the weights and a gradient of its own, state lies with owners: gradients come to them,
-            new weights go back (`comms="sharded"`)
+Local       this rank has weights, gradients and state whole
+Gathered    matrices lie in pieces on several ranks, or every rank has them and ranks divide the work: directions come
+            to an owner, updates go back to the pieces (FSDP2, tensor parallelism, `comms="averaged"`)
+Sharded     every rank has the weights and a gradient of its own, state lies with owners: gradients come to the owners,
+            new weights go back to all ranks (`comms="sharded"`)
+
+Buckets are frozen, follow from the groups alone, and hold no tensors. `step/bucket_step.py` steps them.
 """
 
 from collections import Counter
@@ -20,14 +22,15 @@ from quintic.kernels.dispatch import Kernels
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.views import Unit, View, is_plain, is_transposed
 from quintic.optim.plan.exchange import Exchange
-from quintic.optim.plan.members import Kind, Member, direction_dtype, update_dtype
+from quintic.optim.plan.members import BucketMember, Kind, direction_dtype, update_dtype
 from quintic.optim.plan.offload_size import Offloaded
-from quintic.optim.plan.row_division import RowDivision
+from quintic.optim.plan.row_sharding import RowSharding
 from quintic.optim.plan.schedule import Stages
 from quintic.optim.polar.forms import Form
-from quintic.optim.state.parts import Part
+from quintic.optim.rules.rule import UpdateRule
+from quintic.optim.state.shards import StateShard
 
-__all__ = ["Bucket", "Divided", "DividedMatrices", "DividedTable", "Gathered", "Local", "ParameterUnit", "Units"]
+__all__ = ["Bucket", "Gathered", "Local", "ParameterUnit", "Sharded", "ShardedMatrices", "ShardedTable", "Units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +54,18 @@ class ParameterUnit:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of one bucket, which ranks divide among themselves."""
+    """The units of one bucket, each of which one of the ranks owns."""
 
     shape: tuple[int, ...]
     """The shape of every unit."""
     view: View
-    """The matrices that a unit is made of."""
+    """How a unit is divided into matrices."""
     kinds: tuple[Kind, ...]
     """One for each matrix of a unit."""
-    everywhere: tuple[ParameterUnit, ...]
+    all: tuple[ParameterUnit, ...]
     """The units of all ranks, in the order of their owners."""
-    owned: slice
-    """The places of those that this rank orthogonalises."""
+    local_slice: slice
+    """The places of the units that this rank orthogonalises."""
 
     @cached_property
     def flops(self) -> int:
@@ -75,25 +78,25 @@ class Units:
         return sum(max(kind.shape) for kind in self.kinds)
 
     def direction_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the widest that directions of weights of a dtype have."""
+        """Return the dtype in which directions travel: the widest of all kinds', for weights of a dtype."""
         return max((direction_dtype(kind.form, dtype) for kind in self.kinds), key=lambda one: one.itemsize)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the widest that updates of weights of a dtype have."""
+        """Return the dtype in which updates travel: the widest of all kinds', for weights of a dtype."""
         return max((update_dtype(kind.form, dtype) for kind in self.kinds), key=lambda one: one.itemsize)
 
     @cached_property
-    def own(self) -> tuple[ParameterUnit, ...]:
+    def local(self) -> tuple[ParameterUnit, ...]:
         """The units that this rank orthogonalises."""
-        return self.everywhere[self.owned]
+        return self.all[self.local_slice]
 
     @cached_property
-    def own_matrices(self) -> list[list[Member]]:
-        """For each kind the matrices of these units."""
+    def local_matrices(self) -> list[list[BucketMember]]:
+        """For each kind the matrices of the units that this rank orthogonalises, as entries of a bucket."""
         return [
             [
-                Member(name=unit.name, index=unit.index, num_matrices=1, first_matrix=unit.first_matrices[number])
-                for unit in self.own
+                BucketMember(name=unit.name, index=unit.index, num_matrices=1, first_matrix=unit.first_matrices[number])
+                for unit in self.local
             ]
             for number, _ in enumerate(self.kinds)
         ]
@@ -115,14 +118,14 @@ class Units:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Common:
+class _BucketBase:
     """The base of all kinds of buckets."""
 
-    algorithm: str
+    rule: UpdateRule
     group: int
     """Position of the parameter group in `optimizer.param_groups`."""
-    members: tuple[Member, ...]
-    """The parameters of the group that are in the bucket, as this rank holds them."""
+    members: tuple[BucketMember, ...]
+    """This rank's entries of the bucket: matrices, pieces or whole parameters."""
     shape: tuple[int, int] | None = None
     """(m, n) of every matrix; None for AdamW."""
     dtype: torch.dtype
@@ -143,13 +146,18 @@ class _Common:
         return direction_dtype(self.form, self.dtype)
 
     @property
+    def algorithm(self) -> str:
+        """Return the `algorithm` of its group."""
+        return self.rule.algorithm
+
+    @property
     def num_matrices(self) -> int:
         """Return the number of matrices that the batched computation has on this rank."""
         return sum(member.num_matrices for member in self.members)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all parameters that ranks have a part of in it."""
+        """Return the names of the bucket's parameters, of all ranks."""
         return tuple(member.name for member in self.members)
 
     @property
@@ -159,35 +167,35 @@ class _Common:
 
     @property
     def num_parts(self) -> int:
-        """Return the number of parts of parameters in the bucket."""
+        """Return the number of entries of the bucket."""
         return len(self.members)
 
     @property
     def method(self) -> str:
         """Return the name of this bucket's update, in one word or two."""
-        if self.algorithm == "adamw":
-            return "adamw"
+        if not self.rule.orthogonalizes:
+            return self.rule.algorithm
         return str(self.form) if self.form is not None else "function"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local(_Common):
-    """A bucket of this rank alone: matrices of parameters, or whole parameters for AdamW."""
+class Local(_BucketBase):
+    """A bucket that this rank has whole: matrices of parameters, or for AdamW whole parameters."""
 
     workspace_bytes: int
     """Upper bound of the temporary memory this bucket's batched computation needs."""
-    travels = False
+    needs_comm = False
     ranks = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shared(_Common):
-    """A bucket shared with other ranks, stepped in three stages with messages between them."""
+class _Shared(_BucketBase):
+    """A bucket shared with other ranks, stepped in three stages with a message between each two."""
 
     stages: Stages
     """Temporary memory by stage."""
     shared_stages: Stages
-    """The same of the rank that needs most: all ranks must agree about what is under way at a time."""
+    """The stages of the rank that needs most: all ranks must decide alike how many buckets are under way at a time."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -197,13 +205,13 @@ class _Shared(_Common):
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered(_Shared):
-    """Matrices that lie on several ranks; `members` are this rank's pieces."""
+    """Matrices that lie in pieces on several ranks; `members` are this rank's pieces, one of each unit, or none."""
 
     units: Units
     exchange: Exchange
 
     @cached_property
-    def travels(self) -> bool:
+    def needs_comm(self) -> bool:
         """Whether stepping it needs collectives, which all ranks run in the same order."""
         return not self.exchange.is_local
 
@@ -219,72 +227,74 @@ class Gathered(_Shared):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all parameters that ranks have a part of in it."""
-        return tuple(unit.name for unit in self.units.everywhere)
+        """Return the names of the bucket's parameters, of all ranks."""
+        return tuple(unit.name for unit in self.units.all)
 
     @property
     def num_parts(self) -> int:
         """Return the number of units in the bucket."""
-        return len(self.units.everywhere)
+        return len(self.units.all)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divided(_Shared):
-    """Parameters whose state is divided, in parts that each have an owner; `members` are this rank's parts."""
+class Sharded(_Shared):
+    """Pieces of parameters, each with an owner that has their state; `members` are this rank's pieces."""
 
     ranks: tuple[int, ...]
     position: int
     """This rank's place among them."""
-    parts: tuple[Part, ...]
+    shards: tuple[StateShard, ...]
     """In the order of their owners."""
     is_direct: bool
-    """Whether the parts are one whole parameter, in the order of its memory: then messages need no packing."""
-    travels = True
+    """Whether the pieces are one whole parameter, in the order of its memory: then messages need no packing."""
+    needs_comm = True
 
     @cached_property
     def of_owners(self) -> list[slice]:
-        """For each rank which of the parts it owns."""
-        stops = list(accumulate(Counter(part.owner for part in self.parts)[owner] for owner in range(len(self.ranks))))
+        """For each rank the places of the pieces that it owns."""
+        stops = list(
+            accumulate(Counter(shard.owner for shard in self.shards)[owner] for owner in range(len(self.ranks)))
+        )
         return [slice(start, stop) for start, stop in pairwise([0, *stops])]
 
     @cached_property
-    def owned(self) -> slice:
-        """The places of the parts that this rank owns."""
+    def local_slice(self) -> slice:
+        """The places of the pieces that this rank owns."""
         return self.of_owners[self.position]
 
     @cached_property
-    def own(self) -> tuple[Part, ...]:
-        """The parts of this rank."""
-        return self.parts[self.owned]
+    def local(self) -> tuple[StateShard, ...]:
+        """The pieces that this rank owns."""
+        return self.shards[self.local_slice]
 
     @cached_property
     def entries(self) -> list[int]:
         """The number of entries that each rank owns."""
-        return [sum(part.numel for part in self.parts[of_owner]) for of_owner in self.of_owners]
+        return [sum(shard.numel for shard in self.shards[of_owner]) for of_owner in self.of_owners]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all parameters that ranks have a part of in it."""
-        return tuple(part.name for part in self.parts)
+        """Return the names of the bucket's parameters, of all ranks."""
+        return tuple(shard.name for shard in self.shards)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DividedMatrices(Divided):
-    """Such parameters of a Muon group: each part is a unit."""
+class ShardedMatrices(Sharded):
+    """Sharded parameters of a Muon group: each piece is a unit."""
 
     units: Units
 
     @property
     def num_parts(self) -> int:
         """Return the number of units in the bucket."""
-        return len(self.units.everywhere)
+        return len(self.units.all)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DividedTable(Divided):
-    """A table of which only the rows that were touched need to travel (`comms="sharded_sparse"`)."""
+class ShardedTable(Sharded):
+    """A sharded embedding table whose gradient travels by touched rows only (`comms="sharded_sparse"`)."""
 
-    rows: RowDivision
+    rows: RowSharding
 
     @property
     def method(self) -> str:
@@ -292,4 +302,4 @@ class DividedTable(Divided):
         return f"{super().method}, sparse"
 
 
-Bucket: TypeAlias = Local | Gathered | Divided
+Bucket: TypeAlias = Local | Gathered | Sharded

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 
 from quintic.optim.groups.options import Group
-from quintic.optim.rules.narrow_state import dtype_of_averages
+from quintic.optim.rules.rule import MASTER_SPECS
 
 __all__ = [
     "OFFLOAD_BYTES",
-    "RING_BUFFERS",
+    "POOL_BUFFERS",
     "Offloaded",
     "buffer_bytes",
     "buffers",
@@ -22,11 +22,8 @@ OFFLOAD_BYTES = 128 * 2**20
 """State that is brought from the host at a time (a single matrix may have more): little beside what offload saves, much
 beside what a copy costs at least."""
 
-RING_BUFFERS = 3
+POOL_BUFFERS = 3
 """Buffers that this state takes turns in: one is loaded, one used and one stored."""
-
-
-_MASTER_BYTES = {None: 0, "fp32": 4, "mantissa": 2}
 
 
 class Offloaded(NamedTuple):
@@ -46,8 +43,10 @@ def offloaded_bytes(group: Group, dtype: torch.dtype) -> int:
     """Return the bytes of state in host memory per entry of a parameter; 0 without offload."""
     if not group.offload:
         return 0
-    size = (1 if group.algorithm == "muon" else 2) * dtype_of_averages(dtype, group.state_dtype).itemsize
-    return size + (_MASTER_BYTES[group.master] if dtype.itemsize < 4 else 0)
+    specs = [spec for spec in group.rule.state if spec.shape == "param"]
+    if dtype.itemsize < 4 and group.master is not None:
+        specs.append(MASTER_SPECS[group.master])
+    return sum(spec.dtype_for(dtype, group.state_dtype).itemsize for spec in specs)
 
 
 def offloaded_entries(group: Group, dtype: torch.dtype) -> int | None:
@@ -56,7 +55,7 @@ def offloaded_entries(group: Group, dtype: torch.dtype) -> int | None:
     if not per_entry:
         return None
     budget = group.max_workspace_bytes
-    return max(1, min(OFFLOAD_BYTES, OFFLOAD_BYTES if budget is None else budget // RING_BUFFERS) // per_entry)
+    return max(1, min(OFFLOAD_BYTES, OFFLOAD_BYTES if budget is None else budget // POOL_BUFFERS) // per_entry)
 
 
 def buffers(offloaded: Sequence[Offloaded], kind: int) -> tuple[int, int]:
@@ -66,7 +65,7 @@ def buffers(offloaded: Sequence[Offloaded], kind: int) -> tuple[int, int]:
     """
     sizes = [one.weights if kind else one.directions for one in offloaded]
     number = sum(one.num_loads for one, size in zip(offloaded, sizes, strict=True) if size)
-    return min(number, RING_BUFFERS), max(sizes, default=0)
+    return min(number, POOL_BUFFERS), max(sizes, default=0)
 
 
 def buffer_bytes(offloaded: Sequence[Offloaded]) -> int:

@@ -1,8 +1,11 @@
-"""When the optimizer averages gradients over ranks, and which: in the step, or before it for their norm.
+"""Averages gradients across ranks, in the step or ahead of it, when clipping needs their norm.
 
-With `comms="replicated"` averages made before the step stand in `p.grad`, where the step would have put them. With
-divided state no rank has a whole average: each rank keeps that of the parts it owns, and `p.grad` stays what it was.
-Either way the next step takes them as they are, so that nothing travels twice. They hold as long as no one touches
+    comms          in the step                                  ahead of it, for clipping
+    replicated     whole gradients, in place in `p.grad`        the same
+    sharded        on the way to the owners (`transports.py`)   each rank keeps the averages of its own pieces;
+                                                                `p.grad` keeps this rank's gradient
+
+The next step uses averages made ahead of it, so that no gradient travels twice. They are valid until someone touches
 `p.grad`: after a backward pass, another tensor, a change in place or `zero_grad` the step averages again.
 """
 
@@ -19,12 +22,13 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, ranks_of
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, gradient_dtype, writable_gradient
-from quintic.optim.plan.memory.buckets import averaged_entries, averaging_stages
-from quintic.optim.plan.schedule import one_ahead, overlapping_bytes
-from quintic.optim.step.averaging import Averaging, DividedMemory, EarlyAverages, OfGroup, messages_of
+from quintic.optim.plan.schedule import overlapping_bytes, prefetch_one_schedule
+from quintic.optim.plan.workspace.buckets import averaged_entries, averaging_stages
+from quintic.optim.step.averaging import GroupAverages, PrecomputedAverages, ReduceScatterPlan, messages_of
 from quintic.optim.step.bucket_step import run_overlapping
 from quintic.optim.step.operands import dense_gradient
 from quintic.optim.step.ranges import range_of
+from quintic.optim.step.transports import Shard
 
 __all__ = ["GradientAverages"]
 
@@ -32,140 +36,139 @@ __all__ = ["GradientAverages"]
 class GradientAverages:
     """Averages the gradients of one plan's groups.
 
-    With `comms="replicated"` whole gradients are averaged in place, before the buckets are stepped. Where state is
-    divided, buckets average on the way to the owners; here this is done if it must be done before the step.
+    Args:
+        shards: the transports of buckets with sharded state.
+        groups: the parameter groups.
+        layouts: for each group and parameter how ranks hold it; None for this rank only.
+        communicators: the process groups.
+        early: averages made ahead of the step, which outlive the plan.
     """
 
     def __init__(
         self,
-        divided: Sequence[DividedMemory],
+        shards: Sequence[Shard],
         groups: Sequence[Group],
         layouts: Sequence[Sequence[Layout | None]],
         communicators: Communicators,
-        early: EarlyAverages,
+        precomputed: PrecomputedAverages,
     ) -> None:
-        self._groups, self._communicators, self._early = groups, communicators, early
-        self._divided = divided
+        self._groups, self._communicators, self._precomputed = groups, communicators, precomputed
+        self._shards = shards
         self.ranks = {
             number: ranks_of(of_group)
             for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True))
             if group.comms in AVERAGING and any(of_group)
         }
         """The ranks of each group whose gradients differ among ranks; empty where there is nothing to average."""
-        self._lent: list[Tensor] = []
-        """Parameters that have a gradient only until the step is over, because other ranks have one."""
-        self._averagings: dict[object, list[list[tuple[Averaging, list[int]]]]] = {}
+        self._zero_filled: list[Tensor] = []
+        """Parameters without a gradient of this rank, which have one until the step is over, because other ranks do."""
+        self._reduce_scatters: dict[object, list[list[tuple[ReduceScatterPlan, list[int]]]]] = {}
         self.workspace_bytes = 0
         """Upper bound of the temporary bytes of averaging whole gradients."""
         self._whole = [number for number in self.ranks if groups[number].comms == "replicated"]
         """Groups whose averages stand in `p.grad`."""
         for together in self._of_same_ranks(self._whole):
             # Most gradients have the dtype of their parameter.
-            self._averagings_of(together, [param for number in together for _, param in _stepped(groups[number])])
+            self._reduce_scatters_of(together, [param for number in together for _, param in _stepped(groups[number])])
 
     @contextmanager
-    def of_step(self, pending_steps: Sequence[int]) -> Iterator[None]:
-        """Let gradients be averages where a step needs whole ones. All ranks that share parameters must call it."""
-        self._early.of_step = of_step = self._early.fresh()
+    def of_step(self, steps_until_due: Sequence[int]) -> Iterator[None]:
+        """Put whole averages in `p.grad` while a step runs. All ranks that share parameters must call it."""
+        self._precomputed.of_step = of_step = self._precomputed.fresh()
         try:
-            due = [number for number in self._whole if pending_steps[number] == 0]
+            due = [number for number in self._whole if steps_until_due[number] == 0]
             self._average([number for number in due if number not in of_step])
-            for param, average in chain.from_iterable(of_step[n].lent.items() for n in due if n in of_step):
+            for param, average in chain.from_iterable(of_step[n].zero_filled.items() for n in due if n in of_step):
                 param.grad = average
-                self._lent.append(param)
+                self._zero_filled.append(param)
             yield
         finally:
-            self._take_back()
-            self._early.of_step = {}
+            self._drop_zero_filled()
+            self._precomputed.of_step = {}
 
-    def make_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
-        """Average gradients before the next step, see `Runner.average_early`."""
-        averages = self._early.fresh()
+    def precompute(self, numbers: Iterable[int]) -> Mapping[int, GroupAverages]:
+        """Average gradients before the next step, see `Runner.precompute_averages`."""
+        averages = self._precomputed.fresh()
         due = [number for number in numbers if number in self.ranks]
         missing = [number for number in due if number not in averages]
         whole = [number for number in missing if number in self._whole]
         try:
             self._average(whole)
-            lent = {param: param.grad for param in self._lent if param.grad is not None}
+            zero_filled = {param: param.grad for param in self._zero_filled if param.grad is not None}
         finally:
-            self._take_back()
+            self._drop_zero_filled()
         for number in whole:
             params = self._groups[number].params
-            averages[number] = OfGroup(params, {param: lent[param] for param in params if param in lent})
+            averages[number] = GroupAverages(
+                params, {param: zero_filled[param] for param in params if param in zero_filled}
+            )
         for number in [number for number in missing if number not in whole]:
             params = self._groups[number].params
             for param in params:
-                writable_gradient(param)  # of others PyTorch does not count the changes
-            memories = [memory for memory in self._divided if memory.bucket.group == number]
+                writable_gradient(param)  # PyTorch counts changes in place only of such gradients
+            shards = [shard for shard in self._shards if shard.bucket.group == number]
             numels = [0] * len(params)
-            for part in chain.from_iterable(memory.bucket.own for memory in memories):
-                numels[part.index] += part.numel
+            for shard in chain.from_iterable(shard.bucket.local for shard in shards):
+                numels[shard.index] += shard.numel
             own = {param: param.new_zeros(numel) for param, numel in zip(params, numels, strict=True)}
-            averages[number] = OfGroup(params, {}, own)
-            run_overlapping([self._average_bucket(memory, averages[number]) for memory in memories])
-        self._early.keep(averages)
+            averages[number] = GroupAverages(params, {}, own)
+            run_overlapping([_average_bucket(shard, averages[number]) for shard in shards])
+        self._precomputed.keep(averages)
         return {number: averages[number] for number in due}
 
-    def _average_bucket(self, memory: DividedMemory, averages: OfGroup) -> Iterator[None]:
-        wait_for_mean = memory.start_mean(memory.local_operands(), self._communicators[memory.bucket.ranks])
-        yield
-        mean = wait_for_mean()
-        del wait_for_mean  # and what was sent
-        averages.keep_bucket(memory.bucket, mean)
-        yield
-
     def _average(self, numbers: Sequence[int]) -> None:
-        """Average the whole gradients of some groups, in place; those of the same ranks travel together."""
+        """Average the whole gradients of some groups in place; groups of the same ranks share messages."""
         for together in self._of_same_ranks(numbers):
             groups = [self._groups[number] for number in together]
             gradients = [self._dense(param, name) for group in groups for name, param in _stepped(group)]
             process_group = self._communicators[self.ranks[together[0]]]
-            for averagings in self._averagings_of(together, gradients):
+            for reduce_scatters in self._reduce_scatters_of(together, gradients):
                 with range_of("average gradients"):
                     run_overlapping(
-                        [one.average([gradients[n] for n in each], process_group) for one, each in averagings]
+                        [one.average([gradients[n] for n in each], process_group) for one, each in reduce_scatters]
                     )
 
     def _of_same_ranks(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the groups apart by their ranks, in the order of the first of each."""
+        """Return the groups of equal ranks together, in the order of the first group of each set."""
         by_ranks: dict[tuple[int, ...], list[int]] = {}
         for number in numbers:
             by_ranks.setdefault(self.ranks[number], []).append(number)
         return list(by_ranks.values())
 
     def _dense(self, param: Tensor, name: str) -> Tensor:
-        """Return the gradient that `p.grad` has from now on: dense, or lent zeros where this rank has none."""
+        """Give `p.grad` a dense gradient, zeros until the step is over where this rank has none, and return it."""
         gradient = writable_gradient(param)
         if gradient is None:
-            # Of the dtype that other ranks' gradients have: messages must be equally long.
+            # It has the dtype of other ranks' gradients, because messages must be equally long.
             param.grad = gradient = torch.zeros_like(param, dtype=gradient_dtype(param))
-            self._lent.append(param)
+            self._zero_filled.append(param)
         dense = dense_gradient(param, gradient, name)
         if dense is not gradient:
             param.grad = dense
         return dense
 
-    def _averagings_of(
+    def _reduce_scatters_of(
         self, numbers: Sequence[int], tensors: Sequence[Tensor]
-    ) -> list[list[tuple[Averaging, list[int]]]]:
-        """Return the averagings of groups of the same ranks, each with the numbers of the gradients that it takes.
+    ) -> list[list[tuple[ReduceScatterPlan, list[int]]]]:
+        """Return the messages of groups of equal ranks, each with the numbers of its gradients.
 
-        They are apart by dtype, device and options; gradients are like the tensors, in the order of the groups.
+        There is a list for each dtype, device, kernels and limit. The tensors are like the gradients of all parameters
+        that are stepped, in the order of the groups.
         """
         key = tuple(numbers), tuple([tensor.dtype for tensor in tensors])
-        if key not in self._averagings:
+        if key not in self._reduce_scatters:
             members = [(self._groups[n], param) for n in numbers for _, param in _stepped(self._groups[n])]
             together: dict[tuple[torch.dtype, torch.device, Kernels, int | None], list[int]] = {}
             for n, ((group, param), tensor) in enumerate(zip(members, tensors, strict=True)):
                 kernels, limit = choose_kernels(group.kernels, param), averaged_entries(group, tensor.dtype)
                 together.setdefault((tensor.dtype, tensor.device, kernels, limit), []).append(n)
-            self._averagings[key] = [
-                self._new_averagings(self.ranks[numbers[0]], *alike, {n: members[n][1].numel() for n in chosen})
+            self._reduce_scatters[key] = [
+                self._new_reduce_scatters(self.ranks[numbers[0]], *alike, {n: members[n][1].numel() for n in chosen})
                 for alike, chosen in together.items()
             ]
-        return self._averagings[key]
+        return self._reduce_scatters[key]
 
-    def _new_averagings(
+    def _new_reduce_scatters(
         self,
         ranks: tuple[int, ...],
         dtype: torch.dtype,
@@ -173,20 +176,33 @@ class GradientAverages:
         kernels: Kernels,
         limit: int | None,
         numels: Mapping[int, int],
-    ) -> list[tuple[Averaging, list[int]]]:
-        chosen, averagings, stages = list(numels), [], []
+    ) -> list[tuple[ReduceScatterPlan, list[int]]]:
+        chosen, reduce_scatters, stages = list(numels), [], []
         for places, owned, is_direct in messages_of(list(numels.values()), len(ranks), limit):
-            averaging = Averaging(owned, ranks.index(this_rank()), dtype, device, kernels, is_direct=is_direct)
-            averagings.append((averaging, [chosen[place] for place in places]))
-            counts, most = averaging.counts, averaging.most
+            reduce_scatter = ReduceScatterPlan(
+                owned, ranks.index(this_rank()), dtype, device, kernels, is_direct=is_direct
+            )
+            reduce_scatters.append((reduce_scatter, [chosen[place] for place in places]))
+            counts, most = reduce_scatter.counts, reduce_scatter.most
             stages.append(averaging_stages(counts, most, dtype, kernels, is_direct=is_direct, is_in_place=is_direct))
-        self.workspace_bytes = max(self.workspace_bytes, overlapping_bytes(stages, one_ahead(len(stages)), 0))
-        return averagings
+        self.workspace_bytes = max(
+            self.workspace_bytes, overlapping_bytes(stages, prefetch_one_schedule(len(stages)), 0)
+        )
+        return reduce_scatters
 
-    def _take_back(self) -> None:
-        for param in self._lent:
+    def _drop_zero_filled(self) -> None:
+        for param in self._zero_filled:
             param.grad = None
-        self._lent = []
+        self._zero_filled = []
+
+
+def _average_bucket(shard: Shard, averages: GroupAverages) -> Iterator[None]:
+    wait_for_mean = shard.start_mean(shard.local_operands())
+    yield
+    mean = wait_for_mean()
+    del wait_for_mean  # and the gradients that were sent
+    averages.keep_bucket(shard.bucket, mean)
+    yield
 
 
 def _stepped(group: Group) -> list[tuple[str, Tensor]]:

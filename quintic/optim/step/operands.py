@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import is_dtensor, local_gradients, local_tensor, reject_sparse
+from quintic.optim.layout.layouts import gradient_dtype, is_dtensor, local_gradients, local_tensor, reject_sparse
 from quintic.optim.layout.tables import AddressTable, upload_programs
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import Member, block_of
-from quintic.optim.rules.device_memory import host_tensor, upload
-from quintic.optim.rules.update import adjust_lr_factor
+from quintic.optim.plan.members import BucketMember, block_of
+from quintic.optim.rules.device import host_tensor, upload
+from quintic.optim.rules.rule import MANTISSA, MASTER
+from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.state.state import master_key, second_moments
 
 if TYPE_CHECKING:  # needs Triton
     from quintic.kernels.programs import TilePrograms
     from quintic.kernels.update.matrix_layout import MatrixLayout
 
-__all__ = ["GRADIENT", "BlockPlaces", "BucketMemory", "Operands", "State", "are_contiguous", "dense_gradient"]
+__all__ = ["GRADIENT", "BlockPlaces", "BucketCache", "Operands", "State", "are_contiguous", "dense_gradient"]
 
 GRADIENT = attrgetter("grad")
 """Return the gradient of a parameter."""
@@ -38,7 +39,7 @@ class Operands(NamedTuple):
     All of a bucket's parameters have the same state, and so all or none have a master.
     """
 
-    members: tuple[Member, ...]
+    members: tuple[BucketMember, ...]
     params: list[Tensor]
     gradients: list[Tensor]
     states: list[Mapping[str, Tensor]]
@@ -75,7 +76,7 @@ class BlockPlaces:
     """
 
     def __init__(self) -> None:
-        self._members: tuple[Member, ...] = ()
+        self._members: tuple[BucketMember, ...] = ()
         self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []
 
     def blocks(self, active: "Operands", view: View, *lists: Sequence[Tensor]) -> list[Sequence[Tensor]]:
@@ -107,16 +108,18 @@ _T = TypeVar("_T")
 _PLACED = ("moments", "owned", "elsewhere")
 
 
-class BucketMemory:
+class BucketCache:
     """Memory of one bucket on its device between steps, besides state."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fills_missing: bool = False) -> None:
+        self._fills_missing = fills_missing
+        """Whether a missing gradient stands as zeros, because other ranks may have one."""
         self.everything: Operands | None = None
         """All members, without gradients."""
         self._owners: list[Tensor] = []
         self._names: list[str] = []
         """The parameter of each member."""
-        self._contiguous = self._are_cut = False
+        self._contiguous = self._are_sharded = False
         self._kept: dict[str, tuple[object, Any]] = {}
         """Name -> what a value was made for, and the value: it is made again when that is another one."""
         self.places = BlockPlaces()
@@ -125,14 +128,14 @@ class BucketMemory:
         """The layouts of the members' matrices, and how many in a row have each; nearly always one."""
         self._neuron_tables: dict[int, AddressTable] = {}
 
-    def renew(self) -> None:
+    def invalidate_views(self) -> None:
         """Forget where weights and state are: they may have other memory now."""
         self.everything = None
         self.places = BlockPlaces()
         for name in _PLACED:
             self._kept.pop(name, None)
 
-    def once(self, name: str, key: object, make: Callable[[], _T]) -> _T:
+    def cached(self, name: str, key: object, make: Callable[[], _T]) -> _T:
         """Return the value kept under a name, made anew where its key is another one."""
         kept = self._kept.get(name)
         if kept is None or kept[0] != key:
@@ -150,18 +153,26 @@ class BucketMemory:
             self._owners = [group.params[member.index] for member in bucket.members]
             params = [local_tensor(owner) for owner in self._owners]
             self._names = [member.name for member in bucket.members]
-            self._are_cut = any(map(is_dtensor, self._owners))
+            self._are_sharded = any(map(is_dtensor, self._owners))
             states = [_local_state(state[owner]) for owner in self._owners]
             everything = self.everything = Operands(bucket.members, params, [], states, bucket.num_matrices)
             self._contiguous = all(param.is_contiguous() for param in params)
         owners = self._owners
-        gradients = local_gradients(owners, self._names) if self._are_cut else list(map(GRADIENT, owners))
+        gradients = local_gradients(owners, self._names) if self._are_sharded else list(map(GRADIENT, owners))
         if self._contiguous and are_contiguous(gradients):
             return everything._replace(gradients=gradients)
         return self.of_those(everything, gradients)
 
     def of_those(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
         """Return the members that have a gradient, given all members and their gradients; arguments are not kept."""
+        if self._fills_missing:
+            rows = zip(everything.members, everything.params, gradients, strict=True)
+            missing = tuple(member.index for member, _, gradient in rows if gradient is None)
+            filled = [
+                torch.zeros_like(param, dtype=gradient_dtype(param)) if gradient is None else gradient
+                for param, gradient in zip(everything.params, gradients, strict=True)
+            ]
+            return everything.present(filled)._replace(missing=missing)
         present = everything.present(gradients)
         return present._replace(num_matrices=sum(member.num_matrices for member in present.members))
 
@@ -182,18 +193,18 @@ class BucketMemory:
         def make() -> Tensor:
             numbers, multipliers = numbers_of(parts), group.lr_multipliers
             dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-            scales = host_tensor([adjust_lr_factor(group.adjust_lr, m, n) for m, n in shapes], dtype)
+            scales = host_tensor([group.rule.lr_factor(group.adjust_lr, m, n) for m, n in shapes], dtype)
             scales = scales.expand(len(numbers), -1).clone()
             if multipliers is not None:
                 each = [[multipliers[number] for number in row] for row in numbers]
                 scales *= host_tensor(each, dtype).view_as(scales)
             return upload(scales, bucket.device)
 
-        return self.once("scales", (group.adjust_lr, group.lr_multipliers, parts), make)
+        return self.cached("scales", (group.adjust_lr, group.lr_multipliers, parts), make)
 
     def moments(self, view: View, active: Operands) -> list[Tensor]:
         """Return the second moments of each member's matrices, (matrices, m, 1) or (matrices, 1, n), sharing memory."""
-        buffers = [state["second_momentum_buffer"] for state in active.states]
+        buffers = [state[NEURON_MOMENT] for state in active.states]
 
         def make() -> list[Tensor]:
             rows = zip(active.members, active.params, buffers, strict=True)
@@ -203,13 +214,13 @@ class BucketMemory:
             ]
 
         key = active.members, list(map(id, buffers)), list(map(Tensor.data_ptr, buffers))
-        return self.once("moments", key, make)
+        return self.cached("moments", key, make)
 
     def check_state(self, active: Operands, dtypes: Mapping[str, torch.dtype], addresses: tuple[int, ...]) -> None:
         """Reject state of another device, dtype or memory order, where kernels see addresses alone."""
 
         def check() -> None:
-            wanted = {**dtypes, "master": torch.float32, "mantissa": torch.uint16}
+            wanted = {**dtypes, MASTER: torch.float32, MANTISSA: torch.uint16}
             for member, param, state in zip(active.members, active.params, active.states, strict=True):
                 for key in wanted.keys() & state.keys():
                     value = state[key]
@@ -217,7 +228,7 @@ class BucketMemory:
                         right = f"{wanted[key]} on {param.device} with strides {param.stride()}"
                         raise _misread(member.name, key, value, right)
 
-        self.once("checked", (active.members, addresses), check)
+        self.cached("checked", (active.members, addresses), check)
 
     def matrix_places(self, view: View, active: Operands) -> tuple[Tensor, Tensor]:
         """Return for each matrix which operand it belongs to, and where it starts in the parameter, in entries."""
@@ -232,7 +243,7 @@ class BucketMemory:
                 owners.append(torch.full_like(offsets[-1], number))
             return torch.cat(owners), torch.cat(offsets)
 
-        return self.once("matrix_places", active.members, make)
+        return self.cached("matrix_places", active.members, make)
 
     def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, TilePrograms]":
         """Return on the device the entries of each tensor, and how programs are divided among them."""
@@ -242,7 +253,7 @@ class BucketMemory:
             numels = [param.numel() for param in active.params]
             return upload(host_tensor(numels), device), upload_programs(adamw_programs(numels), device)
 
-        return self.once("programs", active.members, make)
+        return self.cached("programs", active.members, make)
 
     def neuron_table(
         self, bucket: Bucket, moments: Sequence[Tensor], names: Iterable[str], kind: int = 0
@@ -260,7 +271,7 @@ class BucketMemory:
             for name, buffer in zip(names, moments, strict=True):
                 if (buffer.device, buffer.dtype) != (bucket.device, torch.float32) or not buffer.is_contiguous():
                     right = f"torch.float32 on {bucket.device} without gaps"
-                    raise _misread(name, "second_momentum_buffer", buffer, right)
+                    raise _misread(name, NEURON_MOMENT, buffer, right)
             rows = zip(bases, moments, strict=True)
             each = [base + i * moment[0].nbytes for base, moment in rows for i in range(len(moment))]
             return host_tensor(each, torch.int64)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import Member
+from quintic.optim.plan.members import BucketMember
 
 __all__ = ["Counts", "MatrixTelemetry", "Measured", "StepReport", "collected", "measure", "report_of"]
 
@@ -22,8 +22,8 @@ __all__ = ["Counts", "MatrixTelemetry", "Measured", "StepReport", "collected", "
 class StepReport:
     """A report of the last call of `step()`.
 
-    Where `comms` averages gradients or divides state, this rank does not know which gradients all others lack: the
-    counts of matrices and parameters then have those as well of which no rank had one, and which stayed as they were.
+    Where `comms` averages gradients or shards state, this rank does not know which gradients all others lack: the
+    counts then include matrices and parameters that stayed as they were because no rank had a gradient.
     """
 
     matrices: Mapping[str, int] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def report_of(buckets: Iterable[Counts]) -> StepReport:
     for bucket, num_members, num_matrices, without in buckets:
         # A parameter can have members in several buckets.
         missing.update((bucket.group, index) for index in without)
-        if bucket.algorithm == "adamw":
+        if not bucket.rule.orthogonalizes:
             num_adamw += num_members
         elif num_matrices:
             matrices[bucket.method] = matrices.get(bucket.method, 0) + num_matrices
@@ -106,18 +106,18 @@ class MatrixTelemetry:
 class Measured(NamedTuple):
     """Measurements of the matrices of one shape in a bucket, on their device."""
 
-    members: Sequence[Member]
+    members: Sequence[BucketMember]
     values: Tensor
     """The values that `measure` returned for the matrices of these members."""
-    stepped: Tensor | None
-    """() or (matrices,) int32: 0 for those that the step left as they were; None for none."""
+    step_mask: Tensor | None
+    """() or (matrices,) int32: 0 for matrices that the step left as they were; None if it stepped all."""
 
 
 def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[MatrixTelemetry]]:
     """Return the measurements of all buckets by parameter, in the order of its matrices; waits for the device."""
     by_name: dict[str, dict[int, MatrixTelemetry]] = {}
-    for members, values, stepped in chain.from_iterable(kinds.values() for kinds in measured.values()):
-        flags = repeat(1) if stepped is None else iter(stepped.expand(len(values)).tolist())
+    for members, values, step_mask in chain.from_iterable(kinds.values() for kinds in measured.values()):
+        flags = repeat(1) if step_mask is None else iter(step_mask.expand(len(values)).tolist())
         rows = iter(values.tolist())
         for member in members:
             for number in range(member.first_matrix, member.first_matrix + member.num_matrices):
@@ -132,10 +132,10 @@ def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[
 def measure(directions: Tensor, updates: Tensor, factors: Tensor) -> Tensor:
     """Return the fields of `MatrixTelemetry` for each matrix of a bucket, (b, 4) float32 on the device.
 
-    Directions, of any scale, and updates are (b, m, n), factors (b, m or 1, n or 1), as in `BucketStep.updated`.
+    Directions, of any scale, and updates are (b, m, n), factors (b, m or 1, n or 1), as in `BucketStep.compute_update`.
     """
     rows = []
-    # One matrix at a time: sampling must not need more memory than the step itself.
+    # One matrix at a time, because sampling must not need more memory than the step itself.
     for direction, update, factor in zip(directions, updates, factors, strict=True):
         wide = update.float()
         rms = torch.linalg.vector_norm(wide * factor.float()) / wide.numel() ** 0.5

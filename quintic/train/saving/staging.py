@@ -42,7 +42,7 @@ def optimizer_tensors(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dic
 
     The tensors are the optimizer's own, except for state that ranks divide: it is put together.
     """
-    with _divided_state_on_host(optimizer):
+    with _sharded_state_on_host(optimizer):
         saved = optimizer.state_dict()
     tensors = {}
     for group in saved["param_groups"]:
@@ -53,7 +53,7 @@ def optimizer_tensors(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dic
 
 
 @contextlib.contextmanager
-def _divided_state_on_host(optimizer: Optimizer) -> Iterator[None]:
+def _sharded_state_on_host(optimizer: Optimizer) -> Iterator[None]:
     """Let state that ranks divide be put together in the host's memory: whole, it need not fit on a GPU."""
     divided = isinstance(optimizer, Muon) and any(
         group["comms"] == "sharded" and group["params"][0].is_cuda for group in optimizer.param_groups

@@ -1,0 +1,154 @@
+"""Finds output heads: layers that score a vocabulary or classes, so that no other layer takes their rows for features.
+
+The model may point to the layer (`get_output_embeddings` of `transformers`, `get_classifier` of timm). Else its name
+tells, or a number of outputs equal to the rows of an embedding.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from quintic.grouping.uses import attribute_of
+from quintic.optim.groups.names import NUMBER, clean_names, mask_layer_indices, unwrap_module
+
+__all__ = ["heads_of"]
+
+# The last name on a module's path, anywhere in a model.
+_NAME = re.compile(r"lm_head|head|unembed|unembedding|embed_out|classifier|score|qa_outputs|(to_)?logits")
+
+# Names that heads and hidden layers have. Outside a stack of layers, the last layer of its parent is a head.
+_NAME_OF_LAST = re.compile(r"proj_out(_2)?|conv_out|(output|last|final)_(layer|linear)")
+
+# Modules outside stacks whose last layer is a head.
+_CONTAINER = re.compile(rf"{_NAME.pattern}|heads|(?!pre_)\w+_(head|classifier)|heads?_dist|(last|final)_layer")
+
+# Inserted by PEFT into the name of a module that is trained beside its adapters.
+_ADAPTED = re.compile(r"^base_model\.model\.|\.(modules_to_save\.[^.]+|original_module|base_layer)(?=\.|$)")
+
+# Embeddings whose rows are not a vocabulary: no head scores positions or segments.
+_POSITIONS = re.compile(r"pos|^wpe$|type|segment|bias", re.IGNORECASE)
+
+_Layer = nn.Linear | nn.modules.conv._ConvNd
+
+
+def heads_of(model: nn.Module) -> Mapping[nn.Module, str]:
+    """Return {layer: why} for the linear layers and convolutions that are output heads."""
+    clean = clean_names(model)
+    modules = {clean[name]: module for name, module in model.named_modules(remove_duplicate=False)}
+    layers = {name: module for name, module in modules.items() if isinstance(module, _Layer)}
+    heads: dict[nn.Module, str] = {}
+    declared = {layer for module in modules.values() for layer in _declared_heads(module)}
+    last = next(reversed(layers.values()), None)
+    for name, layer in layers.items():
+        why = _by_name(_ADAPTED.sub("", name), layer, modules, is_last=layer is last)
+        if why is None and layer in declared:
+            why = "output head (the model says so)"
+        if why is not None:
+            heads[layer] = why
+    return {**heads, **_by_size(layers, modules, {_sizes(layer)[0] for layer in layers.values() if layer in heads})}
+
+
+def _by_name(name: str, layer: _Layer, modules: Mapping[str, nn.Module], *, is_last: bool) -> str | None:
+    parent_name, _, last = name.rpartition(".")
+    parent = modules.get(parent_name)
+    is_stacked = NUMBER.search(name) is not None
+    # Attention, too, calls its last layer "output".
+    is_head = _NAME.fullmatch(last) is not None or (not is_stacked and last == "output")
+    if not is_stacked and parent is not None and _NAME_OF_LAST.fullmatch(last):
+        is_head = is_head or _layers_of(parent)[-1:] == [layer]
+    if not is_stacked and isinstance(layer, nn.Linear):
+        is_head = is_head or _CONTAINER.fullmatch(last) is not None
+    if is_head:
+        return "output head (by its name)"
+    if name == "fc" and is_last:
+        return "output head (the last layer, fc)"
+    if parent is None:
+        return None
+    if last == "out_proj" and type(parent).__name__.endswith("ClassificationHead"):
+        return "output head (of a classifier)"
+    container = parent_name.rpartition(".")[2]
+    # Convolutions named so are often hidden layers before a classifier.
+    names = _CONTAINER if isinstance(layer, nn.Linear) else _NAME
+    if NUMBER.search(parent_name) or not names.fullmatch(container) or layer not in _last_of(parent):
+        return None
+    # A square layer before a tied output maps features to themselves once more.
+    if isinstance(layer, nn.Linear) and layer.in_features == layer.out_features:
+        return None
+    return f"output head (the last layer of {container})"
+
+
+def _last_of(container: nn.Module) -> list[_Layer]:
+    """Return the last of a module's own layers; all of them for a list or dictionary, whose entries are parallel."""
+    own = [child for child in map(unwrap_module, container.children()) if isinstance(child, _Layer)]
+    if isinstance(container, nn.ModuleList | nn.ModuleDict):
+        return own
+    # An attention head ends with several layers of one size: queries, keys and values.
+    is_attention = any(_sizes(layer) == _sizes(own[-1]) for layer in own[:-1])
+    return [] if is_attention else own[-1:]
+
+
+def _declared_heads(module: nn.Module) -> Iterator[_Layer]:
+    for method in ("get_output_embeddings", "get_classifier"):
+        ask = attribute_of(module, method)
+        try:
+            answer = ask() if callable(ask) else None
+        except Exception:  # a model may raise anything where it has no head; then nothing is declared
+            continue
+        for head in answer if isinstance(answer, tuple | list) else [answer]:
+            if isinstance(head, nn.Module):
+                yield from _last_layers(head)
+
+
+def _last_layers(head: nn.Module) -> Iterator[_Layer]:
+    """Yield the last layer of the module that a model calls its head; of several parallel heads, each last layer."""
+    copies = head._modules.get("modules_to_save", head)  # of PEFT
+    if isinstance(copies, nn.ModuleList | nn.ModuleDict):
+        for copy in copies.children():
+            yield from _last_layers(copy)
+    else:
+        yield from _layers_of(head)[-1:]
+
+
+def _layers_of(module: nn.Module) -> list[_Layer]:
+    return [inner for inner in module.modules() if isinstance(inner, _Layer)]
+
+
+def _by_size(layers: Mapping[str, _Layer], modules: dict[str, nn.Module], sizes: set[int]) -> dict[nn.Module, str]:
+    """Return {layer: why} for linear layers with as many outputs as an embedding has rows, if not one of `sizes`.
+
+    A hidden layer may be as wide as the vocabulary. So layers that recur under other numbers are left out. Of the rest,
+    the layers without a number in their name are heads, else the layer with the highest numbers.
+    """
+    linears = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+    vocabularies = {
+        module.num_embeddings: name
+        for name, module in reversed(modules.items())
+        if isinstance(module, nn.Embedding)
+        and module.num_embeddings not in sizes
+        and not _POSITIONS.search(name.rpartition(".")[2])
+    }
+    recurring = Counter(mask_layer_indices(name) for name in linears)
+    sized = [
+        name
+        for name, linear in linears.items()
+        if linear.out_features in vocabularies and (recurring[mask_layer_indices(name)] == 1 or "." not in name)
+    ]
+    plain = [name for name in sized if not NUMBER.search(name)]
+    heads: dict[nn.Module, str] = {}
+    for name in plain or sorted(sized, key=_natural_order)[-1:]:
+        rows = linears[name].out_features
+        heads[linears[name]] = f"output head (as many outputs as {vocabularies[rows] or 'the embedding'} has rows)"
+    return heads
+
+
+def _sizes(layer: _Layer) -> tuple[int, int]:
+    """Return (outputs, inputs) of a layer."""
+    if isinstance(layer, nn.Linear):
+        return layer.out_features, layer.in_features
+    return layer.out_channels, layer.in_channels
+
+
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -1,0 +1,346 @@
+"""Upper bounds of the bytes that a bucket's computation allocates, moment by moment, before anything is computed.
+
+The plan's sizes follow from these. They tell of tensors that grow with the matrices; flags and tables come on top (see
+`plan.SMALL_BYTES`), and so do copies of gradients that have not the dtype or the strides of their parameters.
+The products of an orthogonalisation (`program.py`) need, in whole matrices (m, n) and small ones (s, s):
+
+    one by one   operands that are still read, and the result: each is freed after the product that reads it last
+    on a CPU     see `cpu_orthogonalize.py`
+    queue        two whole matrices and `Program.num_squares` small ones, from the first product to the last; the result
+                 is one of the two whole ones, and keeps the other
+
+Directions that are multiplied belong to the caller, and are not counted unless they have to be copied.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.dispatch import Kernels
+from quintic.kernels.products.choose_products import queued_matrices
+from quintic.optim.groups.options import Group
+from quintic.optim.layout.views import View, is_plain
+from quintic.optim.plan.bucket import Units
+from quintic.optim.plan.members import direction_dtype, update_dtype
+from quintic.optim.polar.cpu_orthogonalize import iterates_on_cpu, iteration_bytes
+from quintic.optim.polar.forms import Form
+from quintic.optim.polar.products import ALIGNMENT, SMALL_PRODUCT, padded_side
+from quintic.optim.polar.program import Product, Program, products_of
+from quintic.optim.rules.rule import UpdateRule
+from quintic.optim.rules.update import CPU_PIECE
+
+__all__ = [
+    "Footprint",
+    "WorkspaceSpec",
+    "applied_bytes",
+    "directions_bytes",
+    "factor_bytes",
+    "factors_of_pieces_bytes",
+    "matrices_bytes",
+    "neuron_bytes",
+    "polar_work",
+    "units_work",
+    "width_of",
+]
+
+
+class Footprint(NamedTuple):
+    """Bytes of a computation besides its operands."""
+
+    peak: int
+    """The most at one time."""
+    kept: int
+    """The bytes that its result keeps alive."""
+
+
+class WorkspaceSpec(NamedTuple):
+    """The properties besides shapes and numbers that bounds depend on."""
+
+    dtype: torch.dtype
+    """The dtype of the weights."""
+    device: torch.device
+    """Need not be there."""
+    kernels: Kernels
+    rule: UpdateRule
+    worst_case: bool = False
+    """Whether to bound what any device of this type needs for so many matrices or fewer: that grows with their number,
+    and is the same on all ranks."""
+    narrow: bool = False
+    """Whether averages are in bfloat16, of which plain PyTorch makes copies in float32."""
+    has_masters: bool = False
+    cautious: bool = False
+    scales_decay: bool = False
+
+    @property
+    def normalizes(self) -> bool:
+        """Return whether neurons are evened out."""
+        return self.rule.neuron_state is not None
+
+    @classmethod
+    def of_group(cls, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> "WorkspaceSpec":
+        """Return the properties of a group's weights of a dtype on a device."""
+        return cls(
+            dtype,
+            device,
+            kernels,
+            group.rule,
+            narrow=group.state_dtype is not None,
+            has_masters=group.master is not None and dtype.itemsize < 4,
+            cautious=bool(group.cautious),
+            scales_decay=group.scale_decay and group.rule.orthogonalizes,
+        )
+
+
+def width_of(dtype: torch.dtype) -> int:
+    """Return the bytes of an entry of momentum and of arithmetic on weights of a dtype."""
+    return max(4, dtype.itemsize)
+
+
+# --------------------------------------------------------------------------------------------------- orthogonalisation
+
+
+@lru_cache(maxsize=4096)
+def polar_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpec) -> Footprint:
+    """Return the memory that the polar factors of (batch, m, n) contiguous directions need; None: a user's function."""
+    size = batch * m * n
+    if form is None:
+        width = direction_dtype(form, spec.dtype).itemsize
+        return Footprint(3 * width * size, width * size)
+    item = form.compute_dtype.itemsize
+    if form.method == "svd":
+        work = torch.promote_types(direction_dtype(form, spec.dtype), form.compute_dtype).itemsize
+        return Footprint((work + 8 * item) * size, item * size)
+    if spec.device.type == "cpu" and spec.kernels == "torch" and iterates_on_cpu(form, m, n):
+        return Footprint(iteration_bytes(form, batch, m, n, direction_dtype(form, spec.dtype)), item * size)
+    rows, columns = (padded_side(side, form.compute_dtype, spec.device) for side in (m, n))
+    if (rows, columns) != (m, n):
+        # Beside the padded matrices stand the padded directions, and then the result without its padding.
+        padded = polar_work(form, batch, rows, columns, spec)
+        directions = direction_dtype(form, spec.dtype).itemsize * batch * rows * columns
+        return Footprint(directions + max(padded.peak, padded.kept + item * size), item * size)
+    one_by_one = max(_normalisation(form, batch, m, n, spec), _one_by_one(form, batch, m, n, spec))
+    queued = (
+        0
+        if spec.kernels == "torch"
+        else queued_matrices(m, n, form.compute_dtype, spec.device, worst_case=spec.worst_case)
+    )
+    if batch > queued and not (spec.worst_case and queued):
+        return Footprint(one_by_one, item * size)
+    count = min(batch, queued)
+    pair, square = 2 * item * count * m * n, item * count * min(m, n) ** 2
+    counters = 4 * count * -(-min(m, n) // 128)
+    squares = _program(form).num_squares * square + counters
+    queue = pair + max(squares, _scratch(form, count, m, n, spec))
+    return Footprint(max(one_by_one, queue), max(item * size, pair))
+
+
+def _program(form: Form) -> Program:
+    return products_of(tuple(form.segments), form.coefficients, 1.0)
+
+
+def _uses_kernel(form: Form, m: int, n: int, spec: WorkspaceSpec) -> bool:
+    """Return whether a kernel normalises, see `kernels.normalize.can_normalize`."""
+    is_double = torch.float64 in (direction_dtype(form, spec.dtype), form.compute_dtype)
+    return spec.kernels == "triton" and not is_double and m * n < 2**31
+
+
+def _scratch(form: Form, batch: int, m: int, n: int, spec: WorkspaceSpec) -> int:
+    """Return the bytes that normalisation allocates besides its result."""
+    if _uses_kernel(form, m, n, spec):
+        from quintic.kernels.products.normalize import scratch_bytes
+
+        return batch * scratch_bytes(m, n)
+    return _normalisation(form, batch, m, n, spec)
+
+
+def _normalisation(form: Form, batch: int, m: int, n: int, spec: WorkspaceSpec) -> int:
+    """Return the bytes that normalisation allocates, its result included."""
+    item, work = form.compute_dtype.itemsize, _work_dtype(form, spec).itemsize
+    if _uses_kernel(form, m, n, spec):
+        return batch * m * n * item + _scratch(form, batch, m, n, spec)
+    # CPUs widen operands before they divide; GPUs square entries before they add them.
+    widens = spec.device.type != "cpu" or direction_dtype(form, spec.dtype).itemsize < work
+    result = 0 if item == work else item
+    return batch * (m * n * max(work if widens else 0, result) + (m * n + m + 4) * work)
+
+
+def _work_dtype(form: Form, spec: WorkspaceSpec) -> torch.dtype:
+    wide = torch.float64 if form.compute_dtype == torch.float64 else torch.float32
+    return torch.promote_types(direction_dtype(form, spec.dtype), wide)
+
+
+def _one_by_one(form: Form, batch: int, m: int, n: int, spec: WorkspaceSpec) -> int:
+    """Return the most that `run_products` has at a time, the normalised matrices included."""
+    program, item = _program(form), form.compute_dtype.itemsize
+    whole, square = m * n, min(m, n) ** 2
+    entries = {0: whole}
+    live = peak = item * batch * whole
+    for number, product in enumerate(program.products):
+        entries[number + 1] = whole if product.kind == "apply" else square
+        live += item * batch * entries[number + 1]
+        peak = max(peak, live + _besides(product, form.compute_dtype, batch, m, n, spec))
+        for matrix in [matrix for matrix in entries if program.last_uses[matrix] == number]:
+            live -= item * batch * entries.pop(matrix)
+    return peak
+
+
+def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, spec: WorkspaceSpec) -> int:
+    """Return the bytes that `products.multiply` allocates besides its result."""
+    whole, side, item = m * n, min(m, n), dtype.itemsize
+    left, right = {
+        "gram": (whole, whole),
+        "square": (side**2, side**2),
+        "apply": (side**2, whole),
+    }[product.kind]
+    out = whole if product.kind == "apply" else side**2
+    # The diagonal apart, and an addend that stands for none.
+    diagonal = 16 * batch * side * (product.diagonal != 0) + 8
+    if item == 2 and spec.device.type != "cpu":
+        return diagonal
+    multiplications = side * side * (side if product.kind == "square" else max(m, n))
+    if dtype == torch.float16 or (item == 2 and (product.alpha == 0 or multiplications <= SMALL_PRODUCT)):
+        # Everything in float32.
+        addend = 0 if product.c is None else out
+        widened, item = 4 * batch * (left + right + addend + out), 4
+    else:
+        widened = 0
+    aligned = all(numel * item % ALIGNMENT == 0 for numel in (left, right, out))
+    copies = 0 if batch == 1 or aligned else item * (left + right + out)
+    if item == 2:
+        # oneDNN's copies, one matrix at a time, with padding and some KiB; then the diagonal, in float32.
+        short, long = (-(-length // 64) * 64 for length in sorted((m, n)))
+        padded = item * (3 * short**2 if product.kind == "square" else 2 * short * long + short**2)
+        copies = max(copies + padded + 2**14, 12 * batch * left if product.diagonal else 0)
+    return widened + copies + diagonal
+
+
+# --------------------------------------------------------------------------------------------------------------- units
+
+
+def units_work(units: Units, count: int, spec: WorkspaceSpec) -> Footprint:
+    """Return the memory that `UnitsStep.orthogonalized` needs for so many units, besides their directions."""
+    if count == 0:
+        return Footprint(0, 0)
+    numel = math.prod(units.shape)
+    peak = kept = factors = copied = 0
+    for ((m, n), form), order in zip(units.kinds, _orders(units.view, units.shape), strict=True):
+        gapless = order != "gaps" and (count == 1 or m * n == numel)
+        if spec.kernels == "torch":
+            copies = not gapless or order == "columns"
+        else:
+            is_wide = form is not None and form.compute_dtype.itemsize != 2
+            copies = not gapless or (order == "columns" and is_wide)
+        copied = count * m * n * direction_dtype(form, spec.dtype).itemsize if copies else 0
+        work = polar_work(form, count, m, n, spec)
+        peak = max(peak, kept + factors + copied + work.peak)
+        kept += work.kept
+        peak = max(peak, kept + factors + copied + neuron_bytes(form, count, m, n, spec))
+        factors += factor_bytes(count, m, n, spec)
+    if not is_plain(units.view, units.shape):
+        # The updates of all kinds as units.
+        joined = count * numel * units.update_dtype(spec.dtype).itemsize
+        peak, kept = max(peak, kept + factors + copied + joined), joined
+    return Footprint(peak, kept)
+
+
+def factor_bytes(count: int, m: int, n: int, spec: WorkspaceSpec) -> int:
+    """Return the bytes of neurons' factors; without them it is a number per matrix."""
+    return count * max(m, n) * width_of(spec.dtype) if spec.normalizes else 0
+
+
+def factors_of_pieces_bytes(units: Units, piece_shape: tuple[int, ...], count: int, spec: WorkspaceSpec) -> int:
+    """Return the bytes that `transports.factors_of_pieces` allocates for so many units."""
+    if spec.scales_decay:  # the vectors side by side, and of each entry two factors
+        vectors = 2 * sum(factor_bytes(count, *kind.shape, spec) for kind in units.kinds)
+        return vectors + factors_of_pieces_bytes(units, piece_shape, 2 * count, spec._replace(scales_decay=False))
+    pieces = count * math.prod(piece_shape) * width_of(spec.dtype)
+    if len(units.kinds) > 1 or (spec.normalizes and not is_plain(units.view, units.shape)):
+        # Factors of whole units, each as often as it is used.
+        return count * math.prod(units.shape) * width_of(spec.dtype) + pieces
+    return pieces if spec.normalizes and sum(length > 1 for length in piece_shape) > 2 else 0
+
+
+def neuron_bytes(form: Form | None, count: int, m: int, n: int, spec: WorkspaceSpec) -> int:
+    """Return the bytes that advancing the neurons of so many updates allocates, the factors included."""
+    if not spec.normalizes:
+        return 0
+    if spec.kernels == "triton":
+        from quintic.kernels.update.neuron import neuron_bytes as per_matrix
+
+        return count * per_matrix(m, n)
+    width, item = width_of(spec.dtype), update_dtype(form, spec.dtype).itemsize
+    # CPUs make sums of other entries than float32's of widened copies; GPUs square entries before they add them.
+    widens = item < width or spec.device.type == "cuda"
+    return 10 * factor_bytes(count, m, n, spec) + (count * m * n * width if widens else 0)
+
+
+@lru_cache(maxsize=256)
+def _orders(view: View, unit_shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return for each matrix of a unit whether its rows, or columns, follow each other in memory without gaps."""
+
+    def order(matrix: Tensor) -> str:
+        if matrix.is_contiguous():
+            return "rows"
+        return "columns" if matrix.shape[0] == 1 and matrix[0].mT.is_contiguous() else "gaps"
+
+    return tuple(order(matrix) for block in view.blocks(torch.empty(unit_shape, device="meta")) for matrix in block)
+
+
+# ---------------------------------------------------------------------------------------------------------- the passes
+
+
+def directions_bytes(numel: int, direction: torch.dtype, spec: WorkspaceSpec, *, in_order: bool = True) -> int:
+    """Return the bytes that the first pass over so many entries allocates, its result included.
+
+    Kernels write directions in the order of memory, which is not that of rows in every case (`in_order`).
+    """
+    if spec.kernels == "triton":
+        # Those in other orders are put side by side.
+        return numel * direction.itemsize * (1 if in_order else 2)
+    # Of a tensor, or a piece of it, directions before they are rounded, and what is kept in less than float32 widened.
+    wide = 1 + (spec.dtype.itemsize < 4) + spec.narrow
+    return numel * direction.itemsize + at_a_time(numel, spec) * wide * width_of(spec.dtype)
+
+
+def applied_bytes(numel: int, spec: WorkspaceSpec) -> int:
+    """Return the bytes of the second pass if the largest parameter, or part of one, has so many entries."""
+    if spec.kernels == "triton":
+        return 0
+    if spec.has_masters:
+        # The step, and what completes weights to float32 (`precision.py`), or the mask and what it is made of.
+        tensors = 5 + spec.scales_decay
+    elif spec.cautious or spec.scales_decay:
+        # The step and what the mask is made of; weights of less than float32 are widened.
+        tensors = 4 + (spec.dtype.itemsize < 4) + spec.scales_decay
+    else:
+        # The step; the weight widened, as it was and as it will be.
+        tensors = 1 + 2 * (spec.dtype.itemsize < 4)
+    return at_a_time(numel, spec) * (width_of(spec.dtype) * tensors + spec.cautious) + 64
+
+
+def matrices_bytes(
+    numel: int,
+    largest: int,
+    direction: torch.dtype,
+    work: Footprint,
+    factors: int,
+    spec: WorkspaceSpec,
+    *,
+    in_order: bool,
+) -> int:
+    """Return the bytes that a step of whole matrices allocates, given their gradients: directions, updates, weights.
+
+    They have so many entries in all, and in the largest parameter or part of one. Work is that from directions to
+    updates, factors are the bytes of the factors of updates and decay; `in_order` as for `directions_bytes`.
+    """
+    held = numel * direction.itemsize * (1 if in_order or spec.kernels == "torch" else 2)
+    applying = work.kept + factors + applied_bytes(largest, spec)
+    return max(directions_bytes(numel, direction, spec, in_order=in_order), held + max(work.peak, applying))
+
+
+def at_a_time(numel: int, spec: WorkspaceSpec) -> int:
+    """Return the number of a tensor's entries that plain passes work on at a time, see `update.in_pieces`."""
+    return min(numel, CPU_PIECE) if spec.device.type == "cpu" else numel

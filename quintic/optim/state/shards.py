@@ -1,0 +1,258 @@
+"""The runs of a parameter's memory that each rank owns, where ranks shard state.
+
+Who owns what follows from the shapes and views of a group's parameters and the number of ranks alone. State does not
+move: it must not get another owner when other groups are added, or when options change between steps or are loaded.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.collectives import this_rank
+from quintic.optim.comms.sharing import layouts_of, sharding_ranks
+from quintic.optim.groups.options import Group
+from quintic.optim.layout.layouts import numel_of, size_of
+from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.layout.views import Unit, View
+from quintic.optim.rules.table import PARAM_SHAPED_STATE
+from quintic.optim.state.owners import assign_owners, loads_of, shape_cost
+
+__all__ = [
+    "ShardedState",
+    "StateShard",
+    "StateSharding",
+    "local_shard_pairs",
+    "shard_of_saved",
+    "sharded_parameters",
+    "shards_of",
+    "state_of_shard",
+    "view_as_shard",
+]
+
+# AdamW parameters with fewer entries per rank than this have one owner: a message is not worth less.
+_LEAST_ENTRIES = 1024
+
+# Ranges begin at multiples of this many entries, which every kernel likes.
+_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StateShard:
+    """A run of one parameter's entries, in the order of memory, which one rank updates."""
+
+    name: str
+    index: int
+    """Position of the parameter in its group."""
+    start: int
+    stop: int
+    owner: int
+    """Position of the owner among the ranks."""
+    offset: int = 0
+    """Where its entries stand in the owner's state of the parameter."""
+    unit: Unit | None = None
+    """The unit that the entries are, for Muon."""
+
+    @property
+    def numel(self) -> int:
+        """Return the number of entries."""
+        return self.stop - self.start
+
+
+class StateSharding(NamedTuple):
+    """The owner of each entry of a parameter, and its place: state that was divided otherwise means something else."""
+
+    ranks: tuple[int, ...]
+    runs: tuple[tuple[int, int, int], ...]
+    """(owner, start, stop): the position of an owner among the ranks, and its entries in the order of memory."""
+    strides: tuple[int, ...]
+    """The order of memory: strides of the parameter's dimensions that have several entries."""
+
+
+class ShardedState(NamedTuple):
+    """How the ranks shard the state of one parameter."""
+
+    shards: Sequence[StateShard]
+    ranks: tuple[int, ...]
+
+    @property
+    def local(self) -> list[StateShard]:
+        """Return the shards of this rank."""
+        position = self.ranks.index(this_rank())
+        return [shard for shard in self.shards if shard.owner == position]
+
+    def sharding(self, param: Tensor) -> StateSharding:
+        """Return the sharding of its state, whatever shards the entries of one owner come in."""
+        runs: list[tuple[int, int, int]] = []
+        for shard in self.shards:
+            start = shard.start
+            if runs and runs[-1][0] == shard.owner and runs[-1][2] == start:
+                _, start, _ = runs.pop()
+            runs.append((shard.owner, start, shard.stop))
+        strides = tuple(stride for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1)
+        return StateSharding(self.ranks, tuple(runs), strides)
+
+
+def sharded_parameters(groups: Sequence[Group]) -> dict[Tensor, ShardedState]:
+    """Return the parameters whose state is sharded among ranks."""
+    sharded: dict[Tensor, ShardedState] = {}
+    for group in groups:
+        ranks = sharding_ranks(group, layouts_of(group))
+        if ranks:
+            rows = zip(group.params, shards_of(group, ranks), strict=True)
+            sharded |= {param: ShardedState(shards, ranks) for param, shards in rows}
+    return sharded
+
+
+def shards_of(group: Group, ranks: Sequence[int]) -> list[list[StateShard]]:
+    """Return for each parameter of a group its shards, in the order of memory; `ranks` shard the state."""
+    num_ranks = len(ranks)
+    if group.rule.orthogonalizes:
+        return _shards_of_matrices(group, num_ranks)
+    loads = [0] * num_ranks
+    of_params: list[list[StateShard]] = []
+    for index, (name, param) in enumerate(zip(group.param_names, group.params, strict=True)):
+        numel = param.numel()
+        if numel < _LEAST_ENTRIES * num_ranks:
+            owner = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
+            loads[owner] += numel
+            of_params.append([StateShard(name, index, 0, numel, owner)] if numel else [])
+            continue
+        size = _range_size(param, num_ranks)
+        ranges = [(min(owner * size, numel), min((owner + 1) * size, numel)) for owner in range(num_ranks)]
+        of_params.append([StateShard(name, index, a, b, owner) for owner, (a, b) in enumerate(ranges) if a < b])
+    return of_params
+
+
+def _range_size(param: Tensor, num_ranks: int) -> int:
+    """Return the number of entries for each rank, the last fewer: whole rows where the parameter has enough of them."""
+    # Not the stride, which means nothing where there is one row, and may then differ between ranks.
+    row = math.prod(param.shape[1:]) if param.ndim and param.is_contiguous() else 1
+    # So many rows are a multiple of what kernels like.
+    step = _MULTIPLE // math.gcd(row, _MULTIPLE) * row
+    if step * num_ranks > param.numel():
+        step = _MULTIPLE
+    return -(-param.numel() // (num_ranks * step)) * step
+
+
+def _shards_of_matrices(group: Group, num_ranks: int) -> list[list[StateShard]]:
+    assignments: list[tuple[int, int, int, Unit]] = []
+    costs = []
+    for index, param in enumerate(group.params):
+        for unit in _runs(group.view, param):
+            start, stop = _range_of(unit, tuple(param.shape))
+            if start < stop:
+                assignments.append((index, start, stop, unit))
+                costs.append(sum(count * shape_cost(m, n) for count, m, n in unit.view.shapes(size_of(unit.box))))
+    of_params: list[list[StateShard]] = [[] for _ in group.params]
+    for (index, start, stop, unit), owner in zip(assignments, _owners(assignments, costs, num_ranks), strict=True):
+        offset = sum(shard.numel for shard in of_params[index] if shard.owner == owner)
+        of_params[index].append(StateShard(group.param_names[index], index, start, stop, owner, offset, unit))
+    return of_params
+
+
+def _owners(assignments: Sequence[tuple[int, int, int, Unit]], costs: Sequence[int], num_ranks: int) -> list[int]:
+    """Return the owner of each unit: each rank has a run of every bank, if the busiest then has no more to do.
+
+    A bank is a parameter with at least a unit for every rank, which all cost the same. A run travels from its place.
+    """
+    of_params: dict[int, list[int]] = {}
+    for number, (index, *_) in enumerate(assignments):
+        of_params.setdefault(index, []).append(number)
+    banks = [
+        numbers
+        for numbers in of_params.values()
+        if len(numbers) >= num_ranks and len({costs[number] for number in numbers}) == 1
+    ]
+    even = [numbers for numbers in banks if len(numbers) % num_ranks == 0]
+    shardings = [_in_runs(banks, costs, num_ranks)]
+    if len(even) < len(banks):
+        shardings.append(_in_runs(even, costs, num_ranks))
+    return min(shardings, key=lambda owners: max(loads_of(costs, owners, num_ranks)))  # the first one if equal
+
+
+def _in_runs(banks: Sequence[Sequence[int]], costs: Sequence[int], num_ranks: int) -> list[int]:
+    """Return the owner of each unit, each rank having a run of every bank; banks are given as numbers of units.
+
+    All ranks have equally many units of a bank. The rest of it, and units of no bank, go to the ranks with the
+    least; then the runs are as long as the ranks have units.
+    """
+    owners = [-1] * len(costs)
+    for numbers in banks:
+        for place, number in enumerate(numbers[: len(numbers) // num_ranks * num_ranks]):
+            owners[number] = place % num_ranks
+    rest = [number for number, owner in enumerate(owners) if owner < 0]
+    # Evenly divided units are the same load for every rank.
+    for number, owner in zip(rest, assign_owners([costs[n] for n in rest], [()] * len(rest), num_ranks), strict=True):
+        owners[number] = owner
+    for numbers in banks:
+        for number, owner in zip(numbers, sorted(owners[number] for number in numbers), strict=True):
+            owners[number] = owner
+    return owners
+
+
+def _runs(view: View, param: Tensor) -> tuple[Unit, ...]:
+    """Return the units of a tensor, or one of them all if some are no runs of its memory."""
+    shape = tuple(param.shape)
+    units = view.units(shape)
+    if param.is_contiguous() and all(_is_run(unit, shape) for unit in units):
+        return units
+    matrices = tuple((block, matrix) for block, (b, _, _) in enumerate(view.shapes(shape)) for matrix in range(b))
+    return (Unit(tuple((0, size) for size in shape), view, matrices),)
+
+
+def _is_run(unit: Unit, shape: tuple[int, ...]) -> bool:
+    start, stop = _range_of(unit, shape)
+    return stop - start == numel_of(unit.box)
+
+
+def _range_of(unit: Unit, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the places of the first entry of a box, and behind its last, in a contiguous tensor."""
+    first = last = 0
+    for (a, b), size in zip(unit.box, shape, strict=True):
+        if a == b:
+            return 0, 0
+        first, last = first * size + a, last * size + b - 1
+    return first, last + 1
+
+
+def local_shard_pairs(
+    flat: Tensor, whole: Tensor, own: Iterable[StateShard], param: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each shard of a rank in its flat state, sharing memory, and the same entries of a whole tensor."""
+    ordered = whole.contiguous()
+    if not param.is_contiguous():
+        ordered = torch.empty_like(param, dtype=whole.dtype, device=whole.device).copy_(whole)
+    entries = in_memory_order(ordered)
+    for shard in own:
+        yield flat[shard.offset : shard.offset + shard.numel], entries[shard.start : shard.stop]
+
+
+def shard_of_saved(
+    what: str, param: Tensor, sharded: ShardedState, target: Tensor, source: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the runs of this rank's flat state beside those of a saved whole tensor; an error if its shape differs."""
+    if source.shape != param.shape:
+        raise ValueError(f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(param.shape)}")
+    yield from local_shard_pairs(target, source, sharded.local, param)
+
+
+def view_as_shard(run: Tensor, shard: StateShard, param: Tensor) -> Tensor:
+    """Return a run of memory as the shard of a parameter that it is, sharing memory."""
+    if shard.unit is None:
+        return run
+    if shard.numel == param.numel():
+        return run.as_strided(param.shape, param.stride(), run.storage_offset())
+    return run.view(size_of(shard.unit.box))
+
+
+def state_of_shard(state: Mapping[str, Tensor], shard: StateShard, param: Tensor) -> dict[str, Tensor]:
+    """Return a part's own state, shaped as the shard: of flat tensors, which hold all shards of this rank, its run."""
+    run = slice(shard.offset, shard.offset + shard.numel)
+    return {
+        key: view_as_shard(value[run], shard, param) if key in PARAM_SHAPED_STATE else value
+        for key, value in state.items()
+    }
