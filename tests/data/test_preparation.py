@@ -413,7 +413,7 @@ def test_what_a_checkpoint_says_of_an_unfinished_shard_is_on_disk(
 
 def run_python(code: str) -> "subprocess.CompletedProcess[str]":
     prelude = "import os, signal, sys, hashlib\nfrom pathlib import Path\nfrom quintic.data import preparation\n"
-    prelude += "from quintic.data.preparation import Dataset, prepare\nshards._BATCH_BYTES = 8192\n"
+    prelude += "from quintic.data.preparation import Dataset, prepare\npreparation._BATCH_BYTES = 8192\n"
     return subprocess.run(
         [sys.executable, "-c", prelude + code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=100
     )
