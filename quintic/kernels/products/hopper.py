@@ -5,7 +5,7 @@ different tasks:
 
 - One warp fetches (`_fetch`). The copy engine (tensor memory accelerator, TMA) fills a ring of stages in shared memory
   with blocks of the operands. Barrier `full` of a stage says that it was filled, barrier `empty` that it was read.
-- Two groups of four warps multiply (`_multiply`), in one of two modes:
+- Two groups of four warps multiply (`_matmul`), in one of two modes:
   *Alternating* (HALVES 1). Each group computes tiles of its own, and they take turns: while one group writes its
   result, the other uses the tensor cores. This hides the epilogue of a tile, a third of the time for 768 rows.
   *Paired* (HALVES 2). If there are at most as many tiles as programs, the groups compute one half of each tile.
@@ -116,7 +116,7 @@ def _fetch(
 
 
 @gluon.jit
-def _multiply(
+def _matmul(
     # Number of the group, 0 or 1.
     WHICH: gl.constexpr,
     # Descriptors (batch, m, n) of c (read if `adds`) and of the result.
@@ -247,7 +247,7 @@ def _multiply(
 # Triton would compile variants for sizes that are 1 or multiples of 16; one for all sizes is enough.
 @gluon.jit(do_not_specialize=["total", "per_matrix", "rows", "columns", "steps", "adds"])
 def _product_kernel(
-    # Descriptors as in `_fetch` and `_multiply`.
+    # Descriptors as in `_fetch` and `_matmul`.
     a,
     b,
     c,
@@ -289,10 +289,10 @@ def _product_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_multiply, (0, c, out, out_transposed, smem_a, smem_b, staging, staging_transposed, full, empty, loaded,
+            (_matmul, (0, c, out, out_transposed, smem_a, smem_b, staging, staging_transposed, full, empty, loaded,
                          turns, total, per_matrix, rows, columns, steps, adds, alpha, beta, diagonal, SYMMETRIC,
                          A_TRANSPOSED, B_TRANSPOSED, HALVES)),
-            (_multiply, (1, c, out, out_transposed, smem_a, smem_b, staging, staging_transposed, full, empty, loaded,
+            (_matmul, (1, c, out, out_transposed, smem_a, smem_b, staging, staging_transposed, full, empty, loaded,
                          turns, total, per_matrix, rows, columns, steps, adds, alpha, beta, diagonal, SYMMETRIC,
                          A_TRANSPOSED, B_TRANSPOSED, HALVES)),
             (_fetch, (a, b, smem_a, smem_b, full, empty, total, per_matrix, rows, columns, steps, SYMMETRIC,
