@@ -18,6 +18,7 @@ def log_plan(plan: Plan, groups: Sequence[Group], rank: int) -> None:
     # The lines of a large model are many; do not make them for nothing.
     if not _logger.isEnabledFor(logging.DEBUG):
         return
+    # Parameters, the plan as a whole, then bucket by bucket.
     for group in groups:
         how = f"{group.algorithm}, {group.view}" if group.rule.orthogonalizes else group.algorithm
         for name, param in zip(group.param_names, group.params, strict=True):

@@ -33,6 +33,7 @@ POOL_BUFFERS = 3
 class Offloaded(NamedTuple):
     """The offloaded state of a bucket, in bytes."""
 
+    # The three sizes need not be equal: a bucket may be computed in several loads, and has two kinds of them.
     num_bytes: int
     """Loaded and stored in a step."""
     directions: int

@@ -1,4 +1,4 @@
-"""The plan: the buckets of a step, their schedule, and what they cost. Frozen data, no arithmetic on weights.
+"""The plan: the buckets of a step, their schedule and their costs. Frozen data, no arithmetic on weights.
 
 A bucket is one batched computation: for Muon, matrices of one shape, memory layout, dtype, device and parameter group,
 as many as fit the workspace; for AdamW, all parameters of one dtype, device and group. The plan is built once, and

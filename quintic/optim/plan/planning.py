@@ -89,6 +89,7 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> It
         name, param = group.param_names[index], local_tensor(group.params[index])
         key = (param.dtype, param.device, choose_kernels(group.kernels, param), is_dense(param))
         members.setdefault(key, []).append(BucketMember(name=name, index=index))
+    # One bucket each: AdamW's temporary memory does not grow with the number of parameters.
     for (dtype, device, kernels, dense), alike in members.items():
         numels = [local_tensor(group.params[member.index]).numel() for member in alike]
         yield Local(
@@ -137,6 +138,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
         at_a_time = _matrices_at_a_time(group, total, m * n, dtype, most)
         if device.type == "cpu":
             at_a_time = min(at_a_time, max(1, _CPU_ENTRIES // max(1, m * n)))
+        # One bucket for each list of at most so many matrices; its bound is for this device.
         for chunk in _chunks(members, at_a_time):
             counts = [member.num_matrices for member in chunk]
             count = sum(counts)

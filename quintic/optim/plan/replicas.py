@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ReplicaStrategy: TypeAlias = Literal["divide", "repeat", "host"]
-"""The ranks that divide the work on a matrix: all, those of one copy, or those of the copies of one host."""
+"""The ranks that divide the work on a matrix: all, the ranks of one copy, or the ranks of one host's copies."""
 
 # In order of preference if they are equally fast: the first repeats no work.
 _STRATEGIES: tuple[ReplicaStrategy, ...] = ("divide", "repeat", "host")
@@ -45,6 +45,7 @@ _STRATEGIES: tuple[ReplicaStrategy, ...] = ("divide", "repeat", "host")
 class Links(NamedTuple):
     """Bytes per second that one rank sends, and receives at the same time."""
 
+    # GPUs of one host are linked directly, those of several hosts by a network.
     within_host: float
     between_hosts: float
 
@@ -77,6 +78,7 @@ class ReplicaChoice(NamedTuple):
 
     def __str__(self) -> str:
         """Return the choice and the estimates in one line."""
+        # As in "copies on 16 ranks: all divide the work (estimated: divide 3.1 ms, repeat 4.2 ms)".
         texts = {
             "divide": "all divide the work",
             "repeat": "those of each copy divide the work, which others repeat",
@@ -113,6 +115,7 @@ def work_sets(layout: Layout, strategy: ReplicaStrategy, hosts: Sequence[int]) -
 
 def renumbered(hosts: Iterable[int]) -> list[int]:
     """Return the hosts numbered from 0 in the order of their first occurrence."""
+    # Hosts of some of the ranks may have any numbers; sums over hosts need consecutive ones.
     numbers: dict[int, int] = {}
     return [numbers.setdefault(host, len(numbers)) for host in hosts]
 
@@ -155,7 +158,7 @@ def choose_replica_strategies(
         undecided = dict.fromkeys(one for group, one in shared if group.replicas == "auto" and has_replicas(one))
         if not undecided or ranks not in hosts:
             continue
-        # Estimate every strategy, except those that come to the same sets of ranks as one before.
+        # Estimate every strategy, unless one before it has the same sets of ranks.
         seconds: dict[ReplicaStrategy, float] = {}
         seen: list[object] = []
         for strategy in _STRATEGIES:
@@ -202,6 +205,7 @@ def layouts_for_work(
 def _unit_seconds(shared: SharedBucket) -> float:
     """Return the estimated seconds for orthogonalising one unit of a bucket, by `SPEEDS`."""
     spec, seconds = shared.key.spec, 0.0
+    # A user's function is taken to compute in the dtype of the weights.
     for kind in shared.units.kinds:
         seconds += kind.cost / speed_of(spec.device.type, spec.dtype if kind.form is None else kind.form.compute_dtype)
     return seconds
@@ -235,4 +239,5 @@ def _seconds(
             away = torch.stack(traffic_of(shared.exchange_bytes, hosts_of_these))
             between[:, where] += away
             within[:, where] += everywhere - away
+    # The slowest resource: the busiest rank's device, or the busiest link of either kind.
     return max(float(busy.max()), float(within.max()) / LINKS.within_host, float(between.max()) / LINKS.between_hosts)

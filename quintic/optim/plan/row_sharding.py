@@ -3,7 +3,7 @@
 A rank marks the rows that it touches with one byte per row of the table, and sends every owner the marks of its rows.
 This message has a fixed size, so that no host must know a number before it is sent, and the marks determine everything
 that follows: each rank sends its marked rows in ascending order, so an owner receives the marked rows of rank 0, then
-those of rank 1, and so on:
+the marked rows of rank 1, and so on:
 
     owner's rows       0  1  2  3  4        received    rows of rank 0   rows of rank 1
     marks of rank 0    0  1  0  0  1                       1  4             1  2  3
@@ -113,7 +113,7 @@ def places_of(marks: Tensor) -> Tensor:
 def mean_of_rows(received: Tensor, places: Tensor, kernels: Kernels) -> Tensor:
     """Return the mean over ranks of an owner's rows, (rows, row size); rows that a rank did not send count as zeros.
 
-    The bits are those of `packing.mean_of_ranks` with the zeros written out.
+    The bits are the same as of `packing.mean_of_ranks` with the zeros written out.
 
     Args:
         received: (rows received, row size) contiguous, rank by rank.
