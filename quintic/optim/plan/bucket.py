@@ -200,10 +200,9 @@ class Local(_BucketBase):
 class _Shared(_BucketBase):
     """A bucket shared with other ranks, stepped in three stages with a message between each two."""
 
-    # Both are upper bounds in bytes.
-    # Temporary memory by stage.
+    # Upper bounds of its temporary bytes by stage.
     stages: Stages
-    # The stages of the rank that needs most: all ranks must decide alike how many buckets are under way at a time.
+    # The same on the rank that needs most: all ranks must decide alike how many buckets are under way at a time.
     shared_stages: Stages
 
     @property

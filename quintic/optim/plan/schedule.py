@@ -151,8 +151,8 @@ def overlapping_bytes(stages: Sequence[Stages], schedule: Schedule, local_bytes:
     Args:
         stages: the bytes of each bucket with collectives, in the order in which they are computed.
         schedule: their schedule.
-        local_bytes: the most bytes that one of the other buckets needs; they run one after the other, while buckets
-            with collectives hold what they have in that moment.
+        local_bytes: the most bytes that one of the other buckets needs; they run one after the other, beside the
+            messages that are under way then.
     """
     parts = [0] * len(stages)  # how many stages each bucket has begun
     peak = held = 0
