@@ -139,7 +139,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
         if device.type == "cpu":
             at_a_time = min(at_a_time, max(1, _CPU_ENTRIES // max(1, m * n)))
         # One bucket for each list of at most so many matrices; its bound is for this device.
-        for chunk in _chunks(members, at_a_time):
+        for chunk in _member_chunks(members, at_a_time):
             counts = [member.num_matrices for member in chunk]
             count = sum(counts)
             yield Local(
@@ -182,7 +182,7 @@ def _matrices_at_a_time(
     return limit
 
 
-def _chunks(members: Sequence[BucketMember], limit: int) -> Iterator[list[BucketMember]]:
+def _member_chunks(members: Sequence[BucketMember], limit: int) -> Iterator[list[BucketMember]]:
     """Yield members in lists of at most `limit` matrices each, in order; a member may be split over several lists."""
     chunk: list[BucketMember] = []
     free = limit
