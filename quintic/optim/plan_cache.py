@@ -12,6 +12,7 @@ The plan is built, ranks are connected and state is made (`state/sync.py`) by th
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -37,6 +38,8 @@ __all__ = ["PlanCache", "States"]
 _PLANNED_OPTIONS = options_affecting("plan")
 
 States: TypeAlias = dict[Tensor, dict[str, Any]]
+
+_PARAMS = itemgetter("params")
 
 
 class PlanCache:
@@ -72,17 +75,6 @@ class PlanCache:
         self._num_planned_hosts = 0
         """The number of sets of ranks that had told each other their hosts when the plan was made."""
 
-    @property
-    def _dictionaries(self) -> Sequence[dict[str, Any]]:
-        """Parameter groups as PyTorch keeps them."""
-        dictionaries: Sequence[dict[str, Any]] = self._home["param_groups"]
-        return dictionaries
-
-    @property
-    def _states(self) -> States:
-        states: States = self._home["state"]
-        return states
-
     def add(self, number: int, dictionary: dict[str, Any]) -> None:
         """Check a new group and connect its ranks, which must all call it; an error changes nothing."""
         check_group(number, dictionary)
@@ -113,7 +105,7 @@ class PlanCache:
         self.refresh()
         if self.runner is None:
             self.runner = Runner(
-                self.groups, self._states, self.communicators, self.orders, self.rows, self.precomputed
+                self.groups, self._home["state"], self.communicators, self.orders, self.rows, self.precomputed
             )
             self._num_planned_hosts = len(self.communicators.hosts)
             self._take_fingerprint()
@@ -124,8 +116,11 @@ class PlanCache:
 
         Before the first step they tell each other on which hosts they are, and the plan may depend on it.
         """
-        runner = self.planned()
+        self.refresh()
         # Until plans are validated, ranks may not have told each other of their hosts.
+        if self.runner is not None and self.runner.consensus.plans_validated:
+            return self.runner
+        runner = self.planned()
         if not runner.consensus.plans_validated:
             self.communicators.connect(self.groups, [layouts_of(group) for group in self.groups])
             if self._num_planned_hosts != len(self.communicators.hosts):
@@ -138,7 +133,7 @@ class PlanCache:
         return [
             # Tied copies are never stepped on their own, so they wait in every step.
             (dictionary["pending_steps"] + 1) % group.step_every or (group.step_every if group.tied_to else 0)
-            for dictionary, group in zip(self._dictionaries, self.groups, strict=True)
+            for dictionary, group in zip(self._home["param_groups"], self.groups, strict=True)
         ]
 
     def end_step(self, steps_until_due: Sequence[int]) -> None:
@@ -151,7 +146,7 @@ class PlanCache:
         """Set each group's count of steps, after a step that was made or rejected."""
         if self.runner is not None and (self.runner.ties or self.precomputed.groups):
             self.runner.end_step(steps_until_due)
-        for dictionary, pending in zip(self._dictionaries, steps_until_due, strict=True):
+        for dictionary, pending in zip(self._home["param_groups"], steps_until_due, strict=True):
             dictionary["pending_steps"] = pending % dictionary["step_every"]
 
     def use_state(self) -> None:
@@ -161,7 +156,8 @@ class PlanCache:
             for group in self.groups:
                 for param in group.params:
                     open_for_step(param)
-        self._make_state()
+        if not self._state_sync.is_current(self.groups, self._home["state"]):
+            self._make_state()
         self._state_sync.use()
 
     def needed_state(self) -> States:
@@ -170,7 +166,8 @@ class PlanCache:
         self._make_state()
         if self.runner is not None:
             self.runner.finish()
-        return self._states
+        states: States = self._home["state"]
+        return states
 
     def give_state(self) -> None:
         """Like `needed_state`, for callers that may replace tensors; cheap if nothing changed."""
@@ -189,7 +186,7 @@ class PlanCache:
             names: {made-up name: loaded name} of parameters that had no names of their own.
         """
         self._state_sync.use()
-        self._state_sync.drop_unused(self._states)
+        self._state_sync.drop_unused(self._home["state"])
         for number, group in enumerate(self.groups):
             frozen = {i for i, param in enumerate(group.params) if param in without and not param.requires_grad}
             if not frozen <= group.idle:
@@ -199,7 +196,7 @@ class PlanCache:
             self.orders = self.orders.renamed(names)
             self.invalidate()
         # Without state and plan nothing needs the groups, and references to them would keep parameters alive.
-        if not self._states and self.runner is None:
+        if not self._home["state"] and self.runner is None:
             self._fingerprint, self.groups, self._idle = None, [], []
 
     def parameters(self) -> list[Parameter]:
@@ -219,7 +216,7 @@ class PlanCache:
         # All ranks find out here whether their groups differ, before any waits for logits of another one.
         runner.consensus.validate_plans()
         if self._qk_step is None or self._qk_step.clip != qk_clip:
-            self._qk_step = QKStep(qk_clip, self.groups, self._states, self.communicators)
+            self._qk_step = QKStep(qk_clip, self.groups, self._home["state"], self.communicators)
         self._qk_step.start(logits)
         return self._qk_step
 
@@ -229,10 +226,10 @@ class PlanCache:
         Cheap if nothing changed: it runs several times in every step.
         """
         self._links.follow()
-        dictionaries = self._dictionaries
+        dictionaries: Sequence[dict[str, Any]] = self._home["param_groups"]
         # 1. Parameters.
         if self._fingerprint is not None:
-            change = self._fingerprint.check([dictionary["params"] for dictionary in dictionaries])
+            change = self._fingerprint.check(list(map(_PARAMS, dictionaries)))
             if change is Change.PARAMETERS:
                 self.invalidate()
             elif change is Change.MEMORY and self.runner is not None:
@@ -278,12 +275,12 @@ class PlanCache:
                     close(param)
 
     def _make_state(self) -> None:
-        if self._state_sync.is_current(self.groups, self._states):
+        if self._state_sync.is_current(self.groups, self._home["state"]):
             return
         if self.runner is not None:
             self.runner.finish()
             self.runner.invalidate_views()
-        self._state_sync.bring_up_to_date(self.groups, self._states)
+        self._state_sync.bring_up_to_date(self.groups, self._home["state"])
         self._take_fingerprint()
 
     def _take_fingerprint(self) -> None:

@@ -101,7 +101,7 @@ class Group(Options):
     @property
     def lr_ratio(self) -> float:
         """Return the factor from `lr` to the learning rate of the group's steps: 1, or an AdamW group's ratio."""
-        return 1.0 if self.rule.orthogonalizes or self.adamw_lr_ratio is None else float(self.adamw_lr_ratio)
+        return 1.0 if self.adamw_lr_ratio is None or self.rule.orthogonalizes else float(self.adamw_lr_ratio)
 
     @property
     def effective_lr(self) -> float:
