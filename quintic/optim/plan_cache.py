@@ -225,7 +225,6 @@ class PlanCache:
 
         Cheap if nothing changed: it runs several times in every step.
         """
-        self._links.follow()
         dictionaries: Sequence[dict[str, Any]] = self._home["param_groups"]
         # 1. Parameters.
         if self._fingerprint is not None:
@@ -244,6 +243,7 @@ class PlanCache:
         same_number = len(self.groups) == len(dictionaries)
         if same_number and not self._state_sync.is_stale and all(map(Group.is_as_in, self.groups, dictionaries)):
             return
+        self._links.follow()
         groups, must_plan = [], False
         # Freezing a parameter that has state changes nothing: it may get a gradient, and is stepped again then.
         awake = {param for group in self.groups for i, param in enumerate(group.params) if i not in group.idle}
