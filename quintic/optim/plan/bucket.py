@@ -38,11 +38,11 @@ class ParameterUnit:
     """A unit of one parameter."""
 
     name: str
+    # Position of the parameter in its group.
     index: int
-    """Position of the parameter in its group."""
     unit: Unit
+    # Position of each of its matrices among all matrices of the parameter.
     first_matrices: tuple[int, ...]
-    """Position of each of its matrices among all matrices of the parameter."""
 
     @classmethod
     def of(cls, group: Group, index: int, unit: Unit, shape: Sequence[int]) -> "ParameterUnit":
@@ -56,16 +56,16 @@ class ParameterUnit:
 class Units:
     """The units of one bucket, each of which one of the ranks owns."""
 
+    # The shape of every unit.
     shape: tuple[int, ...]
-    """The shape of every unit."""
+    # How a unit is divided into matrices.
     view: View
-    """How a unit is divided into matrices."""
+    # One for each matrix of a unit.
     kinds: tuple[Kind, ...]
-    """One for each matrix of a unit."""
+    # The units of all ranks, in the order of their owners.
     all: tuple[ParameterUnit, ...]
-    """The units of all ranks, in the order of their owners."""
+    # The places of the units that this rank orthogonalises.
     local_slice: slice
-    """The places of the units that this rank orthogonalises."""
 
     @cached_property
     def flops(self) -> int:
@@ -122,23 +122,23 @@ class _BucketBase:
     """The base of all kinds of buckets."""
 
     rule: UpdateRule
+    # Position of the parameter group in `optimizer.param_groups`.
     group: int
-    """Position of the parameter group in `optimizer.param_groups`."""
+    # This rank's entries of the bucket: matrices, pieces or whole parameters.
     members: tuple[BucketMember, ...]
-    """This rank's entries of the bucket: matrices, pieces or whole parameters."""
+    # (m, n) of every matrix; None for AdamW.
     shape: tuple[int, int] | None = None
-    """(m, n) of every matrix; None for AdamW."""
     dtype: torch.dtype
     device: torch.device
+    # Implementation of the element-wise passes.
     kernels: Kernels
-    """Implementation of the element-wise passes."""
+    # How the matrices are orthogonalised; None for AdamW and for a user's function.
     form: Form | None = None
-    """How the matrices are orthogonalised; None for AdamW and for a user's function."""
     numel: int
+    # Floating-point operations of orthogonalisation (matrix products only); 0 for AdamW.
     flops: int = 0
-    """Floating-point operations of orthogonalisation (matrix products only); 0 for AdamW."""
+    # The state that is in host memory, with `offload=True`.
     offloaded: Offloaded | None = None
-    """The state that is in host memory, with `offload=True`."""
 
     @cached_property
     def direction_dtype(self) -> torch.dtype:
@@ -182,8 +182,8 @@ class _BucketBase:
 class Local(_BucketBase):
     """A bucket that this rank has whole: matrices of parameters, or for AdamW whole parameters."""
 
+    # Upper bound of the temporary memory this bucket's batched computation needs.
     workspace_bytes: int
-    """Upper bound of the temporary memory this bucket's batched computation needs."""
     needs_comm = False
     ranks = ()
 
@@ -192,10 +192,10 @@ class Local(_BucketBase):
 class _Shared(_BucketBase):
     """A bucket shared with other ranks, stepped in three stages with a message between each two."""
 
+    # Temporary memory by stage.
     stages: Stages
-    """Temporary memory by stage."""
+    # The stages of the rank that needs most: all ranks must decide alike how many buckets are under way at a time.
     shared_stages: Stages
-    """The stages of the rank that needs most: all ranks must decide alike how many buckets are under way at a time."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -241,12 +241,12 @@ class Sharded(_Shared):
     """Pieces of parameters, each with an owner that has their state; `members` are this rank's pieces."""
 
     ranks: tuple[int, ...]
+    # This rank's place among them.
     position: int
-    """This rank's place among them."""
+    # In the order of their owners.
     shards: tuple[StateShard, ...]
-    """In the order of their owners."""
+    # Whether the pieces are one whole parameter, in the order of its memory: then messages need no packing.
     is_direct: bool
-    """Whether the pieces are one whole parameter, in the order of its memory: then messages need no packing."""
     needs_comm = True
 
     @cached_property

@@ -97,6 +97,7 @@ class Exchange:
     @cached_property
     def is_local(self) -> bool:
         """Return whether nothing is sent: one rank owns all units and holds them whole, other ranks hold none."""
+        # All ranks answer alike: a message that some ranks skip would never arrive.
         owners = [position for position, count in enumerate(self.counts) if count]
         holders = [position for position, piece in enumerate(self.pieces) if piece is not None]
         return len(owners) <= 1 and holders == owners and size_of(self.pieces[owners[0]] or ()) == self.unit_shape
@@ -119,6 +120,7 @@ class Exchange:
     @cached_property
     def gathering(self) -> Amounts:
         """The entries that this rank sends and receives in a gather, which stays within a copy."""
+        # To each rank its units' pieces from here; from each rank its pieces of this rank's units.
         own, rows = self.numels[self.position], list(zip(self._same_copy, self.counts, self.numels, strict=True))
         return Amounts(
             [count * own if same else 0 for same, count, _ in rows],
@@ -156,6 +158,7 @@ class Exchange:
 
     def assemble(self, received: Tensor) -> Tensor:
         """Return (num_owned, *unit_shape) from the pieces of all ranks, one rank after the other, (entries,)."""
+        # (entries,) -> for each rank (num_owned, *piece shape) -> their places in (num_owned, *unit_shape)
         units = received.new_empty((self.num_owned, *self.unit_shape))
         for part, place in zip(received.split(self.gathering.receives), self._places, strict=True):
             if part.numel():
@@ -175,6 +178,7 @@ class Exchange:
         """
         if self.is_local or self.is_replicated:
             return self.start_all_gather(units, group)
+        # (num_owned, *unit_shape) -> for each rank (num_owned, *piece shape), one after the other
         sends = self.scattering.sends
         send = units.new_empty(sum(sends))
         for part, place in zip(send.split(sends), self._places, strict=True):
@@ -194,6 +198,7 @@ class Exchange:
         if self.is_local:
             return lambda: owned
         if self.is_sparse:
+            # Few owners: each broadcasts its rows of the result, and no rank sends padding.
             received = owned.new_empty((self.num_units, *owned.shape[1:]))
             received[self.local_slice] = owned
             return start_broadcasts(received, self.counts, group).wait
@@ -208,6 +213,7 @@ class Exchange:
             return pending.wait
 
         def without_padding() -> Tensor:
+            # (ranks * most, ...) -> (num_units, ...)
             parts = pending.wait().split(most)
             return torch.cat([part[:count] for part, count in zip(parts, self.counts, strict=True)])
 
@@ -218,12 +224,12 @@ class ExchangeBytes(NamedTuple):
     """An exchange, and the bytes of each entry and unit that it moves."""
 
     exchange: Exchange
+    # Bytes of one entry of a gather.
     direction: int
-    """Bytes of one entry of a gather."""
+    # Bytes of one entry of a scatter.
     update: int
-    """Bytes of one entry of a scatter."""
+    # Bytes of one unit's factors and second moments with NorMuon, which every rank gets with a scatter; else 0.
     factors: int
-    """Bytes of one unit's factors and second moments with NorMuon, which every rank gets with a scatter; else 0."""
 
 
 class RankTraffic(NamedTuple):
@@ -243,7 +249,7 @@ def traffic_of(exchange_bytes: ExchangeBytes, places: Tensor | None = None) -> R
     """
     exchange = exchange_bytes.exchange
     counts, copies = (torch.tensor(values, device="cpu") for values in (exchange.counts, exchange.copies))
-    pieces = torch.tensor(exchange.numels, device="cpu")
+    pieces = torch.tensor(exchange.numels, device="cpu")  # (ranks,) entries of each rank's piece of a unit
     places = torch.arange(len(counts), device="cpu") if places is None else places
     elsewhere, owned_elsewhere = (
         len(counts) - segment_sum(torch.ones_like(counts), places),
@@ -256,7 +262,8 @@ def traffic_of(exchange_bytes: ExchangeBytes, places: Tensor | None = None) -> R
     if exchange.is_replicated:
         each = math.prod(exchange.unit_shape) * exchange_bytes.update + exchange_bytes.factors
         return RankTraffic(each * given, each * taken)
-    # A gather stays within a copy of the parameters, a scatter reaches all of them.
+    # A gather stays within a copy of the parameters, a scatter reaches all of them. Entries that go from a rank to
+    # itself, or to another rank of its place, do not count.
     of_copy = copies * (int(places.max()) + 1) + places
     gather_sent = pieces * (segment_sum(counts, copies) - segment_sum(counts, of_copy))
     gather_received = counts * (segment_sum(pieces, copies) - segment_sum(pieces, of_copy))

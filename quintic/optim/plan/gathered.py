@@ -42,12 +42,12 @@ class BucketKey(NamedTuple):
     """The properties that all units of a bucket share."""
 
     group: int
+    # As the first rank sees it, without units.
     exchange: Exchange
-    """As the first rank sees it, without units."""
     view: View
     spec: WorkspaceSpec
+    # Whether parameters lie in memory row by row.
     in_order: bool
-    """Whether parameters lie in memory row by row."""
 
 
 class _UnitAssignment(NamedTuple):
@@ -55,8 +55,8 @@ class _UnitAssignment(NamedTuple):
 
     unit: ParameterUnit
     key: BucketKey
+    # Positions of the ranks that hold it whole.
     holders: tuple[int, ...]
-    """Positions of the ranks that hold it whole."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class SharedBucket:
         if self.exchange.is_local:
             return None
         units, spec = self.units, self.key.spec
+        # NorMuon sends factors and second moments side by side, one number of each for a neuron.
         factors = 2 * width_of(spec.dtype) * units.num_neurons if spec.normalizes else 0
         direction, update = units.direction_dtype(spec.dtype).itemsize, units.update_dtype(spec.dtype).itemsize
         return ExchangeBytes(self.exchange, direction, update, factors)
@@ -98,6 +99,7 @@ def shared_buckets(
         param_groups: the groups, as all ranks have them.
         layouts: for each group and parameter the layout of a parameter with messages; None for one without.
     """
+    # 1. Parameters -> units, each with the bucket that it may be in.
     assignments: list[_UnitAssignment] = []
     for number, (group, of_group) in enumerate(zip(param_groups, layouts, strict=True)):
         for index, layout in enumerate(of_group):
@@ -107,7 +109,9 @@ def shared_buckets(
         key: _units_of(key, param_groups[key.group])
         for key in dict.fromkeys(assignment.key for assignment in assignments)
     }
+    # 2. Units -> owners.
     owners, worst = _owners(assignments, units_of)
+    # 3. Units of one key -> buckets.
     together: dict[BucketKey, list[tuple[int, ParameterUnit]]] = {}
     for assignment, owner in zip(assignments, owners, strict=True):
         together.setdefault(assignment.key, []).append((owner, assignment.unit))
@@ -155,6 +159,7 @@ def _piece(box: Box, unit: Box) -> Box | None:
     common = intersection(box, unit)
     if common is None:
         return None
+    # Relative to the unit, so that units of one shape that are sharded alike have equal exchanges.
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(common, unit, strict=True))
 
 
@@ -164,12 +169,14 @@ def _owners(assignments: Sequence[_UnitAssignment], units_of: Mapping[BucketKey,
     The balance is the busiest rank's work over the mean, in the set of ranks where that is largest. Only the work
     depends on owners, so they may be others in the next plan.
     """
+    # Work is balanced within each set of ranks: only these ranks can own its units.
     together: dict[tuple[int, ...], list[int]] = {}
     for number, assignment in enumerate(assignments):
         together.setdefault(assignment.key.exchange.ranks, []).append(number)
     cost_of = {key: sum(kind.cost for kind in units.kinds) for key, units in units_of.items()}
     owners, worst = [0] * len(assignments), 1.0
     for ranks, members in together.items():
+        # Of equally busy ranks one that holds the unit whole is chosen: its pieces need not be sent.
         costs, holders = [cost_of[assignments[i].key] for i in members], [assignments[i].holders for i in members]
         assigned = assign_owners(costs, holders, len(ranks))
         for i, owner in zip(members, assigned, strict=True):
@@ -184,6 +191,7 @@ def _shared_buckets(
     per_owner: list[list[ParameterUnit]] = [[] for _ in key.exchange.ranks]
     for owner, unit in owned:
         per_owner[owner].append(unit)
+    # Every bucket has at most `limit` units of each owner, and units of at most `owners` owners.
     owners, limit = _at_a_time(key, units, group, [len(of_owner) for of_owner in per_owner])
     for start in range(0, max(map(len, per_owner)), limit):
         for first in range(0, len(per_owner), owners):
@@ -207,6 +215,7 @@ def gathered_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], ran
     key, units = shared.key, shared.units
     exchange = replace(shared.exchange, position=shared.exchange.ranks.index(rank))
     if exchange.is_local and not exchange.num_owned:
+        # Another rank has the units whole, and owns them: nothing is left for this one.
         return
     yield Gathered(
         rule=key.spec.rule,
@@ -218,6 +227,7 @@ def gathered_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], ran
         kernels=key.spec.kernels,
         form=units.kinds[0].form,
         numel=math.prod(units.shape) * exchange.num_units,
+        # Each rank orthogonalises its own units only.
         flops=exchange.num_owned * units.flops,
         stages=shared.stages(exchange),
         shared_stages=shared.most,
@@ -238,6 +248,7 @@ def _members(
         box = layout.box_of(rank)
         common = intersection(unit.unit.box, box)
         assert common is not None
+        # The piece is an index into this rank's tensor, not into the whole parameter.
         yield BucketMember(
             name=unit.name,
             index=unit.index,
@@ -257,6 +268,7 @@ def _at_a_time(key: BucketKey, units: Units, group: Group, counts: Sequence[int]
         counts: for each rank the number of units that it owns in all.
     """
     budget, num_ranks = group.max_workspace_bytes, len(counts)
+    # Offload: a bucket's state passes through buffers of bounded size.
     one = _exchange_of(key, (min(count, 1) for count in counts))
     pieces = max(map(piece_entries, distinct_by_memory(one)))
     entries = offloaded_entries(group, key.spec.dtype)
@@ -268,6 +280,7 @@ def _at_a_time(key: BucketKey, units: Units, group: Group, counts: Sequence[int]
     def peak_of_each(limit: int) -> int:
         return _peak(key, units, (min(count, limit) for count in counts)) + limit * pool
 
+    # Memory grows with the number of units, so that a bisection finds the most that fit.
     fitting = bisect_right(range(1, max(counts) + 1), budget, key=peak_of_each)
     if fitting:
         return num_ranks, min(limit, fitting)
@@ -276,6 +289,8 @@ def _at_a_time(key: BucketKey, units: Units, group: Group, counts: Sequence[int]
     def peak_of(owners: int) -> int:
         return _peak(key, units, (count * (owner < owners) for owner, count in enumerate(one.counts)))
 
+    # The first rank with a unit needs this memory in any case; some more is allowed, because few owners at a time leave
+    # the other ranks without work.
     bound = max(budget, peak_of(next(owner for owner, count in enumerate(one.counts) if count) + 1) * _TOLERANCE)
     owners = num_ranks
     while owners > 1 and peak_of(owners) > bound:
@@ -294,5 +309,6 @@ def _worst_case_stages(key: BucketKey, units: Units, exchange: Exchange) -> list
 
 def _peak(key: BucketKey, units: Units, counts: Iterable[int]) -> int:
     """Return the most temporary memory of any rank, with the bucket before and the one after like this one."""
+    # The bucket before is being scattered, and the one after is being gathered, while this one computes.
     stages = _worst_case_stages(key, units, _exchange_of(key, counts))
     return max(stage.scattering + stage.most + stage.gathering for stage in stages)

@@ -24,25 +24,25 @@ __all__ = [
     "prefetch_one_schedule",
 ]
 
+# Numbers of buckets: each moves the bucket on to its next stage. None stands for the work without collectives.
 Schedule = Sequence[int | None]
-"""Numbers of buckets: each moves the bucket on to its next stage. None stands for the work without collectives."""
 
 
 class Stages(NamedTuple):
     """Bytes that a bucket with collectives holds on this rank, by stage; neighbours overlap."""
 
+    # Once it has started, until its gather is over.
     gathering: int
-    """Once it has started, until its gather is over."""
+    # Then, until its updates are there.
     computing: int
-    """Then, until its updates are there."""
+    # Bytes that go from there into the last stage.
     updates: int
-    """Bytes that go from there into the last stage."""
+    # From then until it is finished.
     scattering: int
-    """From then until it is finished."""
+    # While it starts, if that is more than `gathering`.
     starting: int = 0
-    """While it starts, if that is more than `gathering`."""
+    # While it is finished, if that is more than `scattering`.
     finishing: int = 0
-    """While it is finished, if that is more than `scattering`."""
 
     @property
     def working(self) -> int:

@@ -53,12 +53,14 @@ def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
         fits = param.numel() <= _offload_limit(group, param.dtype, len(ranks))
         direct = rows is not None or (fits and _is_sent_directly(shards, param, len(ranks)))
         for shard in shards:
+            # The units of a bucket have one shape and view; AdamW's pieces are of any size.
             kind = None if shard.unit is None else (size_of(shard.unit.box), shard.unit.view)
             key = (kind, param.dtype, param.device, kernels, shard.index if direct else None)
             together.setdefault(key, []).append(shard)
     for (kind, dtype, device, kernels, direct), alike in together.items():
         chunks = [alike] if direct is not None else _chunks(alike, group, len(ranks), dtype)
         for shards in chunks:
+            # This rank's entries of the bucket are the pieces that it owns.
             own = [shard for shard in shards if ranks[shard.owner] == rank]
             of_kind: type[Sharded] = Sharded
             more: dict[str, Any] = {}
@@ -105,6 +107,7 @@ def _is_sent_directly(shards: Sequence[StateShard], param: Tensor, num_ranks: in
     if len({shard.unit and (shard.unit.view, size_of(shard.unit.box)) for shard in shards}) > 1:
         return False
     ends = [0, *(shard.stop for shard in shards)]
+    # The pieces follow each other in memory without a gap, the first rank's first.
     in_order = all(shard.start == end for shard, end in zip(shards, ends, strict=False)) and ends[-1] == param.numel()
     return in_order and all(a.owner <= b.owner for a, b in pairwise(shards))
 
@@ -124,6 +127,7 @@ def _chunks(
         chunk: list[StateShard] = []
         used = 0
         while any(per_owner):
+            # The next piece of every owner, so that all owners have work in every bucket.
             row = [of_owner[0] for of_owner in per_owner if of_owner]
             numel = sum(shard.numel for shard in row)
             if chunk and used + numel > limit:
@@ -142,6 +146,7 @@ def _units(shards: Sequence[StateShard], group: Group, position: int, shape: tup
         for shard in shards
         if shard.unit is not None
     )
+    # Pieces are in the order of their owners: a rank's units follow each other.
     owners = [shard.owner for shard in shards]
     owned = slice(bisect_left(owners, position), bisect_right(owners, position))
     return Units(shape, view, kinds_of(view, shape, group, first.dtype, first.device), everywhere, owned)

@@ -33,8 +33,8 @@ _MOST_TOGETHER = 2**25
 # In a packed message each rank's entries begin at a multiple of this number: an alignment that suits every kernel.
 _MULTIPLE = 64
 
+# (Number of the tensor, start, stop): a range of its entries in the order of memory.
 Entries = tuple[int, int, int]
-"""(Number of the tensor, start, stop): a range of its entries in the order of memory."""
 
 
 class ReduceScatterPlan:
@@ -61,13 +61,15 @@ class ReduceScatterPlan:
     ) -> None:
         self._dtype, self._device, self._kernels, self._is_direct = dtype, device, kernels, is_direct
         self._position = position
+        # The number of entries that each rank owns.
         self.counts = [sum(stop - start for _, start, stop in entries) for entries in owned]
-        """The number of entries that each rank owns."""
+        # The number of entries of the rank that owns most.
         self.most = max(self.counts)
-        """The number of entries of the rank that owns most."""
         counts = self.counts
         self._own = slice(sum(counts[:position]), sum(counts[: position + 1]))
 
+        # Three copies: gradients to the message for the owners, one owner after the other; this rank's entries to the
+        # message for all; and the others' entries from where an all-gather puts them, `most` entries apart.
         def packing(owners: Iterable[int], starts: Sequence[int]) -> Packing:
             spans = []
             for owner in owners:
@@ -93,11 +95,13 @@ class ReduceScatterPlan:
         if len(dtypes) > 1:
             gradients = [None if gradient is None else gradient.to(self._dtype) for gradient in gradients]
         if self._is_direct and gradients[0] is not None:
+            # The gradient's own memory is the message.
             send = in_memory_order(gradients[0]).to(self._dtype)
         else:
             send = torch.empty(sum(self.counts), dtype=self._dtype, device=self._device)
             self._to_owners.pack(gradients, send)
         counts, own = self.counts, self.counts[self._position]
+        # (entries of all ranks,) -> (ranks, entries of this rank)
         pending = start_all_to_all(send, counts, [own] * len(counts), group)
         del send  # the message frees it when it has arrived
 
@@ -113,6 +117,7 @@ class ReduceScatterPlan:
         """
         num_ranks = len(self.counts)
         if self._is_direct:
+            # The tensor's own memory is the message, and the place where the others' entries arrive.
             whole = in_memory_order(tensors[0])
             if min(self.counts) == self.most:
                 pending = start_all_gather(whole[self._own], num_ranks, group, whole)
@@ -124,6 +129,7 @@ class ReduceScatterPlan:
                 self._of_own.pack(tensors, own)
             else:
                 self._of_own.unpack(own, tensors)
+                # An all-gather takes equally many entries of every rank.
                 if len(own) < self.most:
                     own = torch.nn.functional.pad(own, (0, self.most - len(own)))
             pending = start_all_gather(own, num_ranks, group)
@@ -137,6 +143,7 @@ class ReduceScatterPlan:
 
     def average(self, tensors: Sequence[Tensor], group: ProcessGroup) -> Iterator[None]:
         """Average tensors in place; yields twice, while a message is under way. All ranks must call it."""
+        # The mean of a tensor that is not packed is written where it belongs.
         own = in_memory_order(tensors[0])[self._own] if self._is_direct else None
         wait_for_mean = self.start_mean(tensors, group, own)
         yield
@@ -182,6 +189,7 @@ class GroupAverages:
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         """Return the gradients, and how often each was changed in place."""
         gradients = [param.grad for param in self._params]
+        # PyTorch counts changes in place in `_version`.
         return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
 
     def tensors(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -198,6 +206,7 @@ class GroupAverages:
 
     def keep_bucket(self, bucket: Sharded, mean: Tensor) -> None:
         """Keep the averages of a bucket's pieces, (entries,), which `of_bucket` then returns."""
+        # (entries,) -> each piece's entries
         runs = list(self._runs(bucket))
         for run, shard in zip(runs, mean.split([run.numel() for run in runs]), strict=True):
             run.copy_(shard)
@@ -212,10 +221,10 @@ class PrecomputedAverages:
     """The averages that clipping has made for an optimizer's next step, by the position of the parameter group."""
 
     def __init__(self) -> None:
+        # All cached averages, stale ones included.
         self.groups: dict[int, GroupAverages] = {}
-        """All cached averages, stale ones included."""
+        # The averages that the running step uses in place of messages.
         self.of_step: Mapping[int, GroupAverages] = {}
-        """The averages that the running step uses in place of messages."""
 
     def fresh(self) -> dict[int, GroupAverages]:
         """Return the averages that are still valid.

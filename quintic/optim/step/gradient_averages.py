@@ -41,7 +41,7 @@ class GradientAverages:
         groups: the parameter groups.
         layouts: for each group and parameter how ranks hold it; None for this rank only.
         communicators: the process groups.
-        early: averages made ahead of the step, which outlive the plan.
+        precomputed: averages made ahead of the step, which outlive the plan.
     """
 
     def __init__(
@@ -54,19 +54,19 @@ class GradientAverages:
     ) -> None:
         self._groups, self._communicators, self._precomputed = groups, communicators, precomputed
         self._shards = shards
+        # The ranks of each group whose gradients differ among ranks; empty where there is nothing to average.
         self.ranks = {
             number: ranks_of(of_group)
             for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True))
             if group.comms in AVERAGING and any(of_group)
         }
-        """The ranks of each group whose gradients differ among ranks; empty where there is nothing to average."""
+        # Parameters without a gradient of this rank, which have one until the step is over, because other ranks do.
         self._zero_filled: list[Tensor] = []
-        """Parameters without a gradient of this rank, which have one until the step is over, because other ranks do."""
         self._reduce_scatters: dict[object, list[list[tuple[ReduceScatterPlan, list[int]]]]] = {}
+        # Upper bound of the temporary bytes of averaging whole gradients.
         self.workspace_bytes = 0
-        """Upper bound of the temporary bytes of averaging whole gradients."""
+        # Groups whose averages stand in `p.grad`.
         self._whole = [number for number in self.ranks if groups[number].comms == "replicated"]
-        """Groups whose averages stand in `p.grad`."""
         self.has_whole = bool(self._whole)
         for together in self._of_same_ranks(self._whole):
             # Most gradients have the dtype of their parameter.
@@ -77,8 +77,10 @@ class GradientAverages:
         """Put whole averages in `p.grad` while a step runs. All ranks that share parameters must call it."""
         self._precomputed.of_step = of_step = self._precomputed.fresh()
         try:
+            # Groups that clipping has averaged are not averaged again, on any rank.
             due = [number for number in self._whole if steps_until_due[number] == 0]
             self._average([number for number in due if number not in of_step])
+            # Parameters without a gradient on this rank have their averages in `p.grad` only while the step runs.
             for param, average in chain.from_iterable(of_step[n].zero_filled.items() for n in due if n in of_step):
                 param.grad = average
                 self._zero_filled.append(param)
@@ -98,11 +100,13 @@ class GradientAverages:
             zero_filled = {param: param.grad for param in self._zero_filled if param.grad is not None}
         finally:
             self._drop_zero_filled()
+        # comms="replicated": averages are in `p.grad` already, but for parameters without a gradient here.
         for number in whole:
             params = self._groups[number].params
             averages[number] = GroupAverages(
                 params, {param: zero_filled[param] for param in params if param in zero_filled}
             )
+        # Sharded state: each rank keeps the averages of its own pieces, flat, one parameter after the other.
         for number in [number for number in missing if number not in whole]:
             params = self._groups[number].params
             for param in params:
@@ -121,6 +125,7 @@ class GradientAverages:
         """Average the whole gradients of some groups in place; groups of the same ranks share messages."""
         for together in self._of_same_ranks(numbers):
             groups = [self._groups[number] for number in together]
+            # All parameters of the groups take part, with zeros where this rank has no gradient.
             gradients = [self._dense(param, name) for group in groups for name, param in _stepped(group)]
             process_group = self._communicators[self.ranks[together[0]]]
             for reduce_scatters in self._reduce_scatters_of(together, gradients):
@@ -143,6 +148,7 @@ class GradientAverages:
             # It has the dtype of other ranks' gradients, because messages must be equally long.
             param.grad = gradient = torch.zeros_like(param, dtype=gradient_dtype(param))
             self._zero_filled.append(param)
+        # Entries are numbered in the order of memory: all ranks need the parameter's strides.
         dense = dense_gradient(param, gradient, name)
         if dense is not gradient:
             param.grad = dense
@@ -156,6 +162,7 @@ class GradientAverages:
         There is a list for each dtype, device, kernels and limit. The tensors are like the gradients of all parameters
         that are stepped, in the order of the groups.
         """
+        # Plans of messages are kept: a step with the same groups and dtypes makes none.
         key = tuple(numbers), tuple([tensor.dtype for tensor in tensors])
         if key not in self._reduce_scatters:
             members = [(self._groups[n], param) for n in numbers for _, param in _stepped(self._groups[n])]
@@ -192,6 +199,7 @@ class GradientAverages:
         return reduce_scatters
 
     def _drop_zero_filled(self) -> None:
+        # The user sees None again where this rank had no gradient.
         for param in self._zero_filled:
             param.grad = None
         self._zero_filled = []

@@ -70,8 +70,8 @@ class Counts(NamedTuple):
     bucket: Bucket
     num_members: int
     num_matrices: int
+    # Positions in their group of parameters without a gradient.
     missing: tuple[int, ...]
-    """Positions in their group of parameters without a gradient."""
 
 
 def report_of(buckets: Iterable[Counts]) -> StepReport:
@@ -107,10 +107,10 @@ class Measured(NamedTuple):
     """Measurements of the matrices of one shape in a bucket, on their device."""
 
     members: Sequence[BucketMember]
+    # The values that `measure` returned for the matrices of these members.
     values: Tensor
-    """The values that `measure` returned for the matrices of these members."""
+    # () or (matrices,) int32: 0 for matrices that the step left as they were; None if it stepped all.
     step_mask: Tensor | None
-    """() or (matrices,) int32: 0 for matrices that the step left as they were; None if it stepped all."""
 
 
 def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[MatrixTelemetry]]:
@@ -137,12 +137,14 @@ def measure(directions: Tensor, updates: Tensor, factors: Tensor) -> Tensor:
     rows = []
     # One matrix at a time, because sampling must not need more memory than the step itself.
     for direction, update, factor in zip(directions, updates, factors, strict=True):
-        wide = update.float()
+        wide = update.float()  # (m, n)
         rms = torch.linalg.vector_norm(wide * factor.float()) / wide.numel() ** 0.5
         first, second = _moments(wide)
+        # Scaled to entries of at most one: fourth powers of tiny directions would vanish in float32.
         peak = direction.abs().amax().float()
         scaled = direction.float() / torch.where(peak > 0, peak, torch.ones_like(peak))
         trace, square = _moments(scaled)
+        # (tr G)^2 / tr(G^2), from means over the short side.
         short = min(wide.shape)
         rank = short * trace.square() / torch.where(square > 0, square, torch.ones_like(square))
         spread = (second - first.square()).clamp_min(0).sqrt()
@@ -152,6 +154,7 @@ def measure(directions: Tensor, updates: Tensor, factors: Tensor) -> Tensor:
 
 def _moments(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return tr(G) / s and tr(G^2) / s of the Gram matrix on the short side s: means of sigma^2 and sigma^4."""
+    # G is (s, s) on the short side.
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     gram = wide @ wide.mT
     short = gram.shape[0]
