@@ -176,7 +176,7 @@ def _owners(assignments: Sequence[_UnitAssignment], units_of: Mapping[BucketKey,
     cost_of = {key: sum(kind.cost for kind in units.kinds) for key, units in units_of.items()}
     owners, worst = [0] * len(assignments), 1.0
     for ranks, members in together.items():
-        # Of equally busy ranks one that holds the unit whole is chosen: its pieces need not be sent.
+        # Where ranks hold a unit whole, one of them owns it: its pieces need not be gathered.
         costs, holders = [cost_of[assignments[i].key] for i in members], [assignments[i].holders for i in members]
         assigned = assign_owners(costs, holders, len(ranks))
         for i, owner in zip(members, assigned, strict=True):
