@@ -54,7 +54,7 @@ class ParameterUnit:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of one bucket, each of which one of the ranks owns."""
+    """The units of one bucket; each is owned by one of the ranks."""
 
     # The shape of every unit.
     shape: tuple[int, ...]

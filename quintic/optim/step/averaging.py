@@ -27,7 +27,7 @@ __all__ = ["Entries", "GroupAverages", "PrecomputedAverages", "ReduceScatterPlan
 # one buffer.
 _LEAST_DIRECT = 2**24
 
-# The most entries of one message: while the gradients of one are added up, those of the next are under way.
+# The most entries of one message: while the gradients of one are added up, the next is under way.
 _MOST_TOGETHER = 2**25
 
 # In a packed message each rank's entries begin at a multiple of this number: an alignment that suits every kernel.
@@ -113,7 +113,7 @@ class ReduceScatterPlan:
         """Send this rank's entries to all ranks; wait for the entries of the others, which apply_mask into the tensors.
 
         All ranks must call it. `own`, (entries,), is copied into the tensors and sent; without it, and with
-        `is_direct`, the entries are those of the tensors already.
+        `is_direct`, the tensors have the entries already.
         """
         num_ranks = len(self.counts)
         if self._is_direct:

@@ -2,8 +2,8 @@
 
 The phases of a step:
 
-    copies      gradients of tied copies are added to those of their originals
-    presence    ranks start to count who has which gradient (`consensus.py`)
+    copies      gradients of tied copies are added to the gradients of their originals
+    presence    ranks start to count which gradients each of them has (`consensus.py`)
     averages    `comms="replicated"`: whole gradients become averages (`gradient_averages.py`)
     tensors     every bucket finds its gradients, weights and state
     policy      on_nonfinite="skip" or "raise": are all gradients of all connected ranks finite?
