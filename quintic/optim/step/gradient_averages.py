@@ -41,7 +41,7 @@ class GradientAverages:
         groups: the parameter groups.
         layouts: for each group and parameter how ranks hold it; None for this rank only.
         communicators: the process groups.
-        early: averages made ahead of the step, which outlive the plan.
+        precomputed: averages made ahead of the step, which outlive the plan.
     """
 
     def __init__(
