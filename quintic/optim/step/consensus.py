@@ -94,6 +94,7 @@ class RankConsensus:
         """
         if self.plans_validated:
             return
+        # Process groups are made and used once here: collectives of every kind, before the first step needs them.
         self._communicators.connect(self._groups, self._layouts)
         self._partial_params, self._partial_presence = [], []
         problem = None
@@ -113,6 +114,7 @@ class RankConsensus:
                 # Raised at the end: ranks of other sets wait for this rank before that.
                 problem = problem or differs
                 continue
+            # One rank's gradient is enough where the optimizer averages: zeros stand for the others.
             needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for group, _ in places]
             self._partial_params += [
                 (param, group) for param, (group, _) in zip(params, places, strict=True) if param in watched
@@ -121,11 +123,13 @@ class RankConsensus:
             if any(map(self.partial.is_partial, params)):
                 self._partial_presence.append(self._presence[ranks])
             self._places |= {place: (ranks, number) for number, place in enumerate(places)}
+        # Now every rank hears of the ranks that it shares parameters with through other ranks, and of their problems.
         infos = gather_rank_info(local_rank_info(self._groups, self._layouts, problem), self._communicators)
         for rank, info in sorted(infos.items()):
             if info.problem is not None:
                 # Connected ranks raise, too, even if they do not share these parameters: they would wait for ever.
                 raise RuntimeError(problem or f"on rank {rank}: {info.problem}")
+        # The ranks that orthogonalise together, which may be some of the ranks that share the parameters.
         self._communicators.connect(self._groups, self._gathered)
         self.connected = Connected(infos, self._groups, self._communicators)
         self.connected.connect()
@@ -134,7 +138,7 @@ class RankConsensus:
     def check_partial(self, steps_until_due: Sequence[int]) -> None:
         """Check before a step sends anything that no gradient is Partial that ranks do not know as such.
 
-        Nothing to check before the first step, in which ranks exchange which gradients are Partial.
+        Before the first step any gradient may be Partial: ranks exchange which ones are.
 
         Raises:
             RuntimeError: as `PartialGradients.check`.
@@ -156,6 +160,7 @@ class RankConsensus:
         # An error that the last step found on the device, if the host did not know of it by the end of that step.
         for presence in self._partial_presence:
             presence.check(wait=True)
+        # The counts are under way while gradients are summed and averaged.
         for presence in self._presence.values():
             presence.start()
         summed = self.partial.reduced(self._due_partial(steps_until_due)) if self._partial_presence else nullcontext()
@@ -192,7 +197,7 @@ class RankConsensus:
     def step_mask(
         self, number: int, bucket: Bucket, parts: _Parts, indices_of: Callable[[_Parts], Iterable[int]]
     ) -> Tensor | None:
-        """Return (parameters,) int32 on the device: 1 for those that are stepped, else 0; None if ranks share none.
+        """Return (parameters,) int32 on the device: 1 if it is stepped, else 0; None if no other rank has any.
 
         Args:
             number: the number of the bucket.
@@ -209,6 +214,7 @@ class RankConsensus:
         result: Tensor | None = None
         for ranks, positions, numbers in selected:
             of_these = self._presence[ranks].has_required_grads()[numbers]  # (shared by these ranks,)
+            # Mostly all parameters of a bucket are shared by the same ranks.
             if len(numbers) == size:
                 return of_these
             if result is None:
@@ -259,6 +265,7 @@ class _GradientPresence:
         """This rank's counts as they were uploaded last."""
         self._flags = self._has_required = self._counts = torch.empty(0)
         self._pending: Pending | None = None
+        # Of a Partial gradient one addend is enough, unless it has copies.
         needed = [
             1 if partial.may_lack_addends(param) else number for param, number in zip(params, needed, strict=True)
         ]
@@ -279,11 +286,13 @@ class _GradientPresence:
         if present != self._present:
             self._flags = upload(host_tensor(present, torch.int32), self._needed.device)
             self._present = present
+        # A copy, which becomes the sum in place.
         self._pending = start_sum(self._flags.clone(), self._group)
 
     def has_required_grads(self) -> Tensor:
         """Return (parameters,) int32 on the device: 1 where as many ranks have a gradient as the parameter needs."""
         if self._pending is not None:
+            # (parameters,) int32 on the device; the first bucket that asks waits for it, on its stream.
             counts, self._pending = self._pending.wait(), None
             has_required = (
                 counts % _NOT_PARTIAL_BIAS >= self._needed if self._partial_params else counts >= self._needed
@@ -301,8 +310,8 @@ class _GradientPresence:
         """Raise a RuntimeError on all ranks if a gradient was Partial on some of them and not on others.
 
         Args:
-            wait: whether the host waits for the counts of the last step. Otherwise it looks at those of this step, and
-                raises only if they have arrived by now.
+            wait: whether the host waits for the counts of the last step. Otherwise it looks at the counts of this
+                step, and raises only if they have arrived by now.
         """
         if not wait:
             self.has_required_grads()
