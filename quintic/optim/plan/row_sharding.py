@@ -35,7 +35,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class RowSharding:
-    """How the rows of one table are divided among its owners: in order, equally many each, the last ones less."""
+    """The rows of one table that each rank owns: in order, equally many each, fewer for the last ranks."""
 
     num_rows: int
     row_size: int

@@ -39,7 +39,7 @@ _LEAST_DIRECT = 2**20
 
 
 def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int) -> Iterator[Sharded]:
-    """Yield one rank's buckets of the group in place `number`, whose state some global ranks divide."""
+    """Yield one rank's buckets of the group in place `number`, whose state some global ranks shard."""
     together: dict[tuple[Any, ...], list[StateShard]] = {}
     shardings: dict[int, RowSharding] = {}
     for index, (shards, param) in enumerate(zip(shards_of(group, ranks), group.params, strict=True)):
