@@ -63,7 +63,7 @@ class StateShard:
 
 
 class StateSharding(NamedTuple):
-    """The owner of each entry of a parameter, and its place: state that was divided otherwise means something else."""
+    """The owner and the place of each entry of a parameter: state that was sharded otherwise means something else."""
 
     ranks: tuple[int, ...]
     runs: tuple[tuple[int, int, int], ...]
