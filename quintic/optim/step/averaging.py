@@ -66,10 +66,11 @@ class ReduceScatterPlan:
         # The number of entries of the rank that owns most.
         self.most = max(self.counts)
         counts = self.counts
+        # This rank's entries within one tensor that is sent from its own memory.
         self._own = slice(sum(counts[:position]), sum(counts[: position + 1]))
 
-        # Three copies: gradients to the message for the owners, one owner after the other; this rank's entries to the
-        # message for all; and the others' entries from where an all-gather puts them, `most` entries apart.
+        # The copy plans of three buffers: all entries in the order of their owners; this rank's entries; the entries of
+        # the other ranks, each rank's padded to the longest, as an all-gather delivers them.
         def packing(owners: Iterable[int], starts: Sequence[int]) -> Packing:
             spans = []
             for owner in owners:
@@ -92,16 +93,16 @@ class ReduceScatterPlan:
         All ranks must call it. The mean is written to `out`, contiguous, or to new memory.
         """
         dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
+        # Packing reads tensors of one dtype.
         if len(dtypes) > 1:
             gradients = [None if gradient is None else gradient.to(self._dtype) for gradient in gradients]
+        # A direct tensor is sent from its own memory, if this rank has it.
         if self._is_direct and gradients[0] is not None:
-            # The gradient's own memory is the message.
             send = in_memory_order(gradients[0]).to(self._dtype)
         else:
             send = torch.empty(sum(self.counts), dtype=self._dtype, device=self._device)
             self._to_owners.pack(gradients, send)
         counts, own = self.counts, self.counts[self._position]
-        # (entries of all ranks,) -> (ranks, entries of this rank)
         pending = start_all_to_all(send, counts, [own] * len(counts), group)
         del send  # the message frees it when it has arrived
 
@@ -110,15 +111,15 @@ class ReduceScatterPlan:
     def start_all_gather(
         self, tensors: Sequence[Tensor], group: ProcessGroup, own: Tensor | None = None
     ) -> Callable[[], None]:
-        """Send this rank's entries to all ranks; wait for the entries of the others, which apply_mask into the tensors.
+        """Send this rank's entries to all ranks; wait for the entries of the others, in the tensors.
 
         All ranks must call it. `own`, (entries,), is copied into the tensors and sent; without it, and with
-        `is_direct`, the tensors have the entries already.
+        `is_direct`, the entries are those of the tensors already.
         """
         num_ranks = len(self.counts)
         if self._is_direct:
-            # The tensor's own memory is the message, and the place where the others' entries arrive.
             whole = in_memory_order(tensors[0])
+            # The tensor's own memory is sent and received: padding would need a copy, so uneven ranks broadcast.
             if min(self.counts) == self.most:
                 pending = start_all_gather(whole[self._own], num_ranks, group, whole)
             else:
@@ -143,7 +144,7 @@ class ReduceScatterPlan:
 
     def average(self, tensors: Sequence[Tensor], group: ProcessGroup) -> Iterator[None]:
         """Average tensors in place; yields twice, while a message is under way. All ranks must call it."""
-        # The mean of a tensor that is not packed is written where it belongs.
+        # The mean of a tensor that is sent directly is written where this rank's entries are.
         own = in_memory_order(tensors[0])[self._own] if self._is_direct else None
         wait_for_mean = self.start_mean(tensors, group, own)
         yield
@@ -158,8 +159,8 @@ class ReduceScatterPlan:
 class GroupAverages:
     """The averages of one parameter group's gradients.
 
-    With `comms="replicated"` they stand in `p.grad`, or in `lent` for parameters without a gradient on this rank. Where
-    state is sharded, `own` has for each parameter the average of the pieces that this rank owns, flat, as its state is.
+    With `comms="replicated"` they stand in `p.grad`, or in `zero_filled` for parameters without a gradient on this
+    rank. Where state is sharded, `local` has for each parameter the average of this rank's shards, flat like its state.
     """
 
     def __init__(
@@ -173,12 +174,14 @@ class GroupAverages:
     def copy_from(self, other: "GroupAverages") -> None:
         """Copy averages of the next gradients to the place of these, where `p.grad` has none: for CUDA graphs."""
         mine, theirs = (self.zero_filled, other.zero_filled) if self.local is None else (self.local, other.local or {})
+        # A CUDA graph reads the averages at the addresses that it was captured with.
         if theirs:
             torch._foreach_copy_([mine[param] for param in theirs], list(theirs.values()))
 
     @property
     def is_fresh(self) -> bool:
         """Return whether no gradient was replaced, or changed in place, since they were averaged."""
+        # The same tensor with the same version: PyTorch counts every change in place.
         rows = zip(self._seen, self._gradients(), strict=True)
         return all(before is now and seen == version for (before, seen), (now, version) in rows)
 
@@ -189,7 +192,6 @@ class GroupAverages:
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         """Return the gradients, and how often each was changed in place."""
         gradients = [param.grad for param in self._params]
-        # PyTorch counts changes in place in `_version`.
         return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
 
     def tensors(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -202,11 +204,11 @@ class GroupAverages:
 
     def of_bucket(self, bucket: Sharded) -> Tensor:
         """Return the averages of the pieces of a bucket that this rank owns, one after the other, (entries,)."""
+        # The empty tensor is for ranks that own nothing of the bucket.
         return torch.cat([torch.empty(0, dtype=bucket.dtype, device=bucket.device), *self._runs(bucket)])
 
     def keep_bucket(self, bucket: Sharded, mean: Tensor) -> None:
         """Keep the averages of a bucket's pieces, (entries,), which `of_bucket` then returns."""
-        # (entries,) -> each piece's entries
         runs = list(self._runs(bucket))
         for run, shard in zip(runs, mean.split([run.numel() for run in runs]), strict=True):
             run.copy_(shard)
@@ -269,6 +271,7 @@ def messages_of(
     """
     limit = _MOST_TOGETHER if limit is None else max(1, min(limit, _MOST_TOGETHER))
     direct = [n for n, numel in enumerate(numels) if numel >= _LEAST_DIRECT and numel % num_ranks == 0]
+    # Large tensors whose entries divide evenly are messages of their own; the others are packed together.
     for number in direct:
         yield [number], _evenly_divided([numels[number]], num_ranks, 1), True
     for numbers in _gradient_chunks(sorted({*range(len(numels))} - {*direct}), numels, limit):
@@ -293,12 +296,13 @@ def _evenly_divided(numels: Sequence[int], num_ranks: int, multiple: int) -> lis
 
     Every rank owns equally many, a multiple of `multiple`; the last ranks own the rest, or nothing.
     """
+    # Entries of each rank, rounded up to the alignment.
     size = -(-sum(numels) // (num_ranks * multiple)) * multiple
     starts = list(accumulate(numels, initial=0))
 
     def between(first: int, last: int) -> Iterator[Entries]:
         for number, (start, stop) in enumerate(pairwise(starts)):
-            # The shard of tensor `number` between `first` and `last`, counted within the tensor.
+            # The entries of tensor `number` between `first` and `last`, counted within the tensor.
             if max(start, first) < min(stop, last):
                 yield number, max(start, first) - start, min(stop, last) - start
 
