@@ -12,6 +12,6 @@ def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = export_options(arguments)
     trained = trained_model(options.runs_dir, options.run, "cpu", step=options.step)
-    out = options.out or find_run(options.runs_dir, options.run, is_speedrun_enough=True) / options.to
+    out = options.out or find_run(options.runs_dir, options.run, allow_speedrun=True) / options.to
     print(export_hf(trained.model, trained.tokenizer, out))
     return 0

@@ -188,7 +188,7 @@ def trained_model(
     Raises:
         QuinticError: there is no such model, or its text is gone and the run has kept no tokenizer.
     """
-    run_dir = find_run(runs_dir, run, is_speedrun_enough=True)
+    run_dir = find_run(runs_dir, run, allow_speedrun=True)
     if not checkpoints(run_dir):
         is_race = not (run_dir / CONFIG_FILE).is_file()
         end = "when it ends" if is_race else "when it ends or is stopped"

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from quintic.commands.parsing import check_words, options_of, parse, taken
+from quintic.commands.parsing import options_of, parse, pop_option, validate_args
 from quintic.commands.presets import check_initial, preset, suitable_preset, unused_options, with_initial, with_recipe
 from quintic.errors import ConfigError
-from quintic.rehearsal.options import RehearsalOptions
 from quintic.report.options import ReportOptions
+from quintic.simulate.options import SimulationOptions
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
 from quintic.speedrun.presets import preset as speedrun_preset
 from quintic.train.config import Config, DataConfig, check_at_least, check_samples
@@ -33,9 +33,9 @@ __all__ = [
     "eval_options",
     "export_options",
     "prepare_options",
-    "rehearsal_options",
     "report_options",
     "sample_options",
+    "simulation_options",
     "speedrun_options",
     "training_options",
 ]
@@ -213,7 +213,7 @@ def answer_early(command: str, arguments: list[str]) -> None:
         readers[command](arguments)
     elif command == "train" and speedrun_options(arguments) is not None:
         return
-    elif command != "plan" or rehearsal_options(arguments) is None:
+    elif command != "plan" or simulation_options(arguments) is None:
         training_options(arguments, command)
 
 
@@ -244,17 +244,17 @@ def export_options(arguments: list[str]) -> ExportOptions:
     return parse(ExportOptions, arguments, "export")
 
 
-def rehearsal_options(arguments: list[str]) -> RehearsalOptions | None:
+def simulation_options(arguments: list[str]) -> SimulationOptions | None:
     """Read the options of `quintic plan --model`; None for the harness' own model.
 
     Raises:
         ConfigError: options of `--model` are given without it, or they cannot be read.
     """
-    own = {name for name, _ in options_of(RehearsalOptions)} - {name for name, _ in options_of(Config)}
+    own = {name for name, _ in options_of(SimulationOptions)} - {name for name, _ in options_of(Config)}
     given = [name for argument in arguments if (name := argument.partition("=")[0]) in own]
     if given and "--model" not in given:
         raise ConfigError(f"{given[0]} needs --model NAME: a model to plan for, such as llama-3-70b")
-    return parse(RehearsalOptions, arguments, "plan --model NAME") if given else None
+    return parse(SimulationOptions, arguments, "plan --model NAME") if given else None
 
 
 def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None:
@@ -263,7 +263,7 @@ def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None
     Raises:
         ConfigError: an option cannot be read, or is one of ordinary runs.
     """
-    preset_name, rest = taken(arguments, "--preset")
+    preset_name, rest = pop_option(arguments, "--preset")
     if preset_name is None or not preset_name.startswith("speedrun"):
         return None
     chosen = speedrun_preset(preset_name)
@@ -294,24 +294,24 @@ def training_options(arguments: list[str], command: str) -> Start:
         ConfigError: an option cannot be read, does not fit the others, or cannot change when a run is resumed.
     """
     resume, rest = "--resume" in arguments, [argument for argument in arguments if argument != "--resume"]
-    step, rest = taken(rest, "--resume-step")
+    step, rest = pop_option(rest, "--resume-step")
     resume = resume or step is not None
     asks_help = any(argument in ("-h", "--help") for argument in rest)
-    seeds, rest = taken(rest, "--seeds") if command == "compare" else (None, rest)
+    seeds, rest = pop_option(rest, "--seeds") if command == "compare" else (None, rest)
     if seeds is not None and not (seeds.isdecimal() and 0 < int(seeds) <= _MOST_SEEDS):
         raise ConfigError(f"--seeds {seeds}: needs a whole number of seeds from 1 to {_MOST_SEEDS:,}")
-    path, rest = taken(rest, "--config")
-    name, rest = taken(rest, "--preset")
+    path, rest = pop_option(rest, "--config")
+    name, rest = pop_option(rest, "--preset")
     if path is not None and name is not None:
         raise ConfigError(f"--preset {name}: the options come from --config; give one of the two")
     if not asks_help:
-        check_words(Config, rest, command)  # before the machine's preset, for which PyTorch may have to be imported
+        validate_args(Config, rest, command)  # before the machine's preset, for which PyTorch may have to be imported
     if resume and not asks_help:
         if path is not None or name is not None:
             option = "--preset" if path is None else "--config"
             raise ConfigError(f"{option}: a resumed run keeps its own configuration; leave it out")
-        name, _ = taken(rest, "--run")
-        given, _ = taken(rest, "--runs-dir")
+        name, _ = pop_option(rest, "--run")
+        given, _ = pop_option(rest, "--runs-dir")
         runs_dir = Path(Config().run.runs_dir if given is None else given)
         if command == "compare":
             for option, value in (("--resume-step", step), ("--seeds", seeds)):
@@ -331,16 +331,16 @@ def training_options(arguments: list[str], command: str) -> Start:
     if path is not None:
         default = load_config(Path(path))
     else:
-        device, _ = taken(rest, "--device")
-        data, _ = taken(rest, "--data")
+        device, _ = pop_option(rest, "--device")
+        data, _ = pop_option(rest, "--data")
         name = name if name is not None else suitable_preset(device, data, guess=asks_help)
         default = preset(name)
-    recipe, _ = taken(rest, "--recipe")
+    recipe, _ = pop_option(rest, "--recipe")
     if recipe is not None:
         default = with_recipe(default, recipe)
-    source, rest = taken(rest, "--init-from") if not asks_help else (None, rest)
+    source, rest = pop_option(rest, "--init-from") if not asks_help else (None, rest)
     if source is not None:
-        default = with_initial(default, source, Path(taken(rest, "--runs-dir")[0] or default.run.runs_dir))
+        default = with_initial(default, source, Path(pop_option(rest, "--runs-dir")[0] or default.run.runs_dir))
     kind: type[Config] = Config
     if asks_help:
         kind = {"train": _TrainOptions, "compare": _CompareOptions}.get(command, _OtherOptions)

@@ -21,7 +21,7 @@ from typing import Any, Literal, TextIO, TypeVar
 
 from quintic.errors import ConfigError, QuinticError
 
-__all__ = ["check_words", "options_of", "parse", "taken"]
+__all__ = ["options_of", "parse", "pop_option", "validate_args"]
 
 T = TypeVar("T")
 
@@ -39,10 +39,10 @@ def parse(
     import tyro
 
     if not any(argument in ("-h", "--help") for argument in arguments):
-        check_words(kind, arguments, command)
-    arguments = _spelled_out(arguments, dict(options_of(kind)))
+        validate_args(kind, arguments, command)
+    arguments = _expand_switches(arguments, dict(options_of(kind)))
     errors = io.StringIO()
-    answer = _Answer(sys.stdout)
+    answer = _CapturedOutput(sys.stdout)
     given: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(answer):
@@ -57,17 +57,17 @@ def parse(
             return parsed
     except SystemExit as stop:
         if stop.code in (0, None):
-            print(_fitted(answer.getvalue()), end="")  # --help
+            print(_wrap_description(answer.getvalue()), end="")  # --help
             raise
         refused: BaseException | None = stop
         while refused is not None and not isinstance(refused, QuinticError):
             refused = refused.__context__
         # Ours, from a dataclass that refused its values; else what tyro says, without its box.
-        message = str(refused) if refused is not None else _unboxed(errors.getvalue())
+        message = str(refused) if refused is not None else _without_box(errors.getvalue())
         raise ConfigError(message) from None
 
 
-class _Answer(io.StringIO):
+class _CapturedOutput(io.StringIO):
     """Collects tyro's output, coloured and framed as for the stream that it will be written to."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -84,7 +84,7 @@ class _Answer(io.StringIO):
         return self._stream.encoding
 
 
-def _fitted(text: str) -> str:
+def _wrap_description(text: str) -> str:
     """Wrap the lines above the options of a help text, which tyro leaves as they are."""
     # They are in boxes; where frames cannot be drawn, below a heading.
     match = re.search(r"^(?:╭| *options *$)", text, re.MULTILINE)
@@ -109,7 +109,7 @@ def _is_switch(hint: Any) -> bool:
     return set(typing.get_args(hint)) == {bool, types.NoneType}
 
 
-def _spelled_out(arguments: list[str], hints: dict[str, Any]) -> list[str]:
+def _expand_switches(arguments: list[str], hints: dict[str, Any]) -> list[str]:
     """Return the arguments with values for switches: `--x True` for `--x`, `--x False` for `--no-x`."""
     words: list[str] = []
     for argument, following in itertools.pairwise([*arguments, "--"]):
@@ -122,14 +122,14 @@ def _spelled_out(arguments: list[str], hints: dict[str, Any]) -> list[str]:
     return words
 
 
-def check_words(kind: Any, arguments: list[str], command: str) -> None:
+def validate_args(kind: Any, arguments: list[str], command: str) -> None:
     """Check names of options and types of values, each by itself: no defaults are needed.
 
     Raises:
         ConfigError: the first wrong argument, in one line.
     """
     hints = dict(options_of(kind))
-    arguments = _spelled_out(arguments, hints)
+    arguments = _expand_switches(arguments, hints)
     position, texts = 0, ""
     while position < len(arguments):
         typed, has_value, value = arguments[position].partition("=")
@@ -148,7 +148,7 @@ def check_words(kind: Any, arguments: list[str], command: str) -> None:
         while not has_value and position < len(arguments) and not arguments[position].startswith("--"):
             values.append(arguments[position])
             position += 1
-        dashed = [value for value in values if re.match(r"-[^\W\d_]", value) and not _reads(value, float)]
+        dashed = [value for value in values if re.match(r"-[^\W\d_]", value) and not _parses_as(value, float)]
         if dashed and not has_value and hints[option] is not bool:
             raise ConfigError(f"{option} {dashed[0]}: for a value that begins with a dash write {option}={dashed[0]}")
         _check_values(option, values, hints[option])
@@ -172,14 +172,14 @@ def _check_values(option: str, values: list[str], hint: Any) -> None:
         raise ConfigError(f"{option} takes one value, but {values[1]!r} follows it; quote a value that has spaces")
     if not values[0]:
         raise ConfigError(f"{option} '': is empty; give {expected} or leave it out")
-    if not _reads(values[0], hint):
+    if not _parses_as(values[0], hint):
         raise ConfigError(f"{option} {values[0]}: give {expected}")
 
 
-def _reads(text: str, hint: Any) -> bool:
+def _parses_as(text: str, hint: Any) -> bool:
     """Return whether a text on the command line can be read as a type."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return any(_reads(text, option) for option in typing.get_args(hint))
+        return any(_parses_as(text, option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         return text in typing.get_args(hint)
     if hint is types.NoneType:
@@ -203,7 +203,7 @@ def _expected(hint: Any) -> str:
     return names.get(hint, "a text")
 
 
-def taken(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
+def pop_option(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
     """Return the value of an option (`--x value` or `--x=value`) and the arguments without it."""
     rest: list[str] = []
     value: str | None = None
@@ -221,7 +221,7 @@ def taken(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
     return value, rest
 
 
-def _unboxed(box: str) -> str:
+def _without_box(box: str) -> str:
     """Return a boxed message of many lines in one line."""
     plain = re.sub(r"\x1b\[[0-9;]*m|[─│╭╮╰╯]", " ", box)
     return " ".join(plain.split()) or "the options cannot be read"

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from quintic.commands.inputs import duration_lines
-from quintic.commands.options import rehearsal_options, training_options
-from quintic.commands.parsing import taken
+from quintic.commands.options import simulation_options, training_options
+from quintic.commands.parsing import pop_option
 from quintic.commands.presets import GPU_PRESETS
 from quintic.data.dataset import MANIFEST_NAME
 from quintic.data.files.documents import TEXT_FIELD
@@ -18,8 +18,8 @@ from quintic.durable import json_object
 from quintic.model.gpt import GPT
 from quintic.optim.groups.names import shortened
 from quintic.optim.muon import Muon
-from quintic.rehearsal.planned_models import is_on_hub
-from quintic.rehearsal.table import rehearsal_text
+from quintic.simulate.planned_models import is_on_hub
+from quintic.simulate.table import simulation_text
 from quintic.streams import say
 from quintic.train.config import Config, DataConfig
 from quintic.train.hardware import choose_hardware
@@ -40,16 +40,16 @@ _LOSS_CHUNK_BYTES = 2**28
 
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    rehearsal = rehearsal_options(arguments)
-    if rehearsal is not None:
-        if is_on_hub(rehearsal.model):
+    simulation = simulation_options(arguments)
+    if simulation is not None:
+        if is_on_hub(simulation.model):
             # Asked here first: transformers waits for minutes for a Hub that does not answer.
-            download(rehearsal.model, "config.json", repo_type="model", revision=None, cache_dir=None, endpoint=None)
-        print(rehearsal_text(rehearsal))
+            download(simulation.model, "config.json", repo_type="model", revision=None, cache_dir=None, endpoint=None)
+        print(simulation_text(simulation))
         return 0
     start = training_options(arguments, "plan")
     config = start.config
-    if start.resumed is None and taken(arguments, "--run")[0] is not None:
+    if start.resumed is None and pop_option(arguments, "--run")[0] is not None:
         check_new_run(config)  # the plan of a new run would be taken for that of the one which is there
     on_gpu = start.preset in GPU_PRESETS or (torch.cuda.is_available() and config.run.device != "cpu")
     dtype, why = _dtype(config, on_gpu)

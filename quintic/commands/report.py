@@ -14,7 +14,7 @@ __all__ = ["run"]
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = report_options(arguments)
-    find = partial(find_run, options.runs_dir, is_speedrun_enough=True)
+    find = partial(find_run, options.runs_dir, allow_speedrun=True)
     if not options.runs:
         print(write_report(find(options.run), options.out))
         return 0

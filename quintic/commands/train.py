@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
     """Run the command, on all ranks that torchrun has started; return its exit code."""
     launch = launched()
     with connected(launch) as ranks:
-        race = ranks.agree(lambda: speedrun_options(arguments))
+        race = ranks.run_on_all(lambda: speedrun_options(arguments))
         if race is None:
             return _run(arguments, launch, ranks)
         from quintic.speedrun.run import speedrun
@@ -37,18 +37,18 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
-    start = ranks.agree(lambda: _start(arguments, launch))
+    start = ranks.run_on_all(lambda: _start(arguments, launch))
     config, run_dir = start.config, start.resumed
-    for note in [*start.notes, *ranks.agree(lambda: check_options(config, ranks=ranks.size))]:
+    for note in [*start.notes, *ranks.run_on_all(lambda: check_options(config, ranks=ranks.size))]:
         say(note)
     if ranks.size == 1 and config.run.parallel != "sharded":
         say(f"--parallel {config.run.parallel} has no effect on one rank; torchrun starts several")
     if run_dir is None:
-        ranks.from_first(lambda: check_new_run(config))
+        ranks.from_rank0(lambda: check_new_run(config))
         dataset = ranks.once_per_host(lambda: prepared(config.data))
         # Text first: a source that cannot be used leaves no run behind.
-        ranks.agree(lambda: check_text(config, dataset))
-        run_dir = ranks.from_first(lambda: create_run(config))
+        ranks.run_on_all(lambda: check_text(config, dataset))
+        run_dir = ranks.from_rank0(lambda: create_run(config))
     else:
         resumed = run_dir
         dataset = ranks.once_per_host(lambda: text_to_resume(resumed, config))

@@ -27,7 +27,7 @@ from quintic.kernels.lookup.lookup import plan_lookup
 from quintic.kernels.loss.loss import softcap_cross_entropy
 from quintic.model.cache import KVCache
 from quintic.model.fp8 import FP8_BOTH, FP8_FORWARD, Fp8Recipe, head_scales, obstacle_to_fp8_layer, takes_fp8
-from quintic.model.layers import Block, Linear, divided_as, learns, rms_norm, rotary_tables
+from quintic.model.layers import Block, Linear, distribute_like, learns, rms_norm, rotary_tables
 from quintic.model.lookup import LookupLayer
 from quintic.model.sizes import GPTConfig
 
@@ -104,7 +104,7 @@ class GPT(nn.Module):
         generator = torch.Generator().manual_seed(seed)
 
         def fill(param: Tensor, draw: Tensor) -> None:
-            param.copy_(divided_as(draw.to(param.dtype), param))
+            param.copy_(distribute_like(draw.to(param.dtype), param))
 
         def normal(param: Tensor, std: float) -> None:
             fill(param, torch.randn(param.shape, generator=generator, device="cpu") * std)

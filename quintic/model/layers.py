@@ -18,7 +18,7 @@ from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.model.cache import LayerCache
 from quintic.model.fp8 import Fp8Scaling, dynamic_fp8_linear
 
-__all__ = ["MLP", "Attention", "Block", "Linear", "divided_as", "learns", "rms_norm", "rotary_tables", "rotate"]
+__all__ = ["MLP", "Attention", "Block", "Linear", "distribute_like", "learns", "rms_norm", "rotary_tables", "rotate"]
 
 # Leading channels that the value-embedding gate reads: enough for a decision, too few to cost anything.
 GATE_CHANNELS = 12
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],))
 
 
-def divided_as(value: Tensor, tensor: Tensor) -> Tensor:
+def distribute_like(value: Tensor, tensor: Tensor) -> Tensor:
     """Return a whole tensor, divided among ranks as another one of its shape is where that is a `DTensor`.
 
     Every rank has the whole tensor already: nothing is sent.

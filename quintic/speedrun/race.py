@@ -16,7 +16,7 @@ from quintic.speedrun.recipe import build_optimizer, set_rates
 from quintic.speedrun.shards import RaceData, prefixes
 from quintic.speedrun.stages import ADAMW_EVERY, StepSettings, Track
 from quintic.speedrun.stream import FlatBatch, chunk_stream, validation_batches
-from quintic.train.distributed import ALONE, Ranks
+from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import Hardware
 
 __all__ = ["Race", "score_batches"]
@@ -46,7 +46,7 @@ class Race:
         data: RaceData,
         hardware: Hardware,
         *,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
         seed: int = 0,
         capture: bool = False,
     ) -> None:

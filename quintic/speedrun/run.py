@@ -55,22 +55,22 @@ class RaceResult(NamedTuple):
 def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks) -> None:
     """Run a preset with these options, print its result, and log it with the command line; all ranks must call it."""
     chosen = preset(name)
-    track = ranks.agree(lambda: chosen.track.scaled(options.steps).validated(options.val_tokens))
+    track = ranks.run_on_all(lambda: chosen.track.scaled(options.steps).validated(options.val_tokens))
     changes = {name: getattr(options, name) for name in ("eval_every", "pass_tokens", "untie_at")}
     track = replace(track, **changes)
-    model = ranks.agree(lambda: without(chosen.model, options.without))
+    model = ranks.run_on_all(lambda: without(chosen.model, options.without))
     run = RunConfig(**{field.name: getattr(options, field.name) for field in fields(BaseRunConfig)})
-    ranks.from_first(lambda: check_new_run(Config(run=run)))
-    hardware = ranks.agree(lambda: choose_hardware(run))
-    ranks.agree(lambda: check_gpus(ranks, hardware.device))
+    ranks.from_rank0(lambda: check_new_run(Config(run=run)))
+    hardware = ranks.run_on_all(lambda: choose_hardware(run))
+    ranks.run_on_all(lambda: check_gpus(ranks, hardware.device))
     without_fp8 = (model.fp8_head or model.fp8_mlp) and not multiplies_fp8(hardware.device)
     if without_fp8:
         model = without(model, FP8_FEATURES)
     data = ranks.once_per_host(lambda: open_data(options, model))
     capture = options.capture and hardware.device.type == "cuda"
-    race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, capture=capture))
+    race = ranks.run_on_all(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, capture=capture))
     files = {} if data.tokenizer is None else {TOKENIZER_FILE: data.tokenizer.definition}
-    run_dir = ranks.from_first(lambda: run_folder(options, name, files))
+    run_dir = ranks.from_rank0(lambda: run_folder(options, name, files))
     bits = "; nothing in 8 bits, for which it takes a GPU of compute capability 8.9" if without_fp8 else ""
     print(f"Computing on {ranks.size} x {hardware}{bits}; {track.steps:,} steps; run folder {run_dir}")
     facts = {"command": command, "config": {**asdict(options), "preset": name}}
@@ -211,7 +211,7 @@ def save_model(race: Race, run_dir: Path, step: int) -> None:
         "validation_chunk": track.validation_chunk,
     }
     save = partial(save_checkpoint, run_dir, step=step, model=race.model, optimizer=None, state=state)
-    race.ranks.from_first(lambda: save(keep=track.steps + 1))
+    race.ranks.from_rank0(lambda: save(keep=track.steps + 1))
 
 
 def _time(seconds: float, steps: int) -> str:

@@ -31,7 +31,7 @@ from quintic.data.prefetch import Prefetcher
 from quintic.errors import DataError
 from quintic.speedrun.shards import RaceData, Tokens, read_shard
 from quintic.speedrun.stages import Track
-from quintic.train.distributed import ALONE, Ranks
+from quintic.train.distributed import SINGLE_PROCESS, Ranks
 
 __all__ = ["FlatBatch", "chunk_stream", "validation_batches"]
 
@@ -63,7 +63,12 @@ class _Shard:
 
 
 def chunk_stream(
-    data: RaceData, track: Track, steps: Iterator[int], *, ranks: Ranks = ALONE, device: torch.device | str = "cpu"
+    data: RaceData,
+    track: Track,
+    steps: Iterator[int],
+    *,
+    ranks: Ranks = SINGLE_PROCESS,
+    device: torch.device | str = "cpu",
 ) -> Generator[FlatBatch, None, None]:
     """Yield one rank's chunks in batches, made ahead in a background thread, from shards loaded ahead in another.
 
@@ -116,7 +121,7 @@ def _batches(
                     waiting.clear()
 
 
-def validation_batches(data: RaceData, tokens: int, chunk: int, *, ranks: Ranks = ALONE) -> list[FlatBatch]:
+def validation_batches(data: RaceData, tokens: int, chunk: int, *, ranks: Ranks = SINGLE_PROCESS) -> list[FlatBatch]:
     """Return a rank's chunks of the validation text, on the CPU: of each `ranks.size` chunks, rank r has the r-th.
 
     Args:

@@ -38,9 +38,9 @@ from torch.optim import Optimizer
 
 from quintic.durable import discard, flush, remove_unfinished, replace, save_tensors
 from quintic.errors import CheckpointError
-from quintic.model.layers import divided_as
+from quintic.model.layers import distribute_like
 from quintic.optim.layout.layouts import is_dtensor
-from quintic.train.distributed import ALONE, Ranks
+from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.saving.background import Background
 from quintic.train.saving.staging import copies_on_host, optimizer_tensors
 from quintic.train.schedule import is_due
@@ -87,7 +87,7 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
     keep_due: int = 0,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
     background: Background | None = None,
 ) -> Path:
     """Write the checkpoint of a step, then delete older ones.
@@ -136,7 +136,7 @@ def _write(
 ) -> None:
     """Write a checkpoint's folder and delete older ones: `save_checkpoint` once all tensors are copied."""
     folder = final.parent
-    temporary = folder / ranks.from_first(lambda: f".{final.name}.{os.getpid()}.tmp")
+    temporary = folder / ranks.from_rank0(lambda: f".{final.name}.{os.getpid()}.tmp")
     needed = sum(tensor.numel() * tensor.element_size() for part in tensors.values() for tensor in part.values())
 
     is_resumable = "optimizer" in tensors
@@ -172,9 +172,10 @@ def _write(
             if old != due:
                 discard(old)
 
-    ranks.from_first(begin)
-    manifest = {name: fingerprint for files in ranks.every(ranks.agree(write)) for name, fingerprint in files.items()}
-    ranks.from_first(publish)
+    ranks.from_rank0(begin)
+    written = ranks.all_gather(ranks.run_on_all(write))
+    manifest = {name: fingerprint for files in written for name, fingerprint in files.items()}
+    ranks.from_rank0(publish)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -270,7 +271,7 @@ def copy_weights(saved: Mapping[str, Tensor], model: nn.Module, path: Path) -> N
     own = model.state_dict()
     try:
         model.load_state_dict(
-            {name: divided_as(value, own[name]) if name in own else value for name, value in saved.items()}
+            {name: distribute_like(value, own[name]) if name in own else value for name, value in saved.items()}
         )
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines()]

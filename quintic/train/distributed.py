@@ -27,7 +27,7 @@ from quintic.model.gpt import GPT
 from quintic.model.layers import Attention
 from quintic.train.config import Config, ParallelName
 
-__all__ = ["ALONE", "Parallelism", "Ranks", "check_gpus", "connected", "rows_at_once"]
+__all__ = ["SINGLE_PROCESS", "Parallelism", "Ranks", "check_gpus", "connected", "micro_batch_rows"]
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Ranks:
         """True for the rank that names, logs and prints."""
         return self.rank == 0
 
-    def agree(self, make: Callable[[], T]) -> T:
+    def run_on_all(self, make: Callable[[], T]) -> T:
         """Return this rank's result of `make`, if it succeeds on all ranks.
 
         Raises:
@@ -64,7 +64,7 @@ class Ranks:
             made = make()
         except QuinticError as raised:
             error = raised
-        failed = self.every(error is not None)
+        failed = self.all_gather(error is not None)
         if not any(failed):
             return made
         if error is not None and failed.index(True) == self.rank:
@@ -80,13 +80,13 @@ class Ranks:
             dist.barrier(group=self.group)
         return OtherRankError("another rank has failed")
 
-    def from_first(self, make: Callable[[], T]) -> T:
+    def from_rank0(self, make: Callable[[], T]) -> T:
         """Return on all ranks the first one's result of `make`, which can be pickled.
 
         Raises:
-            QuinticError: as `agree`.
+            QuinticError: as `run_on_all`.
         """
-        made = self.agree(lambda: make() if self.is_first else None)
+        made = self.run_on_all(lambda: make() if self.is_first else None)
         if self.size == 1:
             return made  # type: ignore[return-value]  # the first rank made it
         box = [made]
@@ -95,12 +95,12 @@ class Ranks:
 
     def once_per_host(self, make: Callable[[], T]) -> T:
         """Return this rank's result of `make`, which runs on one rank of each host before it runs on the others."""
-        made = self.agree(lambda: make() if self.local_rank == 0 else None)
-        rest = self.agree(lambda: make() if self.local_rank else made)
+        made = self.run_on_all(lambda: make() if self.local_rank == 0 else None)
+        rest = self.run_on_all(lambda: make() if self.local_rank else made)
         assert rest is not None
         return rest
 
-    def every(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return the value of each rank, which can be pickled, in the order of ranks."""
         if self.size == 1:
             return [value]
@@ -121,7 +121,7 @@ class Ranks:
         return torch.stack(every).sum(0)
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ def connected(launch: Launch) -> Iterator[Ranks]:
     will never join, and torchrun ends them once this process is gone.
     """
     if launch.size == 1:
-        yield ALONE
+        yield SINGLE_PROCESS
         return
     backend = "gloo"
     if torch.cuda.is_available():
@@ -207,17 +207,17 @@ class Parallelism:
         self.shard_ranks = ranks.local_size if shard_ranks is None else shard_ranks
         if kind == "hsdp" and ranks.size % self.shard_ranks:
             raise ConfigError(f"--shard-ranks {self.shard_ranks} does not divide the {ranks.size} ranks")
-        self._is_divided = self.kind not in (None, "tp")
+        self._splits_batch = self.kind not in (None, "tp")
 
     @property
     def data_rank(self) -> int:
         """Number of this rank's share of each batch."""
-        return self.ranks.rank if self._is_divided else 0
+        return self.ranks.rank if self._splits_batch else 0
 
     @property
     def data_size(self) -> int:
         """Number of shares of a batch."""
-        return self.ranks.size if self._is_divided else 1
+        return self.ranks.size if self._splits_batch else 1
 
     @property
     def comms(self) -> Literal["none", "averaged", "sharded"]:
@@ -235,9 +235,9 @@ class Parallelism:
             ConfigError: its heads cannot be divided among the ranks.
         """
         if self.kind in ("fsdp", "hsdp"):
-            self._shard(model, device)
+            self._apply_fsdp(model, device)
         elif self.kind == "tp":
-            self._divide_layers(model, device)
+            self._apply_tensor_parallel(model, device)
 
     def wrapped(self, model: GPT) -> nn.Module:
         """Return the module to call for losses that are differentiated, given the initialised model."""
@@ -264,7 +264,7 @@ class Parallelism:
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum over the shares of a batch of a tensor on the CPU."""
-        return self.ranks.total(tensor) if self._is_divided else tensor
+        return self.ranks.total(tensor) if self._splits_batch else tensor
 
     def mean_gradient(self, gradient: Tensor) -> Tensor:
         """Return a gradient as the optimizer will see it; `sharded` averages on the way, so here a copy is averaged."""
@@ -275,7 +275,7 @@ class Parallelism:
         dist.all_reduce(mean)
         return mean / self.ranks.size
 
-    def _shard(self, model: GPT, device: torch.device) -> None:
+    def _apply_fsdp(self, model: GPT, device: torch.device) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -295,7 +295,7 @@ class Parallelism:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh)
 
-    def _divide_layers(self, model: GPT, device: torch.device) -> None:
+    def _apply_tensor_parallel(self, model: GPT, device: torch.device) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -335,23 +335,23 @@ def check_gpus(ranks: Ranks, device: torch.device) -> None:
         )
 
 
-def rows_at_once(config: Config, shares: int) -> int:
+def micro_batch_rows(config: Config, data_ranks: int) -> int:
     """Return the rows that go through the model at once on each rank: `--rows`, or a rank's whole share if it is less.
 
     Args:
         config: with the batch of all ranks.
-        shares: number of shares of a batch.
+        data_ranks: number of shares of a batch.
 
     Raises:
         ConfigError: the batch cannot be divided so.
     """
     batch, seq_len = config.schedule.batch_tokens, config.model.seq_len
     assert batch is not None  # derived by now
-    rows = min(config.schedule.rows, max(1, batch // (seq_len * shares)))
-    step = rows * seq_len * shares
+    rows = min(config.schedule.rows, max(1, batch // (seq_len * data_ranks)))
+    step = rows * seq_len * data_ranks
     if batch % step:
         raise ConfigError(
-            f"--batch-tokens {batch} cannot be dealt out to {shares} ranks: it is not a multiple of {rows} rows x "
-            f"--seq-len {seq_len} x {shares} ranks = {step}; change --batch-tokens, --rows or the number of ranks"
+            f"--batch-tokens {batch} cannot be dealt out to {data_ranks} ranks: it is not a multiple of {rows} rows x "
+            f"--seq-len {seq_len} x {data_ranks} ranks = {step}; change --batch-tokens, --rows or the number of ranks"
         )
     return rows

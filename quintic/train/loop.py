@@ -27,14 +27,14 @@ from quintic.stopping import StopRequests
 from quintic.streams import say
 from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint, set_aside_later
 from quintic.train.config import Config, OptimConfig, RunConfig
-from quintic.train.distributed import ALONE, Ranks, check_gpus
+from quintic.train.distributed import SINGLE_PROCESS, Ranks, check_gpus
 from quintic.train.hardware import choose_hardware, compile_seconds
 from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
 from quintic.train.recipe import scale_lines
-from quintic.train.runs import TOKENIZER_FILE, hold_run, wandb_id
+from quintic.train.runs import TOKENIZER_FILE, lock_run, wandb_id
+from quintic.train.saving.extend import extend_run
 from quintic.train.saving.initial import load_initial_weights
-from quintic.train.saving.longer import lengthened
 from quintic.train.saving.source import keep_source
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
@@ -77,7 +77,7 @@ def train(
     command: str,
     resume_step: int | None = None,
     say: Callable[[str], None] = say,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> Result:
     """Train, evaluate, sample and report one run.
 
@@ -100,38 +100,38 @@ def train(
     Whatever the exception, the log and the report tell of every step that was made.
     """
     with contextlib.ExitStack() as held:
-        ranks.from_first(lambda: held.enter_context(hold_run(run_dir, message=say)))
-        checkpoint = ranks.from_first(lambda: _find_checkpoint(run_dir, resume_step, say)) if resume else None
-        hardware = ranks.agree(lambda: choose_hardware(config.run))
-        ranks.agree(lambda: check_gpus(ranks, hardware.device))
+        ranks.from_rank0(lambda: held.enter_context(lock_run(run_dir, message=say)))
+        checkpoint = ranks.from_rank0(lambda: _find_checkpoint(run_dir, resume_step, say)) if resume else None
+        hardware = ranks.run_on_all(lambda: choose_hardware(config.run))
+        ranks.run_on_all(lambda: check_gpus(ranks, hardware.device))
         devices = "" if ranks.size == 1 else f"{ranks.size} ranks ({config.run.parallel}), each on "
         say(f"Computing on {devices}{hardware}")
-        shares = 1 if config.run.parallel == "tp" else ranks.size
-        for line in ranks.agree(lambda: scale_lines(config, vocab_size=dataset.vocab_size, shares=shares)):
+        data_ranks = 1 if config.run.parallel == "tp" else ranks.size
+        for line in ranks.run_on_all(lambda: scale_lines(config, vocab_size=dataset.vocab_size, data_ranks=data_ranks)):
             say(line)
-        run = ranks.agree(lambda: Trainer(config, dataset, run_dir, hardware, ranks))
+        run = ranks.run_on_all(lambda: Trainer(config, dataset, run_dir, hardware, ranks))
         allocation = ""
         if checkpoint is not None:
-            ranks.agree(lambda: run.restore(checkpoint))
+            ranks.run_on_all(lambda: run.restore(checkpoint))
             say(f"Continuing {run_dir.name} after step {run.step}")
         elif (source := config.run.init_from) is not None:
             load = partial(load_initial_weights, run.model, Path(source), dataset.tokenizer, message=say)
-            say(ranks.agree(load))
+            say(ranks.run_on_all(load))
         else:
             allocation = allocate_lookups(run.model, dataset, seed=config.run.seed)
-        longer_than = ranks.agree(lambda: lengthened(run, run_dir, say)) if resume else None
-        ranks.from_first(lambda: dataset.tokenizer.save(run_dir / TOKENIZER_FILE))
+        longer_than = ranks.run_on_all(lambda: extend_run(run, run_dir, say)) if resume else None
+        ranks.from_rank0(lambda: dataset.tokenizer.save(run_dir / TOKENIZER_FILE))
         for line in filter(None, [*run.describe(), allocation]):
             say(line)
         if resume_step is not None:
-            ranks.from_first(lambda: set_aside_later(run_dir, resume_step, message=say))
+            ranks.from_rank0(lambda: set_aside_later(run_dir, resume_step, message=say))
         held.enter_context(run.background)
         held.enter_context(run.loader)
-        has_log = ranks.from_first(lambda: (run_dir / METRICS_FILE).exists())
+        has_log = ranks.from_rank0(lambda: (run_dir / METRICS_FILE).exists())
         if checkpoint is not None and not has_log:
             lacking = f"the report lacks the course up to step {run.step}"
             say(f"{run_dir / METRICS_FILE} is gone: it begins anew, and {lacking}")
-        log = held.enter_context(ranks.agree(lambda: _open_log(run, run.step if resume else None)))
+        log = held.enter_context(ranks.run_on_all(lambda: _open_log(run, run.step if resume else None)))
         progress = held.enter_context(Progress(run.total, start_step=run.step))
         stop_requests = held.enter_context(StopRequests())
         now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -140,7 +140,7 @@ def train(
         if checkpoint is not None:
             lengths = {} if longer_than is None else {"steps_before": longer_than, "total_steps": run.total}
             log.write("resume", step=run.step, time=now, **lengths)
-            if ranks.from_first(lambda: keep_source(run_dir, run.step)):
+            if ranks.from_rank0(lambda: keep_source(run_dir, run.step)):
                 progress.message("The source of quintic has changed since the run's last part; its folder keeps both")
         try:
             _make_steps(run, log, progress, stop_requests)
@@ -203,11 +203,11 @@ def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
             return newest_checkpoint(run.run_dir, message=progress.message, every=every, up_to=spike_step - 1)
         return None
 
-    checkpoint = run.ranks.from_first(find)
+    checkpoint = run.ranks.from_rank0(find)
     if checkpoint is None:
         progress.message(f"step {spike_step}: no checkpoint to go back to yet; going on")
         return False
-    run.ranks.agree(lambda: run.roll_back(checkpoint))
+    run.ranks.run_on_all(lambda: run.roll_back(checkpoint))
     log.write("rollback", step=run.step, spike_step=spike_step)
     progress.message(f"step {spike_step}: back to the checkpoint of step {run.step}, on with the following text")
     return True
@@ -231,7 +231,7 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
         final = run.finish()
     least = _least_score(run)
     log.write("final", **final, **least)
-    report = run.ranks.from_first(lambda: write_report(run.run_dir))
+    report = run.ranks.from_rank0(lambda: write_report(run.run_dir))
     try:
         samples = _sample(run, progress)
     except Exception:
@@ -248,7 +248,7 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
             ) from None
     return Result(
         run_dir=run.run_dir,
-        report=run.ranks.from_first(lambda: write_report(run.run_dir)),
+        report=run.ranks.from_rank0(lambda: write_report(run.run_dir)),
         score=run.last_score(),
         samples=samples,
         baselines=final["baselines"],
@@ -265,7 +265,7 @@ def _least_score(run: Trainer) -> dict[str, Any]:
             return RunHistory.load(run.run_dir).least
         return None
 
-    least = run.ranks.from_first(find)
+    least = run.ranks.from_rank0(find)
     return {} if least is None else {"least_bpb": least["bpb"], "least_bpb_step": least["step"]}
 
 

@@ -18,7 +18,7 @@ from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.groups.groups import Rule
 from quintic.optim.layout.layouts import local_tensor
 from quintic.train.config import Config, ScheduleConfig, WeightsName, in_options
-from quintic.train.distributed import Parallelism, rows_at_once
+from quintic.train.distributed import Parallelism, micro_batch_rows
 from quintic.train.hardware import check_memory
 from quintic.train.lookups import with_lookups
 from quintic.train.schedule import (
@@ -304,13 +304,13 @@ def with_batch(config: Config, scale: Scale) -> Config:
     return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, batch_tokens=scale.batch_tokens))
 
 
-def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str]:
+def scale_lines(config: Config, *, vocab_size: int, data_ranks: int = 1) -> list[str]:
     """Describe a run's model, length, batch and rates in lines for people, without allocating anything.
 
     Args:
         config: of the run.
         vocab_size: tokens.
-        shares: number of shares in which ranks divide a batch.
+        data_ranks: number of data_ranks in which ranks divide a batch.
 
     Raises:
         ConfigError: sizes, or batch and rows, do not fit each other.
@@ -328,8 +328,8 @@ def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str
     unused = " and ".join(f"{other} {number:g}" for other, number in others)
     if others:
         unused = f"; {unused} {'do' if len(others) > 1 else 'does'} not decide it"
-    rows = rows_at_once(config, shares)
-    passes = scale.batch_tokens // (rows * sizes.seq_len * shares)
+    rows = micro_batch_rows(config, data_ranks)
+    passes = scale.batch_tokens // (rows * sizes.seq_len * data_ranks)
     rates: dict[str, float] = {}
     decay = 0.0
     for group in build_optimizer(model, config).param_groups:
@@ -352,7 +352,7 @@ def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str
         f"by {option} {value:{'g' if isinstance(value, float) else ','}}{unused}",
         f"Batch: {scale.batch_tokens:,} tokens ({'given' if batch_is_given else 'automatic'}), in {passes:,} "
         f"{'pass' if passes == 1 else 'passes'} of {rows} x {sizes.seq_len:,}"
-        f"{f' on each of {shares} ranks' if shares > 1 else ''}",
+        f"{f' on each of {data_ranks} ranks' if data_ranks > 1 else ''}",
         f"Rates: {', '.join(f'{name} {lr:.4g}' for name, lr in rates.items())}; decay {decay:.4g}{factors}",
     ]
 

@@ -34,7 +34,7 @@ __all__ = [
     "discard_unstarted",
     "find_comparison",
     "find_run",
-    "hold_run",
+    "lock_run",
     "run_folder",
     "save_comparison",
     "wandb_id",
@@ -105,7 +105,7 @@ def discard_unstarted(folder: Path) -> None:
 
     So is the folder of a run that another process has taken up in the meantime.
     """
-    with contextlib.suppress(ConfigError, OSError), hold_run(folder, message=lambda text: None):
+    with contextlib.suppress(ConfigError, OSError), lock_run(folder, message=lambda text: None):
         if not (folder / METRICS_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -125,7 +125,7 @@ def wandb_id(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def hold_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
+def lock_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
     """Hold a run's lock, so that no other process trains the run while the block runs.
 
     The system releases the lock of a process that dies. The file itself stays.
@@ -161,13 +161,13 @@ def hold_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
         yield  # closing the file releases the lock
 
 
-def find_run(runs_dir: Path, name: str | None, *, is_speedrun_enough: bool = False) -> Path:
+def find_run(runs_dir: Path, name: str | None, *, allow_speedrun: bool = False) -> Path:
     """Return the folder of a named run, or of the one started last.
 
     Args:
         runs_dir: the folder of all runs.
         name: None for the run that was started last.
-        is_speedrun_enough: find speedruns, too, which have a log and may have models, and no configuration to go on
+        allow_speedrun: find speedruns, too, which have a log and may have models, and no configuration to go on
             with.
 
     Raises:
@@ -175,7 +175,7 @@ def find_run(runs_dir: Path, name: str | None, *, is_speedrun_enough: bool = Fal
     """
     if name is not None:
         folder = runs_dir / name
-        if is_speedrun_enough and (folder / METRICS_FILE).is_file():
+        if allow_speedrun and (folder / METRICS_FILE).is_file():
             return folder
         if not (folder / CONFIG_FILE).is_file():
             if (folder / METRICS_FILE).is_file():
@@ -184,7 +184,7 @@ def find_run(runs_dir: Path, name: str | None, *, is_speedrun_enough: bool = Fal
             raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
         load_config(folder / CONFIG_FILE)
         return folder
-    files = (CONFIG_FILE, METRICS_FILE) if is_speedrun_enough else (CONFIG_FILE,)
+    files = (CONFIG_FILE, METRICS_FILE) if allow_speedrun else (CONFIG_FILE,)
     folders = {path.parent for file in files for path in runs_dir.glob(f"*/{file}")}
     started = {folder: _started(folder) for folder in folders if not folder.name.startswith(".")}
     if not started:

@@ -27,7 +27,7 @@ from quintic.model.gpt import GPT
 from quintic.optim.layout.layouts import local_tensor
 from quintic.train.checkpoint import Checkpoint, load_model_weights, restore_optimizer, save_checkpoint
 from quintic.train.config import Config
-from quintic.train.distributed import ALONE, Parallelism, Ranks, rows_at_once
+from quintic.train.distributed import SINGLE_PROCESS, Parallelism, Ranks, micro_batch_rows
 from quintic.train.hardware import (
     Hardware,
     Stopwatch,
@@ -61,7 +61,7 @@ class Trainer:
     """
 
     def __init__(
-        self, config: Config, dataset: Dataset, run_dir: Path, hardware: Hardware, ranks: Ranks = ALONE
+        self, config: Config, dataset: Dataset, run_dir: Path, hardware: Hardware, ranks: Ranks = SINGLE_PROCESS
     ) -> None:
         self.config, self.dataset, self.run_dir, self.hardware = config, dataset, run_dir, hardware
         self.ranks, self.background = ranks, Background(ranks)
@@ -82,8 +82,8 @@ class Trainer:
             self.model.compile_parts()
         self.scale = scale_of(config, self.model)
         self.config = config = with_batch(config, self.scale)
-        shares = self.parallelism.data_size
-        self.rows = rows_at_once(config, shares)
+        data_ranks = self.parallelism.data_size
+        self.rows = micro_batch_rows(config, data_ranks)
         """Rows that go through the model at once on each rank."""
         self.loader = Loader(
             dataset,
@@ -91,7 +91,7 @@ class Trainer:
             rows=self.rows,
             seq_len=seq_len,
             rank=self.parallelism.data_rank,
-            world_size=shares,
+            world_size=data_ranks,
             seed=config.run.seed,
             device=hardware.device,
         )
@@ -101,7 +101,7 @@ class Trainer:
         self.wrapped = self.parallelism.wrapped(self.model)
         self.optimizer = build_optimizer(self.model, config, comms=self.parallelism.comms)
         self.total = self.scale.steps
-        self.micro_steps = self.scale.batch_tokens // (self.rows * seq_len * shares)
+        self.micro_steps = self.scale.batch_tokens // (self.rows * seq_len * data_ranks)
         self.suite = None if config.run.core is None else load_core(config.run.core)
         self.token_bytes = torch.as_tensor(dataset.tokenizer.token_bytes(), device=hardware.device)
         self.rms = RmsMeter(self.model, mean_gradient=self.parallelism.mean_gradient)
@@ -328,7 +328,7 @@ class Trainer:
             "loss": self.last_score().loss,
             "bpb": self.last_score().bpb,
             "seconds": self.seconds,
-            "baselines": self.ranks.from_first(lambda: reference_scores(self.dataset, self.validation)),
+            "baselines": self.ranks.from_rank0(lambda: reference_scores(self.dataset, self.validation)),
             "breakdown": {f"{name}_frac": value / total for name, value in self.spent.items()},
             "smoothed_loss": self.watch.smoothed,
             "least_loss": self.watch.least,
@@ -383,9 +383,9 @@ class Trainer:
 
     def _own_batches(self) -> list[Batch]:
         """Return this rank's validation batches, equally many on all ranks: some get one that counts for nothing."""
-        rank, shares = self.parallelism.data_rank, self.parallelism.data_size
-        own = self.validation[rank::shares]
-        if len(own) < -(-len(self.validation) // shares):
+        rank, data_ranks = self.parallelism.data_rank, self.parallelism.data_size
+        own = self.validation[rank::data_ranks]
+        if len(own) < -(-len(self.validation) // data_ranks):
             first = self.validation[0]
             own.append(replace(first, targets=torch.full_like(first.targets, self.dataset.bos_id)))
         return own

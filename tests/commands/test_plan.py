@@ -10,7 +10,7 @@ import torch
 
 from quintic.cli import main
 from quintic.errors import DataError
-from quintic.rehearsal.planned_models import KNOWN_MODELS, planned_model
+from quintic.simulate.planned_models import KNOWN_MODELS, planned_model
 
 # As their authors state them.
 PARAMETERS = {
@@ -222,7 +222,7 @@ def test_a_parameter_that_nobody_decided_about_is_an_error(tmp_path, capsys, mon
             super().__init__()
             self.strange = torch.nn.Parameter(torch.empty(3, 4, device="meta"))
 
-    monkeypatch.setattr("quintic.rehearsal.table.planned_model", lambda name, dtype: Odd())
+    monkeypatch.setattr("quintic.simulate.table.planned_model", lambda name, dtype: Odd())
     assert main(["plan", "--model", "odd"]) == 2
     assert re.match(r"quintic: error: --model odd: nobody decided .* strange", capsys.readouterr().err)
 

@@ -17,7 +17,7 @@ from quintic.errors import DataError
 from quintic.speedrun.shards import RaceData, write_shard
 from quintic.speedrun.stages import TINY
 from quintic.speedrun.stream import chunk_stream, validation_batches
-from quintic.train.distributed import ALONE, Ranks
+from quintic.train.distributed import SINGLE_PROCESS, Ranks
 
 BOS = 9
 
@@ -116,12 +116,12 @@ class FixedTrack:
         return self.num_passes[settings is not self.settings[0]] if self.num_passes else self.chunks // ranks
 
 
-def stream_of(paths: list[Path], *settings: Settings, chunks: int, passes=None, ranks: Ranks = ALONE):
+def stream_of(paths: list[Path], *settings: Settings, chunks: int, passes=None, ranks: Ranks = SINGLE_PROCESS):
     track = FixedTrack([*settings], chunks, passes)
     return closing(chunk_stream(data_of(paths), track, itertools.count(), ranks=ranks))
 
 
-def validation(path: Path, *, tokens: int, chunk: int, ranks: Ranks = ALONE) -> list[Batch]:
+def validation(path: Path, *, tokens: int, chunk: int, ranks: Ranks = SINGLE_PROCESS) -> list[Batch]:
     track = replace(TINY, validation_tokens=tokens, validation_chunk=chunk)
     return validation_batches(data_of([path]), track.validation_tokens, track.validation_chunk, ranks=ranks)
 

@@ -31,7 +31,7 @@ from quintic.speedrun.run import save_model, train
 from quintic.speedrun.shards import open_data, write_shard
 from quintic.train.checkpoint import checkpoints, load_model_weights, newest_checkpoint, save_checkpoint, step_of
 from quintic.train.config import RunConfig
-from quintic.train.distributed import ALONE, Ranks
+from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import choose_hardware
 from quintic.train.runs import TOKENIZER_FILE
 
@@ -50,7 +50,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def race_of(shards: Path, ranks: Ranks = ALONE) -> Race:
+def race_of(shards: Path, ranks: Ranks = SINGLE_PROCESS) -> Race:
     data = open_data(SpeedrunOptions(data=str(shards), tokenizer=None), TINY.model)
     hardware = choose_hardware(RunConfig(device="cpu", dtype="float32", attention="sdpa"))
     return Race(TRACK, TINY.model, data, hardware, ranks=ranks, seed=3)

@@ -41,7 +41,7 @@ from quintic.speedrun.run import train
 from quintic.speedrun.shards import open_data, write_shard
 from quintic.speedrun.stream import chunk_stream
 from quintic.train.config import RunConfig
-from quintic.train.distributed import ALONE, Ranks
+from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import Hardware, choose_hardware
 
 TINY = preset("speedrun-tiny")
@@ -68,7 +68,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def race_of(shards: Path, ranks: Ranks = ALONE, hardware: Hardware = HARDWARE, **options: Any) -> Race:
+def race_of(shards: Path, ranks: Ranks = SINGLE_PROCESS, hardware: Hardware = HARDWARE, **options: Any) -> Race:
     data = open_data(SpeedrunOptions(data=str(shards), tokenizer=None), TINY.model)
     return Race(TRACK, TINY.model, data, hardware, ranks=ranks, seed=3, **options)
 
@@ -80,7 +80,7 @@ def losses_of(folder: Path) -> list[tuple[str, int, float]]:
 
 def course(rank: int, world_size: int, shards: Path, run_dir: Path, warm_up: bool) -> tuple[float, float]:
     """Train, several ranks on GPUs if tests run there; return the validation loss and a sum of all weights."""
-    ranks = ALONE
+    ranks = SINGLE_PROCESS
     if world_size > 1:
         ranks = Ranks(rank=rank, size=world_size, local_rank=rank, local_size=world_size, group=dist.group.WORLD)
     hardware = choose_hardware(RunConfig(device="cuda", compile=False)) if ON_GPUS and world_size > 1 else HARDWARE

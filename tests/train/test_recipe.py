@@ -292,7 +292,7 @@ def test_what_a_run_will_be_is_told_with_what_was_passed_over() -> None:
     assert "4,357 steps, 4,568,645,632 tokens" in lines[2]
     assert lines[2].endswith("by --tokens-per-param 10.5")
     assert "1,048,576 tokens (automatic), in 16 passes of 32 x 2,048" in lines[3]
-    assert scale_lines(of_depth(20), vocab_size=32_768, shares=8)[3].endswith(
+    assert scale_lines(of_depth(20), vocab_size=32_768, data_ranks=8)[3].endswith(
         "in 2 passes of 32 x 2,048 on each of 8 ranks"
     )
     assert "rates x 1.414, decay x 0.358" in lines[4]

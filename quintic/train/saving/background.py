@@ -91,7 +91,7 @@ class Background:
             if error is not None and not isinstance(error, OtherRankError):
                 raise error
 
-        self._ranks.agree(tell)
+        self._ranks.run_on_all(tell)
 
     def __enter__(self) -> Self:
         return self

@@ -11,10 +11,10 @@ from quintic.train.runs import CONFIG_FILE
 from quintic.train.saved_config import check_longer, load_config, to_dict
 from quintic.train.trainer import Trainer
 
-__all__ = ["lengthened"]
+__all__ = ["extend_run"]
 
 
-def lengthened(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> int | None:
+def extend_run(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> int | None:
     """Keep a larger `--steps` in the run's configuration, and say what it does to the rates; all ranks call it.
 
     From the step that the run continues from, its schedules are those of a run of the new length.
@@ -41,5 +41,5 @@ def lengthened(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> int |
         )
     schedule = dataclasses.replace(saved.schedule, steps=run.config.schedule.steps)
     content = json.dumps(to_dict(dataclasses.replace(saved, schedule=schedule)), indent=2) + "\n"
-    run.ranks.from_first(lambda: write_atomically(run_dir / CONFIG_FILE, content))
+    run.ranks.from_rank0(lambda: write_atomically(run_dir / CONFIG_FILE, content))
     return before

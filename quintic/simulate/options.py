@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["RehearsalOptions"]
+__all__ = ["SimulationOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearsalOptions:
+class SimulationOptions:
     """Show what the optimizer of any model does on any number of GPUs, without them."""
 
     model: str

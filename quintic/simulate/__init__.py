@@ -1,0 +1,1 @@
+"""Plans for meshes of ranks that need not exist."""
