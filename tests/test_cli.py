@@ -314,7 +314,7 @@ def test_a_run_without_a_checkpoint_is_not_told_to_resume(
         ("--top-k 0", "--top-k 0: must be at least 1"),
         ("--seed -1", "--seed -1: must be at least 0"),
         ("--prompts a\udcff", "--prompts 'a\\udcff': not UTF-8"),
-        (f"--prompts {'ab' * 10_000}", "--prompts 'abababababababababab'...: 20,000 bytes; at most 16,384"),
+        (f"--prompts {'ab' * 10_000}", "--prompts 'abababababababababab'...: 20,000 bytes; must be at most 16,384"),
     ],
 )
 def test_sample_options_out_of_range(

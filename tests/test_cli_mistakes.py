@@ -187,7 +187,7 @@ def test_a_run_that_exists_is_left_alone(
 def test_an_unwritable_runs_folder(tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
     (elsewhere / "file").touch()
     options = tiny_options(tiny_dataset, elsewhere / "file" / "runs", data_dir=elsewhere / "data")
-    expected = f"--runs-dir {elsewhere}/file/runs: {elsewhere}/file is no folder that can be written; choose another"
+    expected = f"--runs-dir {elsewhere}/file/runs: {elsewhere}/file is not a writable folder; choose another"
     assert error_of(capsys, "train", *options) == expected
     assert error_of(capsys, "compare", *options) == expected
     assert not (elsewhere / "data").exists()  # found out before the text is prepared
@@ -286,11 +286,11 @@ def test_a_tracker_that_cannot_start_leaves_no_run(
         ("--depth 2", "--depth cannot change when a run is resumed: leave it out (it is 1), or start a new run with"),
         (
             "--steps 5",
-            "--steps 5: a resumed run can be made longer, not shorter, and it has 6 steps: leave the option out, or",
+            "--steps 5: a resumed run can only be made longer, and this one has 6 steps: leave --steps out, or",
         ),
         (
             "--steps None",
-            "--steps cannot change when a run is resumed, as the schedules of all its steps follow from it: ",
+            "--steps cannot change when a run is resumed, because the schedules of all its steps depend on it: ",
         ),
         ("--rows 8", "--rows cannot change when a run is resumed"),
         ("--seed=3", "--seed cannot change when a run is resumed"),
@@ -330,7 +330,7 @@ def test_resuming_with_every_checkpoint_damaged(mine: Path, capsys: pytest.Captu
         # What is damaged is told as well, but not on the line of the error.
         assert main([*command.split(), "--runs-dir", str(mine.parent)]) == 2
         printed = capsys.readouterr()
-        assert printed.err.splitlines()[-1].endswith("every checkpoint is damaged; start the run anew")
+        assert printed.err.splitlines()[-1].endswith("every checkpoint is damaged; start a new run")
         assert "state.json has 2 bytes instead of" in printed.err + printed.out
 
 
@@ -355,7 +355,7 @@ def test_a_model_larger_than_the_machine_is_not_made(
 ) -> None:
     monkeypatch.setattr("quintic.train.hardware._host_memory_bytes", lambda: 2**20)
     said = error_of(capsys, "train", *tiny_options(tiny_dataset, elsewhere, aspect_ratio=256))
-    assert said.startswith("--depth: weights and gradients of the model alone take 0.00")
+    assert said.startswith("--depth: weights and gradients of the model take 0.00")
     assert list(elsewhere.iterdir()) == []
 
 

@@ -1,9 +1,9 @@
-"""The configuration of a run: every default once, with its meaning; the command line's options are made from it.
+"""The configuration of a run. Each field is declared once here; the command line's options are generated from it.
 
-Precedence is preset or saved configuration (`--config`) < `--recipe` < options; presets and recipes are in
-`quintic/commands/presets.py`. Nothing derived is stored here: what follows from these numbers (width, steps, learning
-rates after scaling) is computed in `recipe.py`. Numbers that no machine could honour are refused at construction,
-with the option's name.
+The docstring below a field is its text in `--help`. Options override `--recipe`, which overrides the preset or saved
+configuration (`--config`); presets and recipes are in `quintic/commands/presets.py`. Derived values (width, number of
+steps, scaled learning rates) are not stored but computed in `recipe.py`. Values out of range raise a ConfigError at
+construction, which names the option.
 """
 
 import math
@@ -34,9 +34,9 @@ __all__ = [
 ParallelName = Literal["sharded", "ddp", "fsdp", "hsdp", "tp"]
 WeightsName = Literal["float32", "mantissa"]
 
-# The 256 bytes and the document start: no trained vocabulary is smaller.
+# A trained vocabulary has at least the 256 bytes and the document start.
 _MIN_VOCAB = 257
-_SEEDS = 2**63  # PyTorch's generators take smaller ones
+_SEEDS = 2**63  # PyTorch's generators need smaller seeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class ModelConfig:
         check_at_least(0, l3_embeddings=self.l3_embeddings, l3_d_up=self.l3_d_up)
         check_at_least(1, l3_k_max=self.l3_k_max, kv_ratio=self.kv_ratio, seq_len=self.seq_len)
         check_at_least(1, depth=self.depth, aspect_ratio=self.aspect_ratio, head_dim=self.head_dim)
-        # A plan of more layers takes long, and the bytes of wider matrices are too many for an integer.
+        # Planning takes long for deeper models, and the sizes of wider matrices overflow 64-bit integers.
         check_at_most(1000, depth=self.depth)
         check_at_most(100_000, aspect_ratio=self.aspect_ratio, head_dim=self.head_dim)
         check_at_most(10**9, l3_embeddings=self.l3_embeddings, l3_d_up=self.l3_d_up)
@@ -256,12 +256,12 @@ class BaseRunConfig:
     """CPU threads; by default PyTorch's choice."""
 
     def __post_init__(self) -> None:
-        """Reject numbers out of range, and a name that is no folder's."""
+        """Reject numbers out of range and names that cannot be a folder's."""
         check_at_least(1, threads=self.threads)
         check_at_least(0, seed=self.seed)
         if self.seed >= _SEEDS:
             raise ConfigError(f"--seed {self.seed}: must be below 2^63")
-        # A leading dot hides a folder, and marks what is not finished yet.
+        # Folders with a leading dot are hidden, and `durable.new_folder` uses such names for unfinished ones.
         if self.run is not None and (not self.run or Path(self.run).name != self.run or self.run.startswith(".")):
             raise ConfigError(
                 f"--run {self.run!r}: give a plain folder name without a leading dot, and its parent with --runs-dir"
@@ -313,7 +313,7 @@ class RunConfig(BaseRunConfig):
     """Also log to this Weights & Biases project (needs the package wandb)."""
 
     def __post_init__(self) -> None:
-        """Reject numbers out of range, and a name that is no folder's."""
+        """Reject numbers out of range and names that cannot be a folder's."""
         super().__post_init__()
         check_at_least(1, **_values(self, "shard_ranks", "eval_tokens", "core_items", "keep"))
         intervals = ("eval_every", "core_every", "sample_every", "sample_tokens", "save_every", "rms_every")
@@ -343,28 +343,32 @@ class Config:
             )
 
 
-# Bytes of a prompt: its mask has an entry for each pair of tokens.
+# Bytes of a prompt. The attention mask of a prompt grows with the square of its length.
 _LONGEST_PROMPT = 2**14
 
 
 def check_samples(prompts: Iterable[str], **tokens: int) -> None:
-    """Refuse prompts that no tokenizer can read, and more or longer ones than memory can be reserved for.
+    """Check that prompts are UTF-8, and that prompts and samples fit into memory.
+
+    Args:
+        prompts: beginnings of texts, as typed on the command line.
+        **tokens: name of an option -> its number of tokens per sample.
 
     Raises:
-        ConfigError: there is one, whose bytes on the command line are not UTF-8; or the option of `tokens` is too high.
+        ConfigError: a prompt is not UTF-8 or is too long, or the number of tokens is too high.
     """
     check_at_most(2**17, **tokens)
     for prompt in prompts:
         try:
             size = len(prompt.encode())
         except UnicodeEncodeError:
-            raise ConfigError(f"--prompts {prompt!r}: not UTF-8; type it in a terminal that is") from None
+            raise ConfigError(f"--prompts {prompt!r}: not UTF-8; type it in a terminal that uses UTF-8") from None
         if size > _LONGEST_PROMPT:
-            raise ConfigError(f"--prompts {prompt[:20]!r}...: {size:,} bytes; at most {_LONGEST_PROMPT:,}")
+            raise ConfigError(f"--prompts {prompt[:20]!r}...: {size:,} bytes; must be at most {_LONGEST_PROMPT:,}")
 
 
 def _values(section: object, *names: str) -> dict[str, Any]:
-    """Return fields of a section, those that are None left out."""
+    """Return the named fields of a section that are not None."""
     return {name: value for name in names if (value := getattr(section, name)) is not None}
 
 
@@ -373,12 +377,12 @@ def _option(name: str) -> str:
 
 
 def in_options(error: ValueError) -> str:
-    """Return a library's message with its arguments as options: "top_k=0: ..." becomes "--top-k 0: ..."."""
+    """Return a library's message with arguments written as options: "top_k=0: ..." becomes "--top-k 0: ..."."""
     return re.sub(r"\b([a-z]\w*)=(?:'([^']+)')?", lambda match: f"{_option(match[1])} {match[2] or ''}", str(error))
 
 
 def check_at_least(least: int, **values: float | None) -> None:
-    """Raise ConfigError, naming the option, for a number that is smaller or not finite; None is none."""
+    """Raise a ConfigError that names the option if a number is below `least` or not finite; None passes."""
     for name, value in values.items():
         if value is not None and not least <= value < math.inf:
             finite = "" if math.isfinite(value) else " and finite"
@@ -386,7 +390,7 @@ def check_at_least(least: int, **values: float | None) -> None:
 
 
 def check_at_most(most: int, **values: float) -> None:
-    """Raise ConfigError, naming the option, for a number that is larger."""
+    """Raise a ConfigError that names the option if a number is above `most`."""
     for name, value in values.items():
         if value > most:
             raise ConfigError(f"{_option(name)} {value}: must be at most {most:,}")

@@ -510,7 +510,7 @@ def test_a_run_that_fails_in_the_warm_up_leaves_no_folder(
     ("more", "message"),
     [
         (["--run", "x"], "x exists: choose another --run"),
-        (["--runs-dir", "file"], "file is no folder that can be written; choose another"),
+        (["--runs-dir", "file"], "file is not a writable folder; choose another"),
     ],
 )
 def test_a_run_that_cannot_be_made_is_refused_before_its_text_is_sought(

@@ -309,7 +309,7 @@ def test_an_error_is_told_once_and_ends_all_ranks(tiny_dataset: Dataset, tmp_pat
     out, errors = ended(torchrun("train", *options, "--name", "run", folder=tmp_path, size=3), code=1)
     assert "step" not in out.replace("--steps", "").replace("6 steps", "")
     assert errors.count("quintic: error: ") == 1
-    assert "--batch-tokens 320 cannot be dealt out to 3 ranks" in errors
+    assert "--batch-tokens 320 cannot be split among 3 ranks" in errors
     assert not (tmp_path / "run").exists()
 
 
@@ -320,7 +320,7 @@ def test_a_batch_is_dealt_out_in_equal_passes(tiny_dataset: Dataset, tmp_path: P
     config = tiny_config(tiny_dataset, tmp_path, batch_tokens=768, rows=4)  # 24 rows of 32 tokens
     assert [micro_batch_rows(config, ranks) for ranks in (1, 2, 3, 6, 8, 12, 24)] == [4, 4, 4, 4, 3, 2, 1]
     for ranks in (4, 5, 7, 25):
-        with pytest.raises(ConfigError, match=rf"--batch-tokens 768 cannot be dealt out to {ranks} ranks: .* change"):
+        with pytest.raises(ConfigError, match=rf"--batch-tokens 768 cannot be split among {ranks} ranks: .* change"):
             micro_batch_rows(config, ranks)
 
 

@@ -140,7 +140,7 @@ def test_other_sizes_and_tokenizers_are_refused(
     (other,) = (tmp_path / "d").glob("*/tokenizer.json")
     message = error_of(capsys, "train", *options_of(trained, tmp_path, str(trained), "--tokenizer", str(other)))
     assert message == (
-        f"--tokenizer: is not the one that the weights of --init-from {trained} were trained with; leave it out"
+        f"--tokenizer: the weights of --init-from {trained} were trained with another one; leave --tokenizer out"
     )
     assert not (tmp_path / "runs").exists() or list((tmp_path / "runs").iterdir()) == []
 

@@ -144,6 +144,6 @@ def test_the_command_makes_runs_longer(
     assert RunHistory.load(folder).final["step"] == 6
     assert error_of(capsys, *runs, "--steps", "6", "--depth", "3").startswith("--depth cannot change")
     assert error_of(capsys, *runs, "--steps", "4") == (
-        "--steps 4: a resumed run can be made longer, not shorter, and it has 6 steps: leave the option out, or start "
+        "--steps 4: a resumed run can only be made longer, and this one has 6 steps: leave --steps out, or start "
         "a new run"
     )

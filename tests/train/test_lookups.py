@@ -170,7 +170,7 @@ def test_a_length_by_operations_is_that_of_the_plan_and_stays(
     )
     assert main(["plan", *arguments]) == 0
     planned = capsys.readouterr().out
-    assert "in all, with as many lookup rows for each token\nLength: 12 steps" in planned
+    assert "in all, with equally many lookup rows for each token\nLength: 12 steps" in planned
     assert main(["train", *arguments]) == 0
     assert main(["train", "--resume", "--runs-dir", str(tmp_path)]) == 0
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")

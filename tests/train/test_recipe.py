@@ -305,7 +305,7 @@ def test_what_a_run_will_be_is_told_with_what_was_passed_over() -> None:
 
 def test_a_warm_up_that_is_cut_is_told() -> None:
     rates = scale_lines(of_depth(4, steps=10, warmup_steps=7, warmdown_frac=0.4), vocab_size=300)[4]
-    assert rates.endswith("; --warmup-steps 7 is not over when they begin to fall, after step 6")
+    assert rates.endswith("; --warmup-steps 7 ends after they begin to fall (step 6)")
     assert "warmup" not in scale_lines(of_depth(4, steps=10, warmup_steps=6, warmdown_frac=0.4), vocab_size=300)[4]
 
 

@@ -153,7 +153,8 @@ def test_a_run_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "race").mkdir()
     (tmp_path / "race" / METRICS_FILE).write_text("{}\n")
     with pytest.raises(
-        ConfigError, match=r"race is a speedrun, which cannot go on or be repeated from it; `quintic sample`, `eval`"
+        ConfigError,
+        match=r"race is a speedrun, which cannot be resumed or repeated; use it with `quintic sample`, `eval`",
     ):
         find_run(tmp_path, "race")
     with pytest.raises(ConfigError, match=r"notes is not a run: it has no config\.json; check --run and --runs-dir"):
