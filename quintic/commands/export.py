@@ -1,4 +1,4 @@
-"""`quintic export`: write a trained model as a folder for other libraries."""
+"""`quintic export`: writes a trained model as a folder for other libraries."""
 
 from quintic.commands.inputs import trained_model
 from quintic.commands.options import export_options

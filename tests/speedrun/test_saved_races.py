@@ -297,13 +297,17 @@ def test_mistakes(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     state = loaded(finished)[1]
     state["speedrun"]["telepathy"] = True
     save_checkpoint(copy, step=50, model=nn.Linear(1, 1), optimizer=None, state=state, keep=9)
-    assert "step-000050: does not describe a speedrun's model of this version" in error_of(capsys, "sample", *options)
+    assert "step-000050: is not a speedrun's model of this version" in error_of(capsys, "sample", *options)
     shutil.rmtree(copy / "checkpoints")
-    assert "race: has no checkpoint yet; it gets one every --save-every steps, and when it ends" in error_of(
+    assert "race: has no checkpoint yet; one is written every --save-every steps, and when the run ends" in error_of(
         capsys, "sample", *options
     )
     shutil.copytree(finished / "checkpoints", copy / "checkpoints")
     (copy / TOKENIZER_FILE).unlink()
-    assert "race: was trained without a tokenizer, so its tokens are no text" in error_of(capsys, "sample", *options)
+    assert "race: was trained without a tokenizer, so its tokens cannot be turned into text" in error_of(
+        capsys, "sample", *options
+    )
     Tokenizer.train(["one two three"], 258).save(copy / TOKENIZER_FILE)
-    assert "starts documents with token 0, the run's shards with 256" in error_of(capsys, "eval", *options)
+    assert "starts documents with token 0, but the run's shards start them with 256" in error_of(
+        capsys, "eval", *options
+    )

@@ -470,13 +470,13 @@ def test_the_command_runs_the_preset_without_features(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--depth", "3"], "--depth has no meaning with --preset speedrun-tiny, whose model and schedule are fixed"),
-        (["--resume"], "--resume has no meaning with --preset speedrun-tiny"),
-        (["--muon-lr=1"], "--muon-lr has no meaning with --preset speedrun-tiny"),
+        (["--depth", "3"], "--depth does not work with --preset speedrun-tiny, whose model and schedule are fixed"),
+        (["--resume"], "--resume does not work with --preset speedrun-tiny"),
+        (["--muon-lr=1"], "--muon-lr does not work with --preset speedrun-tiny"),
         (["--without", "smears"], "--without smears: no feature of the model; choose among attention-free-layer,"),
         (["--steps", "3"], "--steps 3: the track has 4 stages; give at least 8"),
         (["--val-tokens", "1001"], "of 500 for each of 1 ranks; give another --val-tokens, such as 1000"),
-        (["--tokenizer", "nope"], "--tokenizer has no meaning with --preset speedrun-tiny, whose tokens are bytes"),
+        (["--tokenizer", "nope"], "--tokenizer does not work with --preset speedrun-tiny, whose tokens are bytes"),
         (["--stepz", "3"], "unknown option --stepz: did you mean --steps?"),
         (["--shards", "0"], "--shards 0: must be at least 1"),
         (["--pass-tokens", "0"], "--pass-tokens 0: must be at least 1"),

@@ -127,7 +127,7 @@ def test_a_length_that_was_derived_is_known_too(short: Path, tiny_dataset: Datas
         (folder / "config.json").read_text(encoding="utf-8").replace('"steps": 4', '"steps": null'), encoding="utf-8"
     )
     before = (folder / "config.json").read_bytes()
-    with pytest.raises(ConfigError, match=r"^--steps 8: a resumed run can be made longer, .* it has \d,?\d+ steps"):
+    with pytest.raises(ConfigError, match=r"^--steps 8: a resumed run can only be made longer, .* has \d,?\d+ steps"):
         run(of_length(config, 8), tiny_dataset, into=folder)
     assert (folder / "config.json").read_bytes() == before
     assert RunHistory.load(folder).final["step"] == 4

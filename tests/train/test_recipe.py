@@ -274,7 +274,7 @@ def test_a_recipe_leaves_sizes_and_length_alone() -> None:
     assert with_recipe(Config(), "quintic") == Config()
     with pytest.raises(ConfigError, match="--recipe mine: unknown; choose quintic, seed or nanochat"):
         with_recipe(Config(), "mine")
-    with pytest.raises(ConfigError, match="--recipe quintic: the numbers of --config are nanochat's"):
+    with pytest.raises(ConfigError, match="--recipe quintic: --config has the recipe nanochat"):
         with_recipe(changed, "quintic")
 
 
