@@ -202,7 +202,11 @@ def test_a_simulation_counts_the_bytes_between_nodes():
     assert divided.bytes_between.tolist() == [64 * 64 * 2] * 8
     assert repeated.bytes_between.tolist() == [0] * 8
     assert repeated.flops.tolist() == [2 * flops for flops in divided.flops.tolist()]
-    assert [load.num_matrices for load in repeated.loads] == [load.num_matrices for load in divided.loads] == [8]
+    assert (
+        [load.num_matrices for load in repeated.bucket_loads]
+        == [load.num_matrices for load in divided.bucket_loads]
+        == [8]
+    )
     assert simulated(64, 8, (2, 4), None, replicas="divide").bytes_between.tolist() == [0] * 8
 
 

@@ -450,7 +450,7 @@ def test_the_command_runs_the_preset_without_features(
     more += ["--pass-tokens", "128"]
     assert main(options_for(shards, tmp_path / "runs", *more)) == 0
     printed = capsys.readouterr().out
-    assert "; nothing in 8 bits, for which it takes a GPU of compute capability 8.9; 8 steps" in printed
+    assert "; without 8-bit products, which need a GPU of compute capability 8.9; 8 steps" in printed
     assert "step 8/8  validation " in printed
     assert "step 3/8  train time " in printed
     record = read_metrics(tmp_path / "runs" / "x" / METRICS_FILE)[0]
@@ -473,9 +473,9 @@ def test_the_command_runs_the_preset_without_features(
         (["--depth", "3"], "--depth does not work with --preset speedrun-tiny, whose model and schedule are fixed"),
         (["--resume"], "--resume does not work with --preset speedrun-tiny"),
         (["--muon-lr=1"], "--muon-lr does not work with --preset speedrun-tiny"),
-        (["--without", "smears"], "--without smears: no feature of the model; choose among attention-free-layer,"),
-        (["--steps", "3"], "--steps 3: the track has 4 stages; give at least 8"),
-        (["--val-tokens", "1001"], "of 500 for each of 1 ranks; give another --val-tokens, such as 1000"),
+        (["--without", "smears"], "--without smears: not a feature of the model; choose from attention-free-layer,"),
+        (["--steps", "3"], "--steps 3: must be at least 8, for the 4 stages"),
+        (["--val-tokens", "1001"], "--val-tokens 1001: must be a multiple of 500 tokens x 1 ranks, such as 1000"),
         (["--tokenizer", "nope"], "--tokenizer does not work with --preset speedrun-tiny, whose tokens are bytes"),
         (["--stepz", "3"], "unknown option --stepz: did you mean --steps?"),
         (["--shards", "0"], "--shards 0: must be at least 1"),
@@ -501,7 +501,9 @@ def test_a_run_that_fails_in_the_warm_up_leaves_no_folder(
     options = options_for(tmp_path, tmp_path / "runs", "--val-tokens", "1024")
     options.remove("--no-warm-up")
     assert main(options) == 2
-    assert "no training shard fills a chunk of 128 tokens with documents cut at 56" in capsys.readouterr().err
+    assert (
+        "no training shard fills a chunk of 128 tokens with documents of at most 56 tokens" in capsys.readouterr().err
+    )
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -543,7 +545,7 @@ def test_every_feature_can_be_left_out() -> None:
 def test_a_race_without_vocabulary_says_what_to_do(shards: Path) -> None:
     sizes = replace(TINY.model, bos_id=255, prefix_tokens=True)
     data = open_data(SpeedrunOptions(data=str(shards), tokenizer=None), sizes)
-    with pytest.raises(ConfigError, match=r"--tokenizer: needed to predict .* leave that out \(--without prefix-tok"):
+    with pytest.raises(ConfigError, match=r"--tokenizer: needed for .* leave the feature out \(--without prefix-tok"):
         Race(TINY.track, sizes, data, HARDWARE)
-    with pytest.raises(DataError, match="3 ranks cannot share the 2 chunks"):
+    with pytest.raises(DataError, match="3 ranks do not divide the 2 chunks"):
         Race(TINY.track, sizes, data, HARDWARE, ranks=Ranks(size=3))
