@@ -34,7 +34,7 @@ from benchmarks.common.results import (
 from benchmarks.common.timing import MIB, Memory, find_sync, synchronize, time_device, time_steps
 from benchmarks.optimizer_step.contestants import SETS, Weights, quintic_muon
 from benchmarks.optimizer_step.measure import make_weights, scheduler
-from quintic.optim.state.parts import CUT_KEYS
+from quintic.optim.rules.table import PARAM_SHAPED_STATE
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "muon": {},
@@ -167,7 +167,7 @@ def values_of(weights: Weights, optimizer: quintic.Muon) -> dict[str, torch.Tens
     for number, param in enumerate(weights.all):
         tensors = {"weight": param.detach(), **optimizer.state[param]}
         for key, value in tensors.items():
-            if key == "weight" or key in CUT_KEYS:
+            if key == "weight" or key in PARAM_SHAPED_STATE:
                 copies[f"{number} {key}"] = value.to("cpu", copy=True)
     return copies
 

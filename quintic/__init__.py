@@ -11,11 +11,14 @@ Each name is imported when it is first used (PEP 562), so that the command line,
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from quintic import hooks
+
 if TYPE_CHECKING:  # `_MODULES` says the same to Python; a test compares the two
+    from quintic.grouping.assign import Rule
+    from quintic.grouping.explain import Explanation, explain
+    from quintic.grouping.param_groups import param_groups
     from quintic.optim.captured_step import CapturedStep
     from quintic.optim.clip import clip_grad_norm_
-    from quintic.optim.explain import Explanation, explain
-    from quintic.optim.groups.groups import Rule, param_groups
     from quintic.optim.layout.views import Experts, Flatten, Heads, Matrix, Rows, Split
     from quintic.optim.muon import Muon
     from quintic.optim.plan.plan import Plan
@@ -53,29 +56,32 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "CapturedStep": "captured_step",
-    "Experts": "layout.views",
-    "Explanation": "explain",
-    "Flatten": "layout.views",
-    "Heads": "layout.views",
-    "Matrix": "layout.views",
-    "Muon": "muon",
-    "Plan": "plan.plan",
-    "QKClip": "qk_clip.clip",
-    "Rows": "layout.views",
-    "Rule": "groups.groups",
-    "Split": "layout.views",
-    "StepReport": "step.telemetry",
-    "Verification": "verify.report",
-    "clip_grad_norm_": "clip",
-    "explain": "explain",
-    "orthogonalize": "polar.orthogonalize",
-    "param_groups": "groups.groups",
-    "reference_step": "verify.reference",
-    "verify": "verify.verify",
+    "CapturedStep": "optim.captured_step",
+    "Experts": "optim.layout.views",
+    "Explanation": "grouping.explain",
+    "Flatten": "optim.layout.views",
+    "Heads": "optim.layout.views",
+    "Matrix": "optim.layout.views",
+    "Muon": "optim.muon",
+    "Plan": "optim.plan.plan",
+    "QKClip": "optim.qk_clip.clip",
+    "Rows": "optim.layout.views",
+    "Rule": "grouping.assign",
+    "Split": "optim.layout.views",
+    "StepReport": "optim.step.telemetry",
+    "Verification": "optim.verify.report",
+    "clip_grad_norm_": "optim.clip",
+    "explain": "grouping.explain",
+    "orthogonalize": "optim.polar.orthogonalize",
+    "param_groups": "grouping.param_groups",
+    "reference_step": "optim.verify.reference",
+    "verify": "optim.verify.verify",
 }
-# Parts that `import quintic` made attributes when it imported all of the library.
-_PARTS = frozenset({"errors", "kernels", "optim"})
+# Packages that are attributes of `quintic` without an import of their own.
+_PARTS = frozenset({"errors", "interchange", "kernels", "optim"})
+
+# `Muon` asks about parameter groups that do not name their algorithm; `optim` itself must not import the package.
+hooks.load_classifier = lambda: import_module("quintic.grouping.plain_groups")
 
 
 if not TYPE_CHECKING:  # type checkers would take any name for one that exists
@@ -86,7 +92,7 @@ if not TYPE_CHECKING:  # type checkers would take any name for one that exists
             return import_module(f"quintic.{name}")
         if name not in _MODULES:
             raise AttributeError(f"module 'quintic' has no attribute {name!r}")
-        value = getattr(import_module(f"quintic.optim.{_MODULES[name]}"), name)
+        value = getattr(import_module(f"quintic.{_MODULES[name]}"), name)
         globals()[name] = value
         return value
 

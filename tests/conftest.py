@@ -1,5 +1,6 @@
 """Settings of every test: one thread per xdist worker, a fixed seed, and `gpu` tests skipped without a GPU."""
 
+import faulthandler
 import functools
 import gc
 import importlib.util
@@ -7,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +23,10 @@ IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A shell that starts tests in the background lets them, and every process that they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Set here, before a test starts the server that forks the ranks of distributed tests.
 if PACKAGE := importlib.util.find_spec("quintic"):
     os.environ["PYTHONPATH"] = search_path(PACKAGE.origin, os.environ.get("PYTHONPATH", ""))
@@ -31,6 +37,7 @@ gc.disable()
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from _pytest.faulthandler import fault_handler_stderr_fd_key  # noqa: E402  # the real stderr: tests have theirs captured
 
 if TYPE_CHECKING:
     from quintic.data.dataset import Dataset
@@ -71,6 +78,43 @@ def _extras_of_modules() -> dict[str, str]:
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
     """Let a file that this environment cannot import be skipped."""
     return _TestFile.from_parent(parent, path=module_path)
+
+
+# Seconds that a phase of a test may go on for after its time-out.
+_GRACE = 120.0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """End the process if the test hangs, see `_ending`."""
+    return (yield from _ending(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """End the process if the test hangs, see `_ending`."""
+    return (yield from _ending(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """End the process if the test hangs, see `_ending`."""
+    return (yield from _ending(item))
+
+
+def _ending(item: pytest.Item) -> Iterator[None]:
+    """Run one phase of a test; if it is not over long after its time-out, print all stacks and end the process.
+
+    pytest-timeout interrupts a test once, by a signal. Code that waits in C++, or that waits again while it cleans up,
+    would hang for ever. A worker of xdist that ends is replaced, and the test counts as failed.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit = float(marker.args[0] if marker is not None else item.config.getini("timeout")) + _GRACE
+    faulthandler.dump_traceback_later(limit, exit=True, file=item.config.stash[fault_handler_stderr_fd_key])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -27,19 +27,35 @@ MAY_IMPORT = {
     "errors": set(),
     "durable": set(),
     "versions": set(),
+    "hooks": set(),
     "streams": set(),
     "launch": set(),
     "kernels": set(),
-    "optim": {"kernels"},
-    "simulate": {"kernels", "optim"},
+    "optim": {"hooks", "kernels"},
+    "grouping": {"optim"},
+    "interchange": {"optim"},
+    "simulate": {"grouping", "kernels", "optim"},
     "rehearsal": {"optim", "simulate"},
     "data": set(),
     "model": {"kernels"},
     "eval": {"data", "kernels", "model", "optim"},
     "report": {"launch"},
-    "train": {"data", "eval", "kernels", "model", "optim", "launch", "report", "streams"},
-    "integrations": {"optim"},
-    "speedrun": {"data", "eval", "kernels", "model", "optim", "report", "train"},
+    "train": {"data", "eval", "grouping", "kernels", "model", "optim", "launch", "report", "streams"},
+    "integrations": {"grouping", "optim"},
+    "speedrun": {"data", "eval", "grouping", "kernels", "model", "optim", "report", "train"},
+}
+
+# Files at the old path of a module that the documentation has named: they import the new one when they are used.
+FORWARDERS = {"optim.interchange": "interchange"}
+
+# Deciding about parameters needs views, names and the form of a group. Only `explain` makes an optimizer.
+GROUPING_MAY_USE = {
+    "optim.groups.assignment",
+    "optim.groups.flattened",
+    "optim.groups.names",
+    "optim.groups.options",
+    "optim.layout.views",
+    "optim.rules.table",
 }
 
 PARTS = {*MAY_IMPORT, "cli", "commands"}
@@ -67,6 +83,43 @@ ROOMS = {
 UNTYPED_GROUPS = {"", "rules", "groups", "checkpoint", "verify"}
 FILES_OF_A_FOLDER = 14
 
+# Names that two files of one package give to functions of their own. To be emptied, and never to grow.
+HELPERS_WITH_TWO_BODIES = {
+    "commands.run",  # the name that cli.py calls in each command
+    "eval._norm",  # files of exported models import nothing of each other
+    "eval._rotate",
+    "data._read",
+    "grouping._convolution",
+    "kernels._accumulate",
+    "kernels._check",
+    "kernels._choose",
+    "kernels._fp8_linear",
+    "kernels._in_8_bits",
+    "kernels._launch",
+    "kernels._lookup",
+    "kernels._mlp_relu2",
+    "kernels._multiply",
+    "kernels._product_kernel",
+    "kernels._row_kernel",
+    "kernels._rows_kernel",
+    "kernels._tiles",
+    "optim._chunks",
+    "optim._iterate",
+    "optim._joined",
+    "optim._norms",
+    "optim._numbers_of",
+    "optim._obstacle",
+    "optim._owners",
+    "optim._plain",
+    "optim._ranks",
+    "optim._runs",
+    "optim._text",
+    "optim._together",
+    "report._learning",
+    "report._rates",
+    "report._thinned",
+}
+
 # Slow to load, or not installed with the optimizer alone: `import quintic` must do without them.
 HEAVY = ["triton", "pyarrow", "matplotlib", "tokenizers", "tyro", "rich", "huggingface_hub"]
 HARNESS = [
@@ -77,6 +130,12 @@ HARNESS = [
 MAY_READ_ENVIRONMENT = {"cli", "train.config", "launch", "kernels.dispatch"}
 MAY_COMMUNICATE_IN_OPTIM = {"optim.comms.collectives"}
 MAY_RENAME = {"durable"}
+# The rules declare state and are chosen in these files; the last reads what other libraries saved, under their names.
+MAY_NAME_STATE = {"optim.rules.rule", "optim.rules.table", "optim.rules.adamuon"}
+READS_OTHERS_STATE = ("saved_formats", "integrations.")
+STATE_NAMES = {"momentum_buffer", "second_momentum_buffer", "element_second_moment", "exp_avg", "exp_avg_sq"}
+# Names that are also values of options: these count where a state is asked for them.
+SHORT_STATE_NAMES = {"step", "master", "mantissa"}
 MAY_ASK_VERSIONS = {"versions"}
 VERSIONED = {"torch", "triton"}
 # Can be imported where a package that is not PyTorch's is installed.
@@ -140,10 +199,14 @@ def names_of(node: ast.AST, module: Module) -> list[str]:
 
 
 def imports(module: Module) -> Iterator[tuple[int, str]]:
-    """All imports of a module, also those inside functions: (line, full name)."""
+    """All imports of a module, also those inside functions and by `import_module`: (line, full name)."""
     for node in ast.walk(module.tree):
         for name in names_of(node, module):
             yield getattr(node, "lineno", 0), name
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "import_module":
+            name = getattr(node.args[0], "value", None)
+            if isinstance(name, str):
+                yield node.lineno, name
 
 
 def is_in(name: str, package: str) -> bool:
@@ -157,16 +220,27 @@ def wrong_directions(module: Module) -> list[str]:
     """Imports against the arrows between the parts."""
     if module.part not in MAY_IMPORT:
         return []
-    allowed = MAY_IMPORT[module.part] | {module.part, "errors", "durable", "versions"}
+    allowed = MAY_IMPORT[module.part] | {module.part, "errors", "durable", "versions", FORWARDERS.get(module.name, "")}
     found = []
     for line, name in imports(module):
         if is_in(name, "quintic"):
             part = [*name.split("."), ""][1]
-            if part not in PARTS:
-                part = "optim"  # a public name: quintic/__init__.py gets them all from there
-            if part not in allowed:
+            # `quintic` has all public names; one of them belongs to the part it is defined in.
+            public = quintic._MODULES.get(part, "optim") if part else "grouping.param_groups"
+            if (part if part in PARTS else public.partition(".")[0]) not in allowed:
                 found.append(f"line {line}: {module.part} may not import {name}")
     return found
+
+
+def stray_uses_of_optim(module: Module) -> list[str]:
+    """An import of more than views, names, groups and rules where parameters are classified."""
+    if module.part != "grouping" or module.name == "grouping.explain":
+        return []
+    return [
+        f"line {line}: {module.name} may not import {name}"
+        for line, name in imports(module)
+        if is_in(name, "quintic.optim") and not any(is_in(name, f"quintic.{used}") for used in GROUPING_MAY_USE)
+    ]
 
 
 def room_of(part: str, name: str) -> int | None:
@@ -316,6 +390,36 @@ def stray_renames(module: Module) -> list[str]:
     return found
 
 
+def names_of_state(module: Module) -> list[str]:
+    """A name of optimizer state spelt outside the rules that declare it."""
+    if module.name in MAY_NAME_STATE or any(part in module.name for part in READS_OTHERS_STATE):
+        return []
+    found = [
+        f"line {node.lineno}: {node.value!r}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant) and node.value in STATE_NAMES
+    ]
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            of_state = re.search(r"states?\b", ast.unparse(node.value))
+            if of_state and module.part == "optim" and node.slice.value in SHORT_STATE_NAMES:
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def comparisons_of_algorithms(module: Module) -> list[str]:
+    """An `algorithm` compared with a name outside the table of rules: ask the rule, `rule.orthogonalizes`."""
+    if module.name == "optim.rules.table" or any(part in module.name for part in READS_OTHERS_STATE):
+        return []
+    found = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Compare):
+            sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+            if any("algorithm" in side for side in sides) and any(re.search("'(muon|adamw)'", side) for side in sides):
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
 def awareness_of_tests(module: Module) -> list[str]:
     """Code that asks whether it is being tested."""
     found = []
@@ -355,6 +459,7 @@ def too_long(module: Module) -> list[str]:
 Rule = Callable[[Module], list[str]]
 RULES: list[Rule] = [
     wrong_directions,
+    stray_uses_of_optim,
     wrong_doors,
     stray_communication,
     untyped_groups,
@@ -362,6 +467,8 @@ RULES: list[Rule] = [
     environment_reads,
     version_questions,
     stray_renames,
+    names_of_state,
+    comparisons_of_algorithms,
     awareness_of_tests,
     prints,
     loose_ends,
@@ -380,6 +487,15 @@ def test_every_file_keeps_the_rule(rule: Rule):
     [
         (wrong_directions, "optim.muon", "def f():\n    from quintic.train import loop\n"),
         (wrong_directions, "optim.muon", "from ..model import gpt\n"),
+        (wrong_directions, "optim.muon", "from quintic.grouping.assign import assign\n"),
+        (wrong_directions, "optim.muon", "def f():\n    from quintic import param_groups\n"),
+        (wrong_directions, "optim.muon", "import quintic\n"),
+        (wrong_directions, "optim.checkpoint.loading", "from quintic.interchange import import_state\n"),
+        (wrong_directions, "optim.undecided", "import importlib\nimportlib.import_module('quintic.grouping.assign')\n"),
+        (wrong_directions, "grouping.registry", "from quintic.interchange import import_state\n"),
+        (wrong_directions, "grouping.registry", "from quintic.train import loop\n"),
+        (stray_uses_of_optim, "grouping.registry", "from quintic.optim.muon import Muon\n"),
+        (stray_uses_of_optim, "grouping.assign", "def f():\n    from quintic.optim.state.state import copy_\n"),
         (wrong_directions, "kernels.loss.loss", "import quintic.optim.rules.update\n"),
         (wrong_directions, "data.loader", "from quintic.model.gpt import GPT\n"),
         (wrong_directions, "data.loader", "from quintic import Muon\n"),
@@ -421,6 +537,12 @@ def test_every_file_keeps_the_rule(rule: Rule):
         (stray_renames, "data.hub", "import os\nos.replace(a, b)\n"),
         (stray_renames, "data.hub", "partial.replace(path)\n"),
         (stray_renames, "train.runs", "partial.rename(path)\n"),
+        (names_of_state, "optim.step.operands", "x = value['exp_avg']\n"),
+        (names_of_state, "optim.step.operands", "x = state['step']\n"),
+        (names_of_state, "commands.plan", "for key in ('momentum_buffer',): pass\n"),
+        (comparisons_of_algorithms, "optim.step.runner", "x = bucket.algorithm == 'adamw'\n"),
+        (comparisons_of_algorithms, "train.recipe", "x = group['algorithm'] != 'muon'\n"),
+        (comparisons_of_algorithms, "optim.validate", "x = group['algorithm'] in ('muon', 'adamw')\n"),
         (awareness_of_tests, "optim.muon", "import sys\nif 'pytest' in sys.modules: pass\n"),
         (prints, "data.loader", "print('hello')\n"),
         (loose_ends, "cli", "# TODO: later\n"),
@@ -438,6 +560,10 @@ def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
     ("rule", "name", "source"),
     [
         (wrong_directions, "optim.muon", "from quintic.kernels import dispatch\nfrom . import update\n"),
+        (wrong_directions, "optim.interchange", "import importlib\nimportlib.import_module('quintic.interchange')\n"),
+        (wrong_directions, "simulate.table", "import quintic\n"),
+        (stray_uses_of_optim, "grouping.registry", "from quintic.optim.layout.views import View\n"),
+        (stray_uses_of_optim, "grouping.explain", "from quintic.optim.muon import Muon\n"),
         (wrong_directions, "data.loader", "from quintic.errors import QuinticError\nimport numpy\n"),
         (wrong_directions, "train.loop", "import quintic\nfrom quintic import Muon\nfrom quintic.eval import score\n"),
         (wrong_doors, "optim.plan.plan", "from quintic.optim.rules.update import apply_\n"),
@@ -463,6 +589,10 @@ def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
         ),
         (stray_renames, "durable", "import os\nos.replace(a, b)\n"),
         (stray_renames, "data.hub", "text.replace('a', 'b')\nreplace(a, b)\n"),
+        (names_of_state, "optim.rules.table", "x = 'exp_avg'\n"),
+        (names_of_state, "optim.step.operands", "x = state[STEP], group['master'], state['own']\n"),
+        (comparisons_of_algorithms, "optim.rules.table", "x = algorithm == 'muon'\n"),
+        (comparisons_of_algorithms, "optim.muon", "x = old.algorithm == new.algorithm\n"),
         (prints, "cli", "print('hello')\n"),
         (loose_ends, "cli", "# TODO(#12): later\n"),
         (too_long, "cli", "\n" * LINE_LIMIT),
@@ -520,6 +650,27 @@ def test_circles_are_found():
     modules = [Module(name, source) for name, source in sources.items()]
     assert [sorted(circle) for circle in circles(edges_of(modules))] == [["a", "b", "c"]]
     assert circles(edges_of(modules[:2])) == []
+
+
+def helpers(modules: list[Module]) -> dict[str, list[str]]:
+    """Return {package.name: paths} of the functions of modules whose name has a body in several files of a package."""
+    places: dict[str, set[str]] = {}
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name != "_":
+                places.setdefault(f"{module.part}.{node.name}", set()).add(module.path)
+    return {name: sorted(paths) for name, paths in places.items() if len(paths) > 1}
+
+
+def test_no_helper_has_two_bodies_in_one_package():
+    found = helpers(MODULES)
+    assert set(found) == HELPERS_WITH_TWO_BODIES, found
+
+
+def test_helpers_with_two_bodies_are_found():
+    source = "def f(): ...\n"
+    modules = [Module("optim.a", source), Module("optim.step.b", source), Module("data.c", source)]
+    assert helpers(modules) == {"optim.f": ["quintic/optim/a.py", "quintic/optim/step/b.py"]}
 
 
 def test_no_two_classes_have_one_name():

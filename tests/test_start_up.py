@@ -183,7 +183,7 @@ def test_type_checkers_and_python_see_the_same_names() -> None:
     tree = ast.parse(Path(quintic.__file__).read_text("utf-8"))
     [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     typed = {alias.name: node.module for node in block.body for alias in node.names}
-    assert typed == {name: f"quintic.optim.{module}" for name, module in quintic._MODULES.items()}
+    assert typed == {name: f"quintic.{module}" for name, module in quintic._MODULES.items()}
     assert {*typed, "__version__"} == set(quintic.__all__)
     for name, module in typed.items():
         assert getattr(quintic, name) is getattr(sys.modules[module], name)

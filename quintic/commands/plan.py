@@ -21,6 +21,7 @@ from quintic.durable import json_object
 from quintic.model.gpt import GPT
 from quintic.optim.groups.names import shortened
 from quintic.optim.muon import Muon
+from quintic.optim.state.placement import state_bytes
 from quintic.simulate.planned_models import is_on_hub
 from quintic.simulate.table import simulation_text
 from quintic.streams import say
@@ -161,15 +162,7 @@ def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, com
     """
     parts = model.num_parameters()
     weights = sum(param.numel() * param.element_size() for param in model.parameters())
-    state = 0
-    for group in optimizer.param_groups:
-        size = 2 if group["state_dtype"] is not None else 4
-        for param in group["params"]:
-            state += 2 * param.numel() if group["master"] == "mantissa" else 0
-            if group["algorithm"] == "adamw":
-                state += 2 * size * param.numel() + 4  # two moments and the number of steps
-            else:
-                state += size * param.numel() + (4 * max(param.shape) if group["normalize"] is not None else 0)
+    state = sum(state_bytes(param, group) for group in optimizer.typed_groups for param in group.params)
     # Activations, and with a narrower compute dtype the copies of the matrices in it.
     size = torch.empty((), dtype=model.compute_dtype).element_size()
     tokens = rows * model.config.seq_len

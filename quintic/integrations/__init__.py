@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from quintic.optim.groups.groups import param_groups
+from quintic.grouping.param_groups import param_groups
 from quintic.optim.muon import Muon
 
 __all__ = ["muon_for"]

@@ -23,6 +23,7 @@ from quintic.optim.groups.options import CHECKED_OPTIONS, Group, needs_state
 from quintic.optim.layout.wrappers import OPENED, close, open_for_step
 from quintic.optim.plan.order import Orders
 from quintic.optim.qk_clip.step import QKStep
+from quintic.optim.rules.table import orthogonalizes
 from quintic.optim.state.parameters import Parameter, connected_parameters
 from quintic.optim.state.upkeep import Change, Upkeep, WatchedParameters
 from quintic.optim.step.averaging import EarlyAverages
@@ -299,7 +300,7 @@ class CycledMomentum:
 
     def watch(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take the groups as they are: only what is written from now on counts."""
-        self._seen = [(group, group["betas"]) for group in groups if group["algorithm"] == "muon"]
+        self._seen = [(group, group["betas"]) for group in groups if orthogonalizes(group["algorithm"])]
 
     def follow(self) -> None:
         """Set the momentum of groups whose `betas` a scheduler has written since."""

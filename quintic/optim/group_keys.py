@@ -36,7 +36,7 @@ __all__ = [
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
-# Other libraries' names of our options, where the spelling is too different for a suggestion.
+# Other libraries' names of our options, where the variant is too different for a suggestion.
 _SYNONYMS = {
     "adjust_lr_fn": "adjust_lr",
     "beta1": "betas",

@@ -79,9 +79,9 @@ class Muon(OptimizerBase):
         orthogonalizer_steps: polynomial steps of the named methods. With fewer than five of Polar Express small
             singular values stay small, see `docs/explanation/orthogonalization.md`.
         coefficients: other polynomials for the named methods: one triple (a, b, c), or one per step.
-        normalize: None, or `"neuron"` for NorMuon (arXiv 2510.05491).
-        normalize_beta: averaging coefficient of NorMuon's second moment.
-        adjust_lr: see `quintic.optim.rules.update.adjust_lr_factor`.
+        normalize: None, `"neuron"` for NorMuon (arXiv 2510.05491), or `"element"` for AdaMuon (arXiv 2507.11005).
+        normalize_beta: averaging coefficient of the second moments of NorMuon or AdaMuon.
+        adjust_lr: see `quintic.optim.rules.update.adjust_lr_factor`. AdaMuon has a scale of its own in its place.
         lr_multipliers: for each matrix of a parameter, in the order of its view, a factor on its learning rate; for
             groups whose parameters are banks of equally many matrices.
         cautious: decay only entries where update and weight agree in sign (arXiv 2510.12402), or one is zero;
@@ -164,7 +164,7 @@ class Muon(OptimizerBase):
         orthogonalizer_steps: int = DEFAULT_STEPS,
         coefficients: Polynomials | None = None,
         compute_dtype: torch.dtype | None = None,
-        normalize: Literal["neuron"] | None = None,
+        normalize: Literal["neuron", "element"] | None = None,
         normalize_beta: float = 0.95,
         adjust_lr: AdjustLr = "spectral",
         lr_multipliers: Sequence[float] | None = None,

@@ -25,6 +25,7 @@ from quintic.optim.plan.order import Orders
 from quintic.optim.rules.numbers import plain
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.rules.rates import fill_adamw_rates
+from quintic.optim.rules.table import orthogonalizes
 from quintic.optim.state.parameters import carry, whole_states
 from quintic.optim.step.runner import Runner
 from quintic.optim.undecided import Undecided
@@ -94,7 +95,7 @@ class OptimizerBase(Optimizer):
         _add_names(number, group)
         if isinstance(group.get("params"), list):
             check_apart(number, group, self.param_groups)
-        if group.get("algorithm", "muon") == "adamw":
+        if not orthogonalizes(group.get("algorithm", "muon")):
             fill_adamw_rates(number, group, self.defaults)
         super().add_param_group(group)
         added = self.param_groups[-1]

@@ -1,51 +1,35 @@
-"""Decides about parameter groups without `algorithm`: `{"params": [...]}`, as other libraries make them.
+"""Assigns parameter groups without `algorithm`: `{"params": [...]}`, as other libraries make them.
 
-Callbacks that unfreeze a part of a model (Lightning's `BackboneFinetuning`) add such groups, and helpers that divide a
-model by depth (timm's layer decay) return them. The decision comes from the first of these that is known:
+Callbacks that unfreeze layers of a model (Lightning's `BackboneFinetuning`) add such groups, and helpers that group a
+model by depth (timm's layer decay) return them. The first of these that is known decides:
 
 1. the model, if `param_groups` was called for it;
 2. the names of the parameters;
 3. their shapes, with a warning that says how to decide instead.
 
-A group whose parameters need both algorithms, or several views, becomes several groups with one learning rate.
+The first two are questions for the `Classifier` (`quintic/grouping`). A group whose parameters need both algorithms, or
+several views, becomes several groups with one learning rate.
 
-An optimizer in which no group has an `algorithm` is used as `torch.optim.Muon` is: its parameters are matrices, and
-others are an error. Shapes decide where the constructor is given groups that hold both: they divide a whole model.
+An optimizer in which no group has an `algorithm` is used like `torch.optim.Muon`: its parameters are matrices, and
+others are an error. If the constructor is given groups that hold both, they make up a whole model, and shapes decide.
 """
 
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from quintic import hooks
 from quintic.optim.current import ADDED_WITH
-from quintic.optim.groups.classify import Algorithm
-from quintic.optim.groups.groups import Decision, decide, later_decisions
-from quintic.optim.groups.layer_types import layer_with
+from quintic.optim.groups.assignment import Algorithm, Assignment, Classifier
 from quintic.optim.groups.names import made_up, without_wrappers
-from quintic.optim.layout.views import Matrix, View
+from quintic.optim.layout.views import Matrix
+from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["Undecided"]
 
 _NUM_LISTED = 5
-
-# Layers that look rows up, and norms, by the last part of their names.
-_LOOKUP = re.compile(
-    r"(^|_)(emb|embeds?|embeddings?|tokens?|embed_tokens|wte|wpe)(_|$)|position|pos_embed", re.IGNORECASE
-)
-# Reasons for AdamW that rest on the shape of a matrix, which is not enough without its module.
-_OF_SHAPE = re.compile(r"1-D, stored|one output or one input")
-
-_NORM = re.compile(r"norm|(^|_)(ln|bn)(_|\d|$)", re.IGNORECASE)
-
-
-class _Treatment(NamedTuple):
-    algorithm: Algorithm
-    view: View
-    options: Mapping[str, Any]
-    is_certain: bool
 
 
 class _Guess(NamedTuple):
@@ -78,36 +62,33 @@ def _decided(
     rows = _rows(params, group.get("param_names"))
     if rows is None:
         return [{**group, "params": params}], []
-    known = later_decisions({param for _, param in rows})
+    classifier: Classifier = hooks.load_classifier()
+    known = classifier.from_models({param for _, param in rows})
     is_named = any(name is not None for name, _ in rows)
     if not known and not has_decisions and not is_named:
         return [{**group, "params": params}], []
-    by_name = _by_names([row for row in rows if row[1] not in known], trusts_matrices=trusts_matrices)
-    treated: dict[tuple[Any, ...], list[tuple[str, Tensor, _Treatment]]] = {}
+    unknown = [row for row in rows if row[1] not in known]
+    suggested = _suggested(classifier, unknown, trusts_matrices=trusts_matrices)
+    members: dict[tuple[Any, ...], list[tuple[str, Tensor, Assignment]]] = {}
     guesses: list[_Guess] = []
     for place, (name, param) in enumerate(rows):
-        decision = known.get(param)
-        if decision is not None:
-            treatment = _Treatment(decision.algorithm, decision.view, decision.options, True)
-            own_name = decision.name if name is None else name
+        if param in known:
+            one, is_certain = known[param], True
+            own_name = one.name if name is None else name
         else:
-            treatment = by_name[param]
+            one, is_certain = suggested[param]
             own_name = made_up(number, place) if name is None else name
-            if not treatment.is_certain:
-                guesses.append(_Guess(own_name, tuple(param.shape), treatment.algorithm))
-        key = (
-            treatment.algorithm,
-            str(treatment.view),
-            getattr(treatment.view, "names", None),
-            repr(sorted(treatment.options.items(), key=lambda item: item[0])),
-        )
-        treated.setdefault(key, []).append((own_name, param, treatment))
-    # Muon's come first, as in `param_groups`.
-    parts = [_part(group, treated[key], defaults) for key in sorted(treated, key=lambda key: key[0] != "muon")]
-    if len(parts) > 1:
-        for part in parts:
-            part[ADDED_WITH] = number
-    return parts, guesses
+        if not is_certain:
+            guesses.append(_Guess(own_name, tuple(param.shape), one.algorithm))
+        options = repr(sorted(one.options.items(), key=lambda item: item[0]))
+        key = (one.algorithm, str(one.view), getattr(one.view, "names", None), options)
+        members.setdefault(key, []).append((own_name, param, one))
+    # Muon groups come first, as in `param_groups`.
+    made = [_as_group(group, members[key], defaults) for key in sorted(members, key=lambda key: key[0] != "muon")]
+    if len(made) > 1:
+        for each in made:
+            each[ADDED_WITH] = number
+    return made, guesses
 
 
 def _with_list(entry: Any) -> Any:
@@ -135,74 +116,51 @@ def _rows(params: Sequence[Any], names: Any) -> list[tuple[str | None, Tensor]] 
     return rows if is_right and len({name is None for name, _ in rows}) == 1 else None
 
 
-def _by_names(rows: Sequence[tuple[str | None, Tensor]], *, trusts_matrices: bool) -> dict[Tensor, _Treatment]:
-    """Return the treatment of each parameter that its name and shape suggest."""
+def _suggested(
+    classifier: Classifier, rows: Sequence[tuple[str | None, Tensor]], *, trusts_matrices: bool
+) -> dict[Tensor, tuple[Assignment, bool]]:
+    """Return for each parameter the assignment that its name and shape suggest, and whether it is certain."""
     named = [(name, param) for name, param in rows if name is not None]
     clean = without_wrappers(str(name) for name, _ in named)
-    skeleton = _skeleton({name: param for name, (_, param) in zip(clean, named, strict=True)})
-    decisions: dict[Tensor, Decision] = (
-        {one.param: one for one in decide(skeleton, wanted={param for _, param in named})} if named else {}
-    )
-    treatments: dict[Tensor, _Treatment] = {}
+    by_name = classifier.from_names({name: param for name, (_, param) in zip(clean, named, strict=True)})
+    suggested: dict[Tensor, tuple[Assignment, bool]] = {}
     for name, param in rows:
-        decision = decisions.get(param)
-        if decision is not None and not (param.ndim == 2 and _OF_SHAPE.match(decision.why)):
-            # A vector can only be AdamW's, and a matrix with an ordinary layer's name is Muon's. All else is a guess.
-            is_certain = param.ndim < 2 or decision.algorithm == "muon"
-            treatments[param] = _Treatment(decision.algorithm, decision.view, {}, is_certain)
+        one = by_name.get(param)
+        if one is not None:
+            # Vectors always go to AdamW, and matrices named like a layer to Muon; AdamW for a matrix is a guess.
+            suggested[param] = one, param.ndim < 2 or orthogonalizes(one.algorithm)
         else:
             algorithm: Algorithm = "muon" if param.ndim == 2 else "adamw"
             is_certain = param.ndim < 2 or (param.ndim == 2 and (name is not None or trusts_matrices))
-            treatments[param] = _Treatment(algorithm, Matrix(), {}, is_certain)
-    return treatments
+            suggested[param] = Assignment(algorithm, Matrix(), "by its shape"), is_certain
+    return suggested
 
 
-def _skeleton(params: Mapping[str, Tensor]) -> nn.Module:
-    """Return a tree of modules with these parameters, of the classes that names and numbers of dimensions suggest."""
-    root = nn.Module()
-    for name, param in params.items():
-        *path, attribute = name.split(".")
-        module = root
-        for depth, part in enumerate(path):
-            child = module._modules.get(part)
-            if child is None:
-                is_owner = depth == len(path) - 1 and attribute == "weight"
-                child = module._modules[part] = _layer(part, param) if is_owner else nn.Module()
-            module = child
-        module._parameters[attribute] = param  # type: ignore[assignment]
-    return root
-
-
-def _layer(name: str, weight: Tensor) -> nn.Module:
-    if weight.ndim != 2 or _NORM.search(name):
-        return nn.Module()
-    return layer_with(nn.Embedding if _LOOKUP.search(name) else nn.Linear, weight=weight)
-
-
-def _part(
-    group: Mapping[str, Any], rows: Sequence[tuple[str, Tensor, _Treatment]], defaults: Mapping[str, Any]
+def _as_group(
+    group: Mapping[str, Any], members: Sequence[tuple[str, Tensor, Assignment]], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    treatment = rows[0][2]
+    """Return a group like the caller's with these members, all of one algorithm, view and set of options."""
+    one = members[0][2]
     own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    part = {**treatment.options, **own, "algorithm": treatment.algorithm, "view": treatment.view}
-    part["params"] = [(name, param) for name, param, _ in rows]
-    if treatment.algorithm == "adamw" and "lr" in own and "adamw_lr_ratio" not in part:
-        # The caller wrote one rate for the whole model, on the scale of `lr`: AdamW's share of it is a ratio.
+    made = {**one.options, **own, "algorithm": one.algorithm, "view": one.view}
+    made["params"] = [(name, param) for name, param, _ in members]
+    if not orthogonalizes(one.algorithm) and "lr" in own and "adamw_lr_ratio" not in made:
+        # The caller wrote one rate for the whole model, on the scale of `lr`. AdamW's rate is a ratio of it.
         ratio, rate = defaults["adamw_lr_ratio"], float(defaults["lr"])
         if ratio is None and rate > 0:
-            usual = treatment.options.get("lr", part.get("adamw_lr", defaults["adamw_lr"]))
+            usual = one.options.get("lr", made.get("adamw_lr", defaults["adamw_lr"]))
             ratio = float(usual) / rate
         if ratio is not None:
-            part["adamw_lr_ratio"] = ratio
-    return part
+            made["adamw_lr_ratio"] = ratio
+    return made
 
 
 class Undecided:
-    """Decides about an optimizer's groups without `algorithm`, and warns of guesses."""
+    """Assigns an optimizer's groups without `algorithm`, and warns of guesses."""
 
     def __init__(self) -> None:
         self.decided_by: Literal["nobody", "hand", "model"] = "nobody"
-        """Where any group's `algorithm` came from: groups of `param_groups` have views, groups made by hand none."""
+        """The source of the groups' `algorithm`: groups from `param_groups` have views, handmade ones have none."""
         self._is_new = self._takes_matrices = False
         """Whether the optimizer is being constructed, and from parameters without groups, which are matrices."""
         self._is_mixed = False

@@ -24,6 +24,7 @@ from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.rules.narrow_state import MOST_OF_BF16
 from quintic.optim.rules.numbers import is_count, is_number
 from quintic.optim.rules.rates import first_name
+from quintic.optim.rules.table import ALGORITHMS, orthogonalizes, rule_of
 from quintic.optim.rules.update import adjust_lr_factor
 
 __all__ = [
@@ -47,7 +48,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "nesterov": (False, True),
     "scale_decay": (False, True),
     "cautious": (False, True, "strict"),
-    "normalize": (None, "neuron"),
+    "normalize": (None, "neuron", "element"),
     "decay_coupling": ("lr", "lr_squared"),
     "comms": ("none", "averaged", "replicated", "sharded", "sharded_sparse"),
     "replicas": ("auto", "divide", "repeat"),
@@ -166,16 +167,22 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
 
     `was_checked` says that the group was right, with this algorithm, before something else became of its parameters.
     """
-    if group["algorithm"] not in ("muon", "adamw"):
+    if group["algorithm"] not in ALGORITHMS:
         raise ValueError(
             f"parameter group {number} ({first_name(group)}): unknown algorithm {group['algorithm']!r}; "
             f"choose 'muon' or 'adamw'"
         )
     check_options(number, group)
-    if group["algorithm"] == "muon" and group["comms"] == "sharded_sparse":
+    if orthogonalizes(group["algorithm"]) and group["comms"] == "sharded_sparse":
         raise ValueError(
             f"parameter group {number} ({first_name(group)}): comms='sharded_sparse' is for tables, in groups with "
             f"algorithm='adamw'; use comms='sharded' for matrices"
+        )
+    own_scale = rule_of(group["algorithm"], group["normalize"]).scale
+    if own_scale is not None and group["adjust_lr"] not in ("spectral", own_scale):
+        raise ValueError(
+            f"parameter group {number} ({first_name(group)}): adjust_lr={group['adjust_lr']!r} with "
+            f"normalize={group['normalize']!r}, which scales updates by {own_scale!r}; leave adjust_lr out"
         )
     check_group_is_whole(number, group, was_checked=was_checked)
     for name, param in zip(group["param_names"], group["params"], strict=True):
@@ -196,7 +203,7 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
                 f"{tuple(param.shape)} and strides {param.stride()} has gaps in it; make it contiguous"
             )
         _check_wrapper(name, param, group)
-        if group["algorithm"] == "muon":
+        if orthogonalizes(group["algorithm"]):
             _check_matrix(name, param, group)
         try:
             choose_kernels(group["kernels"], local_tensor(param))
@@ -239,20 +246,20 @@ def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
     _check_option(number, group, "betas", are_betas, "two numbers in [0, 1), such as (0.9, 0.95)")
     if group["state_dtype"] is None:
         return
-    key = "betas" if group["algorithm"] == "adamw" else "momentum"
-    values = betas if key == "betas" else (group[key],)
     above = math.nextafter(MOST_OF_BF16, 1)
-    if not all(is_number(value, below=above) for value in values):
-        raise ValueError(
-            f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} with state_dtype='bf16': above "
-            f"{MOST_OF_BF16} an average moves by less than bfloat16 resolves; lower {key}, or set state_dtype=None for "
-            f"this group"
-        )
+    for key in rule_of(group["algorithm"], group["normalize"]).averages:
+        values = group[key] if isinstance(group[key], tuple | list) else (group[key],)
+        if not all(is_number(value, below=above) for value in values):
+            raise ValueError(
+                f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} with state_dtype='bf16': above "
+                f"{MOST_OF_BF16} an average moves by less than bfloat16 resolves; lower {key}, or set state_dtype=None "
+                f"for this group"
+            )
 
 
 def _check_wrapper(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
     view = None
-    if group["algorithm"] == "muon" and isinstance(group["view"], View):
+    if orthogonalizes(group["algorithm"]) and isinstance(group["view"], View):
         try:
             group["view"].shapes(param.shape)
             view = group["view"]

@@ -121,7 +121,7 @@ def _layout(param: Tensor, sizes: dict[str, int], dims: Mapping[str, int | None]
 
 def _is_stack(name: str, param: Tensor, group: Group) -> bool:
     """Return whether a parameter is a stack of experts, or of their biases."""
-    if group.algorithm == "muon" and not isinstance(group.view, Flatten) and param.ndim == 3:
+    if group.rule.orthogonalizes and not isinstance(group.view, Flatten) and param.ndim == 3:
         return True
     return param.ndim > 1 and re.search(r"(^|\.)experts\.(?!\d)", name) is not None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import quintic
 from quintic.model.speedrun import SpeedrunGPT
+from quintic.optim.rules.table import orthogonalizes
 from quintic.speedrun.stages import ADAMW_EVERY, StepSettings
 
 __all__ = ["build_optimizer", "set_rates"]
@@ -103,5 +104,5 @@ def set_rates(optimizer: quintic.Muon, settings: StepSettings) -> None:
     """Set the groups' learning rates and momentum for a step."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * settings.rate
-        if group["algorithm"] == "muon":
+        if orthogonalizes(group["algorithm"]):
             group["momentum"] = settings.momentum

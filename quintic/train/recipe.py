@@ -15,10 +15,11 @@ import torch
 
 import quintic
 from quintic.errors import ConfigError
+from quintic.grouping.assign import Rule
 from quintic.kernels.attention.attention import AttentionName
 from quintic.model.gpt import GPT, GPTConfig
-from quintic.optim.groups.groups import Rule
 from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.rules.table import orthogonalizes
 from quintic.train.config import Config, ScheduleConfig, WeightsName, in_options
 from quintic.train.distributed import Parallelism, micro_batch_rows
 from quintic.train.hardware import check_memory
@@ -390,7 +391,7 @@ def apply_schedule(optimizer: quintic.Muon, config: Config, step: int, total: in
         group["lr"] = group["initial_lr"] * multiplier
         if group["name"] == "matrices":
             group["weight_decay"] = group["initial_weight_decay"] * decay
-        if group["algorithm"] == "muon":
+        if orthogonalizes(group["algorithm"]):
             group["momentum"] = momentum
     return {
         "lr": {group["name"]: group["lr"] for group in optimizer.param_groups},

@@ -224,7 +224,7 @@ def test_a_parameter_that_nobody_decided_about_is_an_error(tmp_path, capsys, mon
 
     monkeypatch.setattr("quintic.simulate.table.planned_model", lambda name, dtype: Odd())
     assert main(["plan", "--model", "odd"]) == 2
-    assert re.match(r"quintic: error: --model odd: nobody decided .* strange", capsys.readouterr().err)
+    assert re.match(r"quintic: error: --model odd: no rule covers .* strange", capsys.readouterr().err)
 
 
 def test_the_table_in_the_guide_is_what_is_printed(capsys):

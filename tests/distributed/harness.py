@@ -76,7 +76,7 @@ _PRELOADED = (
     "torch.distributed.checkpoint",
     "pytest",
     # `import quintic` imports none of these before they are used, which each rank would do by itself.
-    *sorted({f"quintic.optim.{module}" for module in _MODULES.values()}),
+    *sorted({f"quintic.{module}" for module in _MODULES.values()}),
     # The runs of tests/train.
     "quintic.train.loop",
 )

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from trajectories import NO_GAPS, Gaps, Layout, disagreements, reference
 
 import quintic
+from quintic.optim.rules.table import PARAM_SHAPED_STATE
 from quintic.optim.state import placement
-from quintic.optim.state.parts import CUT_KEYS
 from quintic.optim.step.offload import offload
 
 LAYOUTS = {
@@ -271,10 +271,10 @@ def check_state_in_host_memory(rank, world_size, layout):
     found.step(0, 1)
     for param in found.model.parameters():
         for key, value in found.optimizer.state[param].items():
-            assert isinstance(value, DTensor) == (isinstance(param, DTensor) and key in CUT_KEYS)
+            assert isinstance(value, DTensor) == (isinstance(param, DTensor) and key in PARAM_SHAPED_STATE)
             local = value.to_local() if isinstance(value, DTensor) else value
-            assert local.device.type == ("cpu" if key in CUT_KEYS else DEVICE)
-            assert local.is_pinned() == (ON_GPUS and key in CUT_KEYS and local.numel() > 0)
+            assert local.device.type == ("cpu" if key in PARAM_SHAPED_STATE else DEVICE)
+            assert local.is_pinned() == (ON_GPUS and key in PARAM_SHAPED_STATE and local.numel() > 0)
 
 
 @pytest.mark.parametrize("name", ["averaged-2", "sharded-2", "fsdp2-2"])
@@ -312,7 +312,7 @@ def check_sizes(rank, world_size, layout):
     layout.lay_out(model)
     groups = quintic.param_groups(model, rules=rules(model))
     optimizer = quintic.Muon(groups, comms=layout.comms, offload=True, **OPTIONS)
-    state = [v for of_param in optimizer.state.values() for key, v in of_param.items() if key in CUT_KEYS]
+    state = [v for of_param in optimizer.state.values() for key, v in of_param.items() if key in PARAM_SHAPED_STATE]
     size = sum((v.to_local() if isinstance(v, DTensor) else v).nbytes for v in state)
     offloaded = [bucket.offloaded for bucket in optimizer.plan()]
     return size, sum(one.num_bytes for one in offloaded), optimizer.plan().offload_buffer_bytes

@@ -7,7 +7,7 @@ from newer import needs_torch
 from torch import nn
 
 import quintic
-from quintic.optim.interchange import export_torch_state, import_torch_state
+from quintic.interchange import export_torch_state, import_torch_state
 
 # -0, +0, infinity, the smallest subnormal, and NaNs of both signs with payloads.
 ODD_BITS = {

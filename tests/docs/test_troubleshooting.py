@@ -22,7 +22,7 @@ def shown(kind):
 def test_a_parameter_that_nothing_covers():
     model = nn.Module()
     model.mystery = nn.Parameter(torch.zeros(16, 16))
-    with pytest.raises(ValueError, match="nobody decided") as error:
+    with pytest.raises(ValueError, match="no rule covers") as error:
         quintic.param_groups(model)
     assert shown("ValueError") == [str(error.value)]
 

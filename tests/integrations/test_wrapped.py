@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import quintic
-from quintic.optim.interchange import export_torch_state, import_state, import_torch_state
+from quintic.interchange import export_torch_state, import_state, import_torch_state
 
 
 class Wrapper:

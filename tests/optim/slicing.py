@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from quintic.optim.groups.groups import decide
+from quintic.grouping.assign import assign
 
 # Row r is sent as r + OFFSET: never zero, and so large that SiLU in float64 is the identity.
 OFFSET = 101
@@ -64,7 +64,7 @@ def rows_reach(owner, fused, call, silence=(), watch=()):
 
 def view_of(owner, parameter):
     """The registry's view of `owner.parameter`, through the same door as `param_groups`."""
-    found = {d.name: d for d in decide(nn.ModuleDict({"owner": owner}))}
+    found = {d.name: d for d in assign(nn.ModuleDict({"owner": owner})).values()}
     decision = found[f"owner.{parameter}"]
     assert decision.algorithm == "muon"
     return decision.view

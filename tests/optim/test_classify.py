@@ -9,8 +9,8 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import quintic
 from quintic import Flatten, Matrix, Muon, Rule, Split
-from quintic.optim.groups.classify import PERHAPS_FUSED
-from quintic.optim.groups.groups import decide
+from quintic.grouping.assign import assign
+from quintic.grouping.classify import PERHAPS_FUSED
 
 
 def tree(**children):
@@ -22,7 +22,7 @@ def tree(**children):
 
 
 def found(model, **options):
-    return {d.name: (d.algorithm, d.view, d.why) for d in decide(model, **options)}
+    return {d.name: (d.algorithm, d.view, d.why) for d in assign(model, **options).values()}
 
 
 def whys(model, **options):
@@ -94,14 +94,14 @@ def test_gates_of_recurrent_layers_are_matrices_of_their_own(kind, gates):
 def test_the_gates_are_those_of_the_forward_pass():
     lstm, x = nn.LSTMCell(8, 6, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
     h, c = torch.randn(2, 3, 6, dtype=torch.float64)
-    views = {d.name: d.view for d in decide(tree(cell=lstm))}
+    views = {d.name: d.view for d in assign(tree(cell=lstm)).values()}
     inputs, states = (views[f"cell.weight_{kind}"].batches(getattr(lstm, f"weight_{kind}")) for kind in ("ih", "hh"))
     bias = (lstm.bias_ih + lstm.bias_hh).chunk(4)
     i, f, g, o = (x @ a[0].T + h @ b[0].T + d for a, b, d in zip(inputs, states, bias, strict=True))
     after = f.sigmoid() * c + i.sigmoid() * g.tanh()
     torch.testing.assert_close(lstm(x, (h, c)), (o.sigmoid() * after.tanh(), after))
     gru = nn.GRUCell(8, 6, dtype=torch.float64)
-    views = {d.name: d.view for d in decide(tree(cell=gru))}
+    views = {d.name: d.view for d in assign(tree(cell=gru)).values()}
     inputs, states = (views[f"cell.weight_{kind}"].batches(getattr(gru, f"weight_{kind}")) for kind in ("ih", "hh"))
     mine = [x @ a[0].T + d for a, d in zip(inputs, gru.bias_ih.chunk(3), strict=True)]
     past = [h @ a[0].T + d for a, d in zip(states, gru.bias_hh.chunk(3), strict=True)]

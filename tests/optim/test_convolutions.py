@@ -6,7 +6,7 @@ from torch import nn
 
 import quintic
 from quintic import Flatten, Matrix, Muon, Rule
-from quintic.optim.groups.groups import decide
+from quintic.grouping.assign import assign
 
 
 class Block(nn.Module):
@@ -50,7 +50,7 @@ def treatments(model, convolutions="muon", **options):
 
 
 def reason(layer, name="weight", **arguments):
-    (why,) = [d.why for d in decide(nn.ModuleDict({"layer": layer}), **arguments) if d.name == f"layer.{name}"]
+    (why,) = [d.why for d in assign(nn.ModuleDict({"layer": layer}), **arguments).values() if d.name == f"layer.{name}"]
     return why
 
 

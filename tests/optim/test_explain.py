@@ -13,8 +13,8 @@ from torch import nn
 
 import quintic
 from quintic import Flatten, Heads, Matrix, Muon, Rule, Split
-from quintic.optim.explain import explain
-from quintic.optim.groups.names import numberless, shortened
+from quintic.grouping.explain import explain
+from quintic.optim.groups.names import mask_layer_indices, shortened
 
 
 class Model(nn.Module):
@@ -129,7 +129,7 @@ def test_nothing_of_the_model_changes():
 def test_an_undecided_matrix_is_an_error():
     model = Model()
     model.mystery = nn.Parameter(torch.zeros(3, 4))
-    with pytest.raises(ValueError, match=r"nobody decided.*mystery of shape \(3, 4\).*quintic\.Rule\('mystery'"):
+    with pytest.raises(ValueError, match=r"no rule covers.*mystery of shape \(3, 4\).*quintic\.Rule\('mystery'"):
         explain(model)
     assert rows_by_name(explain(model, rules=[Rule("mystery", "adamw")]))["mystery"].why == "rule 'mystery'"
 
@@ -195,7 +195,7 @@ def test_every_family_fits_the_terminal(family):
         text = explanation.to_table(width=width)
         assert max(map(len, text.splitlines())) <= width
         for row in explanation.rows:  # whatever is wrapped or shortened, nothing is left out
-            words = [*re.findall("[a-z]+", numberless(row.why)), type(row.view).__name__ if row.view else ""]
+            words = [*re.findall("[a-z]+", mask_layer_indices(row.why)), type(row.view).__name__ if row.view else ""]
             assert [word for word in words if word not in text] == [], (row.name, width)
 
 

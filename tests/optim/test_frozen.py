@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import quintic
-from quintic.optim.interchange import export_torch_state, import_state
+from quintic.interchange import export_torch_state, import_state
 
 
 def model_of():

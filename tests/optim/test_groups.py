@@ -7,7 +7,7 @@ from torch import nn
 
 import quintic
 from quintic import Experts, Heads, Matrix, Rule, Split
-from quintic.optim.groups.groups import decide
+from quintic.grouping.assign import assign
 
 
 class Decoder(nn.Module):
@@ -36,7 +36,7 @@ class Decoder(nn.Module):
 
 
 def reasons(model, rules=()):
-    return {decision.name: decision.why for decision in decide(model, rules)}
+    return {decision.name: decision.why for decision in assign(model, rules).values()}
 
 
 def treatment(groups):
@@ -201,7 +201,7 @@ def test_reasons_never_split_a_group():
 
 def test_decisions_are_in_the_order_of_the_model_and_muon_groups_come_first():
     model = Decoder()
-    assert [d.name for d in decide(model)] == [name for name, _ in model.named_parameters()]
+    assert [d.name for d in assign(model).values()] == [name for name, _ in model.named_parameters()]
     assert [g["algorithm"] for g in quintic.param_groups(model)] == ["muon", "muon", "adamw"]
 
 
@@ -230,7 +230,7 @@ def test_a_module_registered_twice_is_a_head_under_either_name(names):
 def test_a_tensor_with_three_uses_is_an_embedding_in_every_order(names):
     modules = {"a": nn.Linear(4, 9, bias=False), "tokens": nn.Embedding(9, 4), "z": nn.Linear(4, 9, bias=False)}
     modules["a"].weight = modules["z"].weight = modules["tokens"].weight
-    (decision,) = decide(Named(**{name: modules[name] for name in names}))
+    (decision,) = assign(Named(**{name: modules[name] for name in names})).values()
     assert decision.algorithm == "adamw"
     assert decision.name == f"{names[0]}.weight"
     assert decision.why == f"embedding; tied to {names[1]}.weight and 1 more"
@@ -307,7 +307,7 @@ class Holder(nn.Module):
     ],
 )
 def test_parameters_that_no_module_owns(name, shape, why):
-    (decision,) = decide(Holder(name, *shape))
+    (decision,) = assign(Holder(name, *shape)).values()
     assert (decision.algorithm, decision.why) == ("adamw", why)
 
 
@@ -333,7 +333,7 @@ def test_everything_inside_a_router_is_one():
 
 def test_the_gate_of_a_gated_mlp_is_a_matrix():
     model = Named(gate=nn.Linear(8, 24), up=nn.Linear(8, 24), down=nn.Linear(24, 8))
-    assert {decision.algorithm for decision in decide(model) if decision.param.ndim == 2} == {"muon"}
+    assert {one.algorithm for param, one in assign(model).items() if param.ndim == 2} == {"muon"}
 
 
 def test_all_undecided_parameters_are_named():

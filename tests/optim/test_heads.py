@@ -6,8 +6,8 @@ from other_libraries import load, quietly
 from torch import nn
 
 import quintic
-from quintic.optim.groups.groups import decide
-from quintic.optim.groups.heads import heads_of
+from quintic.grouping.assign import assign
+from quintic.grouping.heads import heads_of
 
 
 def tree(**children):
@@ -23,7 +23,7 @@ def body():
 
 
 def names(model):
-    return [d.name for d in decide(model, convolutions="muon") if d.why.startswith("output head")]
+    return [d.name for d in assign(model, convolutions="muon").values() if d.why.startswith("output head")]
 
 
 class Timm(nn.Module):
@@ -147,7 +147,7 @@ def test_heads_that_are_trained_beside_adapters(name):
     inner = tree(blocks=body().requires_grad_(False), **{name: wrapper})
     model = tree(base_model=tree(model=inner))
     adapter = model.base_model.model.blocks[0].lora_A = nn.Linear(8, 2)
-    reasons = {d.name: d.why for d in decide(model)}
+    reasons = {d.name: d.why for d in assign(model).values()}
     assert reasons[f"base_model.model.{name}.modules_to_save.default.weight"].startswith("output head")
     assert adapter not in heads_of(model)
 
@@ -170,7 +170,7 @@ def test_heads_that_peft_saves(task):
     model = getattr(transformers, kind)(config)
     lora = peft.LoraConfig(task_type=task, r=2, target_modules=["q_proj", "v_proj"], modules_to_save=[*save])
     model = quietly(peft.get_peft_model, model, lora)
-    treatment = {d.name: (d.algorithm, d.why) for d in decide(model)}
+    treatment = {d.name: (d.algorithm, d.why) for d in assign(model).values()}
     saved = {name: found for name, found in treatment.items() if "modules_to_save" in name}
     assert len(saved) == len(save)
     assert all(

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor, init_device_m
 
 import quintic
 from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split
-from quintic.optim.interchange import export_torch_state, import_state, import_torch_state
+from quintic.interchange import export_torch_state, import_state, import_torch_state
 
 CONVENTIONS = {"orthogonalizer": "newton_schulz", "lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
 

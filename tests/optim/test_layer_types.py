@@ -10,12 +10,12 @@ from torch.nn import functional
 
 import quintic
 from quintic import Matrix, Split
-from quintic.optim.groups.groups import decide
-from quintic.optim.groups.layer_types import with_layer_types
+from quintic.grouping.assign import assign
+from quintic.grouping.layer_types import with_layer_types
 
 
 def decided(model, **options):
-    return {d.name: (d.algorithm, d.view) for d in decide(model, **options)}
+    return {d.name: (d.algorithm, d.view) for d in assign(model, **options).values()}
 
 
 class Block(nn.Module):
@@ -170,7 +170,7 @@ class Products(nn.Module):
 def test_the_graph_says_what_a_parameter_without_a_layer_is(kind):
     traced = TRACED[kind](Products(), TOKENS)
     with pytest.raises(ValueError, match=r"these 2 parameters: (several|added) of shape .*, (several|added) of shape"):
-        decide(traced)
+        assign(traced)
     found = decided(traced, rules=[quintic.Rule("several", "muon"), quintic.Rule("added", "adamw")])
     assert found["by_linear"] == ("muon", Matrix())
     assert found["by_transpose"] == ("muon", Matrix())
@@ -214,7 +214,7 @@ def test_known_models_are_known_when_they_are_exported():
     neox = transformers.GPTNeoXConfig(**sizes, vocab_size=50, attn_implementation="eager")
     model = Logits(transformers.AutoModelForCausalLM.from_config(neox))
     with pytest.raises(ValueError, match=r"query_key_value\.weight .*but GPTNeoXAttention has none of num_attention"):
-        decide(torch.export.unflatten(exported(model, TOKENS)))
+        assign(torch.export.unflatten(exported(model, TOKENS)))
 
 
 # -- linear layers of other libraries ----------------------------------------------------------------------------------
@@ -266,8 +266,8 @@ def test_what_names_and_gates_say_holds_for_them_too(kind):
     ],
 )
 def test_other_shapes_and_other_classes_stay_undecided(kind, shape):
-    with pytest.raises(ValueError, match=r"how to optimize this parameter: x\.weight"):
-        decide(nn.ModuleDict({"x": kind(shape)}))
+    with pytest.raises(ValueError, match=r"no rule covers this parameter: x\.weight"):
+        assign(nn.ModuleDict({"x": kind(shape)}))
 
 
 def test_a_model_without_such_layers_is_not_copied():

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import quintic
-from quintic.optim.interchange import import_state
+from quintic.interchange import import_state
 
 NO_DECAY = (quintic.Rule("norm.*", "adamw", options={"weight_decay": 0.0}),)
 

@@ -17,8 +17,15 @@ from torch.optim.swa_utils import AveragedModel
 
 import quintic
 from quintic import Matrix, Muon, QKClip, Rule, Split
-from quintic.optim.groups.groups import decide
-from quintic.optim.groups.names import clean_names, known_as, model_parameters, spellings, unwrapped, without_wrappers
+from quintic.grouping.assign import assign
+from quintic.optim.groups.names import (
+    clean_names,
+    model_parameters,
+    name_variants,
+    resolve_name,
+    unwrap_module,
+    without_wrappers,
+)
 
 compiled = functools.partial(torch.compile, backend="eager")
 
@@ -115,7 +122,7 @@ def test_a_wrapped_model_has_the_groups_of_the_bare_one(wrap):
     expected = quintic.param_groups(bare, rules=rules)
     wrapped = WRAPPERS[wrap](copy.deepcopy(bare))
     assert treatment(quintic.param_groups(wrapped, rules=rules)) == treatment(expected)
-    whys = [[(d.name, d.why) for d in decide(model, rules)] for model in (bare, wrapped)]
+    whys = [[(d.name, d.why) for d in assign(model, rules).values()] for model in (bare, wrapped)]
     assert whys[0] == whys[1]
     assert [row.name for row in quintic.explain(wrapped).rows] == [name for name, _ in bare.named_parameters()]
     assert [name for name, _ in model_parameters(wrapped)] == [name for name, _ in bare.named_parameters()]
@@ -216,7 +223,7 @@ def test_wrappers_that_would_make_names_equal_keep_theirs():
     assert [name for name, _ in model_parameters(AveragedModel())] == ["weight", "module.weight", "bias"]
     clean = clean_names(AveragedModel())
     assert clean["module"] == ""
-    assert unwrapped(compiled(DataParallel(model := nn.Linear(2, 2)))) is model
+    assert unwrap_module(compiled(DataParallel(model := nn.Linear(2, 2)))) is model
 
 
 @pytest.mark.parametrize(
@@ -236,12 +243,12 @@ def test_names_alone(names, expected):
 
 def test_a_name_with_wrappers_means_the_one_without():
     known = {"a.weight", "module.b.weight", "c.weight"}
-    assert known_as("_orig_mod.module.a.weight", known) == "a.weight"
-    assert known_as("module.b.weight", known) == "module.b.weight"
-    assert known_as("module._orig_mod.module.b.weight", known) == "module.b.weight"
-    assert known_as("c.module.weight", known) == "c.weight"
-    assert known_as("d.weight", known) == "d.weight"
-    assert spellings("module.module.a") == ["module.module.a", "module.a", "a"]
+    assert resolve_name("_orig_mod.module.a.weight", known) == "a.weight"
+    assert resolve_name("module.b.weight", known) == "module.b.weight"
+    assert resolve_name("module._orig_mod.module.b.weight", known) == "module.b.weight"
+    assert resolve_name("c.module.weight", known) == "c.weight"
+    assert resolve_name("d.weight", known) == "d.weight"
+    assert name_variants("module.module.a") == ["module.module.a", "module.a", "a"]
 
 
 def test_orders_and_announced_rows_may_have_the_prefixes_of_wrappers():
@@ -260,7 +267,7 @@ def test_orders_and_announced_rows_may_have_the_prefixes_of_wrappers():
 
 
 def test_state_of_other_optimizers_may_have_the_prefixes_of_wrappers():
-    from quintic.optim.interchange import import_torch_state
+    from quintic.interchange import import_torch_state
 
     model = nn.Linear(4, 4, bias=False)
     optimizer = Muon(quintic.param_groups(model))
@@ -305,5 +312,5 @@ def test_verify_reports_names_without_wrappers():
 def test_a_view_of_the_registry_is_found_behind_wrappers():
     model = nn.ModuleDict({"attn": MptAttention(8)})
     model["attn"].Wqkv = compiled(model["attn"].Wqkv)
-    views = {d.name: d.view for d in decide(model)}
+    views = {d.name: d.view for d in assign(model).values()}
     assert views["attn.Wqkv.weight"] == Split((8, 8, 8))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import quintic
-from quintic.optim.interchange import export_torch_state, import_state, import_torch_state
+from quintic.interchange import export_torch_state, import_state, import_torch_state
 from quintic.optim.rules.narrow_state import MOST_OF_BF16, dtype_of_averages
 from quintic.optim.rules.update import adamw_, momentum_
 from quintic.optim.step import plain_passes

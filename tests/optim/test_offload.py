@@ -14,7 +14,7 @@ from torch import nn
 import quintic
 from quintic import Experts, Heads, Muon, QKClip, Rows, Split
 from quintic.optim.plan.offload_size import RING_BUFFERS
-from quintic.optim.state.parts import CUT_KEYS
+from quintic.optim.rules.table import PARAM_SHAPED_STATE
 from quintic.optim.step.offload import offload
 
 EXACT = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
@@ -337,7 +337,7 @@ def test_buffers_are_bounded_and_in_the_plan(delayed):
     plan = optimizer.plan()
     assert made[0].allocated == plan.offload_buffer_bytes
     assert all(RING_BUFFERS * (b.offloaded.directions + b.offloaded.weights) <= 30_000 for b in plan)
-    state = [v for p in params.values() for key, v in optimizer.state[p].items() if key in CUT_KEYS]
+    state = [v for p in params.values() for key, v in optimizer.state[p].items() if key in PARAM_SHAPED_STATE]
     assert sum(value.nbytes for value in state) <= sum(b.offloaded.num_bytes for b in plan)
     assert "MiB of state in host memory, loaded and stored through" in str(plan)
     assert "host MiB" in str(plan)

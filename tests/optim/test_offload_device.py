@@ -10,7 +10,7 @@ from torch import nn
 
 import quintic
 from quintic import Muon, QKClip, Rows
-from quintic.optim.state.parts import CUT_KEYS
+from quintic.optim.rules.table import PARAM_SHAPED_STATE
 from quintic.optim.step.offload import offload
 
 pytestmark = ON_CUDA
@@ -94,7 +94,9 @@ def test_state_is_pinned_and_the_device_has_none_of_it():
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     optimizer = optimizer_of(params, offload=True, master="fp32")
-    state = [value for of_param in optimizer.state.values() for key, value in of_param.items() if key in CUT_KEYS]
+    state = [
+        value for of_param in optimizer.state.values() for key, value in of_param.items() if key in PARAM_SHAPED_STATE
+    ]
     assert all(value.is_cpu and value.is_pinned() for value in state)
     size = sum(value.nbytes for value in state)
     assert torch.cuda.memory_allocated() - before < 0.01 * size
@@ -149,7 +151,9 @@ def test_copies_and_pickles_are_pinned_again():
     give_gradients(params, 0)
     optimizer.step()
     twins, copied = copy.deepcopy((params, optimizer))
-    assert all(value.is_pinned() for s in copied.state.values() for key, value in s.items() if key in CUT_KEYS)
+    assert all(
+        value.is_pinned() for s in copied.state.values() for key, value in s.items() if key in PARAM_SHAPED_STATE
+    )
     for each, its in ((params, optimizer), (twins, copied)):
         give_gradients(each, 1)
         its.step()
@@ -200,7 +204,7 @@ def test_reference_and_verify_work_meanwhile():
         assert quintic.verify(model, optimizer).ok
         optimizer.step()
         optimizer.zero_grad()
-    assert all(value.is_cpu for s in optimizer.state.values() for key, value in s.items() if key in CUT_KEYS)
+    assert all(value.is_cpu for s in optimizer.state.values() for key, value in s.items() if key in PARAM_SHAPED_STATE)
 
 
 def test_gradients_of_another_dtype():

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import SWALR
 
 import quintic
 from quintic import Muon
-from quintic.optim.interchange import export_torch_state
+from quintic.interchange import export_torch_state
 from quintic.optim.rules.device_memory import HYPERPARAMETERS, DeviceHyperparameters
 
 RATIO = 0.05

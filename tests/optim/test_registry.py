@@ -27,9 +27,9 @@ from slicing import (
 from torch import nn
 
 from quintic import Matrix, Rows, Split
-from quintic.optim.groups.classify import PERHAPS_FUSED
-from quintic.optim.groups.groups import decide
-from quintic.optim.groups.registry import KNOWN_VIEWS
+from quintic.grouping.assign import assign
+from quintic.grouping.classify import PERHAPS_FUSED
+from quintic.grouping.registry import KNOWN_VIEWS
 
 # ------------------------------------------------------------------------------------ every family, every parameter
 
@@ -40,7 +40,7 @@ def test_every_parameter_of_a_family(family, size):
     config, model = families.build(family, size)
     expected = FAMILIES[family].expect(config)
     used = set()
-    for decision in decide(model):
+    for decision in assign(model).values():
         pattern = next((p for p in expected if fnmatch.fnmatchcase(decision.name, p)), None)
         assert pattern is not None, f"unexpected: {decision.name}"
         assert (decision.algorithm, decision.view) == expected[pattern], f"{decision.name}: {decision.why}"
@@ -53,7 +53,7 @@ def test_every_parameter_of_a_family(family, size):
 )
 def test_a_tied_head_is_one_parameter_that_says_so(family):
     _, model = families.build(family, "small")
-    reasons = {decision.name: decision.why for decision in decide(model)}
+    reasons = {decision.name: decision.why for decision in assign(model).values()}
     tied = [why for why in reasons.values() if "tied to" in why and not why.startswith("1-D")]
     assert len(tied) == 1
     assert tied[0].startswith("embedding; tied to ")
@@ -320,7 +320,7 @@ def test_rows_of_linear_attention(path, name, config):
     nn.init.zeros_(owner.conv1d.weight)
     owner.conv1d.weight.data[..., -1] = 1  # only the present position: the convolution is the identity
     assert_parts_are_what_is_consumed(owner, "in_proj_qkv", lambda o: o(hidden(32)))
-    treatments = {d.name: d.algorithm for d in decide(owner)}
+    treatments = {d.name: d.algorithm for d in assign(owner).values()}
     assert treatments["in_proj_a.weight"] == treatments["in_proj_b.weight"] == "adamw"
     assert owner.in_proj_a.out_features == owner.in_proj_b.out_features == owner.num_v_heads
 
@@ -600,7 +600,7 @@ def test_experts_as_a_list_of_linear_layers_need_no_entry():
             ),
         }
     )
-    found = {d.name: (d.algorithm, d.view) for d in decide(block) if d.param.ndim > 1}
+    found = {d.name: (d.algorithm, d.view) for param, d in assign(block).items() if param.ndim > 1}
     assert found.pop("gate.weight")[0] == "adamw"
     assert set(found.values()) == {("muon", Matrix())}
     assert len(found) == 12
@@ -616,7 +616,7 @@ class FalconAttention(nn.Module):
 
 def test_a_namesake_with_another_layout_is_undecided():
     with pytest.raises(ValueError, match=r"query_key_value\.weight of shape \(24, 8\) \(Falcon.*has none of"):
-        decide(FalconAttention())
+        assign(FalconAttention())
 
 
 class BloomAttention(nn.Module):
@@ -629,7 +629,7 @@ class BloomAttention(nn.Module):
 
 def test_a_view_that_does_not_add_up_is_undecided():
     with pytest.raises(ValueError, match=r"query_key_value.*add up, over all groups, to the 24 .*quintic\.Rule\("):
-        decide(BloomAttention())
+        assign(BloomAttention())
 
 
 class Subclass(BloomAttention):
@@ -641,7 +641,7 @@ def test_subclasses_are_recognised():
 
 
 def test_a_fused_name_with_an_unknown_owner_is_one_matrix_and_says_so():
-    (decision, _) = decide(nn.ModuleDict({"qkv_proj": nn.Linear(8, 24)}))
+    (decision, _) = assign(nn.ModuleDict({"qkv_proj": nn.Linear(8, 24)})).values()
     assert (decision.algorithm, decision.view) == ("muon", Matrix())
     assert decision.why == f"linear layer; by its name {PERHAPS_FUSED}"
 
@@ -665,7 +665,7 @@ class GPT2Attention(nn.Module):
 def test_owners_that_disagree_leave_a_parameter_undecided(order):
     shared = Conv1D(5, 12)
     with pytest.raises(ValueError, match="its uses disagree"):
-        decide(nn.ModuleList(GPT2Attention(shared, size) for size in order))
+        assign(nn.ModuleList(GPT2Attention(shared, size) for size in order))
 
 
 def test_the_registry_is_immutable_and_every_entry_is_exercised_here():

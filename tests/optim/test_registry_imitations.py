@@ -10,8 +10,8 @@ from slicing import assert_parts_are_what_is_consumed, gate_and_up, rows_of, vie
 from torch import nn
 
 from quintic import Experts, Matrix, Split
-from quintic.optim.groups.classify import PERHAPS_FUSED
-from quintic.optim.groups.groups import decide
+from quintic.grouping.assign import assign
+from quintic.grouping.classify import PERHAPS_FUSED
 
 
 def of(library):
@@ -183,7 +183,7 @@ def test_a_namesake_of_another_library_is_one_matrix_and_says_so():
             super().__init__()
             self.num_heads, self.qkv = 4, linear(16, 48)
 
-    (decision, _) = decide(Attention())
+    (decision, _) = assign(Attention()).values()
     assert (decision.view, decision.why) == (Matrix(), f"linear layer; by its name {PERHAPS_FUSED}")
 
 
@@ -397,7 +397,7 @@ def test_rows_of_modulations(owner, fused):
 def test_a_modulation_without_a_norm_beside_it_is_one_matrix_and_says_so():
     block = nn.Module()
     block.adaLN_modulation = nn.Sequential(nn.SiLU(), linear(8, 48))
-    (decision, _) = decide(block)
+    (decision, _) = assign(block).values()
     assert (decision.view, decision.why) == (Matrix(), f"linear layer; by its name {PERHAPS_FUSED}")
 
 
@@ -405,10 +405,10 @@ def test_the_last_layer_of_a_diffusion_transformer_is_its_head():
     model = nn.Module()
     model.blocks = nn.ModuleList([DiTBlock()])
     model.final_layer = FinalLayer()
-    reasons = {d.name: (d.algorithm, d.why) for d in decide(model)}
+    reasons = {d.name: (d.algorithm, d.why) for d in assign(model).values()}
     assert reasons["final_layer.linear.weight"] == ("adamw", "output head (the last layer of final_layer)")
     assert reasons["final_layer.adaLN_modulation.1.weight"][0] == "muon"
-    assert {d.view for d in decide(model) if "adaLN" in d.name and d.algorithm == "muon"} == {
+    assert {d.view for d in assign(model).values() if "adaLN" in d.name and d.algorithm == "muon"} == {
         Split((8,) * 6),
         Split((8, 8)),
     }

@@ -21,7 +21,7 @@ from torch import nn
 
 import quintic
 from quintic import Experts, Matrix
-from quintic.optim.groups.groups import decide
+from quintic.grouping.assign import assign
 
 
 def in_float64(make):
@@ -170,7 +170,7 @@ def test_rows_of_flux(titan):
         titan, "LastLayer", linear=linear(32, 12), adaln_linear=linear(16, 64), hidden_size=32, patch_size=1,
         out_channels=12,
     )  # fmt: skip
-    (view,) = [d.view for d in decide(last) if "adaLN" in d.name and d.algorithm == "muon"]
+    (view,) = [d.view for d in assign(last).values() if "adaLN" in d.name and d.algorithm == "muon"]
     assert [len(part) for part in rows_of(view, 64)] == [32, 32]
 
 
@@ -296,7 +296,7 @@ def test_rows_of_flux2():
 )  # fmt: skip
 def test_heads_of_diffusion_transformers(path, name, options, heads):
     model = diffusers(path, name, **options)
-    reasons = {d.name: d.why for d in decide(model)}
+    reasons = {d.name: d.why for d in assign(model).values()}
     assert [name for name, why in reasons.items() if why.startswith("output head")] == heads
     quintic.param_groups(model)  # without a warning
     for name, why in reasons.items():

@@ -10,7 +10,7 @@ from torch import nn
 
 import quintic
 from quintic import Split
-from quintic.optim.groups.groups import decide
+from quintic.grouping.assign import assign
 
 
 def module(path, name, *args, **options):
@@ -174,13 +174,13 @@ def test_heads(name):
     timm = load("timm")
     with torch.device("meta"):
         model = timm.create_model(name)
-    decisions = decide(model, convolutions="muon")
-    heads = [d.name for d in decisions if d.why.startswith("output head")]
+    assignments = assign(model, convolutions="muon")
+    heads = [one.name for one in assignments.values() if one.why.startswith("output head")]
     assert heads == HEADS[name]
     declared = model.get_classifier()
     declared = [*declared] if isinstance(declared, tuple | nn.ModuleList) else [declared]
     assert {p for layer in declared for p in layer.parameters() if p.ndim > 1} == {
-        d.param for d in decisions if d.name in heads
+        param for param, one in assignments.items() if one.name in heads
     }
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quintic import Flatten, Muon, Split
-from quintic.optim.interchange import import_state
+from quintic.interchange import import_state
 
 # One row, one column and a shape that occurs once are among them.
 MATRICES = {"tall": (9, 6), "wide": (6, 9), "wide2": (6, 9), "row": (1, 5), "column": (5, 1), "wide3": (6, 9)}

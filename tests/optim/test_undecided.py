@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 
 import quintic
 from quintic import Matrix, Muon, Split
+from quintic.grouping.plain_groups import _requests
 
 
 class Model(nn.Module):
@@ -353,12 +354,10 @@ def test_models_are_not_kept_alive_and_the_latest_call_counts():
     optimizer = Muon(quintic.param_groups(nn.Linear(4, 4)))
     optimizer.add_param_group({"params": [first.backbone.conv.weight]})
     assert optimizer.param_groups[-1]["algorithm"] == "muon"
-    from quintic.optim.groups import groups
-
-    assert sum(ref() is first for ref, _ in groups._requests) == 1
+    assert sum(ref() is first for ref, _ in _requests) == 1
     del first, optimizer
     gc.collect()
-    assert not any(isinstance(ref(), Model) for ref, _ in groups._requests)
+    assert not any(isinstance(ref(), Model) for ref, _ in _requests)
 
 
 # -- other people's callbacks ------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from quintic.optim.plan.plan import SMALL_BYTES
 from quintic.optim.polar.forms import resolve
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.polar.program import products_of, run_products, run_queue
+from quintic.optim.rules.table import MUON
 from quintic.optim.rules.update import momentum_
 from quintic.simulate.simulate import simulate_plan
 
@@ -47,7 +48,7 @@ def test_what_plain_products_allocate(method, compute_dtype, dtype, shape, batch
     form = resolve(method, *shape, compute_dtype=compute_dtype, device_type="cpu", dtype=dtype)
     x = torch.randn(batch, *shape).to(direction_dtype(form, dtype))
     peak = peak_bytes(lambda: apply_form(x, form, "torch"))
-    planned = polar_work(form, batch, *shape, Matrices(dtype, CPU, "torch", False))
+    planned = polar_work(form, batch, *shape, Matrices(dtype, CPU, "torch", MUON))
     # Of one bfloat16 matrix copies may be made that seldom are.
     copied = 100_000 if compute_dtype == torch.bfloat16 else 0
     assert peak <= planned.peak <= 1.2 * peak + copied + 256
@@ -60,8 +61,7 @@ def test_what_the_svd_allocates(dtype, shape):
     form = resolve("svd", *shape, device_type="cpu", dtype=dtype)
     x = torch.randn(3, *shape, dtype=dtype)
     assert (
-        peak_bytes(lambda: apply_form(x, form))
-        <= polar_work(form, 3, *shape, Matrices(dtype, CPU, "torch", False)).peak
+        peak_bytes(lambda: apply_form(x, form)) <= polar_work(form, 3, *shape, Matrices(dtype, CPU, "torch", MUON)).peak
     )
 
 
@@ -78,7 +78,7 @@ def on_gpu(method, shape, anywhere=False):
     return (
         form,
         products_of(tuple(form.segments), form.coefficients, 1.0),
-        Matrices(torch.bfloat16, CUDA, "triton", False, anywhere),
+        Matrices(torch.bfloat16, CUDA, "triton", MUON, anywhere),
     )
 
 
@@ -167,7 +167,7 @@ def test_bounds_for_any_device_grow_with_the_number_of_matrices(method, m, n, ei
         pytest.importorskip("triton")
     m, n = (8 * m, 8 * n) if eights else (m, n)
     form = resolve(method, m, n, compute_dtype=torch.float16, device_type="cuda")
-    of = Matrices(torch.bfloat16, CUDA, kernels, False, anywhere=True)
+    of = Matrices(torch.bfloat16, CUDA, kernels, MUON, anywhere=True)
     fewer, more = (polar_work(form, count, m, n, of) for count in (batch, batch + 1))
     assert fewer.peak <= more.peak
     assert fewer.kept <= more.kept
@@ -191,7 +191,7 @@ def test_what_plain_directions_allocate(dtype, state, direction, nesterov):
         return momentum_([momentum], [gradient], mu=0.9, nesterov=nesterov, out=out)
 
     peak = peak_bytes(run)
-    of = Matrices(dtype, CPU, "torch", False, narrow=state == torch.bfloat16)
+    of = Matrices(dtype, CPU, "torch", MUON, narrow=state == torch.bfloat16)
     planned = directions_bytes(gradient.numel(), direction, of)
     # Without looking ahead nothing is new but what is widened.
     assert peak <= planned == peak + (0 if nesterov else 4 * gradient.numel())

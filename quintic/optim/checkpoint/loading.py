@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from quintic.optim.checkpoint.matching import Match, adopted_names, matched
-from quintic.optim.groups.names import is_made_up, known_as
+from quintic.optim.groups.names import is_made_up, resolve_name
 from quintic.optim.groups.options import OPTIONS, Group, is_old_option
 from quintic.optim.groups.ties import ties_of
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.state.parts import CUT_KEYS, DividedState, divided_parameters, part_of_saved
+from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
+from quintic.optim.state.parts import DividedState, divided_parameters, part_of_saved
 from quintic.optim.state.placement import init_state
-from quintic.optim.state.state import CODE_KEYS, STATE_KEYS, copy_, piece_of, saved_tensor
+from quintic.optim.state.state import CODE_KEYS, copy_, piece_of, saved_tensor
 
 __all__ = ["Loaded", "check_is_state_dict", "load_state"]
 
@@ -173,7 +174,7 @@ def _check_is_ours(saved_groups: _Groups) -> None:
     which = next((name for key, name in _FOREIGN.items() if key in keys), "another optimizer")
     source = '"torch"' if which in _FOREIGN.values() else "..."
     raise ValueError(
-        f"this is the state of {which}, not of quintic.Muon; take it over with quintic.optim.interchange.import_state("
+        f"this is the state of {which}, not of quintic.Muon; take it over with quintic.interchange.import_state("
         f"optimizer, state_dict, source={source}, names=...), where names has None for parameters that another "
         f"algorithm steps now, see docs/how-to/import-state.md"
     )
@@ -197,7 +198,7 @@ def _related(groups: _Groups, saved_groups: _Groups, matches: Sequence[Match]) -
     numbers = {match.name: match.group for match in matches}
     for saved_number, saved_group in enumerate(saved_groups):
         given = [name for name in saved_group.get("param_names") or () if not is_made_up(name)]
-        names = [known_as(name, numbers) for name in given]
+        names = [resolve_name(name, numbers) for name in given]
         pairs |= {(numbers[name], saved_number) for name in names if name in numbers}
     # Groups without parameters have nothing but their place.
     sides = zip(groups, saved_groups, strict=False)
@@ -256,7 +257,7 @@ def _matched_state(
     for key, target in needed.items():
         what = f"{name}: saved {key}"
         source = saved_tensor(saved[key], what)
-        if divided is not None and key in CUT_KEYS:
+        if divided is not None and key in PARAM_SHAPED_STATE:
             yield from part_of_saved(what, param, divided, target, source)
             continue
         if source.shape != target.shape:

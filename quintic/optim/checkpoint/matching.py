@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from quintic.optim.groups.names import is_made_up, known_as
+from quintic.optim.groups.names import is_made_up, resolve_name
 
 __all__ = ["Match", "adopted_names", "matched"]
 
@@ -121,12 +121,12 @@ def _saved_names(saved_group: Mapping[str, Any], own: set[str]) -> Sequence[str 
     if any(isinstance(key, str) for key in keys):
         # From torch.distributed.checkpoint, which may have put the keys into this optimizer's order, but not the names.
         # A tied parameter may have another name there than in the optimizer.
-        meant = [known_as(str(key), own) for key in keys]
+        meant = [resolve_name(str(key), own) for key in keys]
         return [name if name in own else None for name in meant]
     names: Sequence[str] | None = saved_group.get("param_names")
     if names is None or len(names) != len(keys):
         return [None] * len(keys)
-    return [known_as(name, own) for name in names]
+    return [resolve_name(name, own) for name in names]
 
 
 def _by_position(
@@ -168,7 +168,7 @@ def _check_order(number: int, group: Mapping[str, Any], saved_number: int, saved
     names, given = list(group["param_names"]), saved_group.get("param_names")
     if given is None or any(map(is_made_up, given)) or len(set(every_name)) < len(every_name):
         return
-    saved_names = [known_as(name, names) for name in given]
+    saved_names = [resolve_name(name, names) for name in given]
     if saved_names == names:
         return
     missing = next((name for name in names if name not in saved_names), None)

@@ -10,7 +10,9 @@ from torch import Tensor
 from quintic.optim.comms.collectives import has_process_group
 from quintic.optim.layout.layouts import is_dtensor
 from quintic.optim.rules.numbers import plain
-from quintic.optim.state.state import CODE_KEYS, STATE_KEYS
+from quintic.optim.rules.rule import MANTISSA
+from quintic.optim.rules.table import STATE_KEYS
+from quintic.optim.state.state import CODE_KEYS
 
 __all__ = ["saved_state", "with_mantissas"]
 
@@ -30,8 +32,8 @@ def saved_state(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) 
     for param, key in keys.items():  # in one order on all ranks: some make collectives of it
         if states.get(param):
             state[key] = values = dict(states[param])
-            if "mantissa" in values and has_process_group():
-                values["mantissa"] = values["mantissa"].to(torch.int32)
+            if MANTISSA in values and has_process_group():
+                values[MANTISSA] = values[MANTISSA].to(torch.int32)
     others = {key: value for key, value in states.items() if not isinstance(key, Tensor)}
     taken = next((key for key in others if isinstance(key, int) and 0 <= key < len(keys)), None)
     if taken is not None:
@@ -64,6 +66,6 @@ def with_mantissas(states: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, A
     """Return state with mantissas viewed as int16, which `pickle` can load, or as uint16, which steps use."""
     given: dict[Any, Any] = defaultdict(dict)
     for key, state in states.items():
-        mantissa = state.get("mantissa") if isinstance(key, Tensor) else None
-        given[key] = state if mantissa is None or is_dtensor(mantissa) else {**state, "mantissa": mantissa.view(dtype)}
+        mantissa = state.get(MANTISSA) if isinstance(key, Tensor) else None
+        given[key] = state if mantissa is None or is_dtensor(mantissa) else {**state, MANTISSA: mantissa.view(dtype)}
     return given

@@ -62,7 +62,7 @@ def travelling(group: Group, layouts: Sequence[Layout | None]) -> list[Layout | 
     The others are stepped where they are: AdamW's, those that every rank of a mesh holds whole, and those of which
     `comms` brings gradients together instead. Idle ones are not stepped.
     """
-    moves = group.algorithm == "muon" and group.comms in ("none", "averaged")
+    moves = group.rule.orthogonalizes and group.comms in ("none", "averaged")
     divides = group.comms == "averaged"
     return [
         layout

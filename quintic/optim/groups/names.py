@@ -16,13 +16,13 @@ __all__ = [
     "NUMBER",
     "clean_names",
     "is_made_up",
-    "known_as",
     "made_up",
+    "mask_layer_indices",
     "model_parameters",
-    "numberless",
+    "name_variants",
+    "resolve_name",
     "shortened",
-    "spellings",
-    "unwrapped",
+    "unwrap_module",
     "without_holders",
     "without_wrappers",
     "wrapped_child",
@@ -54,7 +54,7 @@ def wrapped_child(module: nn.Module) -> str | None:
     return None
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap_module(module: nn.Module) -> nn.Module:
     """Return the module inside any number of wrappers."""
     while (name := wrapped_child(module)) is not None:
         module = module.get_submodule(name)
@@ -108,7 +108,7 @@ def is_made_up(name: str) -> bool:
     return _MADE_UP.fullmatch(name) is not None
 
 
-def spellings(name: str) -> list[str]:
+def name_variants(name: str) -> list[str]:
     """Return the names that a name with wrappers may mean, the likeliest first and each once."""
     shorter = _unmarked(name)
     names = [name, shorter]
@@ -118,9 +118,9 @@ def spellings(name: str) -> list[str]:
     return list(dict.fromkeys([*names, without_holders(shorter)]))
 
 
-def known_as(name: str, known: Collection[str]) -> str:
+def resolve_name(name: str, known: Collection[str]) -> str:
     """Return the known name that a name with or without wrappers means; the name itself if it means none."""
-    return next((spelling for spelling in spellings(name) if spelling in known), name)
+    return next((variant for variant in name_variants(name) if variant in known), name)
 
 
 def without_holders(name: str) -> str:
@@ -128,7 +128,7 @@ def without_holders(name: str) -> str:
     return ".".join(part for part in _unmarked(name).split(".") if part != _HELD)
 
 
-def numberless(name: str) -> str:
+def mask_layer_indices(name: str) -> str:
     """Return a name with `*` for the numbers of layers: those of repeated layers are equal."""
     return NUMBER.sub("*", name)
 

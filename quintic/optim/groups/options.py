@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import KernelsOption
-from quintic.optim.groups.names import known_as
+from quintic.optim.groups.names import resolve_name
 from quintic.optim.layout.views import View
 from quintic.optim.polar.forms import Method, Polynomials
 from quintic.optim.rules.numbers import host_value
+from quintic.optim.rules.rule import Algorithm, UpdateRule
+from quintic.optim.rules.table import rule_of
 from quintic.optim.rules.update import AdjustLr, Cautious, DecayCoupling
 
 __all__ = [
@@ -58,7 +60,7 @@ class Group:
     """Position in `optimizer.param_groups`."""
     params: tuple[Tensor, ...]
     param_names: tuple[str, ...]
-    algorithm: Literal["muon", "adamw"]
+    algorithm: Algorithm
     view: View
     # What schedules change at every step.
     lr: Number
@@ -75,7 +77,7 @@ class Group:
     orthogonalizer_steps: int
     coefficients: Polynomials | None
     compute_dtype: torch.dtype | None
-    normalize: Literal["neuron"] | None
+    normalize: Literal["neuron", "element"] | None
     normalize_beta: float
     adjust_lr: AdjustLr
     lr_multipliers: Sequence[float] | None
@@ -142,6 +144,11 @@ class Group:
         return all(getattr(self, option) == getattr(other, option) for option in options)
 
     @property
+    def rule(self) -> UpdateRule:
+        """The update rule of its parameters."""
+        return rule_of(self.algorithm, self.normalize)
+
+    @property
     def hyperparameters(self) -> tuple[Number, ...]:
         """Return the hyperparameters that schedules change, in the order of `device_memory.HYPERPARAMETERS`."""
         return (self.lr, self.weight_decay, self.momentum, *self.betas, self.eps)
@@ -149,7 +156,7 @@ class Group:
     @property
     def lr_ratio(self) -> float:
         """Return the factor between `lr` and the learning rate of the group's steps."""
-        return 1.0 if self.algorithm == "muon" or self.adamw_lr_ratio is None else float(self.adamw_lr_ratio)
+        return 1.0 if self.rule.orthogonalizes or self.adamw_lr_ratio is None else float(self.adamw_lr_ratio)
 
     @property
     def learning_rate(self) -> float:
@@ -195,7 +202,7 @@ def found_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> 
     """Return a parameter's group and its position there; a ValueError beginning with `what` if there is none."""
     places = [(group, index) for group in groups for index in range(len(group.params))]
     if isinstance(param, str):
-        meant = known_as(param, {group.param_names[index] for group, index in places})
+        meant = resolve_name(param, {group.param_names[index] for group, index in places})
         match = next((place for place in places if place[0].param_names[place[1]] == meant), None)
     else:
         match = next((place for place in places if place[0].params[place[1]] is param), None)

@@ -25,6 +25,7 @@ from quintic.optim.plan.offload_size import Offloaded
 from quintic.optim.plan.row_division import RowDivision
 from quintic.optim.plan.schedule import Stages
 from quintic.optim.polar.forms import Form
+from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.state.parts import Part
 
 __all__ = ["Bucket", "Divided", "DividedMatrices", "DividedTable", "Gathered", "Local", "ParameterUnit", "Units"]
@@ -118,7 +119,7 @@ class Units:
 class _Common:
     """The base of all kinds of buckets."""
 
-    algorithm: str
+    rule: UpdateRule
     group: int
     """Position of the parameter group in `optimizer.param_groups`."""
     members: tuple[Member, ...]
@@ -143,6 +144,11 @@ class _Common:
         return direction_dtype(self.form, self.dtype)
 
     @property
+    def algorithm(self) -> str:
+        """Return the `algorithm` of its group."""
+        return self.rule.algorithm
+
+    @property
     def num_matrices(self) -> int:
         """Return the number of matrices that the batched computation has on this rank."""
         return sum(member.num_matrices for member in self.members)
@@ -165,8 +171,8 @@ class _Common:
     @property
     def method(self) -> str:
         """Return the name of this bucket's update, in one word or two."""
-        if self.algorithm == "adamw":
-            return "adamw"
+        if not self.rule.orthogonalizes:
+            return self.rule.algorithm
         return str(self.form) if self.form is not None else "function"
 
 

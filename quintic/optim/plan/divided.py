@@ -43,7 +43,7 @@ def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
         if index in group.idle:
             continue  # its parts keep their owners, should it be stepped later
         kernels = choose_kernels(group.kernels, param)
-        is_table = group.comms == "sharded_sparse" and group.algorithm == "adamw"
+        is_table = group.comms == "sharded_sparse" and not group.rule.orthogonalizes
         rows = divided_rows(param, parts, len(ranks)) if is_table else None
         if rows is not None:
             divisions[index] = rows
@@ -66,7 +66,7 @@ def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
             elif alone in divisions:
                 of_kind, more = DividedTable, {"rows": divisions[alone]}
             bucket = of_kind(
-                algorithm=group.algorithm,
+                rule=group.rule,
                 group=number,
                 members=tuple(Member(name=p.name, index=p.index, num_matrices=1, piece=()) for p in own),
                 dtype=dtype,
@@ -89,7 +89,7 @@ def _offload_limit(group: Group, dtype: torch.dtype, num_ranks: int) -> int:
     """Return the number of entries that a bucket may have, so that owners bring little state from the host at once."""
     entries = offloaded_entries(group, dtype)
     # AdamW's state comes in parts, whatever the bucket has.
-    return 2**62 if entries is None or group.algorithm == "adamw" else entries * num_ranks
+    return 2**62 if entries is None or not group.rule.orthogonalizes else entries * num_ranks
 
 
 def _travels_alone(parts: Sequence[Part], param: Tensor, num_ranks: int) -> bool:
@@ -107,7 +107,7 @@ def _chunks(parts: Sequence[Part], group: Group, num_ranks: int, dtype: torch.dt
     """Divide parts so that what is in flight fits the workspace: some of each owner's at a time."""
     budget = group.max_workspace_bytes
     # Gradients sent and received, and weights, of this bucket and its neighbours; the owner's own work.
-    per_entry = 6 * dtype.itemsize + -(-(24 if group.algorithm == "muon" else 8) // num_ranks)
+    per_entry = 6 * dtype.itemsize + -(-(24 if group.rule.orthogonalizes else 8) // num_ranks)
     limit = sum(part.numel for part in parts) if budget is None else max(1, budget // per_entry)
     limit = min(limit, _offload_limit(group, dtype, num_ranks))
     per_owner = [[part for part in parts if part.owner == owner] for owner in range(num_ranks)]

@@ -196,7 +196,7 @@ def gathered_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], ran
     if exchange.is_local and not exchange.num_owned:
         return
     yield Gathered(
-        algorithm="muon",
+        rule=key.of.rule,
         group=key.group,
         members=tuple(_members(units.everywhere, exchange, layouts, rank)),
         shape=units.kinds[0].shape,

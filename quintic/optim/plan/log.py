@@ -18,7 +18,7 @@ def log_plan(plan: Plan, groups: Sequence[Group], rank: int) -> None:
     if not _logger.isEnabledFor(logging.DEBUG):
         return
     for group in groups:
-        how = f"muon, {group.view}" if group.algorithm == "muon" else group.algorithm
+        how = f"{group.algorithm}, {group.view}" if group.rule.orthogonalizes else group.algorithm
         for name, param in zip(group.param_names, group.params, strict=True):
             _logger.debug("%s %s: %s, parameter group %d", name, tuple(param.shape), how, group.number)
     _logger.debug(

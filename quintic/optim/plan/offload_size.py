@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from quintic.optim.groups.options import Group
-from quintic.optim.rules.narrow_state import dtype_of_averages
+from quintic.optim.rules.rule import MASTER_SPECS
 
 __all__ = [
     "OFFLOAD_BYTES",
@@ -26,9 +26,6 @@ RING_BUFFERS = 3
 """Buffers that this state takes turns in: one is loaded, one used and one stored."""
 
 
-_MASTER_BYTES = {None: 0, "fp32": 4, "mantissa": 2}
-
-
 class Offloaded(NamedTuple):
     """State of a bucket in host memory, in bytes."""
 
@@ -46,8 +43,10 @@ def offloaded_bytes(group: Group, dtype: torch.dtype) -> int:
     """Return the bytes of state in host memory per entry of a parameter; 0 without offload."""
     if not group.offload:
         return 0
-    size = (1 if group.algorithm == "muon" else 2) * dtype_of_averages(dtype, group.state_dtype).itemsize
-    return size + (_MASTER_BYTES[group.master] if dtype.itemsize < 4 else 0)
+    specs = [spec for spec in group.rule.state if spec.shape == "param"]
+    if dtype.itemsize < 4 and group.master is not None:
+        specs.append(MASTER_SPECS[group.master])
+    return sum(spec.dtype_for(dtype, group.state_dtype).itemsize for spec in specs)
 
 
 def offloaded_entries(group: Group, dtype: torch.dtype) -> int | None:

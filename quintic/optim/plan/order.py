@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
-from quintic.optim.groups.names import known_as
+from quintic.optim.groups.names import resolve_name
 from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Divided, Gathered
 from quintic.optim.plan.schedule import Schedule, one_ahead, overlapping
@@ -30,7 +30,7 @@ class Orders(NamedTuple):
         A name of no parameter, or one that stands in an order twice, is a ValueError.
         """
         known = {name for group in groups for name in group.param_names}
-        asked = {name: known_as(name, known) for name in (*(self.launch or ()), *(self.work or ()))}
+        asked = {name: resolve_name(name, known) for name in (*(self.launch or ()), *(self.work or ()))}
         unknown = set(asked.values()) - known
         if unknown:
             raise ValueError(

@@ -67,7 +67,7 @@ def build_plan(
 
 def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Local]:
     """Return the buckets of a validated group's parameters, by their positions, that this rank steps by itself."""
-    build = _muon_buckets if group.algorithm == "muon" else _adamw_buckets
+    build = _muon_buckets if group.rule.orthogonalizes else _adamw_buckets
     return list(build(group_index, group, indices))
 
 
@@ -80,7 +80,7 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> It
     for (dtype, device, kernels, dense), alike in members.items():
         numels = [local_tensor(group.params[member.index]).numel() for member in alike]
         yield Local(
-            algorithm="adamw",
+            rule=group.rule,
             group=group_index,
             members=tuple(alike),
             dtype=dtype,
@@ -122,7 +122,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
             counts = [member.num_matrices for member in chunk]
             count = sum(counts)
             yield Local(
-                algorithm="muon",
+                rule=group.rule,
                 group=group_index,
                 members=tuple(chunk),
                 shape=(m, n),

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from quintic.optim.groups.names import spellings, without_holders, without_wrappers
+from quintic.optim.groups.names import name_variants, without_holders, without_wrappers
 from quintic.optim.layout.views import Matrix, Split, View
 
 __all__ = ["PROJECTIONS", "Features", "HeadSearch", "Role", "Scaled", "is_projection"]
@@ -228,7 +228,7 @@ class HeadSearch:
         attentions = sorted({p.module for p in self.projections if p.means(self.names) in _MARKS_ATTENTION})
         if isinstance(self.layer, str):
             layer = self.layer.strip(".")
-            for scope in spellings(layer):
+            for scope in name_variants(layer):
                 if any(_is_below(p.path, scope) for p in self.projections):
                     return scope
             # Below a part of the model that is held as `module`, DDP's or the model's own.

@@ -20,9 +20,10 @@ from quintic.optim.groups.ties import check_shapes
 from quintic.optim.layout.layouts import Layout, intersection, local_tensor, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
-from quintic.optim.state.parts import CUT_KEYS, DividedState, divided_parameters, own_runs
-from quintic.optim.state.placement import needed_state, state_on_device
-from quintic.optim.state.state import STATE_KEYS, second_moments
+from quintic.optim.rules.table import NEURON_MOMENT, PARAM_SHAPED_STATE, STATE_KEYS
+from quintic.optim.state.parts import DividedState, divided_parameters, own_runs
+from quintic.optim.state.placement import state_forms, state_on_device
+from quintic.optim.state.state import second_moments
 
 __all__ = ["Parameter", "all_parameters", "carry", "connected_parameters", "share_parts", "whole_states"]
 
@@ -78,7 +79,7 @@ class Parameter:
 
     def whole_of(self, key: str, local: Tensor) -> Tensor:
         """Return the whole of `"weight"` or of a state of the parameter's shape."""
-        if self.divided is None or key not in CUT_KEYS:
+        if self.divided is None or key not in PARAM_SHAPED_STATE:
             return self.whole(local)
         return self.whole_of_parts(local)
 
@@ -94,7 +95,7 @@ class Parameter:
 
     def local_of(self, key: str, whole: Tensor) -> Tensor:
         """Return this rank's piece or parts of a whole weight or state."""
-        if self.divided is None or key not in CUT_KEYS:
+        if self.divided is None or key not in PARAM_SHAPED_STATE:
             return self.piece(whole, this_rank())
         own = self.divided.own
         flat = whole.new_empty(sum(part.numel for part in own))
@@ -201,15 +202,15 @@ def whole_states(
     for one in sorted((parameter for parameter in apart if parameter.is_here), key=lambda one: one.ranks):
         state = states[one.param]
         if one.divided is None:
-            moments = state["second_momentum_buffer"]
+            moments = state[NEURON_MOMENT]
             moments.copy_(one.whole_second_moments(moments))
             continue
         wholes[one.param] = whole = dict(state)
-        for key in CUT_KEYS:
+        for key in PARAM_SHAPED_STATE:
             if key in state:  # in the host's memory, where the state is there
                 whole[key] = one.whole_of(key, state[key].to(one.param.device)).to(state[key].device)
-        if "second_momentum_buffer" in state:
-            whole["second_momentum_buffer"] = one.whole_second_moments(state["second_momentum_buffer"])
+        if NEURON_MOMENT in state:
+            whole[NEURON_MOMENT] = one.whole_second_moments(state[NEURON_MOMENT])
     return wholes
 
 
@@ -218,7 +219,7 @@ def _has_state_apart(one: Parameter) -> bool:
     group, layout = one.group, one.layout
     if layout is None or group.comms in DIVIDING:
         return layout is not None
-    return group.algorithm == "muon" and group.normalize is not None and bool(_holders(layout, group.view))
+    return group.rule.neuron_state is not None and bool(_holders(layout, group.view))
 
 
 def carry(
@@ -254,12 +255,12 @@ def carry(
         state_on_device(taken.param, states[taken.param]) as kept,
     ):
         for key, value in kept.items():
-            if key in CUT_KEYS:
+            if key in PARAM_SHAPED_STATE:
                 whole = given.whole_of(key, local_tensor(values[key]))
                 piece = taken.local_of(key, whole.mT if transposed else whole)
                 if piece.numel():
                     local_tensor(value).copy_(piece)
-            elif key == "second_momentum_buffer":
+            elif key == NEURON_MOMENT:
                 value.copy_(given.whole_second_moments(values[key]))
             else:
                 value.copy_(values[key])
@@ -272,17 +273,17 @@ def _check_carried(source: Parameter, target: Parameter, *, transposed: bool) ->
     if source.param is target.param:
         raise ValueError(f"{what}: they are the same parameter")
     check_shapes(what, source.param, target.param, transposed=transposed)
-    if group.algorithm != other_group.algorithm:
+    if group.rule.direction != other_group.rule.direction:
         raise ValueError(f"{what}: their groups have algorithm={group.algorithm!r} and {other_group.algorithm!r}")
     needed, other_needed = (
-        {key: str(form.dtype) for key, form in needed_state(one.param, one.group).items()} for one in (source, target)
+        {key: str(form.dtype) for key, form in state_forms(one.param, one.group).items()} for one in (source, target)
     )
     if needed != other_needed:
         raise ValueError(
             f"{what}: one has {needed}, the other {other_needed}; give both parameters the same dtype, and their "
             f"groups the same state_dtype, master and normalize"
         )
-    if "second_momentum_buffer" in needed and (transposed or group.view != other_group.view):
+    if NEURON_MOMENT in needed and (transposed or group.view != other_group.view):
         raise ValueError(
             f"{what}: NorMuon's second moments belong to rows or columns of the matrices of a view; carry them to a "
             f"parameter of the same view, which is not transposed, or set normalize=None for both"

@@ -18,10 +18,10 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import numel_of, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import Unit, View
+from quintic.optim.rules.table import PARAM_SHAPED_STATE
 from quintic.optim.state.owners import assign_owners, loads_of, shape_cost
 
 __all__ = [
-    "CUT_KEYS",
     "DividedState",
     "Division",
     "Part",
@@ -32,9 +32,6 @@ __all__ = [
     "shaped",
     "state_of_part",
 ]
-
-CUT_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master", "mantissa")
-"""State of a parameter's shape."""
 
 # AdamW parameters with fewer entries per rank than this have one owner: a message is not worth less.
 _LEAST_ENTRIES = 1024
@@ -113,7 +110,7 @@ def divided_parameters(groups: Sequence[Group]) -> dict[Tensor, DividedState]:
 def parts_of(group: Group, ranks: Sequence[int]) -> list[list[Part]]:
     """Return for each parameter of a group its parts, in the order of memory; `ranks` divide the state."""
     num_ranks = len(ranks)
-    if group.algorithm == "muon":
+    if group.rule.orthogonalizes:
         return _parts_of_matrices(group, num_ranks)
     loads = [0] * num_ranks
     of_params: list[list[Part]] = []
@@ -253,4 +250,6 @@ def shaped(run: Tensor, part: Part, param: Tensor) -> Tensor:
 def state_of_part(state: Mapping[str, Tensor], part: Part, param: Tensor) -> dict[str, Tensor]:
     """Return a part's own state, shaped as the part: of flat tensors, which hold all parts of this rank, its run."""
     run = slice(part.offset, part.offset + part.numel)
-    return {key: shaped(value[run], part, param) if key in CUT_KEYS else value for key, value in state.items()}
+    return {
+        key: shaped(value[run], part, param) if key in PARAM_SHAPED_STATE else value for key, value in state.items()
+    }

@@ -1,11 +1,12 @@
-"""The state that a parameter has, its form and its device: one place for state that is made, moved, copied or loaded.
+"""Makes a parameter's state from the specs of its rule, and checks that a state has their dtype, shape and device.
 
-State of a parameter's shape (`parts.CUT_KEYS`: momentum, moments, masters) lies as the parameter does: a `DTensor` in
-its layout, with its strides, or, where ranks divide it, the parts of this rank as one flat tensor. With `offload=True`
-it is in host memory, pinned where there is CUDA, so that the host need not wait for copies; `offload.py` brings it to
-the device. Everything else is whole on every rank, on the parameter's device.
+State of a parameter's shape (momentum, moments, masters) lies as the parameter does: a `DTensor` in its layout, with
+its strides, or, where ranks shard the state, the entries that this rank owns as one flat tensor. With `offload=True` it
+is in host memory, pinned where there is CUDA, so that the host need not wait for copies; `offload.py` brings it to the
+device. Everything else is whole on every rank, on the parameter's device.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,49 +17,46 @@ from torch import Tensor
 from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
-from quintic.optim.rules.narrow_state import dtype_of_averages
-from quintic.optim.state.parts import CUT_KEYS, Part, own_runs
-from quintic.optim.state.state import STATE_KEYS, num_second_moments
+from quintic.optim.rules.rule import MASTER, MASTER_SPECS
+from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
+from quintic.optim.state.parts import Part, own_runs
 
-__all__ = ["Needed", "fits", "init_state", "needed_state", "planned_state", "state_on_device"]
+__all__ = ["StateForm", "fits", "init_state", "planned_state", "state_bytes", "state_forms", "state_on_device"]
 
 
-class Needed(NamedTuple):
-    """One tensor of a parameter's state."""
+class StateForm(NamedTuple):
+    """Dtype and shape of one tensor of a parameter's state."""
 
     dtype: torch.dtype
     shape: tuple[int, ...] | None
     """None for the parameter's own."""
 
 
-def needed_state(param: Tensor, group: Group) -> dict[str, Needed]:
-    """Return the forms of the state of a parameter of a validated group, by name; an error if its view does not fit."""
-    dtype = dtype_of_averages(param.dtype, group.state_dtype)
-    needed: dict[str, Needed] = {}
-    if group.algorithm == "adamw":
-        needed["step"] = Needed(torch.float32, ())
-        needed |= dict.fromkeys(("exp_avg", "exp_avg_sq"), Needed(dtype, None))
-    else:
-        needed["momentum_buffer"] = Needed(dtype, None)
-        if group.normalize == "neuron":
-            wide = torch.promote_types(param.dtype, torch.float32)
-            needed["second_momentum_buffer"] = Needed(wide, (num_second_moments(param.shape, group.view),))
+def state_forms(param: Tensor, group: Group) -> dict[str, StateForm]:
+    """Return the form of each state of a parameter of a validated group, by name; an error if its view does not fit."""
+    specs = list(group.rule.state)
     if param.dtype.itemsize < 4 and group.master is not None:
-        if group.master == "fp32":
-            needed["master"] = Needed(torch.float32, None)
-        else:
-            needed["mantissa"] = Needed(torch.uint16, None)
-    return needed
+        specs.append(MASTER_SPECS[group.master])
+    # (count, m, n) for each kind of matrix.
+    shapes = group.view.shapes(param.shape) if group.rule.orthogonalizes else ()
+    dtypes = [spec.dtype_for(param.dtype, group.state_dtype) for spec in specs]
+    return {spec.name: StateForm(dtype, spec.shape_for(shapes)) for spec, dtype in zip(specs, dtypes, strict=True)}
+
+
+def state_bytes(param: Tensor, group: Group) -> int:
+    """Return the bytes of the state of a whole parameter, on any device."""
+    forms = state_forms(param, group).values()
+    return sum(form.dtype.itemsize * (param.numel() if form.shape is None else math.prod(form.shape)) for form in forms)
 
 
 def init_state(param: Tensor, group: Group, own: Sequence[Part] | None = None) -> dict[str, Tensor]:
     """Return state that no step has used: zeros, and masters. Where ranks divide it, `own` is what this one has."""
     state = {}
-    for key, needed in needed_state(param, group).items():
+    for key, form in state_forms(param, group).items():
         device, pinned = _place(key, param, group)
-        state[key] = value = _empty(needed, param, own, device, pinned)
+        state[key] = value = _empty(form, param, own, device, pinned)
         weights = local_tensor(param).detach()
-        if key != "master":
+        if key != MASTER:
             local_tensor(value).zero_()
         elif own is None:
             local_tensor(value).copy_(weights)
@@ -71,15 +69,15 @@ def init_state(param: Tensor, group: Group, own: Sequence[Part] | None = None) -
 def planned_state(param: Tensor, group: Group, own: Sequence[Part] | None = None) -> dict[str, Tensor]:
     """Return tensors without memory in the form of what this rank has of a state; arguments as for `init_state`."""
     local, meta = local_tensor(param), torch.device("meta")
-    return {key: _empty(needed, local, own, meta, False) for key, needed in needed_state(param, group).items()}
+    return {key: _empty(form, local, own, meta, False) for key, form in state_forms(param, group).items()}
 
 
 def fits(state: Mapping[str, Any], param: Tensor, group: Group, own: Sequence[Part] | None) -> bool:
     """Return whether a parameter's state has the form and the place it would be made in; `own` as for `init_state`."""
-    needed = needed_state(param, group)
-    if state.keys() & STATE_KEYS != needed.keys():
+    forms = state_forms(param, group)
+    if state.keys() & STATE_KEYS != forms.keys():
         return False
-    for key, (dtype, shape) in needed.items():
+    for key, (dtype, shape) in forms.items():
         value = state[key]
         if not isinstance(value, Tensor) or value.dtype != dtype:
             return False
@@ -113,16 +111,16 @@ def state_on_device(param: Tensor, state: Mapping[str, Tensor]) -> Iterator[dict
 def _place(key: str, param: Tensor, group: Group) -> tuple[torch.device, bool]:
     """Return the device of a state, and whether its memory is pinned."""
     device = local_tensor(param).device
-    if key in CUT_KEYS and group.offload and device.type != "meta":
+    if key in PARAM_SHAPED_STATE and group.offload and device.type != "meta":
         return torch.device("cpu"), device.type == "cuda"
     return device, False
 
 
-def _empty(needed: Needed, param: Tensor, own: Sequence[Part] | None, device: torch.device, pinned: bool) -> Tensor:
-    dtype, shape = needed
+def _empty(form: StateForm, param: Tensor, own: Sequence[Part] | None, device: torch.device, pinned: bool) -> Tensor:
+    dtype, shape = form
     if shape is None and own is None:
-        form, like = torch.preserve_format, param if is_dtensor(param) else local_tensor(param)
-        return torch.empty_like(like, dtype=dtype, device=device, pin_memory=pinned, memory_format=form)
+        order, like = torch.preserve_format, param if is_dtensor(param) else local_tensor(param)
+        return torch.empty_like(like, dtype=dtype, device=device, pin_memory=pinned, memory_format=order)
     size = (_numel(own),) if shape is None and own is not None else shape
     assert size is not None
     return torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)

@@ -1,19 +1,19 @@
-"""Optimizer state: names, shapes and dtypes.
+"""Optimizer state: values of it, read and copied. Names, shapes and dtypes are declared by the rules (`rules/rule.py`).
 
-| algorithm | name                     | shape                             | dtype                          |
+| rule      | name                     | shape                             | dtype                          |
 |-----------|--------------------------|-----------------------------------|--------------------------------|
-| muon      | `momentum_buffer`        | of the parameter                  | float32, or `state_dtype`      |
-| muon      | `second_momentum_buffer` | (rows or columns of all matrices) | float32, `normalize="neuron"`  |
-| adamw     | `exp_avg`, `exp_avg_sq`  | of the parameter                  | float32, or `state_dtype`      |
-| adamw     | `step`                   | ()                                | float32                        |
-| both      | `master`                 | of the parameter                  | float32, `master="fp32"`       |
-| both      | `mantissa`               | of the parameter                  | uint16, `master="mantissa"`    |
+| any Muon  | `momentum_buffer`        | of the parameter                  | float32, or `state_dtype`      |
+| NorMuon   | `second_momentum_buffer` | (rows or columns of all matrices) | float32                        |
+| AdaMuon   | `element_second_moment`  | of the parameter                  | float32, or `state_dtype`      |
+| AdamW     | `exp_avg`, `exp_avg_sq`  | of the parameter                  | float32, or `state_dtype`      |
+| AdamW     | `step`                   | ()                                | float32                        |
+| any       | `master`                 | of the parameter                  | float32, `master="fp32"`       |
+| any       | `mantissa`               | of the parameter                  | uint16, `master="mantissa"`    |
 
 Masters belong to parameters of less than float32 only, see `precision.py`; float64 parameters keep float64 state.
 As soon as one parameter's state is needed all have theirs, so that every checkpoint has the same keys (`upkeep.py`).
 State of a parameter's shape is a `DTensor` in the parameter's layout where the parameter is one; everything else is
-whole on every rank (`placement.py`).
-How it is saved and comes back: `checkpoint/`.
+whole on every rank (`placement.py`). `checkpoint/` saves and loads it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,17 +25,16 @@ from torch import Tensor
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.layout.layouts import intersection, layout_of, local_tensor, numel_of, relative
 from quintic.optim.layout.views import View
+from quintic.optim.rules.rule import MASTER_SPECS
 from quintic.optim.rules.update import second_moment_shape
 
 __all__ = [
     "CODE_KEYS",
     "MASTER_KEYS",
-    "STATE_KEYS",
     "as_tensor",
     "copy_",
     "master_key",
     "master_of",
-    "num_second_moments",
     "piece_of",
     "saved_tensor",
     "second_moments",
@@ -44,12 +43,7 @@ __all__ = [
 CODE_KEYS = ("orthogonalizer", "adjust_lr", "compute_dtype", "kernels", "qk_clip", "process_group")
 """Options that may be functions, or are no plain values: saved as text for people, and not restored."""
 
-STATE_KEYS = frozenset(
-    {"momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "step", "master", "mantissa"}
-)
-"""Names of all state; other keys of a parameter's state are the user's."""
-
-MASTER_KEYS = ("master", "mantissa")
+MASTER_KEYS = tuple(spec.name for spec in MASTER_SPECS.values())
 """Names of the two forms of a low-precision parameter's extra precision; it has one of them, or none."""
 
 
@@ -64,14 +58,9 @@ def master_of(state: Mapping[str, Tensor]) -> Tensor | None:
     return None if key is None else state[key]
 
 
-def num_second_moments(shape: Sequence[int], view: View) -> int:
-    """Return the number of second moments that NorMuon keeps of a parameter."""
-    return sum(b * m * n for b, (m, n) in _second_moment_shapes(shape, view))
-
-
 def second_moments(buffer: Tensor, shape: Sequence[int], view: View) -> list[Tensor]:
     """Return NorMuon's second moments of a whole parameter as one (b, m, 1) or (b, 1, n) per batch, sharing memory."""
-    shapes = _second_moment_shapes(shape, view)
+    shapes = [(b, second_moment_shape(m, n)) for b, m, n in view.shapes(shape)]
     pieces = buffer.split([b * m * n for b, (m, n) in shapes])
     return [piece.view(b, m, n) for piece, (b, (m, n)) in zip(pieces, shapes, strict=True)]
 
@@ -134,7 +123,3 @@ def copy_(target: Tensor, source: Tensor) -> None:
     if target.dtype == torch.uint16 and source.dtype != torch.uint16:
         target = target.view(torch.int16)  # the cast keeps the low 16 bits
     target.copy_(source)
-
-
-def _second_moment_shapes(shape: Sequence[int], view: View) -> list[tuple[int, tuple[int, int]]]:
-    return [(b, second_moment_shape(m, n)) for b, m, n in view.shapes(shape)]

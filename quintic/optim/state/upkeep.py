@@ -32,9 +32,11 @@ from torch import Tensor
 from quintic.optim.groups.options import Group, needs_state
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.rules.precision import full_precision
-from quintic.optim.state.parts import CUT_KEYS, Division, Part, divided_parameters, own_runs
-from quintic.optim.state.placement import fits, init_state, needed_state
-from quintic.optim.state.state import MASTER_KEYS, STATE_KEYS, as_tensor, copy_, master_key, piece_of
+from quintic.optim.rules.rule import MASTER
+from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
+from quintic.optim.state.parts import Division, Part, divided_parameters, own_runs
+from quintic.optim.state.placement import fits, init_state, state_forms
+from quintic.optim.state.state import MASTER_KEYS, as_tensor, copy_, master_key, piece_of
 
 __all__ = ["Change", "Upkeep", "WatchedParameters"]
 
@@ -244,15 +246,15 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
     name, param, moved = entry.name, entry.param, dict[str, Tensor]()
     if _says_nothing(source.state, source.was.dtype):
         return moved
-    for key, (_, other_shape) in needed_state(param, entry.group).items():
+    for key, (_, other_shape) in state_forms(param, entry.group).items():
         # The other form of a master; weights of another dtype have no part of its value any more.
         other = master_key(source.state) if key in MASTER_KEYS and source.was.dtype == param.dtype else None
         was_key = other or key
-        is_of_others = key == "second_momentum_buffer" and source.was.group.view != entry.group.view
+        is_of_others = key == _neuron_key(entry.group) and source.was.group.view != entry.group.view
         if was_key not in source.state or is_of_others:
             continue
         what, value = f"{name}: its {was_key}", as_tensor(source.state[was_key])
-        if key in CUT_KEYS and source.was.own is not None:
+        if key in PARAM_SHAPED_STATE and source.was.own is not None:
             if entry.division != source.was.division:
                 raise _divided_otherwise(name)
             moved[key] = value
@@ -263,10 +265,14 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
                 f"{what} has shape {tuple(value.shape)}, and the parameter that is there now needs {shape}: state that "
                 f"steps have used does not fit a parameter of another shape; make a new optimizer for it"
             )
-        piece = piece_of(what, param, value) if key in CUT_KEYS and entry.own is None else value
+        piece = piece_of(what, param, value) if key in PARAM_SHAPED_STATE and entry.own is None else value
         if piece is not None:
             moved[key] = piece
     return moved
+
+
+def _neuron_key(group: Group) -> str | None:
+    return None if group.rule.neuron_state is None else group.rule.neuron_state.name
 
 
 def _make(entry: _Entry, values: dict[str, Tensor] | None, source: _Source | None, states: _States) -> None:
@@ -281,7 +287,7 @@ def _make(entry: _Entry, values: dict[str, Tensor] | None, source: _Source | Non
         made = init_state(entry.param, entry.group, entry.own)
         was_whole = source is not None and source.was.own is None
         for key, value in values.items():
-            if key in CUT_KEYS and entry.own is not None and was_whole:
+            if key in PARAM_SHAPED_STATE and entry.own is not None and was_whole:
                 for run, of_value in own_runs(made[key], value, entry.own, entry.param):
                     _move(run, of_value)
             else:
@@ -321,7 +327,7 @@ def _says_nothing(state: Mapping[str, Any], dtype: torch.dtype) -> bool:
 def _is_new(key: str, value: Tensor, dtype: torch.dtype) -> bool:
     if value.is_meta or not value.numel():
         return True
-    if key == "master":
+    if key == MASTER:
         return dtype.itemsize >= 4 or bool((value.to(dtype) == value).all())
     if value.dtype == torch.uint16:
         value = value.view(torch.int16)

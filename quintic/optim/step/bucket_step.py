@@ -218,14 +218,14 @@ class LocalStep(BucketStep):
     def runs_alone(self, host_go: bool) -> bool:
         """See `BucketStep`; without gradients there is nothing to do."""
         # AdamW counts steps also of parameters of which this rank holds no entry.
-        has_work = bool(self.active.params) and (self.bucket.numel > 0 or self.bucket.algorithm == "adamw")
+        has_work = bool(self.active.params) and (self.bucket.numel > 0 or not self.bucket.rule.orthogonalizes)
         return has_work and (host_go or not self.is_guarded)
 
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; nothing travels."""
         members = self.active.members
         stepped = self.stepped(go, members)
-        if self.bucket.algorithm == "muon":
+        if self.bucket.rule.orthogonalizes:
             self._step_matrices(stepped)
         else:
             with self.ranges["update"]:
@@ -234,7 +234,7 @@ class LocalStep(BucketStep):
 
     def indices_of(self, parts: Sequence[Member | Part | ParameterUnit]) -> list[int]:
         """See `BucketStep`: there is a flag for each matrix."""
-        if self.bucket.algorithm == "adamw":
+        if not self.bucket.rule.orthogonalizes:
             return super().indices_of(parts)
         return [member.index for member in self.active.members for _ in range(member.num_matrices)]
 

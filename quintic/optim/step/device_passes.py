@@ -16,6 +16,7 @@ from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import block_of
 from quintic.optim.rules.device_memory import HYPERPARAMETERS, DeviceHyperparameters, host_tensor
 from quintic.optim.rules.narrow_state import dtype_of_averages
+from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 from quintic.optim.state.state import master_of
 from quintic.optim.step.operands import BucketMemory, Operands
 
@@ -53,10 +54,10 @@ class DevicePasses:
         self._momentum_dtype = dtype_of_averages(bucket.dtype, group.state_dtype)
         gradient, momentum = active.gradients[0].itemsize, self._momentum_dtype.itemsize
         sizes = [gradient, momentum, bucket.dtype.itemsize, 0 if master is None else master.itemsize]
-        bases = _addresses(active, "momentum_buffer")
+        bases = _addresses(active, MOMENTUM)
 
         def addresses() -> Tensor:
-            memory.check_state(active, {"momentum_buffer": self._momentum_dtype}, bases[len(active.params) :])
+            memory.check_state(active, {MOMENTUM: self._momentum_dtype}, bases[len(active.params) :])
             owners, offsets = memory.matrix_places(group.view, active)
             return host_tensor(bases).view(4, -1)[:, owners] + offsets * host_tensor(sizes).view(4, 1)
 
@@ -148,14 +149,14 @@ def step_adamw_on_device(
     active = with_one_gradient_dtype(active)
     master = master_of(active.states[0])
     moment_dtype = dtype_of_averages(bucket.dtype, group.state_dtype)
-    bases = _addresses(active, "exp_avg")
+    bases = _addresses(active, EXP_AVG)
 
     def addresses() -> Tensor:
-        memory.check_state(active, dict.fromkeys(("exp_avg", "exp_avg_sq"), moment_dtype), bases[len(active.params) :])
+        memory.check_state(active, dict.fromkeys((EXP_AVG, EXP_AVG_SQ), moment_dtype), bases[len(active.params) :])
         return host_tensor(bases).view(5, -1)
 
     table = memory.table.get(bases, addresses, bucket.device)
-    counts = tuple(state["step"].data_ptr() for state in active.states)
+    counts = tuple(state[STEP].data_ptr() for state in active.states)
     steps = memory.steps_table.get(counts, lambda: host_tensor(counts), bucket.device)
     numels, programs = memory.programs(active, bucket.device)
     adamw_tensors_(
@@ -179,8 +180,8 @@ def step_adamw_on_device(
 def _addresses(active: Operands, first_state: str) -> tuple[int, ...]:
     """Return the addresses of all gradients, then of all state, weights and masters, in the kernels' order."""
     tensors = [*active.gradients, *(state[first_state] for state in active.states)]
-    if first_state == "exp_avg":
-        tensors += [state["exp_avg_sq"] for state in active.states]
+    if first_state == EXP_AVG:
+        tensors += [state[EXP_AVG_SQ] for state in active.states]
     tensors += active.params
     masters = active.masters()
     tensors += masters or []

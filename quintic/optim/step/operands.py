@@ -17,7 +17,8 @@ from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import Member, block_of
 from quintic.optim.rules.device_memory import host_tensor, upload
-from quintic.optim.rules.update import adjust_lr_factor
+from quintic.optim.rules.rule import MANTISSA, MASTER
+from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.state.state import master_key, second_moments
 
 if TYPE_CHECKING:  # needs Triton
@@ -182,7 +183,7 @@ class BucketMemory:
         def make() -> Tensor:
             numbers, multipliers = numbers_of(parts), group.lr_multipliers
             dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-            scales = host_tensor([adjust_lr_factor(group.adjust_lr, m, n) for m, n in shapes], dtype)
+            scales = host_tensor([group.rule.lr_factor(group.adjust_lr, m, n) for m, n in shapes], dtype)
             scales = scales.expand(len(numbers), -1).clone()
             if multipliers is not None:
                 each = [[multipliers[number] for number in row] for row in numbers]
@@ -193,7 +194,7 @@ class BucketMemory:
 
     def moments(self, view: View, active: Operands) -> list[Tensor]:
         """Return the second moments of each member's matrices, (matrices, m, 1) or (matrices, 1, n), sharing memory."""
-        buffers = [state["second_momentum_buffer"] for state in active.states]
+        buffers = [state[NEURON_MOMENT] for state in active.states]
 
         def make() -> list[Tensor]:
             rows = zip(active.members, active.params, buffers, strict=True)
@@ -209,7 +210,7 @@ class BucketMemory:
         """Reject state of another device, dtype or memory order, where kernels see addresses alone."""
 
         def check() -> None:
-            wanted = {**dtypes, "master": torch.float32, "mantissa": torch.uint16}
+            wanted = {**dtypes, MASTER: torch.float32, MANTISSA: torch.uint16}
             for member, param, state in zip(active.members, active.params, active.states, strict=True):
                 for key in wanted.keys() & state.keys():
                     value = state[key]
@@ -260,7 +261,7 @@ class BucketMemory:
             for name, buffer in zip(names, moments, strict=True):
                 if (buffer.device, buffer.dtype) != (bucket.device, torch.float32) or not buffer.is_contiguous():
                     right = f"torch.float32 on {bucket.device} without gaps"
-                    raise _misread(name, "second_momentum_buffer", buffer, right)
+                    raise _misread(name, NEURON_MOMENT, buffer, right)
             rows = zip(bases, moments, strict=True)
             each = [base + i * moment[0].nbytes for base, moment in rows for i in range(len(moment))]
             return host_tensor(each, torch.int64)

@@ -16,12 +16,13 @@ from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import adamw_entries
+from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 from quintic.optim.rules.update import adamw_, apply_, in_pieces, momentum_
 from quintic.optim.step.operands import BlockPlaces, Operands
 
 __all__ = ["Passes", "PlainPasses", "step_adamw"]
 
-_MOMENTUM, _DTYPE = itemgetter("momentum_buffer"), attrgetter("dtype")
+_MOMENTUM, _DTYPE = itemgetter(MOMENTUM), attrgetter("dtype")
 
 
 class Passes(Protocol):
@@ -120,7 +121,7 @@ def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
     has_gaps = not (active.params[0].is_contiguous() or is_dense(active.params[0]))
     plain = not group.cautious and group.decay_coupling == "lr" and not has_gaps
     masters = active.masters()
-    firsts = [*map(itemgetter("exp_avg"), active.states)]
+    firsts = [*map(itemgetter(EXP_AVG), active.states)]
     # Nor for bfloat16 moments of bfloat16 weights, whose last bits the kernel rounds by where an entry lies.
     dtypes = {*map(_DTYPE, (*active.params, *active.gradients, *firsts))}
     if plain and masters is None and len(dtypes) == 1 and firsts[0].itemsize >= 4:
@@ -128,9 +129,9 @@ def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
             active.params,
             active.gradients,
             firsts,
-            [*map(itemgetter("exp_avg_sq"), active.states)],
+            [*map(itemgetter(EXP_AVG_SQ), active.states)],
             [],
-            [*map(itemgetter("step"), active.states)],
+            [*map(itemgetter(STEP), active.states)],
             fused=bucket.device.type in ("cpu", "cuda"),
             amsgrad=False,
             beta1=beta1,
@@ -145,9 +146,9 @@ def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
     completing: Sequence[Tensor | None] = masters or [None] * len(firsts)
     rows = zip(active.params, completing, active.gradients, active.states, strict=True)
     for param, master, gradient, state in rows:
-        tensors = [[tensor] for tensor in (param, master, gradient, state["exp_avg"], state["exp_avg_sq"])]
+        tensors = [[tensor] for tensor in (param, master, gradient, state[EXP_AVG], state[EXP_AVG_SQ])]
         for piece, piece_master, piece_gradient, exp_avg, exp_avg_sq in in_pieces(*tensors, entries=entries):
-            step = state["step"].clone()  # counted once, after the last piece
+            step = state[STEP].clone()  # counted once, after the last piece
             adamw_(
                 piece,
                 piece_master,
@@ -162,4 +163,4 @@ def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
                 decay_coupling=group.decay_coupling,
                 cautious=group.cautious,
             )
-        state["step"] += 1
+        state[STEP] += 1

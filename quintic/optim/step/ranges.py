@@ -45,7 +45,7 @@ def ranges_of(number: int, bucket: Bucket) -> Ranges:
     if bucket.shape is not None:
         m, n = bucket.shape
         return _BucketRanges(f"bucket {number} muon {bucket.num_matrices}x{m}x{n}")
-    if bucket.algorithm == "muon":
+    if bucket.rule.orthogonalizes:
         return _BucketRanges(f"bucket {number} muon {bucket.num_matrices} matrices")
     kind = "parameters" if isinstance(bucket, Local) else "parts"
     return _BucketRanges(f"bucket {number} adamw {bucket.num_parts} {kind}")

@@ -29,6 +29,8 @@ from quintic.optim.layout.packing import Packing, Run
 from quintic.optim.plan.bucket import Divided, DividedMatrices, Gathered, ParameterUnit, Units
 from quintic.optim.plan.members import update_dtype
 from quintic.optim.rules.device_memory import host_tensor, upload
+from quintic.optim.rules.rule import EXP_AVG, STEP
+from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.rules.update import second_moment_shape
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.averaging import DividedMemory
@@ -56,7 +58,7 @@ class UnitsStep(BucketStep):
             moments: list[list[Tensor]] = [[] for _ in self.bucket.units.kinds]
             for unit in self.bucket.units.everywhere:
                 param = self.group.params[unit.index]
-                state = self._common.state[param]["second_momentum_buffer"]
+                state = self._common.state[param][NEURON_MOMENT]
                 blocks = second_moments(state, param.shape, self.group.view)
                 for kind, (block, matrix) in enumerate(unit.unit.matrices):
                     moments[kind].append(blocks[block][matrix : matrix + 1])
@@ -247,7 +249,7 @@ class DividedStep(BucketStep):
         def make() -> tuple[list[Tensor], Tensor]:
             # A parameter's parts may be in several buckets: it is counted with its first one.
             rows = [(number, state[params[part.index]]) for number, part in enumerate(bucket.parts) if part.start == 0]
-            others = [(number, values["step"]) for number, values in rows if not values["exp_avg"].numel()]
+            others = [(number, values[STEP]) for number, values in rows if not values[EXP_AVG].numel()]
             numbers = upload(host_tensor([number for number, _ in others], torch.int64), bucket.device)
             return [step for _, step in others], numbers
 

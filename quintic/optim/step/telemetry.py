@@ -82,7 +82,7 @@ def report_of(buckets: Iterable[Counts]) -> StepReport:
     for bucket, num_members, num_matrices, without in buckets:
         # A parameter can have members in several buckets.
         missing.update((bucket.group, index) for index in without)
-        if bucket.algorithm == "adamw":
+        if not bucket.rule.orthogonalizes:
             num_adamw += num_members
         elif num_matrices:
             matrices[bucket.method] = matrices.get(bucket.method, 0) + num_matrices

@@ -28,17 +28,19 @@ from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.plan.members import direction_dtype, form_of
 from quintic.optim.polar.orthogonalize import apply_form, apply_function
-from quintic.optim.rules.update import adamw_, adjust_lr_factor, apply_, momentum_, neuron_factors_
+from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
+from quintic.optim.rules.table import NEURON_MOMENT, PARAM_SHAPED_STATE
+from quintic.optim.rules.update import adamw_, apply_, momentum_, neuron_factors_
 from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.placement import state_on_device
-from quintic.optim.state.state import second_moments
+from quintic.optim.state.state import master_of, second_moments
 from quintic.optim.step.averaging import OfGroup
 from quintic.optim.step.partial_gradients import Cut, cut_of, zeros
 
 __all__ = ["Rounding", "Roundings", "largest", "reference_step", "run_reference"]
 
-# State that is not cut as the parameter is.
-_UNCUT = ("step", "second_momentum_buffer")
+# The weight, and state that lies as the weight does.
+_WHOLE = ("weight", *PARAM_SHAPED_STATE)
 
 # What is taken for the rounding of a user's function, relative to its result: how it computes is unknown.
 _FUNCTION_ROUNDING = 2.0**-8
@@ -208,21 +210,21 @@ def _step_parameter(
     parameter: Parameter, gradient: Tensor, state: Mapping[str, Tensor], roundings: Roundings | None
 ) -> None:
     local = {"weight": local_tensor(parameter.param), **{key: local_tensor(value) for key, value in state.items()}}
-    is_adamw = parameter.group.algorithm == "adamw"
+    is_adamw = not parameter.group.rule.orthogonalizes
     if is_adamw and parameter.divided is None:
         _step_adamw(local, gradient, parameter.group)
         return
-    whole = {key: parameter.whole_of(key, value) for key, value in local.items() if key not in _UNCUT}
+    whole = {key: parameter.whole_of(key, value) for key, value in local.items() if key in _WHOLE}
     # The gradient may lie otherwise in memory than the weight.
     whole["gradient"] = torch.empty_like(whole["weight"], dtype=gradient.dtype).copy_(parameter.whole(gradient))
-    buffer = local.get("second_momentum_buffer")
+    buffer = local.get(NEURON_MOMENT)
     second = None if buffer is None else parameter.whole_second_moments(buffer)
     if is_adamw:
-        _step_adamw({"step": local["step"], **whole}, whole["gradient"], parameter.group)
+        _step_adamw({STEP: local[STEP], **whole}, whole["gradient"], parameter.group)
     else:
         _step_matrices(parameter, whole, second, roundings)
     for key, value in local.items():
-        if key not in _UNCUT and value.numel():
+        if key in _WHOLE and value.numel():
             value.copy_(parameter.local_of(key, whole[key]))
     if buffer is not None and second is not None:
         buffer.copy_(second)
@@ -232,11 +234,11 @@ def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Group) -> 
     """Step a parameter entry by entry: where its pieces are makes no difference."""
     adamw_(
         local["weight"],
-        local.get("master", local.get("mantissa")),
+        master_of(local),
         gradient,
-        local["exp_avg"],
-        local["exp_avg_sq"],
-        local["step"],
+        local[EXP_AVG],
+        local[EXP_AVG_SQ],
+        local[STEP],
         lr=group.learning_rate,
         betas=(float(group.betas[0]), float(group.betas[1])),
         eps=float(group.eps),
@@ -272,7 +274,7 @@ def _step_matrices(
 def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter, *, measure: bool) -> Rounding | None:
     """Step one matrix (1, m, n) of a parameter; return what rounding did to it, if that is asked for."""
     group = parameter.group
-    weight, momentum = matrix["weight"], matrix["momentum_buffer"]
+    weight, momentum = matrix["weight"], matrix[MOMENTUM]
     m, n = weight.shape[1:]
     form = form_of(group, m, n, weight.dtype, weight.device)
     (direction,) = momentum_([momentum], [matrix["gradient"]], mu=float(group.momentum), nesterov=group.nesterov)
@@ -284,7 +286,7 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter
         update = apply_form(direction, form, "torch")
     # In the dtype of the step, so that on CPUs not even the last bit differs.
     arithmetic = torch.promote_types(weight.dtype, torch.float32)
-    factor = torch.full((1, 1, 1), adjust_lr_factor(group.adjust_lr, m, n), dtype=arithmetic, device=weight.device)
+    factor = torch.full((1, 1, 1), group.rule.lr_factor(group.adjust_lr, m, n), dtype=arithmetic, device=weight.device)
     if group.lr_multipliers is not None:
         factor = factor * torch.tensor(group.lr_multipliers[number], dtype=factor.dtype, device=factor.device)
     before = matrix["second_moment"].clone() if "second_moment" in matrix else None
@@ -293,7 +295,7 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter
         factor = scale * neuron_factors_(update, matrix["second_moment"], beta=float(group.normalize_beta))
     apply_(
         [weight],
-        [matrix.get("master", matrix.get("mantissa"))],
+        [master_of(matrix)],
         [update],
         [factor],
         lr=float(group.lr),

@@ -26,7 +26,8 @@ from quintic.optim.layout.layouts import gradient_dtype, local_tensor
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.rules.opaque import without_hooks
 from quintic.optim.rules.precision import full_precision
-from quintic.optim.rules.update import adjust_lr_factor
+from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, STEP
+from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.state import master_key, second_moments
 from quintic.optim.verify.keep import Kept, Values, local_values, named_parameters, snapshot
@@ -212,12 +213,12 @@ def _compare(
         )
         if expected.keys() == {"weight"}:
             continue  # a frozen parameter, without state
-        if parameter.group.algorithm == "muon":
+        if parameter.group.rule.orthogonalizes:
             differences += _compare_matrices(parameter, expected, second, first, roundings)
         elif parameter.param.grad is not None or parameter.divided is not None:
             differences += _compare_adamw(parameter, expected, second, first)
         if parameter.param.grad is not None:
-            shapes = parameter.group.view.shapes(parameter.param.shape) if parameter.group.algorithm == "muon" else ()
+            shapes = parameter.group.view.shapes(parameter.param.shape) if parameter.group.rule.orthogonalizes else ()
             stepped[parameter.name] = sum(count for count, _, _ in shapes)
     return sorted(differences, key=badness)[:_MOST_REPORTED], stepped
 
@@ -226,7 +227,7 @@ def _compare_adamw(
     parameter: Parameter, expected: Mapping[str, Tensor], taken: Mapping[str, Tensor], before: Mapping[str, Tensor]
 ) -> Iterator[Difference]:
     """Yield the differences of what this rank holds. All ranks that share the parameter must call it."""
-    for key in ("weight", "exp_avg", "exp_avg_sq", "step"):
+    for key in ("weight", EXP_AVG, EXP_AVG_SQ, STEP):
         old, right, mine = (_value(parameter, values, key) for values in (before, expected, taken))
         if right.numel() == 0:
             continue
@@ -234,7 +235,7 @@ def _compare_adamw(
         if key == "weight":
             allowed = _allowed_change(parameter.group, old, right, _ADAMW * parameter.group.learning_rate)
         else:
-            allowed = torch.zeros_like(right) if key == "step" else _allowed_state(right, old)
+            allowed = torch.zeros_like(right) if key == STEP else _allowed_state(right, old)
         yield _difference(parameter, key, right, mine, allowed, scale)
 
 
@@ -252,7 +253,7 @@ def _compare_matrices(
     view, shape = parameter.group.view, parameter.param.shape
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
     holders = parameter.holders() if parameter.divided is not None else {}
-    for key in ("weight", "momentum_buffer"):
+    for key in ("weight", *(spec.name for spec in parameter.group.rule.state if spec.shape == "param")):
         gather = parameter.whole if key == "weight" else partial(parameter.whole_of, key)
         wholes = [gather(_value(parameter, values, key)) for values in (before, expected, taken)]
         batches = [view.batches(whole) for whole in wholes]
@@ -273,7 +274,7 @@ def _compare_matrices(
             one = _difference(parameter, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
             wrong = (right - mine).abs() > allowed if one.ratio > 1 else None
             yield replace(one, ranks=_ranks(parameter, wholes[1], block, index, wrong))
-    key, holders = "second_momentum_buffer", parameter.holders()
+    key, holders = NEURON_MOMENT, parameter.holders()
     if key not in expected:
         return
     all_right, all_mine = (second_moments(values[key], shape, view) for values in (expected, taken))
@@ -293,7 +294,7 @@ def _decay_factor(group: Group, number: int, m: int, n: int) -> float:
     if not group.scale_decay:
         return 1.0
     multiplier = group.lr_multipliers[number] if group.lr_multipliers else 1.0
-    return abs(adjust_lr_factor(group.adjust_lr, m, n) * multiplier)
+    return abs(group.rule.lr_factor(group.adjust_lr, m, n) * multiplier)
 
 
 def _ranks(parameter: Parameter, whole: Tensor, block: int, index: int, wrong: Tensor | None) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from quintic.optim.polar.cpu_orthogonalize import iterates_on_cpu, iteration_byt
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.products import ALIGNMENT, SMALL_PRODUCT, padded_side
 from quintic.optim.polar.program import Product, Program, products_of
+from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.update import CPU_PIECE
 
 __all__ = [
@@ -63,8 +64,7 @@ class Matrices(NamedTuple):
     device: torch.device
     """Need not be there."""
     kernels: Kernels
-    normalizes: bool
-    """Whether neurons are evened out."""
+    rule: UpdateRule
     anywhere: bool = False
     """Whether to bound what any device of this type needs for so many matrices or fewer: that grows with their number,
     and is the same on all ranks."""
@@ -74,6 +74,11 @@ class Matrices(NamedTuple):
     cautious: bool = False
     scales_decay: bool = False
 
+    @property
+    def normalizes(self) -> bool:
+        """Return whether neurons are evened out."""
+        return self.rule.neuron_state is not None
+
     @classmethod
     def of_group(cls, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> "Matrices":
         """Return the properties of a group's weights of a dtype on a device."""
@@ -81,11 +86,11 @@ class Matrices(NamedTuple):
             dtype,
             device,
             kernels,
-            group.normalize is not None,
+            group.rule,
             narrow=group.state_dtype is not None,
             has_masters=group.master is not None and dtype.itemsize < 4,
             cautious=bool(group.cautious),
-            scales_decay=group.scale_decay and group.algorithm == "muon",
+            scales_decay=group.scale_decay and group.rule.orthogonalizes,
         )
 
 

@@ -21,7 +21,8 @@ from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import Member, block_of
 from quintic.optim.plan.offload_size import offloaded_entries
-from quintic.optim.state.parts import CUT_KEYS
+from quintic.optim.rules.rule import EXP_AVG, MOMENTUM, STEP
+from quintic.optim.rules.table import PARAM_SHAPED_STATE
 from quintic.optim.state.state import master_key
 from quintic.optim.step.device_passes import with_one_gradient_dtype
 from quintic.optim.step.offload.transfers import Loan, Ring
@@ -67,7 +68,7 @@ class HostedMatrices:
     def prepare(self, members: tuple[Member, ...], params: Sequence[Tensor] | None, states: States) -> None:
         """Get ready for a step of some members, given their state on the host."""
         master = master_key(states[0]) if states else None
-        self._keys = ["momentum_buffer"] if master is None else ["momentum_buffer", master]
+        self._keys = [MOMENTUM] if master is None else [MOMENTUM, master]
         columns = [[state[key] for state in states] for key in self._keys] if states else []
         key = members, [list(map(Tensor.data_ptr, column)) for column in columns]
         if key != self._key:
@@ -131,12 +132,12 @@ class _Piece:
 
     def __init__(self, ranges: Sequence[_Range], states: States) -> None:
         self._ranges = ranges
-        self._keys = [key for key in states[0] if key in CUT_KEYS]
+        self._keys = [key for key in states[0] if key in PARAM_SHAPED_STATE]
         self.members = slice(ranges[0].number, ranges[-1].number + 1)
         self.loan = Loan([_entries(states[number][key], run) for number, run in ranges for key in self._keys])
         self.memory = BucketMemory()
         # Kept, so that tables of addresses stay valid.
-        self._again = {n: torch.empty_like(states[n]["step"]) for n, run in ranges if run is not None and run.start}
+        self._again = {n: torch.empty_like(states[n][STEP]) for n, run in ranges if run is not None and run.start}
 
     def operands(self, active: Operands, twins: Sequence[Tensor]) -> Operands:
         """Return these entries of the members' tensors, with the state on the device."""
@@ -146,13 +147,13 @@ class _Piece:
         for number, run in self._ranges:
             member, state = active.members[number], active.states[number]
             # The step is counted with the first entries; here it is counted again, to no effect.
-            step = state["step"]
+            step = state[STEP]
             if number in self._again:
                 step = torch.sub(step, 1, out=self._again[number])
             members.append(member if run is None else replace(member, piece=(run,)))
             params.append(_entries(active.params[number], run))
             gradients.append(_entries(active.gradients[number], run))
-            states.append({"step": step, **{key: next(given) for key in self._keys}})
+            states.append({STEP: step, **{key: next(given) for key in self._keys}})
         return Operands(tuple(members), params, gradients, states, 0)
 
 
@@ -176,10 +177,13 @@ class HostedVectors:
 
     def prepare(self, members: tuple[Member, ...], params: Sequence[Tensor] | None, states: States) -> None:
         """Get ready for a step of some members, given their state on the host, and their tensors if they have gaps."""
-        key = members, [value.data_ptr() for state in states for name, value in state.items() if name in CUT_KEYS]
+        key = (
+            members,
+            [value.data_ptr() for state in states for name, value in state.items() if name in PARAM_SHAPED_STATE],
+        )
         if key != self._key:
             dense = [True] * len(members) if params is None else list(map(is_dense, params))
-            numels = [state["exp_avg"].numel() for state in states]
+            numels = [state[EXP_AVG].numel() for state in states]
             self.pieces = [_Piece(ranges, states) for ranges in self._divided(numels, dense)]
             self._key = key
 
@@ -210,4 +214,4 @@ class HostedVectors:
 
 def hosted_state(bucket: Bucket, group: Group) -> HostedMatrices | HostedVectors:
     """Return the loans of a bucket of a group with state in host memory; none before it is prepared."""
-    return HostedMatrices(bucket, group) if bucket.algorithm == "muon" else HostedVectors(bucket, group)
+    return HostedMatrices(bucket, group) if bucket.rule.orthogonalizes else HostedVectors(bucket, group)

@@ -23,6 +23,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from quintic.optim.rules.table import orthogonalizes
+
 __all__ = ["PER_RANK", "READERS", "STATE_KEYS", "Algorithm", "SavedParameter", "SavedState", "Source"]
 
 Algorithm = Literal["muon", "adamw"]
@@ -83,7 +85,7 @@ def _read_keller_jordan(group: State, members: Members, ranks: Ranks) -> Iterato
 
 def _read_keller_jordan_2024(group: State, members: Members, ranks: Ranks) -> Iterator[SavedState]:
     for saved in _read_keller_jordan(group, members, ranks):
-        if saved.algorithm == "muon":
+        if orthogonalizes(saved.algorithm):
             saved = saved._replace(momentum_factor=_factor_of_sum(saved.name, group, "momentum"))
         yield saved
 

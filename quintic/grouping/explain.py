@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from quintic.optim.explain_text import Cells, bytes_text, column_lines, table_lines
-from quintic.optim.groups.classify import PERHAPS_FUSED, Convolutions
-from quintic.optim.groups.groups import Rule, decide, grouped
-from quintic.optim.groups.names import model_parameters, numberless
+from quintic.grouping.assign import Rule, assign
+from quintic.grouping.classify import PERHAPS_FUSED, Convolutions
+from quintic.grouping.explain_text import Cells, bytes_text, column_lines, table_lines
+from quintic.grouping.param_groups import grouped
+from quintic.optim.groups.names import mask_layer_indices, model_parameters
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
-from quintic.optim.rules.update import adjust_lr_factor
+from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["Explanation", "Row", "Total", "explain"]
 
@@ -40,7 +41,8 @@ class Row:
     algorithm: str
     """`"muon"`, `"adamw"`, or `"frozen"` for `requires_grad=False`."""
     optimizer: str
-    """Its name for people: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdamW"` or `"frozen"`."""
+    """Its name for people: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdaMuon"` (`"element"`), `"AdamW"` or
+    `"frozen"`."""
     view: View | None = None
     """The matrices that it holds; None unless the algorithm is Muon."""
     matrices: tuple[tuple[int, int, int], ...] = ()
@@ -106,8 +108,8 @@ class Explanation:
             width = shutil.get_terminal_size((_WIDTH_ELSEWHERE, 24)).columns
         folded: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
-            pattern = numberless(row.name) if fold else row.name
-            why = numberless(row.why) if fold else row.why
+            pattern = mask_layer_indices(row.name) if fold else row.name
+            why = mask_layer_indices(row.why) if fold else row.why
             rates = (row.lr, row.lr_scale, row.weight_decay)
             key = (pattern, row.shape, row.dtype, row.optimizer, row.view, why, rates, row.state_bytes)
             folded.setdefault(key, []).append(row)
@@ -121,9 +123,10 @@ class Explanation:
     __repr__ = __str__
 
     def _totals_lines(self, width: int) -> list[str]:
-        names = {"muon": "Muon", "adamw": "AdamW"}
-        if any(row.optimizer == "NorMuon" for row in self.rows):
-            names["muon"] = "NorMuon" if all(row.optimizer != "Muon" for row in self.rows) else "Muon, NorMuon"
+        titles: dict[str, set[str]] = {}
+        for row in self.rows:
+            titles.setdefault(row.algorithm, set()).add(row.optimizer)
+        names = {algorithm: ", ".join(sorted(found)) for algorithm, found in titles.items()}
         lines = [(self.model, "tensors", "parameters", "matrices", "weights", "state")]
         for total in self.totals:
             counts = (f"{total.tensors:,}", f"{total.parameters:,}", f"{total.matrices:,}")
@@ -167,36 +170,38 @@ def explain(
         ValueError, TypeError: whatever `param_groups` and `Muon` raise for this model and these options, in particular
             for a matrix that no rule covers; the message names the parameter.
     """
-    decisions = {decision.param: decision for decision in decide(model, rules, convolutions)}
-    # Of the same shapes, strides and dtypes, without memory.
-    twins = {p: nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")) for p in decisions}
-    groups = grouped(list(decisions.values()), muon=muon, adamw=adamw)
+    assignments = assign(model, rules, convolutions)
+    # Twins on the meta device have the shapes, strides and dtypes of the parameters, and no memory.
+    twins = {
+        p: nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")) for p in assignments
+    }
+    groups = grouped(assignments, muon=muon, adamw=adamw)
     for dictionary in groups:
         dictionary["params"] = [twins[param] for param in dictionary["params"]]
     optimizer = Muon(groups, **options)
     group_of = {twin: group for group in optimizer.typed_groups for twin in group.params}
     rows, states = [], optimizer.state
     for name, param in model_parameters(model):
-        if param not in decisions:
+        if param not in assignments:
             why, shape = "requires_grad=False", tuple(param.shape)
             rows.append(Row(name=name, shape=shape, dtype=param.dtype, algorithm="frozen", optimizer="frozen", why=why))
             continue
-        decision, twin = decisions[param], twins[param]
+        one, twin = assignments[param], twins[param]
         group = group_of[twin]
-        is_muon = decision.algorithm == "muon"
-        matrices = decision.view.shapes(twin.shape) if is_muon else ()
+        is_muon = orthogonalizes(one.algorithm)
+        matrices = one.view.shapes(twin.shape) if is_muon else ()
         rows.append(
             Row(
                 name=name,
                 shape=tuple(twin.shape),
                 dtype=twin.dtype,
-                algorithm=decision.algorithm,
-                optimizer="AdamW" if not is_muon else "Muon" if group.normalize is None else "NorMuon",
-                view=decision.view if is_muon else None,
+                algorithm=one.algorithm,
+                optimizer=group.rule.title,
+                view=one.view if is_muon else None,
                 matrices=matrices,
-                why=decision.why,
+                why=one.why,
                 lr=group.learning_rate,
-                lr_scale=tuple(adjust_lr_factor(group.adjust_lr, m, n) for _, m, n in matrices),
+                lr_scale=tuple(group.rule.lr_factor(group.adjust_lr, m, n) for _, m, n in matrices),
                 weight_decay=float(group.weight_decay),
                 state_bytes=sum(value.nbytes for value in states[twin].values()),
             )
@@ -225,7 +230,7 @@ def _cells(rows: Sequence[Row]) -> Cells:
         scales = ", ".join(f"{scale:.3g}" for scale in dict.fromkeys(row.lr_scale))
         rate = f"{row.lr:g}" + (f" x {scales}" if scales else "")
     return Cells(
-        name=numberless(row.name) if folded else row.name,
+        name=mask_layer_indices(row.name) if folded else row.name,
         times=f"x{len(rows)}" if folded else "",
         shape="x".join(map(str, row.shape)) or "-",
         optimizer=row.optimizer,
@@ -233,7 +238,7 @@ def _cells(rows: Sequence[Row]) -> Cells:
         rate=rate,
         decay="" if row.algorithm == "frozen" else f"{row.weight_decay:g}",
         state=bytes_text(sum(r.state_bytes for r in rows)),
-        why=numberless(row.why) if folded else row.why,
+        why=mask_layer_indices(row.why) if folded else row.why,
     )
 
 

@@ -17,20 +17,20 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from quintic.optim.groups.known_libraries import LIBRARIES
-from quintic.optim.groups.known_transformers import TRANSFORMERS
-from quintic.optim.groups.known_view import KnownView, UnknownLayoutError
-from quintic.optim.groups.uses import first_names, stored
+from quintic.grouping.known_libraries import LIBRARIES
+from quintic.grouping.known_transformers import TRANSFORMERS
+from quintic.grouping.known_view import KnownView, UnknownLayoutError
+from quintic.grouping.uses import first_names, stored
 from quintic.optim.layout.views import View
 
-__all__ = ["KNOWN_VIEWS", "Found", "known_views"]
+__all__ = ["KNOWN_VIEWS", "RegistryMatch", "registry_matches"]
 
 KNOWN_VIEWS: tuple[KnownView, ...] = (*TRANSFORMERS, *LIBRARIES)
 """Known models of some libraries; the first entry for a parameter that recognises its owner counts."""
 
 
 @dataclass(frozen=True)
-class Found:
+class RegistryMatch:
     """The registry's entry for a parameter of a model, and the view that it gives."""
 
     entry: KnownView
@@ -40,15 +40,15 @@ class Found:
     """Why the entry, though its owner is recognised, does not fit the parameter."""
 
 
-def known_views(modules: Iterable[nn.Module]) -> dict[Tensor, list[Found]]:
-    """Return the registry's entries for the parameters of `modules`, one `Found` per owner that is recognised.
+def registry_matches(modules: Iterable[nn.Module]) -> dict[Tensor, list[RegistryMatch]]:
+    """Return the registry's entries for the parameters of `modules`, one `RegistryMatch` per owner that is recognised.
 
     An owner that stands further out knows more (GPT-2's attention splits what its Conv1D only transposes), and wins.
     """
     by_child: dict[str, list[KnownView]] = {}
     for entry in KNOWN_VIEWS:
         by_child.setdefault(entry.parameter.partition(".")[0], []).append(entry)
-    by_param: dict[Tensor, list[Found]] = {}
+    by_param: dict[Tensor, list[RegistryMatch]] = {}
     for owner in modules:
         decided: set[str] = set()
         for child in first_names(owner):
@@ -66,11 +66,11 @@ def known_views(modules: Iterable[nn.Module]) -> dict[Tensor, list[Found]]:
     return by_param
 
 
-def _depth(match: Found) -> int:
+def _depth(match: RegistryMatch) -> int:
     return match.entry.parameter.count(".")
 
 
-def _found(entry: KnownView, owner: nn.Module, param: Tensor) -> Found | None:
+def _found(entry: KnownView, owner: nn.Module, param: Tensor) -> RegistryMatch | None:
     try:
         view = entry.view_of(owner, param)
         if view is not None:
@@ -78,5 +78,5 @@ def _found(entry: KnownView, owner: nn.Module, param: Tensor) -> Found | None:
     except UnknownLayoutError:
         return None
     except Exception as error:  # also from a property of the model that cannot be read
-        return Found(entry, None, str(error) or type(error).__name__)
-    return Found(entry, view)
+        return RegistryMatch(entry, None, str(error) or type(error).__name__)
+    return RegistryMatch(entry, view)

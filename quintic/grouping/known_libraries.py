@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from quintic.optim.groups.known_view import (
+from quintic.grouping.known_view import (
     KnownView,
     UnknownLayoutError,
     alike,
@@ -11,7 +11,7 @@ from quintic.optim.groups.known_view import (
     parts,
     size_of,
 )
-from quintic.optim.groups.uses import attribute_of
+from quintic.grouping.uses import attribute_of
 from quintic.optim.layout.views import Experts, Split, View
 
 __all__ = ["LIBRARIES"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from quintic.optim.groups.uses import attribute_of, has_attribute
+from quintic.grouping.uses import attribute_of, has_attribute
 from quintic.optim.layout.views import Matrix, Split, View
 
 __all__ = [

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from quintic.optim.groups.uses import attribute_of
+from quintic.grouping.uses import attribute_of
 
 __all__ = ["Operation", "layer_with", "operation_on", "with_layer_types"]
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from quintic.optim.groups.names import NUMBER, clean_names, numberless, unwrapped
-from quintic.optim.groups.uses import attribute_of
+from quintic.grouping.uses import attribute_of
+from quintic.optim.groups.names import NUMBER, clean_names, mask_layer_indices, unwrap_module
 
 __all__ = ["heads_of"]
 
@@ -81,7 +81,7 @@ def _by_name(name: str, layer: _Layer, modules: Mapping[str, nn.Module], *, is_l
 
 def _last_of(container: nn.Module) -> list[_Layer]:
     """Return the last of a module's own layers; of a list or dictionary, whose entries stand side by side, all."""
-    own = [child for child in map(unwrapped, container.children()) if isinstance(child, _Layer)]
+    own = [child for child in map(unwrap_module, container.children()) if isinstance(child, _Layer)]
     if isinstance(container, nn.ModuleList | nn.ModuleDict):
         return own
     # A head of attention has a twin of its last layer: queries, keys and values.
@@ -129,11 +129,11 @@ def _by_size(layers: Mapping[str, _Layer], modules: dict[str, nn.Module], sizes:
         and module.num_embeddings not in sizes
         and not _POSITIONS.search(name.rpartition(".")[2])
     }
-    recurring = Counter(numberless(name) for name in linears)
+    recurring = Counter(mask_layer_indices(name) for name in linears)
     sized = [
         name
         for name, linear in linears.items()
-        if linear.out_features in vocabularies and (recurring[numberless(name)] == 1 or "." not in name)
+        if linear.out_features in vocabularies and (recurring[mask_layer_indices(name)] == 1 or "." not in name)
     ]
     plain = [name for name in sized if not NUMBER.search(name)]
     heads: dict[nn.Module, str] = {}

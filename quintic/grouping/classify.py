@@ -1,25 +1,24 @@
-"""Which treatment a parameter gets by what uses it: the rules of `docs/how-to/parameter-groups.md`, one by one.
+"""Classifies one parameter by the modules that use it: the rules of `docs/how-to/parameter-groups.md`, one by one.
 
-Matrices that map features to features are Muon's. A tensor whose rows or columns are no features is AdamW's. A tensor
-with several uses is decided by all of them together, so that the order of modules does not matter.
+Muon takes matrices that map features to features. AdamW takes tensors whose rows or columns are not features. All uses
+of a tensor count at once, so that the order of modules makes no difference.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from quintic.optim.groups.layer_types import operation_on
-from quintic.optim.groups.registry import Found
-from quintic.optim.groups.uses import Use, is_tuner, stored
-from quintic.optim.layout.views import Experts, Flatten, Matrix, Split, View
+from quintic.grouping.layer_types import operation_on
+from quintic.grouping.registry import RegistryMatch
+from quintic.grouping.uses import ParameterUse, is_tuner, stored
+from quintic.optim.groups.assignment import Assignment
+from quintic.optim.layout.views import Experts, Flatten, Matrix, Split
 
-__all__ = ["PERHAPS_FUSED", "Algorithm", "Choice", "Convolutions", "choose"]
-
-Algorithm = Literal["muon", "adamw"]
+__all__ = ["PERHAPS_FUSED", "Convolutions", "classify"]
 
 Convolutions = Literal["adamw", "muon"]
 
@@ -52,29 +51,27 @@ _LOOKUP_NAME = re.compile(
 _SCALE_NAME = re.compile(r"_log$|(^|_)(alpha|beta|gamma|scales?|gains?)$")
 
 
-class Choice(NamedTuple):
-    """A treatment without its parameter."""
-
-    algorithm: Algorithm
-    view: View
-    why: str
+def _adamw(why: str) -> Assignment:
+    return Assignment("adamw", Matrix(), why)
 
 
-def _adamw(why: str) -> Choice:
-    return Choice("adamw", Matrix(), why)
-
-
-def choose(
+def classify(
     name: str,
     param: Tensor,
-    uses: Sequence[Use],
-    known: Mapping[Tensor, Sequence[Found]],
+    uses: Sequence[ParameterUse],
+    known: Mapping[Tensor, Sequence[RegistryMatch]],
     heads: Mapping[nn.Module, str],
     convolutions: Convolutions,
-) -> Choice | str:
-    """Return the treatment of a parameter without rules, or what an error should add about an undecided one.
+) -> Assignment | str:
+    """Return the assignment of a parameter, or a remark for the error about one that cannot be classified.
 
-    The registry knows `known`; `heads` are the output heads, each with the reason for taking it for one.
+    Args:
+        name: of the parameter.
+        param: any shape; may be on the meta device.
+        uses: the places where modules compute with it.
+        known: the registry's matches for parameters of this model.
+        heads: the output heads, each with the reason for taking it for one.
+        convolutions: as for `param_groups`.
     """
     if param.ndim < 2:
         return _adamw(f"{param.ndim}-D")
@@ -90,22 +87,23 @@ def choose(
         if any(k.view != entries[0].view for k in entries):
             return f" (its uses disagree: {entries[0].entry.why}, {entries[-1].entry.why})"
         view, why = entries[0].view, entries[0].entry.why
-        return _adamw(why) if view is None else Choice("muon", view, why)
+        return _adamw(why) if view is None else Assignment("muon", view, why)
     for use in uses:
         adapted = _as_adapted(use, known)
         if adapted is not None:
             return adapted
-    choices = [choice for use in uses if (choice := _by_module(use, param, heads)) is not None]
-    if choices:
-        # One AdamW use makes the tensor AdamW's (a head that is a linear layer elsewhere), in whatever order they come.
-        return min(choices, key=lambda choice: (choice.algorithm, str(choice.view), choice.why))
+    by_module = [one for use in uses if (one := _by_module(use, param, heads)) is not None]
+    if by_module:
+        # One AdamW use gives the tensor to AdamW: a head stays a head where another module uses it as a linear layer.
+        # The minimum does not depend on the order of the uses.
+        return min(by_module, key=lambda one: (one.algorithm, str(one.view), one.why))
     for use in uses:
-        choice = _by_attribute(use, param) or _by_graph(use)
-        if choice is not None:
-            return choice
+        by_name = _by_attribute(use, param) or _by_graph(use)
+        if by_name is not None:
+            return by_name
     if param.ndim == 3 and "experts" in name:
         why = "stacked experts, taken as (experts, out, in)"
-        return Choice("muon", Experts(), _perhaps(why, _sounds_fused(name.rpartition(".")[2])))
+        return Assignment("muon", Experts(), _perhaps(why, _sounds_fused(name.rpartition(".")[2])))
     return ""
 
 
@@ -117,7 +115,9 @@ def _sounds_fused(name: str) -> str | None:
     return "name" if _FUSED_NAME.search(name) else None
 
 
-def _by_type(use: Use, param: Tensor, heads: Mapping[nn.Module, str], convolutions: Convolutions) -> Choice | None:
+def _by_type(
+    use: ParameterUse, param: Tensor, heads: Mapping[nn.Module, str], convolutions: Convolutions
+) -> Assignment | None:
     """Return the treatment that the type of a module settles, whatever else the tensor is used for."""
     module = use.module
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -133,8 +133,8 @@ def _by_type(use: Use, param: Tensor, heads: Mapping[nn.Module, str], convolutio
 
 
 def _convolution(
-    use: Use, conv: nn.modules.conv._ConvNd, param: Tensor, head: str | None, convolutions: Convolutions
-) -> Choice:
+    use: ParameterUse, conv: nn.modules.conv._ConvNd, param: Tensor, head: str | None, convolutions: Convolutions
+) -> Assignment:
     if convolutions == "adamw" or use.attribute != "weight":
         return _adamw("convolution")
     if head is not None:
@@ -148,34 +148,34 @@ def _convolution(
     why = "transposed convolution" if conv.transposed else "convolution"
     if conv.groups > 1:
         why += ", one matrix per group of channels"
-    return Choice("muon", view, _perhaps(why, _sounds_fused(use.last)))
+    return Assignment("muon", view, _perhaps(why, _sounds_fused(use.last)))
 
 
-def _by_module(use: Use, param: Tensor, heads: Mapping[nn.Module, str]) -> Choice | None:
+def _by_module(use: ParameterUse, param: Tensor, heads: Mapping[nn.Module, str]) -> Assignment | None:
     module = use.module
     if isinstance(module, nn.Linear):
         return _linear(use, module, param, heads)
     if isinstance(module, nn.MultiheadAttention):
         if use.attribute == "in_proj_weight":
-            return Choice("muon", Split((module.embed_dim,) * 3, names=_QKV), "fused queries, keys, values")
+            return Assignment("muon", Split((module.embed_dim,) * 3, names=_QKV), "fused queries, keys, values")
         if use.attribute.endswith("_proj_weight"):
-            return Choice("muon", Matrix(), "linear layer")
+            return Assignment("muon", Matrix(), "linear layer")
         return _adamw("bias")  # bias_k and bias_v, (1, 1, embed_dim)
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return _recurrent(module, param)
     return None
 
 
-def _linear(use: Use, linear: nn.Linear, param: Tensor, heads: Mapping[nn.Module, str]) -> Choice | None:
+def _linear(use: ParameterUse, linear: nn.Linear, param: Tensor, heads: Mapping[nn.Module, str]) -> Assignment | None:
     if use.attribute != "weight":
         return _adamw(_stored_vector(param)) if param.numel() == max(param.shape) else None
     reason = heads.get(linear) or _of_adapted(use, heads) or _gate(use, linear)
     if reason is not None:
         return _adamw(reason)
-    return Choice("muon", Matrix(), _perhaps("linear layer", _looks_fused(use, linear)))
+    return Assignment("muon", Matrix(), _perhaps("linear layer", _looks_fused(use, linear)))
 
 
-def _recurrent(module: nn.RNNBase | nn.RNNCellBase, param: Tensor) -> Choice:
+def _recurrent(module: nn.RNNBase | nn.RNNCellBase, param: Tensor) -> Assignment:
     """Return the treatment of a weight of a recurrent layer: its gates stand one below the other."""
     rows, columns = param.shape
     if 1 in (module.hidden_size, rows, columns):
@@ -183,11 +183,11 @@ def _recurrent(module: nn.RNNBase | nn.RNNCellBase, param: Tensor) -> Choice:
     # A projection of the state (weight_hr) has as many columns as the state has features, and fewer rows.
     gates = max(1, rows // module.hidden_size)
     if gates == 1:
-        return Choice("muon", Matrix(), "recurrent layer")
-    return Choice("muon", Split((module.hidden_size,) * gates), "recurrent layer, one matrix per gate")
+        return Assignment("muon", Matrix(), "recurrent layer")
+    return Assignment("muon", Split((module.hidden_size,) * gates), "recurrent layer, one matrix per gate")
 
 
-def _looks_fused(use: Use, linear: nn.Linear) -> str | None:
+def _looks_fused(use: ParameterUse, linear: nn.Linear) -> str | None:
     """Return the evidence for several matrices in one weight, `"name"` or `"shape"`; None without any."""
     beside = [sibling for sibling in use.siblings() if isinstance(sibling, nn.Linear)]
     inputs = [sibling.in_features for sibling in use.siblings(later=True) if isinstance(sibling, nn.Linear)]
@@ -208,7 +208,7 @@ def _looks_fused(use: Use, linear: nn.Linear) -> str | None:
     return "shape" if is_attention and inputs[0] == linear.in_features else None
 
 
-def _gate(use: Use, linear: nn.Linear) -> str | None:
+def _gate(use: ParameterUse, linear: nn.Linear) -> str | None:
     """Return why a linear layer chooses or weighs, where its singular values mean nothing; else None."""
     owners = [linear, *use.above[:1]]
     is_router = any(_ROUTER_CLASS.search(base.__name__) for owner in owners for base in type(owner).__mro__)
@@ -229,7 +229,7 @@ def _gate(use: Use, linear: nn.Linear) -> str | None:
     return "gate or router (by its name)"
 
 
-def _as_adapted(use: Use, known: Mapping[Tensor, Sequence[Found]]) -> Choice | None:
+def _as_adapted(use: ParameterUse, known: Mapping[Tensor, Sequence[RegistryMatch]]) -> Assignment | None:
     """Return the treatment of the factor of an adapter that has the outputs of a weight of the registry; else None."""
     tuner = next((module for module in use.above[:2] if is_tuner(module)), None)
     base = tuner._modules.get("base_layer") if tuner is not None else None
@@ -241,10 +241,10 @@ def _as_adapted(use: Use, known: Mapping[Tensor, Sequence[Found]]) -> Choice | N
     if not isinstance(view, Split):
         return None
     # The factor is stored as (out, rank), however the weight is.
-    return Choice("muon", replace(view, transposed=False), f"adapter: {entries[0].entry.why}")
+    return Assignment("muon", replace(view, transposed=False), f"adapter: {entries[0].entry.why}")
 
 
-def _of_adapted(use: Use, heads: Mapping[nn.Module, str]) -> str | None:
+def _of_adapted(use: ParameterUse, heads: Mapping[nn.Module, str]) -> str | None:
     """Return why the factor of an adapter is none of features: it adapts no layer of features; else None."""
     tuner = next((module for module in use.above[:2] if is_tuner(module)), None)
     base = tuner._modules.get("base_layer") if tuner is not None else None
@@ -255,7 +255,7 @@ def _of_adapted(use: Use, heads: Mapping[nn.Module, str]) -> str | None:
     return f"adapter of an {heads[base]}" if base in heads else None
 
 
-def _by_attribute(use: Use, param: Tensor) -> Choice | None:
+def _by_attribute(use: ParameterUse, param: Tensor) -> Assignment | None:
     """Return the treatment of a parameter that no known module owns."""
     reason = None
     if any(_ROUTER_CLASS.search(base.__name__) for base in type(use.module).__mro__) or use.last in ("router", "gate"):
@@ -271,18 +271,18 @@ def _by_attribute(use: Use, param: Tensor) -> Choice | None:
     elif any(map(is_tuner, use.above[:2])):
         # AdaLoRA's factors are those of LoRA; other adapters multiply entry by entry, rotate, or look up.
         if param.ndim == 2 and use.last in ("lora_A", "lora_B"):
-            return Choice("muon", Matrix(), "factor of an adapter")
+            return Assignment("muon", Matrix(), "factor of an adapter")
         reason = "adapter"
     return None if reason is None else _adamw(reason)
 
 
-def _by_graph(use: Use) -> Choice | None:
+def _by_graph(use: ParameterUse) -> Assignment | None:
     """Return the treatment of a parameter that a traced graph uses in one way, without a layer of its own."""
     operation = operation_on(use.module, use.attribute)
     if operation is None:
         return None
     if operation.kind.startswith("linear"):
-        return Choice("muon", Matrix(operation.kind != "linear"), "multiplied with, as the traced graph says")
+        return Assignment("muon", Matrix(operation.kind != "linear"), "multiplied with, as the traced graph says")
     if operation.kind == "nothing":
         return _adamw("used by nothing in the traced graph")
     return _adamw(f"{operation.kind}, as the traced graph says")

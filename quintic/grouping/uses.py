@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from quintic.optim.groups.names import clean_names, unwrapped
+from quintic.optim.groups.names import clean_names, unwrap_module
 
-__all__ = ["Use", "attribute_of", "first_names", "has_attribute", "is_tuner", "stored", "uses_of"]
+__all__ = ["ParameterUse", "attribute_of", "first_names", "has_attribute", "is_tuner", "stored", "uses_of"]
 
 # Parametrizations that multiply the rows of what they keep, or all of it, by numbers.
 _SCALING = frozenset({"_WeightNorm", "_SpectralNorm"})
@@ -23,7 +23,7 @@ _SCALING = frozenset({"_WeightNorm", "_SpectralNorm"})
 _SCALED = ("_v", "_orig")
 
 
-class Use(NamedTuple):
+class ParameterUse(NamedTuple):
     """One place where a parameter is used."""
 
     name: str
@@ -46,18 +46,18 @@ class Use(NamedTuple):
     def siblings(self, *, later: bool = False) -> Iterator[nn.Module]:
         """Yield the modules registered beside this one, without wrappers; with `later` only those after it."""
         is_past = not later
-        for child in map(unwrapped, self.above[0].children() if self.above else ()):
+        for child in map(unwrap_module, self.above[0].children() if self.above else ()):
             if child is self.module:
                 is_past = True
             elif is_past:
                 yield child
 
 
-def uses_of(model: nn.Module) -> dict[Tensor, list[Use]]:
+def uses_of(model: nn.Module) -> dict[Tensor, list[ParameterUse]]:
     """Return the uses of every parameter, in the order of the model's modules."""
     clean = clean_names(model)
     modules: dict[str, nn.Module] = {}
-    uses: dict[Tensor, list[Use]] = {}
+    uses: dict[Tensor, list[ParameterUse]] = {}
     # With duplicates: a module that is registered twice may be recognisable under its second name only.
     for name, module in model.named_modules(remove_duplicate=False):
         # Of a wrapper and what it holds, which have the same name, the latter.
@@ -72,7 +72,7 @@ def uses_of(model: nn.Module) -> dict[Tensor, list[Use]]:
                 own = own.removesuffix("parametrizations").removesuffix(".")
             above = tuple(modules[higher] for higher in _prefixes(own))
             given = f"{name}.{key}" if name else key
-            uses.setdefault(param, []).append(Use(clean[given], given, modules[own], attribute, own, above))
+            uses.setdefault(param, []).append(ParameterUse(clean[given], given, modules[own], attribute, own, above))
     return uses
 
 
@@ -117,7 +117,7 @@ def is_tuner(module: nn.Module) -> bool:
 
 def _adapted(module: nn.Module) -> nn.Module:
     base = module._modules.get("base_layer") if is_tuner(module) else None
-    return module if base is None else unwrapped(base)
+    return module if base is None else unwrap_module(base)
 
 
 def first_names(module: nn.Module) -> Iterator[str]:
@@ -139,7 +139,7 @@ def stored(module: nn.Module, path: str) -> Tensor | None:
         child = module._modules.get(name)
         if child is None:
             return None
-        module = _adapted(unwrapped(child))
+        module = _adapted(unwrap_module(child))
     candidates = [attribute, *(attribute + suffix for suffix in _SCALED)]
     param = next((p for key in candidates if (p := module._parameters.get(key)) is not None), None)
     parametrizations = module._modules.get("parametrizations")

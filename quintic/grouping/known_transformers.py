@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from quintic.optim.groups.known_view import (
+from quintic.grouping.known_view import (
     KnownView,
     ViewOf,
     alike,
@@ -14,7 +14,7 @@ from quintic.optim.groups.known_view import (
     size_of,
     split_of,
 )
-from quintic.optim.groups.uses import has_attribute
+from quintic.grouping.uses import has_attribute
 from quintic.optim.layout.views import Experts, Matrix, Rows, Split, View
 
 __all__ = ["TRANSFORMERS"]

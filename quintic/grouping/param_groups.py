@@ -1,0 +1,169 @@
+"""`param_groups`: parameter groups for `Muon`, made from the assignments of a model's parameters.
+
+Matrices that map features to features go to Muon: weights of linear layers, attention's fused input projections and
+stacks of experts. Parameters whose rows or columns are not features go to AdamW: embeddings, the output head, norms,
+biases, gates, routers, convolutions and every parameter with fewer than two dimensions. A parameter that no rule covers
+is an error that names it, and never a silent choice (`assign.py`).
+"""
+
+import logging
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from quintic.grouping.assign import Rule, assign, check_rules, list_some
+from quintic.grouping.classify import PERHAPS_FUSED, Convolutions
+from quintic.grouping.layer_types import with_layer_types
+from quintic.grouping.plain_groups import Request, remember
+from quintic.grouping.uses import stored
+from quintic.optim.groups.assignment import Assignment
+from quintic.optim.groups.names import mask_layer_indices
+from quintic.optim.groups.options import adopt_old_names, with_new_names
+from quintic.optim.rules.table import orthogonalizes
+
+__all__ = ["grouped", "param_groups"]
+
+_logger = logging.getLogger("quintic")
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    rules: Iterable[Rule] = (),
+    convolutions: Convolutions = "adamw",
+) -> list[dict[str, Any]]:
+    """Return parameter groups for `quintic.Muon` that cover every trainable parameter of `model` once.
+
+    Works on any device, also on the meta device. A tensor used under several names (a tied head) is listed once, under
+    its first name, and is an embedding if any of its uses is one. `quintic.explain` shows each decision and its reason.
+    Names are those of the bare model, also of one that is compiled, data-parallel or checkpointed.
+
+    Warns where a weight is taken as one matrix and may be several, and where a model with linear layers or convolutions
+    has no matrix for Muon although no rule says so.
+
+    Args:
+        model: any module; parameters with `requires_grad=False` are left out.
+        muon: hyperparameters for all Muon groups, e.g. `{"lr": 0.02}`.
+        adamw: hyperparameters for all AdamW groups, e.g. `{"lr": 3e-4}`.
+        rules: decisions by name that come before the ones by module; with or without the prefixes of wrappers.
+        convolutions: `"muon"` for convolutions as (out_channels, in_channels * kernel) matrices, those with groups as
+            one matrix per group, transposed ones as (out_channels * kernel, in_channels); depthwise ones stay AdamW's.
+
+    Returns:
+        One group per algorithm, view and set of options, each with `params`, `param_names`, `algorithm` and `view`;
+        Muon groups first.
+
+    Raises:
+        ValueError: a rule matches no parameter, a parameter is covered by no rule, the model has none to train, or
+            hyperparameters have a name that says what a group consists of.
+        TypeError: `model` is no module.
+    """
+    rules = check_rules(rules)
+    assignments = assign(model, rules, convolutions)
+    _warn_of_doubts(model, assignments)
+    if _logger.isEnabledFor(logging.DEBUG):
+        for param, one in assignments.items():
+            how = f"muon, {one.view}" if orthogonalizes(one.algorithm) else one.algorithm
+            _logger.debug("%s %s: %s, because: %s", one.name, tuple(param.shape), how, one.why)
+    groups = grouped(assignments, muon=muon, adamw=adamw)
+    options = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
+    for given in options.values():
+        adopt_old_names(given)
+    remember(model, Request(rules, convolutions, options))
+    return groups
+
+
+def grouped(
+    assignments: Mapping[Tensor, Assignment],
+    *,
+    muon: Mapping[str, Any] | None,
+    adamw: Mapping[str, Any] | None,
+) -> list[dict[str, Any]]:
+    """Return the groups of `param_groups` for assignments already made; a reason never splits a group."""
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    defaults = {
+        which: _hyperparameters(which, {} if options is None else options)
+        for which, options in (("muon", muon), ("adamw", adamw))
+    }
+    # Options may hold lists, which cannot be hashed: sets of options are numbered in the order they come.
+    distinct: list[Mapping[str, Any]] = []
+    checked: list[dict[str, Any]] = []
+    for param, one in assignments.items():
+        if one.options not in distinct:
+            checked.append(_hyperparameters(f"options of the rule for {one.name}", one.options))
+            distinct.append(one.options)
+        # Equal views may name their matrices differently, and QK-clip reads the names.
+        matrix_names = getattr(one.view, "names", None)
+        number = distinct.index(one.options)
+        key = (one.algorithm, one.view, matrix_names, number)
+        if key not in groups:
+            groups[key] = {
+                "params": [],
+                "param_names": [],
+                "algorithm": one.algorithm,
+                "view": one.view,
+                **defaults[one.algorithm],
+                **checked[number],
+            }
+        groups[key]["params"].append(param)
+        groups[key]["param_names"].append(one.name)
+    return sorted(groups.values(), key=lambda group: not orthogonalizes(group["algorithm"]))
+
+
+def _hyperparameters(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters of groups under their new names; a ValueError for other keys names the `source`."""
+    if not isinstance(options, Mapping):
+        raise TypeError(f"{source}={options!r} must be a dictionary of hyperparameters")
+    for key in ("params", "param_names", "algorithm", "view"):
+        if key in options:
+            raise ValueError(
+                f"{source}: {key!r} is no hyperparameter, but what the group consists of; choose algorithm and view by "
+                f"quintic.Rule(pattern, algorithm, view)"
+            )
+    return with_new_names(dict(options), source, stacklevel=4)
+
+
+def _warn_of_doubts(model: nn.Module, assignments: Mapping[Tensor, Assignment]) -> None:
+    every = assignments.values()
+    # Layers that differ in their numbers share a line, and a rule.
+    perhaps = list(dict.fromkeys(mask_layer_indices(one.name) for one in every if PERHAPS_FUSED in one.why))
+    if perhaps:
+        warnings.warn(
+            f"perhaps several matrices each, orthogonalized as one: {list_some(perhaps)}; say which with "
+            f"quintic.Rule({perhaps[0]!r}, 'muon', quintic.Split(sizes, groups=...)), or quintic.Matrix() for one",
+            UserWarning,
+            stacklevel=3,
+        )
+    if not any(orthogonalizes(one.algorithm) for one in every):
+        missing = _without_matrices(model, assignments)
+        if missing:
+            warnings.warn(f"Muon gets no matrix of this {type(model).__name__}: {missing}", UserWarning, stacklevel=3)
+
+
+def _without_matrices(model: nn.Module, assignments: Mapping[Tensor, Assignment]) -> str | None:
+    """Return why a model with layers gives Muon no matrix, and the remedy; None if no matrix was to be expected."""
+    layers = [
+        module
+        for module in with_layer_types(model).modules()
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+    ]
+    weights = [weight for layer in layers if (weight := stored(layer, "weight")) is not None]
+    trained = [weight for weight in weights if weight in assignments]
+    if not weights or any(assignments[weight].by_rule for weight in trained):
+        return None
+    if not trained:
+        return "none of its linear layers is trained; make the groups after requires_grad is set as it shall be"
+    if any(weight.ndim < 2 for weight in trained):
+        return (
+            "its weights are 1-D pieces, as FSDP1 and DeepSpeed make them; shard with FSDP2 (fully_shard), or keep "
+            "whole weights on every rank and let quintic.Muon(..., comms='sharded') divide the state"
+        )
+    if any(assignments[weight].why == "convolution" for weight in trained):
+        return "its weights are convolutions; quintic.param_groups(model, convolutions='muon') takes them as matrices"
+    found = [assignments[weight] for weight in trained]
+    reasons = list(dict.fromkeys(f"{mask_layer_indices(one.name)} ({one.why})" for one in found))
+    return f"{list_some(reasons)}; quintic.Rule(name, 'muon') decides otherwise"

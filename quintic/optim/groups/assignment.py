@@ -1,0 +1,41 @@
+"""The algorithm and view assigned to a parameter, and who is asked where a parameter group does not name them.
+
+How modules and names lead to an assignment is the subject of `quintic/grouping`; here is what the optimizer asks it.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from quintic.optim.layout.views import View
+
+__all__ = ["Algorithm", "Assignment", "Classifier"]
+
+Algorithm = Literal["muon", "adamw"]
+
+
+class Assignment(NamedTuple):
+    """The algorithm and view of one parameter, with the reason."""
+
+    algorithm: Algorithm
+    view: View
+    """`Matrix()` for AdamW, which has no use for a view."""
+    why: str
+    name: str = ""
+    """The parameter's name; empty while only a use of the parameter is classified."""
+    options: Mapping[str, Any] = {}
+    """Hyperparameters from the `Rule` that matched, or from the call of `param_groups`."""
+    by_rule: bool = False
+
+
+class Classifier(Protocol):
+    """Assigns parameters of groups that do not name an algorithm; parameters without an answer are left out."""
+
+    def from_models(self, params: Collection[Tensor]) -> Mapping[Tensor, Assignment]:
+        """Assign by the models for which `param_groups` was called, as they are now."""
+        ...
+
+    def from_names(self, params: Mapping[str, Tensor]) -> Mapping[Tensor, Assignment]:
+        """Assign by names alone, as those of layers and embeddings."""
+        ...
