@@ -46,7 +46,7 @@ def test_a_current_folder_that_is_gone(
         ("train --preset speedrun-tiny --dept 3", "unknown option --dept: quintic train --preset speedrun-tiny --help"),
         ("train --muon-lr 1e308", "--muon-lr 1e+308: must be at most 1,000,000"),
         ("train --weight-decay 1e308", "--weight-decay 1e+308: must be at most 1,000,000"),
-        ("plan --model gpt2 --mesh 1000000", "--mesh 1000000: 1,000,000 ranks; a plan is made for at most 16,384"),
+        ("plan --model gpt2 --mesh 1000000", "--mesh 1000000: 1,000,000 ranks; must be at most 16,384"),
         ("train --nonsense", "unknown option --nonsense: quintic train --help lists the options"),
         ("train --depth", "--depth needs a value: a whole number"),
         ("train --depth --steps 3", "--depth needs a value: a whole number"),
@@ -380,7 +380,7 @@ def test_tasks_of_another_launcher_are_no_ranks(
 ) -> None:
     monkeypatch.setenv(variable, "8")
     said = error_of(capsys, command)
-    assert said.startswith(f"{launcher} started 8 processes ({variable}), and each would train by itself: ")
+    assert said.startswith(f"{launcher} started 8 processes ({variable}), and each would train the whole run: ")
     assert said.endswith(f"(torchrun --nproc-per-node N -m quintic train ...), or unset {variable}")
     assert error_of(capsys, "report").startswith("runs holds no run yet")  # which writes nothing twice
     monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun's word counts

@@ -1,1 +1,1 @@
-"""Plans for meshes of ranks that need not exist."""
+"""Simulation of an optimizer's step on a mesh of ranks, which need not exist: `quintic plan --model`."""

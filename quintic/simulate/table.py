@@ -1,4 +1,4 @@
-"""`quintic plan --model`: the optimizer's work for any model on any mesh of ranks, as a table, without the ranks."""
+"""The output of `quintic plan --model`: the optimizer's work for a model on a mesh of ranks, as a table."""
 
 import re
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ def simulation_text(options: SimulationOptions) -> str:
     """Return the output of `quintic plan --model`.
 
     Raises:
-        ConfigError: an option does not fit; the message begins with its name.
+        ConfigError: an option is wrong. The message begins with its name.
     """
     mesh = _mesh(options.mesh)
     names = tuple(options.layout.split(","))
@@ -36,11 +36,11 @@ def simulation_text(options: SimulationOptions) -> str:
         )
         simulation = simulate_plan(optimizer, mesh, names, node_size=options.node_size)
     except ConfigError as error:
-        # The library speaks of its argument, the user of the option.
+        # Name the option in place of the library's argument.
         text = re.sub("^node_size=", "--node-size ", str(error))
         raise ConfigError(re.sub("^(model|mesh|layout)=", r"--\1 ", text)) from None
     except ValueError as error:
-        # Parameters that no rule covers.
+        # `param_groups` found parameters that no rule covers.
         raise ConfigError(f"--model {options.model}: {error}") from None
     parameters = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
     head = f"{options.model}: {parameters:,} parameters of {options.dtype}"
@@ -49,12 +49,12 @@ def simulation_text(options: SimulationOptions) -> str:
 
 def _mesh(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text):
-        raise ConfigError(f"--mesh {text}: give ranks per dimension, such as 8 or 8x4")
+        raise ConfigError(f"--mesh {text}: give the number of ranks per dimension, such as 8 or 8x4")
     return tuple(int(size) for size in text.split("x"))
 
 
 def table(simulation: Simulation) -> str:
-    """Return a simulation as text: a line for each kind of bucket, then the totals."""
+    """Return a simulation as text: a line per kind of bucket, then totals, each as maximum / mean over ranks."""
     mesh = "x".join(map(str, simulation.mesh))
     ranks = "1 rank" if simulation.num_ranks == 1 else f"{simulation.num_ranks:,} ranks"
     lines = [

@@ -231,8 +231,7 @@ def build_optimizer(
         groups,
         momentum=optim.momentum,
         orthogonalizer=optim.orthogonalizer,
-        # A CPU without bfloat16 instructions multiplies float32 faster, so use the activations' dtype there. None is
-        # the default dtype of the method, which suits GPUs.
+        # None is the method's default dtype, for GPUs. A CPU without bfloat16 instructions multiplies float32 faster.
         compute_dtype=None if on_gpu or optim.orthogonalizer == "svd" else model.compute_dtype,
         normalize=optim.normalize,
         normalize_beta=constants.neuron_beta,
@@ -343,8 +342,8 @@ def scale_lines(config: Config, *, vocab_size: int, data_ranks: int = 1) -> list
     factors = ""
     if config.optim.scale_rates:
         factors = f" (rates x {scale.lr_factor:.3f}, decay x {scale.decay_factor:.3f} of those at depth 12)"
-    # The count assumes equally many lookup rows per token. The allocation by the text is only known once a run has
-    # begun, and `quintic plan` and a resumed run must compute the same length.
+    # Counted with equally many lookup rows per token, so that a plan and a resumed run compute the same length: the
+    # allocation by the text is only known once a run has begun.
     of_rows = ", with equally many lookup rows for each token" if sizes.l3_layers else ""
     falling = scale.steps - round(schedule.warmdown_frac * scale.steps)
     if schedule.warmup_steps is not None and schedule.warmup_steps > falling:

@@ -237,12 +237,12 @@ def test_tensor_parallelism_knows_stored_transposes_and_biases():
     [
         ((), (), "mesh=: give at least one rank"),
         ((0,), ("fsdp",), "mesh=0: give at least one rank"),
-        ((8,), ("zero",), "layout=zero: 'zero' is unknown; choose of dp, replicate, fsdp, ep, tp"),
+        ((8,), ("zero",), "layout=zero: 'zero' is unknown; choose from dp, replicate, fsdp, ep, tp"),
         ((8, 4), ("fsdp",), "layout=fsdp: 1 names for the 2 dimensions of mesh 8x4"),
-        ((2, 2), ("tp", "fsdp"), "layout=tp,fsdp: each name once, in the order"),
-        ((2, 2), ("fsdp", "fsdp"), "layout=fsdp,fsdp: each name once"),
-        ((2, 2), ("dp", "tp"), "layout=dp,tp: dp stands alone"),
-        ((2,), ("ep",), "layout=ep: ep cuts nothing, the model has no stacked experts"),
+        ((2, 2), ("tp", "fsdp"), "layout=tp,fsdp: give each name once, in the order"),
+        ((2, 2), ("fsdp", "fsdp"), "layout=fsdp,fsdp: give each name once"),
+        ((2, 2), ("dp", "tp"), "layout=dp,tp: dp cannot be combined"),
+        ((2,), ("ep",), "layout=ep: ep shards nothing, because the model has no stacked experts"),
     ],
 )
 def test_what_is_no_mesh_is_an_error(mesh, names, message):
@@ -253,7 +253,7 @@ def test_what_is_no_mesh_is_an_error(mesh, names, message):
 
 def test_tensor_parallelism_that_cuts_nothing_is_an_error():
     optimizer = optimizer_of(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
-    with pytest.raises(ConfigError, match="tp cuts nothing"):
+    with pytest.raises(ConfigError, match="tp shards nothing"):
         simulate_plan(optimizer, (2,), ("tp",))
 
 
