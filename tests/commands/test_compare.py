@@ -186,8 +186,7 @@ def test_what_a_resumed_comparison_refuses(
     monkeypatch.chdir(tmp_path)
     there = ["compare", "--resume", "--runs-dir", str(whole)]
     assert error_of(capsys, "compare", "--resume") == (
-        "runs holds no comparison that could be continued; check --run and --runs-dir, or start one: "
-        f"{program()} compare"
+        f"runs holds no comparison to continue; check --run and --runs-dir, or start one: {program()} compare"
     )
     assert "other.json is not a comparison that could be continued" in error_of(capsys, *there, "--run", "other")
     for option in ("--seeds", "--resume-step"):
