@@ -29,7 +29,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # The optimizer's own, of `pytest -m "not slow"`.
-TESTS = ("tests/optim", "tests/kernels", "tests/integrations", "tests/distributed")
+TESTS = (
+    "tests/optim",
+    "tests/grouping",
+    "tests/interchange",
+    "tests/kernels",
+    "tests/integrations",
+    "tests/distributed",
+)
 
 # What they need, whatever version of each pyproject.toml asks for.
 PACKAGES = ("hypothesis", "numpy", "pytest", "pytest-timeout", "pytest-xdist")

@@ -16,8 +16,8 @@ class HostGraph:
     It reads the gradients, and the averages that clipping made of them, that it was captured with.
     """
 
-    def __init__(self, work, done, gradients, early, averages):
-        self._work, self._done, self._gradients = work, done, gradients
+    def __init__(self, work, outcome, gradients, early, averages):
+        self._work, self._outcome, self._gradients = work, outcome, gradients
         self._early, self._averages = early, averages
         self.replays = 0
         GRAPHS.append(self)
@@ -27,9 +27,9 @@ class HostGraph:
         for param, gradient in self._gradients.items():
             param.grad = gradient
         with mock.patch.object(self._early, "fresh", return_value=dict(self._averages)):
-            done = self._work()
-        if done.go is not None:  # a graph writes to the same memory each time
-            self._done.go.copy_(done.go)
+            outcome = self._work()
+        if outcome.apply_mask is not None:  # a graph writes to the same memory each time
+            self._outcome.apply_mask.copy_(outcome.apply_mask)
         for param, gradient in now.items():
             param.grad = gradient
         self.replays += 1
@@ -55,13 +55,13 @@ def capture_on_hosts(patch, optimizer):
         before = [tensor.detach().clone() for tensor in tensors]
         skipped = optimizer.steps_made._skipped
         counted = None if skipped is None else skipped.clone()
-        done = work()
+        outcome = work()
         with torch.no_grad():
             for tensor, kept in zip(tensors, before, strict=True):
                 tensor.copy_(kept)
         if counted is not None:
             optimizer.steps_made._skipped.copy_(counted)
-        return HostGraph(work, done, gradients, early, averages), done
+        return HostGraph(work, outcome, gradients, early, averages), outcome
 
     GRAPHS.clear()
     patch.setattr(captured_step, "capture", captured)

@@ -21,11 +21,16 @@ PACKAGE = Path(quintic.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 LINE_LIMIT = 400
 
+# Files that hold one class or one algorithm may be longer.
+LONG_LINE_LIMIT = 700
+LONG_FILES = {"optim.step.bucket_step"}
+
 # What a part of the package may import from the rest of it. Parts not named may import everything.
-# `errors`, `durable` and `versions` are open to all; a part may always import itself.
+# `errors`, `durable`, `tables` and `versions` are open to all; a part may always import itself.
 MAY_IMPORT = {
     "errors": set(),
     "durable": set(),
+    "tables": set(),
     "versions": set(),
     "hooks": set(),
     "streams": set(),
@@ -58,6 +63,7 @@ GROUPING_MAY_USE = {
     "optim.rules.table",
 }
 
+OPEN = {"errors", "durable", "tables", "versions"}
 PARTS = {*MAY_IMPORT, "cli", "commands"}
 
 # The rooms of a part: each may import the ones before it. "" stands for the files outside of rooms: in the optimizer
@@ -107,7 +113,6 @@ HELPERS_WITH_TWO_BODIES = {
     "optim._iterate",
     "optim._joined",
     "optim._norms",
-    "optim._numbers_of",
     "optim._obstacle",
     "optim._owners",
     "optim._plain",
@@ -220,7 +225,7 @@ def wrong_directions(module: Module) -> list[str]:
     """Imports against the arrows between the parts."""
     if module.part not in MAY_IMPORT:
         return []
-    allowed = MAY_IMPORT[module.part] | {module.part, "errors", "durable", "versions", FORWARDERS.get(module.name, "")}
+    allowed = MAY_IMPORT[module.part] | {module.part, *OPEN, FORWARDERS.get(module.name, "")}
     found = []
     for line, name in imports(module):
         if is_in(name, "quintic"):
@@ -453,7 +458,8 @@ def loose_ends(module: Module) -> list[str]:
 def too_long(module: Module) -> list[str]:
     """A file with more lines than a reader can hold."""
     count = len(module.source.splitlines())
-    return [f"{count} lines, {LINE_LIMIT} at most: look for its second subject"] if count > LINE_LIMIT else []
+    limit = LONG_LINE_LIMIT if module.name in LONG_FILES else LINE_LIMIT
+    return [f"{count} lines, {limit} at most: look for its second subject"] if count > limit else []
 
 
 Rule = Callable[[Module], list[str]]

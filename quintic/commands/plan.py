@@ -3,7 +3,6 @@
 With `--model` it plans the optimizer's step for another model on any number of ranks instead (`quintic.simulate`).
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +18,12 @@ from quintic.data.hub import download
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import json_object
 from quintic.model.gpt import GPT
-from quintic.optim.groups.names import shortened
 from quintic.optim.muon import Muon
 from quintic.optim.state.placement import state_bytes
 from quintic.simulate.planned_models import is_on_hub
 from quintic.simulate.table import simulation_text
 from quintic.streams import say
+from quintic.tables import output_width, with_name
 from quintic.train.config import Config, DataConfig
 from quintic.train.hardware import choose_hardware
 from quintic.train.recipe import build_optimizer, empty_model, model_config, scale_lines, scale_of
@@ -87,9 +86,7 @@ def run(arguments: list[str]) -> int:
         unit = "parameter " if parameters == 1 else "parameters"
         more = f" (+{len(group['params']) - 1})" if len(group["params"]) > 1 else ""
         line = f"{group['name']:16} {group['algorithm']:6} lr {group['lr']:<8.5g} {parameters:>12,} {unit}  "
-        # Shorten names to the rest of the line, but leave enough to tell parameters apart.
-        room = max(12, shutil.get_terminal_size((160, 24)).columns - len(line) - len(more))
-        print(f"{line}{shortened(group['param_names'][0], room)}{more}")
+        print(with_name(line, group["param_names"][0], more, output_width()))
     print(f"\n{optimizer.plan()}")
     return 0
 

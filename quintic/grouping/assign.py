@@ -8,8 +8,8 @@ The first of these that has an answer decides:
 4. the kind of linear layer (`heads.py` finds output heads);
 5. the name of a parameter that no known module owns.
 
-`uses.py` finds the modules that compute with a parameter, `classify.py` has steps 2 to 5. Names are those of the bare
-model, without the prefixes that wrappers add (`optim/groups/names.py`).
+`uses.py` finds the modules that compute with a parameter, `classify.py` has steps 2 to 5. Names are the bare model's,
+without the prefixes that wrappers add (`optim/groups/names.py`).
 """
 
 import fnmatch

@@ -25,7 +25,7 @@ Convolutions = Literal["adamw", "muon"]
 _QKV = ("query", "key", "value")
 
 PERHAPS_FUSED = "perhaps several matrices, taken as one"
-"""Part of the reason for a parameter like `qkv_proj.weight` whose owner is not in the registry."""
+"""Stands in the reason for a parameter like `qkv_proj.weight` whose owner is not in the registry."""
 
 _FUSED_NAME = re.compile(
     r"qkv|query_key_value|gate_up|up_gate|^(c_attn|att_proj|in_proj|(to_)?(kv|qk)(_proj)?|w_?(kv|12|13))$|"
@@ -33,7 +33,7 @@ _FUSED_NAME = re.compile(
     re.IGNORECASE,
 )
 
-# Names of layers that say nothing beside those of the modules they are in.
+# Names of layers that add nothing to the name of the module around them.
 _NO_NAMES = frozenset({"linear", "lin", "base_layer", "lora_B", "default"})
 
 # Modules that choose experts, by the end of their class name.
@@ -118,7 +118,7 @@ def _sounds_fused(name: str) -> str | None:
 def _by_type(
     use: ParameterUse, param: Tensor, heads: Mapping[nn.Module, str], convolutions: Convolutions
 ) -> Assignment | None:
-    """Return the treatment that the type of a module settles, whatever else the tensor is used for."""
+    """Return the assignment that a module's type settles, also for a tensor with other uses; else None."""
     module = use.module
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return _adamw("embedding")
@@ -141,6 +141,7 @@ def _convolution(
         return _adamw(head)
     if conv.groups > 1 and conv.in_channels == conv.groups:
         return _adamw("depthwise convolution: each channel by itself")
+    # (out, in / groups, *kernel) becomes (groups, out / groups, in / groups * kernel).
     view = Flatten(conv.transposed, conv.groups)
     ((_, m, n),) = view.shapes(param.shape)
     if 1 in (m, n):
@@ -152,11 +153,12 @@ def _convolution(
 
 
 def _by_module(use: ParameterUse, param: Tensor, heads: Mapping[nn.Module, str]) -> Assignment | None:
+    """Return the assignment that the kind of a module suggests; None for a module that is not known."""
     module = use.module
     if isinstance(module, nn.Linear):
         return _linear(use, module, param, heads)
     if isinstance(module, nn.MultiheadAttention):
-        if use.attribute == "in_proj_weight":
+        if use.attribute == "in_proj_weight":  # (3 * embed_dim, embed_dim)
             return Assignment("muon", Split((module.embed_dim,) * 3, names=_QKV), "fused queries, keys, values")
         if use.attribute.endswith("_proj_weight"):
             return Assignment("muon", Matrix(), "linear layer")
@@ -176,7 +178,7 @@ def _linear(use: ParameterUse, linear: nn.Linear, param: Tensor, heads: Mapping[
 
 
 def _recurrent(module: nn.RNNBase | nn.RNNCellBase, param: Tensor) -> Assignment:
-    """Return the treatment of a weight of a recurrent layer: its gates stand one below the other."""
+    """Return the assignment of a weight of a recurrent layer, (gates * hidden_size, inputs)."""
     rows, columns = param.shape
     if 1 in (module.hidden_size, rows, columns):
         return _adamw("one output or one input")
@@ -200,16 +202,17 @@ def _looks_fused(use: ParameterUse, linear: nn.Linear) -> str | None:
         return "name"
     if len(beside) != 1 or len(inputs) != 1:
         return None
-    # Gate and up: the only other layer comes later and takes half of the outputs, which are not just what goes in.
+    # Gate and up of a gated MLP: the only other layer comes later and takes half of the outputs. If the outputs were
+    # also twice the inputs, an ordinary layer could look like this.
     if 2 * inputs[0] == linear.out_features != 2 * linear.in_features:
         return "shape"
-    # Queries, keys and values: three times what goes in, and the only other layer is square and takes a third.
+    # Queries, keys and values: three outputs for each input, and the only other layer is square and takes a third.
     is_attention = linear.out_features == 3 * linear.in_features and beside[0].in_features == beside[0].out_features
     return "shape" if is_attention and inputs[0] == linear.in_features else None
 
 
 def _gate(use: ParameterUse, linear: nn.Linear) -> str | None:
-    """Return why a linear layer chooses or weighs, where its singular values mean nothing; else None."""
+    """Return why a linear layer is a gate or a router, whose singular values mean nothing; else None."""
     owners = [linear, *use.above[:1]]
     is_router = any(_ROUTER_CLASS.search(base.__name__) for owner in owners for base in type(owner).__mro__)
     if is_router or "router" in use.module_name.split("."):
@@ -218,8 +221,8 @@ def _gate(use: ParameterUse, linear: nn.Linear) -> str | None:
         return "one output or one input"
     if not _GATE_NAME.search(use.last):
         return None
-    # What chooses or weighs has few outputs, and no layer takes them for features. The gate of a gated MLP or of
-    # attention is as wide as what it multiplies, which a layer beside it takes.
+    # A gate that chooses or weighs has few outputs, and no layer takes them for features. The gate of a gated MLP or of
+    # attention is as wide as the features it multiplies, and a layer beside it takes these.
     beside = [sibling for sibling in use.siblings() if isinstance(sibling, nn.Linear)]
     is_taken = any(other.in_features == linear.out_features for other in beside)
     shape = linear.out_features, linear.in_features
@@ -230,7 +233,7 @@ def _gate(use: ParameterUse, linear: nn.Linear) -> str | None:
 
 
 def _as_adapted(use: ParameterUse, known: Mapping[Tensor, Sequence[RegistryMatch]]) -> Assignment | None:
-    """Return the treatment of the factor of an adapter that has the outputs of a weight of the registry; else None."""
+    """Return the assignment of LoRA's B, (out, rank), if the registry splits the outputs of the weight it adapts."""
     tuner = next((module for module in use.above[:2] if is_tuner(module)), None)
     base = tuner._modules.get("base_layer") if tuner is not None else None
     if base is None or use.above[0] is not getattr(tuner, "lora_B", None):
@@ -240,12 +243,12 @@ def _as_adapted(use: ParameterUse, known: Mapping[Tensor, Sequence[RegistryMatch
     view = entries[0].view if entries else None
     if not isinstance(view, Split):
         return None
-    # The factor is stored as (out, rank), however the weight is.
+    # LoRA stores its factor as (out, rank) also where the weight is (in, out).
     return Assignment("muon", replace(view, transposed=False), f"adapter: {entries[0].entry.why}")
 
 
 def _of_adapted(use: ParameterUse, heads: Mapping[nn.Module, str]) -> str | None:
-    """Return why the factor of an adapter is none of features: it adapts no layer of features; else None."""
+    """Return why AdamW takes the factor of an adapter: it adapts an embedding or an output head; else None."""
     tuner = next((module for module in use.above[:2] if is_tuner(module)), None)
     base = tuner._modules.get("base_layer") if tuner is not None else None
     if base is None or base is use.module:
@@ -256,7 +259,7 @@ def _of_adapted(use: ParameterUse, heads: Mapping[nn.Module, str]) -> str | None
 
 
 def _by_attribute(use: ParameterUse, param: Tensor) -> Assignment | None:
-    """Return the treatment of a parameter that no known module owns."""
+    """Return the assignment that names suggest for a parameter that no known module owns; else None."""
     reason = None
     if any(_ROUTER_CLASS.search(base.__name__) for base in type(use.module).__mro__) or use.last in ("router", "gate"):
         reason = "router"
@@ -269,7 +272,7 @@ def _by_attribute(use: ParameterUse, param: Tensor) -> Assignment | None:
     elif _SCALE_NAME.search(use.attribute):
         reason = "factors, entry by entry"
     elif any(map(is_tuner, use.above[:2])):
-        # AdaLoRA's factors are those of LoRA; other adapters multiply entry by entry, rotate, or look up.
+        # AdaLoRA has LoRA's factors; other adapters multiply entry by entry, rotate, or look up.
         if param.ndim == 2 and use.last in ("lora_A", "lora_B"):
             return Assignment("muon", Matrix(), "factor of an adapter")
         reason = "adapter"
@@ -277,7 +280,7 @@ def _by_attribute(use: ParameterUse, param: Tensor) -> Assignment | None:
 
 
 def _by_graph(use: ParameterUse) -> Assignment | None:
-    """Return the treatment of a parameter that a traced graph uses in one way, without a layer of its own."""
+    """Return the assignment of a parameter without a layer of its own that a traced graph uses in one way."""
     operation = operation_on(use.module, use.attribute)
     if operation is None:
         return None

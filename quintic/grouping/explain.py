@@ -1,13 +1,12 @@
-"""`explain`: which parameter gets which treatment, why, and what it costs, as data and as a table.
+"""`explain`: the algorithm, view and cost of every parameter with the reason, as data and as a table.
 
-It asks the code that does the work: the decisions of `groups.py`, and a real `Muon` on meta-device twins of the
-parameters, so that an option or a view which `Muon` would refuse is refused here, and no memory is used whatever the
-size of the model.
+The answers come from the code that does the work: the assignments of `assign.py`, and a real `Muon` on twins of the
+parameters on the meta device. So `explain` refuses every option or view that `Muon` would refuse, and needs no memory
+for models of any size.
 """
 
 import dataclasses
 import math
-import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,22 +17,20 @@ from torch import nn
 
 from quintic.grouping.assign import Rule, assign
 from quintic.grouping.classify import PERHAPS_FUSED, Convolutions
-from quintic.grouping.explain_text import Cells, bytes_text, column_lines, table_lines
+from quintic.grouping.explain_text import Cells, column_lines, table_lines
 from quintic.grouping.param_groups import grouped
 from quintic.optim.groups.names import mask_layer_indices, model_parameters
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
 from quintic.optim.rules.table import orthogonalizes
+from quintic.tables import bytes_text, output_width
 
 __all__ = ["Explanation", "Row", "Total", "explain"]
-
-# Columns of text where the output is no terminal, whose width would be known.
-_WIDTH_ELSEWHERE = 160
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One parameter and its treatment."""
+    """One parameter: its algorithm, view, options and state."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +38,7 @@ class Row:
     algorithm: str
     """`"muon"`, `"adamw"`, or `"frozen"` for `requires_grad=False`."""
     optimizer: str
-    """Its name for people: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdaMuon"` (`"element"`), `"AdamW"` or
+    """The name of its rule: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdaMuon"` (`"element"`), `"AdamW"` or
     `"frozen"`."""
     view: View | None = None
     """The matrices that it holds; None unless the algorithm is Muon."""
@@ -51,7 +48,7 @@ class Row:
     lr: float = 0.0
     """The learning rate it is stepped with, before `adjust_lr`; 0 if frozen."""
     lr_scale: tuple[float, ...] = ()
-    """The factor that `adjust_lr` puts on `lr` for each kind of matrix; empty unless the algorithm is Muon."""
+    """The factor of `adjust_lr` on `lr` for each kind of matrix; empty unless the algorithm is Muon."""
     weight_decay: float = 0.0
     """The `weight_decay` of its group, per unit of learning rate; 0 if frozen."""
     state_bytes: int = 0
@@ -82,7 +79,7 @@ class Total:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The answer of `explain`; `print` it, or read `rows` and `totals`."""
+    """The result of `explain`; `print` it, or read `rows` and `totals`."""
 
     model: str
     """Class name of the model."""
@@ -91,7 +88,7 @@ class Explanation:
 
     @property
     def totals(self) -> tuple[Total, ...]:
-        """Return the sums per algorithm that occurs, and over all rows as `"all"`."""
+        """Return the sums of each algorithm in use, and of all rows as `"all"`."""
         algorithms = [name for name in ("muon", "adamw", "frozen") if any(row.algorithm == name for row in self.rows)]
         return tuple(_total(name, self.rows) for name in (*algorithms, "all"))
 
@@ -100,12 +97,13 @@ class Explanation:
 
         Args:
             fold: show parameters that differ only in the numbers of their names as one line, `layers.*.weight`.
-            width: columns of text; None for those of the terminal, or 160 where the output is none. Names that are
-                longer than there is room for are shortened in the middle, views and reasons continue on the next line.
-                Where a parameter does not fit a line, what is done with it stands on a second one.
+            width: columns of text; None for the terminal's width, or 160 where the output is no terminal. Names
+                that are too long are shortened in the middle, views and reasons continue on the next line. If a
+                parameter does not fit one line, its treatment stands on a second one.
         """
         if width is None:
-            width = shutil.get_terminal_size((_WIDTH_ELSEWHERE, 24)).columns
+            width = output_width()
+        # Rows that look alike except for layer numbers become one line, at the place of the first.
         folded: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             pattern = mask_layer_indices(row.name) if fold else row.name
@@ -155,7 +153,7 @@ def explain(
     """Return the treatment of each parameter of `model` and the reason for it, without making an optimizer.
 
     `print(quintic.explain(model))` shows what `quintic.Muon(quintic.param_groups(model))` would do, also for a model
-    on the meta device, in a table that fits the terminal. Shapes and bytes are those of whole parameters, before any
+    on the meta device, in a table that fits the terminal. Shapes and bytes belong to whole parameters, before any
     sharding.
 
     Args:
@@ -167,8 +165,8 @@ def explain(
         **options: keyword arguments of `quintic.Muon`, e.g. `lr=0.02` or `normalize="neuron"`.
 
     Raises:
-        ValueError, TypeError: whatever `param_groups` and `Muon` raise for this model and these options, in particular
-            for a matrix that no rule covers; the message names the parameter.
+        ValueError, TypeError: as `param_groups` and `Muon` for this model and these options, in particular for a
+            matrix that no rule covers; the message names the parameter.
     """
     assignments = assign(model, rules, convolutions)
     # Twins on the meta device have the shapes, strides and dtypes of the parameters, and no memory.
@@ -176,11 +174,13 @@ def explain(
         p: nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")) for p in assignments
     }
     groups = grouped(assignments, muon=muon, adamw=adamw)
+    # A real optimizer of the twins checks options and views, and makes its state, on the meta device.
     for dictionary in groups:
         dictionary["params"] = [twins[param] for param in dictionary["params"]]
     optimizer = Muon(groups, **options)
     group_of = {twin: group for group in optimizer.typed_groups for twin in group.params}
     rows, states = [], optimizer.state
+    # One row per parameter, in the model's order.
     for name, param in model_parameters(model):
         if param not in assignments:
             why, shape = "requires_grad=False", tuple(param.shape)
@@ -222,7 +222,7 @@ def _total(algorithm: str, rows: Sequence[Row]) -> Total:
 
 
 def _cells(rows: Sequence[Row]) -> Cells:
-    """Return the line for parameters that differ in numbers of their names only."""
+    """Return the cells of one line, for parameters that differ only in the numbers of their names."""
     row = rows[0]
     folded = len(rows) > 1
     rate = ""
@@ -243,10 +243,11 @@ def _cells(rows: Sequence[Row]) -> Cells:
 
 
 def _view_text(view: View) -> str:
-    """Return the source text of a view: `Split((64, 64, 64), groups=12)`, without the arguments left at default."""
+    """Return a view's constructor call without default arguments, as in `Split((64, 64, 64), groups=12)`."""
     fields: Mapping[str, dataclasses.Field[Any]] = getattr(view, "__dataclass_fields__", {})
-    if not fields:
+    if not fields:  # a user's view that is no dataclass
         return str(view)
+    # Fields without a default are positional; `repr=False` marks fields that do not matter to people.
     parts = []
     for field in fields.values():
         value = getattr(view, field.name)

@@ -1,14 +1,18 @@
-"""The table of `explain`, fitted to a terminal: cells are shortened, wrapped, or given a line of their own."""
+"""The table of `explain`, fitted to a terminal.
+
+If one line per parameter has room for all columns, names are shortened in the middle, and views and reasons wrapped in
+their columns. In a narrower terminal each parameter has a line with name and shape, and indented lines with the rest.
+"""
 
 import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quintic.optim.groups.names import shortened
+from quintic.tables import aligned, shortened
 
-__all__ = ["Cells", "bytes_text", "column_lines", "table_lines"]
+__all__ = ["Cells", "column_lines", "table_lines"]
 
-# Everything is on one line per parameter where names, views and reasons have this much room, if they need it.
+# A parameter gets one line if names, views and reasons have at least this many columns, or as many as they need.
 _ROOM_FOR_NAME, _ROOM_FOR_VIEW, _ROOM_FOR_WHY = 28, 18, 14
 
 _INDENT = "    "
@@ -16,7 +20,7 @@ _GAP = "  "
 
 
 class Cells(NamedTuple):
-    """One row of a table, for parameters whose names differ in numbers only."""
+    """One row of the table, for one parameter or for several whose names differ only in numbers."""
 
     name: str
     times: str
@@ -34,7 +38,7 @@ _RIGHT_ALIGNED = frozenset({"times", "decay", "state"})
 
 
 def table_lines(rows: Sequence[Cells], width: int) -> list[str]:
-    """Return a heading and the rows as text of at most `width` columns, or of some 50 where that is less."""
+    """Return a heading and the rows as lines of at most `width` columns; below 50 columns some lines are wider."""
     sizes = {field: max(len(getattr(row, field)) for row in (_HEADING, *rows)) for field in Cells._fields}
     fields = [field for field in Cells._fields if sizes[field]]  # without `times` where nothing is folded
     fixed = sum(sizes[field] for field in fields if field not in ("name", "view", "why"))
@@ -42,6 +46,7 @@ def table_lines(rows: Sequence[Cells], width: int) -> list[str]:
     name, why = min(sizes["name"], _ROOM_FOR_NAME), min(sizes["why"], _ROOM_FOR_WHY)
     if room < name + min(sizes["view"], _ROOM_FOR_VIEW) + why:
         return _in_several_lines(rows, sizes, width)
+    # Views get the room that they need first, then names, then reasons.
     view = min(sizes["view"], room - name - why)
     name = min(sizes["name"], room - view - why)
     sizes |= {"name": name, "view": view, "why": room - name - view}
@@ -49,10 +54,11 @@ def table_lines(rows: Sequence[Cells], width: int) -> list[str]:
 
 
 def _in_several_lines(rows: Sequence[Cells], sizes: dict[str, int], width: int) -> list[str]:
-    """Return lines with names and shapes, each with another one below it for the rest."""
+    """Return two lines or more for each row: name and shape, and below them the other cells."""
     first = [field for field in ("name", "times", "shape") if sizes[field]]
     name = max(12, width - sizes["times"] - sizes["shape"] - len(_GAP) * (len(first) - 1))
     sizes = sizes | {"name": min(sizes["name"], name)}
+    # Second line: numbers, then view and reason if there is room for them, else on a third line.
     numbers = ("optimizer", "rate", "decay", "state")
     room = width - len(_INDENT) - sum(sizes[field] for field in numbers) - len(_GAP) * len(numbers)
     lines = []
@@ -69,14 +75,15 @@ def _in_several_lines(rows: Sequence[Cells], sizes: dict[str, int], width: int) 
 
 
 def _in_columns(row: Cells, fields: Sequence[str], sizes: dict[str, int]) -> list[str]:
-    """Return one row: the name shortened, view and reason wrapped into their columns."""
-    columns = []
+    """Return the lines of one row: the name shortened, view and reason wrapped into their columns."""
+    columns = []  # for each field the lines of its cell
     for field in fields:
         cell, size = getattr(row, field), sizes[field]
         if field == "name":
             cell = shortened(cell, size)
         parts = textwrap.wrap(cell, size) if field in ("view", "why") else [cell]
         columns.append([part.rjust(size) if field in _RIGHT_ALIGNED else part.ljust(size) for part in parts])
+    # Cells with fewer lines are filled up with blanks.
     height = max(map(len, columns))
     for field, parts in zip(fields, columns, strict=True):
         parts += [" " * sizes[field]] * (height - len(parts))
@@ -84,22 +91,8 @@ def _in_columns(row: Cells, fields: Sequence[str], sizes: dict[str, int]) -> lis
 
 
 def column_lines(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return rows of numbers behind a name, which is shortened to `width` columns of text in all."""
-    names, *columns = zip(*rows, strict=True)
-    sizes = [max(map(len, column)) for column in columns]
-    size = min(max(map(len, names)), max(12, width - sum(sizes) - len(_GAP) * len(sizes)))
-    lines = []
-    for name, *cells in rows:
-        numbers = [cell.rjust(length) for cell, length in zip(cells, sizes, strict=True)]
-        lines.append(_GAP.join([shortened(name, size).ljust(size), *numbers]))
-    return lines
-
-
-def bytes_text(count: int) -> str:
-    """Return a number of bytes for people: `512 B`, `1.5 MiB`."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    """Return rows of numbers behind a name, which is shortened so that lines have at most `width` columns."""
+    numbers = aligned([row[1:] for row in rows], [-1] * (len(rows[0]) - 1))
+    size = max(12, width - len(numbers[0]) - len(_GAP))
+    names = aligned([[shortened(row[0], size)] for row in rows], [1])
+    return [f"{name}{_GAP}{line}" for name, line in zip(names, numbers, strict=True)]

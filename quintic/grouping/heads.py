@@ -1,6 +1,6 @@
-"""Output heads: the layers that score a vocabulary or classes, whose rows are no features of any other layer.
+"""Finds output heads: layers that score a vocabulary or classes, so that no other layer takes their rows for features.
 
-The model may say which layer that is (`get_output_embeddings` of `transformers`, `get_classifier` of timm). Else a name
+The model may point to the layer (`get_output_embeddings` of `transformers`, `get_classifier` of timm). Else its name
 tells, or a number of outputs equal to the rows of an embedding.
 """
 
@@ -15,19 +15,19 @@ from quintic.optim.groups.names import NUMBER, clean_names, mask_layer_indices, 
 
 __all__ = ["heads_of"]
 
-# The last part of a module's name, in any place of a model.
+# The last name on a module's path, anywhere in a model.
 _NAME = re.compile(r"lm_head|head|unembed|unembedding|embed_out|classifier|score|qa_outputs|(to_)?logits")
 
-# Names of heads and of hidden layers: of a head where no layer of its parent comes later, outside a stack of layers.
+# Names that heads and hidden layers have. Outside a stack of layers, the last layer of its parent is a head.
 _NAME_OF_LAST = re.compile(r"proj_out(_2)?|conv_out|(output|last|final)_(layer|linear)")
 
 # Modules outside stacks whose last layer is a head.
 _CONTAINER = re.compile(rf"{_NAME.pattern}|heads|(?!pre_)\w+_(head|classifier)|heads?_dist|(last|final)_layer")
 
-# What PEFT adds to the name of a module that is trained beside its adapters.
+# Inserted by PEFT into the name of a module that is trained beside its adapters.
 _ADAPTED = re.compile(r"^base_model\.model\.|\.(modules_to_save\.[^.]+|original_module|base_layer)(?=\.|$)")
 
-# Embeddings whose number of rows is no vocabulary: no head scores positions or segments.
+# Embeddings whose rows are not a vocabulary: no head scores positions or segments.
 _POSITIONS = re.compile(r"pos|^wpe$|type|segment|bias", re.IGNORECASE)
 
 _Layer = nn.Linear | nn.modules.conv._ConvNd
@@ -80,11 +80,11 @@ def _by_name(name: str, layer: _Layer, modules: Mapping[str, nn.Module], *, is_l
 
 
 def _last_of(container: nn.Module) -> list[_Layer]:
-    """Return the last of a module's own layers; of a list or dictionary, whose entries stand side by side, all."""
+    """Return the last of a module's own layers; all of them for a list or dictionary, whose entries are parallel."""
     own = [child for child in map(unwrap_module, container.children()) if isinstance(child, _Layer)]
     if isinstance(container, nn.ModuleList | nn.ModuleDict):
         return own
-    # A head of attention has a twin of its last layer: queries, keys and values.
+    # An attention head ends with several layers of one size: queries, keys and values.
     is_attention = any(_sizes(layer) == _sizes(own[-1]) for layer in own[:-1])
     return [] if is_attention else own[-1:]
 
@@ -102,7 +102,7 @@ def _declared_heads(module: nn.Module) -> Iterator[_Layer]:
 
 
 def _last_layers(head: nn.Module) -> Iterator[_Layer]:
-    """Yield the last layer of what a model calls its head; of several heads side by side, that of each."""
+    """Yield the last layer of the module that a model calls its head; of several parallel heads, each last layer."""
     copies = head._modules.get("modules_to_save", head)  # of PEFT
     if isinstance(copies, nn.ModuleList | nn.ModuleDict):
         for copy in copies.children():
@@ -116,10 +116,10 @@ def _layers_of(module: nn.Module) -> list[_Layer]:
 
 
 def _by_size(layers: Mapping[str, _Layer], modules: dict[str, nn.Module], sizes: set[int]) -> dict[nn.Module, str]:
-    """Return {layer: why} for linear layers with as many outputs as an embedding has rows, a number not in `sizes`.
+    """Return {layer: why} for linear layers with as many outputs as an embedding has rows, if not one of `sizes`.
 
-    A hidden layer may be as wide as the vocabulary, so those that recur under other numbers are left out; then a name
-    without a number wins, else the one with the highest numbers.
+    A hidden layer may be as wide as the vocabulary. So layers that recur under other numbers are left out. Of the rest,
+    the layers without a number in their name are heads, else the layer with the highest numbers.
     """
     linears = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
     vocabularies = {
@@ -144,7 +144,7 @@ def _by_size(layers: Mapping[str, _Layer], modules: dict[str, nn.Module], sizes:
 
 
 def _sizes(layer: _Layer) -> tuple[int, int]:
-    """Return the numbers of outputs and inputs."""
+    """Return (outputs, inputs) of a layer."""
     if isinstance(layer, nn.Linear):
         return layer.out_features, layer.in_features
     return layer.out_channels, layer.in_channels

@@ -18,7 +18,7 @@ __all__ = ["LIBRARIES"]
 
 
 def _timm_queries_keys_values(owner: nn.Module, param: Tensor) -> View | None:
-    if attribute_of(owner, "use_global", False):  # GCViT's queries come from elsewhere
+    if attribute_of(owner, "use_global", False):  # GCViT: the queries have a layer of their own
         return equal_parts(2)(owner, param)
     return equal_parts(3, per_head=attribute_of(owner, "head_first", False))(owner, param)
 
@@ -41,7 +41,7 @@ def _attention_and_gated_mlp(owner: nn.Module, param: Tensor) -> View:
 
 
 def _modulation(owner: nn.Module, param: Tensor) -> View | None:
-    """Shifts, scales and gates, each as wide as what the norms beside the modulation put out."""
+    """Return a `Split` into shifts, scales and gates, each as wide as the norms beside the modulation."""
     shapes = [attribute_of(child, "normalized_shape") for child in owner.children()]
     widths = {shape[-1] for shape in shapes if isinstance(shape, tuple) and shape}
     if len(widths) != 1 or param.shape[0] % (width := widths.pop()):
@@ -66,7 +66,7 @@ _TIMM = ("timm",)
 _DIFFUSERS = ("diffusers",)
 _FLUX = ("flux", "torchtitan")
 
-# Norms with a modulation of their own, by how many vectors it makes.
+# Number of vectors that the modulation inside a norm makes -> classes of norms.
 _ADAPTIVE_NORMS = {
     2: ("AdaLayerNorm", "AdaLayerNormContinuous", "AdaGroupNorm"),
     3: ("AdaLayerNormZeroSingle",),
@@ -78,7 +78,7 @@ _ADAPTIVE_NORMS = {
 
 
 LIBRARIES: tuple[KnownView, ...] = (
-    # timm: attention stores queries, then keys, then values, except where keys and values have widths of their own.
+    # timm: attention stores queries, then keys, then values; head by head where keys and values differ in width.
     *alike(
         "qkv.weight qkv.linear.weight",
         parts("key_dim", "key_dim", "val_dim", per_head=True),
@@ -107,7 +107,7 @@ LIBRARIES: tuple[KnownView, ...] = (
         libraries=_TIMM,
     ),
     KnownView("fc1.weight", equal_parts(2), _GATED, ("GluMlp", "GatedConvBlock"), libraries=_TIMM),
-    # DINOv2, EVA and others that name their layers by the two they hold.
+    # DINOv2, EVA and others: w12 holds the layers w1 and w2.
     KnownView("w12.weight", equal_parts(2), _GATED, attributes=("w3",)),
     # torchtitan
     KnownView(
@@ -136,7 +136,7 @@ LIBRARIES: tuple[KnownView, ...] = (
         holds=(*_QKV, "mlp"),
     ),
     KnownView("lin.weight", equal_parts("multiplier"), _MODULATION, attributes=("multiplier", "is_double")),
-    # DiT and what follows it: the blocks' norms have no weights, and tell how wide a shift is.
+    # DiT and its descendants. The blocks' norms have no weights, but their shape is the width of a shift.
     KnownView("adaLN_modulation.1.weight", _modulation, _MODULATION),
     # diffusers
     KnownView("proj.weight", equal_parts(2), _GATED, ("GEGLU", "SwiGLU"), libraries=_DIFFUSERS),

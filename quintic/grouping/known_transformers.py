@@ -31,7 +31,7 @@ def _all_queries_keys_values(owner: nn.Module, _param: Tensor) -> View:
 
 def _falcon(owner: nn.Module, param: Tensor) -> View | None:
     heads, head_dim = num_heads_of(owner), size_of(owner, "head_dim")
-    if owner.new_decoder_architecture:  # each key/value head comes after the queries that share it
+    if owner.new_decoder_architecture:  # a key and a value follow each group of queries
         groups = num_key_value_heads_of(owner)
         return Split((heads // groups * head_dim, head_dim, head_dim), groups=groups)
     return _starcoder(owner, param)
@@ -45,7 +45,7 @@ def _starcoder(owner: nn.Module, param: Tensor) -> View | None:
 
 
 def _codegen(owner: nn.Module, param: Tensor) -> View:
-    # Query, value and key of a quarter of the heads at a time, however many devices there are.
+    # Query, value and key of a quarter of the heads, four times, on any number of devices.
     return Split((param.shape[0] // 12,) * 3, groups=4)
 
 
@@ -62,10 +62,10 @@ def _conv1d(owner: nn.Module, param: Tensor) -> View:
 
 
 def _conv1d_attention(owner: nn.Module, param: Tensor) -> View:
-    # Cross-attention keeps its query elsewhere, so that there are two parts, else three.
-    # A traced module has lost its sizes; a part is as wide as what goes in.
-    part = size_of(owner, "split_size") if has_attribute(owner, "split_size") else param.shape[0]
-    return split_of(*[part] * (param.shape[1] // part), transposed=True)
+    # (in, width * n): keys and values for cross-attention, whose queries have a layer of their own, else all three.
+    # A traced module has lost its sizes; each matrix is as wide as the input.
+    width = size_of(owner, "split_size") if has_attribute(owner, "split_size") else param.shape[0]
+    return split_of(*[width] * (param.shape[1] // width), transposed=True)
 
 
 def _key_and_value_per_head(owner: nn.Module, param: Tensor) -> View:
@@ -81,10 +81,10 @@ def _latent_queries(owner: nn.Module, param: Tensor) -> View:
 
 
 def _stored_in_by_out(owner: nn.Module) -> bool:
-    """Return whether experts are stored as (experts, in, out): the shapes tell, whatever the class.
+    """Return whether experts are stored as (experts, in, out), from the shapes of the first and the last projection.
 
-    With a fused gate, (experts, 2 f, d) and (experts, d, f) cannot be confused with (experts, d, 2 f) and
-    (experts, f, d); without one only d = f could be, and then the class has to say.
+    With a fused gate these are (experts, 2 f, d) and (experts, d, f), or (experts, d, 2 f) and (experts, f, d), which
+    always differ. Without a gate they are equal if d = f, and then the class decides.
     """
     down = owner._parameters["down_proj"]
     first = owner._parameters.get("gate_up_proj")
@@ -154,7 +154,7 @@ _GEMMA = ("Gemma3MultiModalProjector", "T5Gemma2MultiModalProjector")
 
 
 TRANSFORMERS: tuple[KnownView, ...] = (
-    # Conv1D computes x @ weight + bias. Its number of outputs is checked too: other classes have that name.
+    # Conv1D computes x @ weight + bias. Its number of outputs is checked, because other classes have that name, too.
     KnownView("weight", _conv1d, "GPT-2: Conv1D stores (in, out)", ("Conv1D",), ("nf",)),
     KnownView(
         "c_attn.weight",
@@ -211,7 +211,7 @@ TRANSFORMERS: tuple[KnownView, ...] = (
     *alike("in_proj_a.weight in_proj_b.weight", always(None), "gate: one number per head", classes=_DELTA_NET),
     # Multi-head latent attention. Rows that go different ways are different matrices: the compressed rows are normed
     # and expanded, the rotary key is used as it is; expanded keys meet queries, expanded values do not.
-    # The names of transformers, and those of DeepSeek's own code and torchtitan.
+    # Each parameter has two names: transformers' name, and the name in DeepSeek's own code and torchtitan.
     *alike(
         "kv_a_proj_with_mqa.weight wkv_a.weight",
         parts("kv_lora_rank", "qk_rope_head_dim"),

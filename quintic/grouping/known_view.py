@@ -1,6 +1,6 @@
-"""`KnownView`: what is known about one parameter of one kind of module, and how entries are written.
+"""`KnownView`, an entry of the registry: the view of one parameter of one kind of module; and functions to write one.
 
-A view is a function of the owner and the parameter, because sizes are the owner's: those below read them.
+An entry's view is a function of the owner and the parameter, because the owner has the sizes that the view needs.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ __all__ = [
 ]
 
 ViewOf = Callable[[nn.Module, Tensor], View | None]
-"""From the owner and the parameter to the view; None means AdamW.
+"""Returns the view of an owner's parameter; None means AdamW.
 
-It may raise `AttributeError` or `ValueError` when sizes do not fit, which makes the parameter undecided, or
-`UnknownLayoutError`, as if there were no entry.
+It may raise `AttributeError` or `ValueError` when sizes do not fit, and then the parameter has no assignment. With an
+`UnknownLayoutError` the entry counts as missing.
 """
 
 
@@ -38,7 +38,7 @@ class UnknownLayoutError(Exception):
 
 @dataclass(frozen=True)
 class KnownView:
-    """How one parameter of one kind of module is made of matrices."""
+    """The view of one parameter of one kind of module."""
 
     parameter: str
     """Its name within its owner, e.g. `"query_key_value.weight"`."""
@@ -46,23 +46,23 @@ class KnownView:
     why: str
     """Shown to the user by `quintic.explain`."""
     classes: tuple[str, ...] = ()
-    """Names of the owner's class, or of a base class of it; empty for any class with these `attributes`."""
+    """Names of the owner's class or of its base classes; empty for any class with these `attributes`."""
     attributes: tuple[str, ...] = ()
     """Names of the attributes that the owner must have."""
     libraries: tuple[str, ...] = ()
-    """Packages that the class comes from, where its name alone says little, e.g. `Attention`; empty for any."""
+    """Packages of the class, where its name is a common one, e.g. `Attention`; empty for any."""
     holds: tuple[str, ...] = ()
-    """What the parts of its `Split` are, in their order, as QK-clip calls them: `("query", "key", "value")`."""
+    """QK-clip's names of the matrices of its `Split`, in their order: `("query", "key", "value")`."""
 
     def view_of(self, owner: nn.Module, param: Tensor) -> View | None:
-        """Return the view of a parameter, with the names of its parts where they are known."""
+        """Return the view of a parameter, with the names of its matrices where they are known."""
         view = self.view(owner, param)
         if isinstance(view, Split) and len(view.sizes) == len(self.holds):
             return replace(view, names=self.holds)
         return view
 
     def recognises(self, owner: nn.Module) -> bool:
-        """Return whether this entry speaks of `owner`."""
+        """Return whether `owner` has the classes, packages and attributes of this entry."""
         bases = type(owner).__mro__
         if self.libraries:
             bases = tuple(base for base in bases if base.__module__.partition(".")[0] in self.libraries)
@@ -97,7 +97,7 @@ def num_key_value_heads_of(owner: nn.Module) -> int:
 
 
 def split_of(*sizes: int, groups: int = 1, transposed: bool = False) -> View:
-    """Return a `Split` without its empty parts; one part alone is a `Matrix`."""
+    """Return a `Split` without sizes of 0; a single size makes a `Matrix`."""
     present = tuple(size for size in sizes if size)
     if len(present) == 1:
         return Matrix(transposed)
@@ -105,12 +105,12 @@ def split_of(*sizes: int, groups: int = 1, transposed: bool = False) -> View:
 
 
 def always(view: View | None) -> ViewOf:
-    """Return one view whatever the sizes, None for AdamW."""
+    """Return a function that gives the same view for all owners; None for AdamW."""
     return lambda _owner, _param: view
 
 
 def parts(*names: str, per_head: bool = False) -> ViewOf:
-    """Return the view of parts of these sizes of the owner, one below the other: once, or for each head."""
+    """Return the function for a `Split` whose sizes are these attributes of the owner; repeated for each head."""
 
     def view(owner: nn.Module, _param: Tensor) -> View:
         sizes = [size_of(owner, name) for name in names]
@@ -120,7 +120,10 @@ def parts(*names: str, per_head: bool = False) -> ViewOf:
 
 
 def equal_parts(count: int | str, times: int = 1, *, per_head: bool = False) -> ViewOf:
-    """Return the view of times * count equal parts, once or for each head; the count may be an attribute."""
+    """Return the function for a `Split` into times * count equal sizes, perhaps for each head.
+
+    A count that is a string names an attribute of the owner.
+    """
 
     def view(owner: nn.Module, param: Tensor) -> View:
         number = times * (size_of(owner, count) if isinstance(count, str) else count)

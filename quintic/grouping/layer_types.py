@@ -1,14 +1,14 @@
-"""Copies of a model's tree in which every layer has the class of `torch.nn` that it computes as.
+"""Copies a model's tree so that every layer has a class of `torch.nn`, which is what classification asks for.
 
-Classification asks for the classes of `torch.nn`. Three kinds of layers have another one:
+Three kinds of layers have another class:
 
-- modules of TorchScript, which remember the name of the class that they were compiled from;
-- modules that `torch.export` and `torch.distributed.pipelining.pipeline` make, and others with a graph of `torch.fx`:
-  they may remember a name, and their graph says what each parameter is used for;
+- modules of TorchScript, which keep the name of the class they were compiled from;
+- modules made by `torch.export` and `torch.distributed.pipelining.pipeline`, and others with a graph of `torch.fx`:
+  they may keep a name, and their graph has the operation of each parameter;
 - linear layers of other libraries, which have the sizes and the weight (out_features, in_features) of `nn.Linear`.
 
-`with_layer_types` puts a stand-in where such a layer is: a module of the class that it would be, with the very same
-parameters, which is never called. Everything else stays as it is.
+`with_layer_types` replaces each by a stand-in: a module of the fitting class with the same parameters, which is never
+called. All other modules stay as they are.
 """
 
 import re
@@ -33,10 +33,10 @@ _SIZES = (
     ("in_dim", "out_dim"),
 )
 
-# Linear layers that do not say so by their sizes alone call themselves so.
+# In the class name of a linear layer. Sizes alone are enough only for `in_channels`.
 _LINEAR_CLASS = re.compile(r"linear|dense|proj", re.IGNORECASE)
 
-# What TorchScript adds to the qualified name of a class.
+# Added by TorchScript to the qualified name of a class.
 _SCRIPT_NAME = re.compile(r"^__torch__\.|___torch_mangle_\d+\.")
 
 # Operations that return their first argument, in another dtype, layout or orientation.
@@ -46,9 +46,10 @@ _TRANSPOSING = frozenset({"t", "transpose", "permute", "mT", "T"})
 _LOOKUPS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
 _NORMS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "group_norm", "native_group_norm", "batch_norm"})
 
-# For operations that multiply with a matrix: its position among the arguments, and whether it is (in, out) there.
+# Operations that multiply with a matrix: the matrix's position among the arguments, and whether it is (in, out) there.
 _PRODUCTS = {"linear": (1, False), "addmm": (2, True), "mm": (1, True), "matmul": (1, True)}
 
+# Dimensions of the weight, and whether the convolution is a transposed one.
 _CONVOLUTIONS = {
     nn.Conv1d: (3, False),
     nn.Conv2d: (4, False),
@@ -58,6 +59,7 @@ _CONVOLUTIONS = {
     nn.ConvTranspose3d: (5, True),
 }
 
+# Gates of a recurrent layer, whose weights are (gates * hidden_size, inputs).
 _GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.GRU: 3, nn.LSTMCell: 4, nn.GRUCell: 3, nn.RNN: 1, nn.RNNCell: 1}
 
 
@@ -67,13 +69,13 @@ class Operation(NamedTuple):
     kind: str
     """`linear`, `linear (in, out)`, `embedding`, `norm`, `convolution`, `nothing`."""
     groups: int = 1
-    """Of a convolution."""
+    """Groups of channels of a convolution."""
     transposed: bool = False
     """Whether the convolution is a transposed one."""
 
 
 class _StandIn(nn.Module):
-    """Stands for a module whose class says nothing about it; takes missing attributes from that module."""
+    """Replaces a module of an unknown class; takes missing attributes from that module."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -91,7 +93,7 @@ def with_layer_types(model: nn.Module) -> nn.Module:
 
 
 def operation_on(module: nn.Module, attribute: str) -> Operation | None:
-    """Return the operation that a graph uses a parameter in; None without a graph, and for several operations."""
+    """Return the operation in which a graph uses a parameter; None without a graph, and for several operations."""
     operations: Mapping[str, Operation] = module.__dict__.get("traced_operations", {})
     return operations.get(attribute)
 
@@ -109,14 +111,14 @@ class _Copier:
         self._copies: dict[int, nn.Module] = {}
         self._operations: dict[Tensor, Operation | None] = {}
         self._class_names: dict[int, str] = {}
-        """Names of classes by the identity of the module, where the graph of a module above it tells."""
+        """Class names by `id` of the module, from graphs of modules above it."""
         for module in model.modules():
             graph = _graph_of(module)
             if graph is not None:
                 self._read(module, graph)
 
     def copy(self, module: nn.Module) -> nn.Module:
-        """Return the copy of a module, which is the module itself where nothing below it needs a stand-in."""
+        """Return the copy of a module, or the module itself if neither it nor a module below needs a stand-in."""
         known = self._copies.get(id(module))
         if known is not None:
             return known
@@ -142,7 +144,7 @@ class _Copier:
         return _as_linear(module)
 
     def _made(self, module: nn.Module, class_name: str) -> nn.Module:
-        """Return a module of the class of this qualified name, as far as the parameters fit it, or of its kind."""
+        """Return a stand-in of the class of this qualified name, a `torch.nn` class if the parameters fit it."""
         params = dict(module._parameters.items())
         operations = {key: op for key, p in params.items() if p is not None and (op := self._operations.get(p))}
         path, _, name = class_name.rpartition(".")
@@ -158,7 +160,7 @@ class _Copier:
         return _bare(base, {**attributes, "_parameters": params, "_buffers": {}, "training": False})
 
     def _note_groups(self, module: torch.jit.ScriptModule) -> None:
-        """Note into how many groups of channels a scripted or traced convolution is divided, if it is one."""
+        """Note the groups of channels of a scripted or traced convolution; other modules are skipped."""
         weight = dict(module._parameters.items()).get("weight")
         if weight is None or weight.ndim < 3:
             return
@@ -171,7 +173,7 @@ class _Copier:
             self._operations[weight] = Operation("convolution", groups)
 
     def _read(self, owner: nn.Module, graph: fx.Graph) -> None:
-        """Record operations on parameters, and class names of modules, from the graph of a module above them."""
+        """Record operations on parameters, and class names of modules, from the graph of their owner."""
         modules = dict(owner.named_modules(remove_duplicate=False))
         for node in graph.nodes:
             for entry in node.meta.get("nn_module_stack", {}).values():
@@ -195,7 +197,7 @@ class _Copier:
 
 
 def _together(found: set[Operation | None]) -> Operation | None:
-    """Return the one operation that all uses make; a table that is also multiplied with is an embedding."""
+    """Return the operation if all uses have the same one; a table with a lookup is an embedding in any case."""
     found = {operation for operation in found if operation is None or operation.kind != "nothing"} or {
         Operation("nothing")
     }
@@ -246,7 +248,7 @@ def _convolution(name: str, node: fx.Node) -> Operation:
 
 
 def _layer_for(operation: Operation, weight: Tensor) -> type[nn.Module] | None:
-    """Return the class of `torch.nn` that does this with its weight."""
+    """Return the class of `torch.nn` whose weight takes part in this operation; None if there is no such class."""
     if operation.kind == "linear" and weight.ndim == 2:
         return nn.Linear
     if operation.kind == "embedding" and weight.ndim == 2:
@@ -260,7 +262,7 @@ def _layer_for(operation: Operation, weight: Tensor) -> type[nn.Module] | None:
 def _sizes_of(
     layer: type[nn.Module], params: Mapping[str, Tensor | None], operation: Operation | None
 ) -> dict[str, Any] | None:
-    """Return the attributes of a layer that classification reads, told by its parameters; None if they do not fit."""
+    """Return the attributes that classification reads, derived from a layer's parameters; None if these do not fit."""
     weight = params.get("weight")
     shape = () if weight is None else tuple(weight.shape)
     if issubclass(layer, nn.Linear):
@@ -310,6 +312,6 @@ def _bare(kind: type[nn.Module], attributes: Mapping[str, Any]) -> nn.Module:
 
 
 def _graph_of(module: nn.Module) -> fx.Graph | None:
-    """Return the graph that a module runs, if it has one; no property of a user's module is asked."""
+    """Return the graph that a module runs, if it has one; never reads a property of a user's module."""
     graph = module.__dict__.get("graph") or (module.graph if isinstance(module, fx.GraphModule) else None)
     return graph if isinstance(graph, fx.Graph) else None

@@ -40,7 +40,7 @@ def param_groups(
 
     Works on any device, also on the meta device. A tensor used under several names (a tied head) is listed once, under
     its first name, and is an embedding if any of its uses is one. `quintic.explain` shows each decision and its reason.
-    Names are those of the bare model, also of one that is compiled, data-parallel or checkpointed.
+    A compiled, data-parallel or checkpointed model gives the names of the bare model.
 
     Warns where a weight is taken as one matrix and may be several, and where a model with linear layers or convolutions
     has no matrix for Muon although no rule says so.
@@ -59,7 +59,7 @@ def param_groups(
 
     Raises:
         ValueError: a rule matches no parameter, a parameter is covered by no rule, the model has none to train, or
-            hyperparameters have a name that says what a group consists of.
+            hyperparameters have a key of the group itself, such as `"view"`.
         TypeError: `model` is no module.
     """
     rules = check_rules(rules)

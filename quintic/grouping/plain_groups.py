@@ -65,7 +65,7 @@ def from_models(params: Collection[Tensor]) -> dict[Tensor, Assignment]:
 
 
 def from_names(params: Mapping[str, Tensor]) -> dict[Tensor, Assignment]:
-    """Assign parameters by their names; those whose names tell nothing are left out."""
+    """Assign parameters by their names; parameters whose names tell nothing are left out."""
     if not params:
         return {}
     assignments = assign(_tree_from_names(params), wanted=set(params.values()))

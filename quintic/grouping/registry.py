@@ -1,15 +1,15 @@
-"""Views of parameters that module types alone do not tell: fused, transposed, interleaved and stacked matrices.
+"""The registry: views of fused, transposed, interleaved and stacked matrices, which module types cannot tell.
 
 `nn.Linear(512, 1536)` may be one matrix, or a query, a key and a value; only the code that slices its output knows.
-`KNOWN_VIEWS` is that knowledge for the models of `transformers` (`known_transformers.py`), timm, torchtitan and
-diffusers (`known_libraries.py`), as frozen data: which class, which of its parameters, which view. A class is
-recognised by its name and package, or by those of its base classes, or by its attributes: no library is ever imported,
-and a subclass (also one made by FSDP2) is recognised like its base.
+`KNOWN_VIEWS` has this knowledge for the models of `transformers` (`known_transformers.py`), timm, torchtitan and
+diffusers (`known_libraries.py`), as frozen data: a class, one of its parameters, a view. Classes are recognised by name
+and package, also through base classes, or by attributes. So no library is imported, and a subclass (also one made by
+FSDP2) is recognised like its base.
 
 Each entry states how the model's own forward pass slices the tensor, and the tests check it by running that forward
-pass (`test_registry.py`, `test_registry_libraries.py`). A view that does not add up to the tensor's shape decides
-nothing: the parameter is then reported as undecided, since a guess would be a silent change of the update rule. Your
-own models need no entry here: a `quintic.Rule` with a view says the same by parameter name.
+pass (`test_registry.py`, `test_registry_libraries.py`). If a view does not add up to the tensor's shape, the parameter
+is reported as covered by no rule: a guess would change the update rule in silence. Your own models need no entry here,
+since a `quintic.Rule` with a view does the same by parameter name.
 """
 
 from collections.abc import Iterable
@@ -26,24 +26,24 @@ from quintic.optim.layout.views import View
 __all__ = ["KNOWN_VIEWS", "RegistryMatch", "registry_matches"]
 
 KNOWN_VIEWS: tuple[KnownView, ...] = (*TRANSFORMERS, *LIBRARIES)
-"""Known models of some libraries; the first entry for a parameter that recognises its owner counts."""
+"""All entries. Of several entries for one parameter, the first that recognises the owner counts."""
 
 
 @dataclass(frozen=True)
 class RegistryMatch:
-    """The registry's entry for a parameter of a model, and the view that it gives."""
+    """An entry that recognised the owner of a parameter, and the view it gives."""
 
     entry: KnownView
     view: View | None
     """None for AdamW, or if there is a `problem`."""
     problem: str | None = None
-    """Why the entry, though its owner is recognised, does not fit the parameter."""
+    """Why the entry does not fit the parameter although it recognised the owner; None if it fits."""
 
 
 def registry_matches(modules: Iterable[nn.Module]) -> dict[Tensor, list[RegistryMatch]]:
-    """Return the registry's entries for the parameters of `modules`, one `RegistryMatch` per owner that is recognised.
+    """Return the registry's matches for the parameters of `modules`, one for each owner that is recognised.
 
-    An owner that stands further out knows more (GPT-2's attention splits what its Conv1D only transposes), and wins.
+    The outermost owner knows most and wins: GPT-2's attention splits the weight that its Conv1D only transposes.
     """
     by_child: dict[str, list[KnownView]] = {}
     for entry in KNOWN_VIEWS:

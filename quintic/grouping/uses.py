@@ -1,9 +1,9 @@
-"""Where a model's parameters are used: which module computes with each, as what, and what stands around it.
+"""Finds the uses of a model's parameters: the module that computes with each, the attribute, and the modules around it.
 
-A parameter need not be registered where it is used. Wrappers stand between a module and its parent
-(`names.py`), and PyTorch's parametrizations keep what a weight is computed from in modules of their own. Weight and
-spectral normalisation only scale the tensor that they keep: that tensor is used as the weight itself. What other
-parametrizations keep is used as no weight.
+A parameter may be registered in another module than the one that uses it. Wrappers stand between a module and its
+parent (`names.py`). PyTorch's parametrizations compute a weight from a tensor that they hold in a module of their own:
+weight and spectral normalisation only scale this tensor, so it counts as the weight itself; the tensors of other
+parametrizations do not.
 """
 
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from quintic.optim.groups.names import clean_names, unwrap_module
 
 __all__ = ["ParameterUse", "attribute_of", "first_names", "has_attribute", "is_tuner", "stored", "uses_of"]
 
-# Parametrizations that multiply the rows of what they keep, or all of it, by numbers.
+# Parametrizations that multiply the rows of their tensor, or the whole tensor, by numbers.
 _SCALING = frozenset({"_WeightNorm", "_SpectralNorm"})
 
-# What the functions before parametrizations, `torch.nn.utils.weight_norm` and `spectral_norm`, append to a name.
+# Suffixes of the functions that came before parametrizations, `torch.nn.utils.weight_norm` and `spectral_norm`.
 _SCALED = ("_v", "_orig")
 
 
@@ -29,18 +29,18 @@ class ParameterUse(NamedTuple):
     name: str
     """The name of the parameter there, without wrappers."""
     given_name: str
-    """The same with them."""
+    """The name with wrappers."""
     module: nn.Module
     """The module that computes with it."""
     attribute: str
-    """Its name there: `weight`, also where that is computed from the parameter."""
+    """The parameter's name in this module: `weight`, also where the weight is computed from the parameter."""
     module_name: str
     above: tuple[nn.Module, ...]
-    """The module that holds `module`, the one that holds that, and so on, without wrappers."""
+    """The parent of `module`, the parent's parent, and so on, without wrappers."""
 
     @property
     def last(self) -> str:
-        """Return the name of the module in what holds it."""
+        """Return the name of the module in its parent."""
         return self.module_name.rpartition(".")[2]
 
     def siblings(self, *, later: bool = False) -> Iterator[nn.Module]:
@@ -60,7 +60,7 @@ def uses_of(model: nn.Module) -> dict[Tensor, list[ParameterUse]]:
     uses: dict[Tensor, list[ParameterUse]] = {}
     # With duplicates: a module that is registered twice may be recognisable under its second name only.
     for name, module in model.named_modules(remove_duplicate=False):
-        # Of a wrapper and what it holds, which have the same name, the latter.
+        # A wrapper and its module have the same clean name; the module comes later and stays.
         modules[clean[name]] = module
         for key, param in module._parameters.items():
             if param is None:
@@ -77,20 +77,20 @@ def uses_of(model: nn.Module) -> dict[Tensor, list[ParameterUse]]:
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """Yield the names of what holds a module, the nearest first."""
+    """Yield the names of a module's parents, the nearest first."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def _weight_of(module: nn.Module, key: str) -> str:
-    """Return the attribute that a parameter stands for where a function has replaced it."""
+    """Return `weight` for the `weight_v` or `weight_orig` of a normalisation; other names unchanged."""
     name, mark, suffix = key.rpartition("_")
     return name if mark + suffix in _SCALED and name not in module._parameters and has_attribute(module, name) else key
 
 
 def _scaled_key(kept: ParametrizationList) -> str | None:
-    """Return the name of the tensor that a parametrization only scales; None if there is none."""
+    """Return the name of a parametrization's tensor if all of them only scale it; else None."""
     if not all(type(one).__name__ in _SCALING for one in kept):
         return None
     return "original" if "original" in kept._parameters else "original1"
@@ -121,7 +121,7 @@ def _adapted(module: nn.Module) -> nn.Module:
 
 
 def first_names(module: nn.Module) -> Iterator[str]:
-    """Yield the names with which a path to a parameter, as `stored` takes it, can begin."""
+    """Yield the first names of all paths that `stored` can resolve in a module."""
     yield from module._parameters
     yield from module._modules
     parametrizations = module._modules.get("parametrizations")
@@ -132,7 +132,7 @@ def first_names(module: nn.Module) -> Iterator[str]:
 def stored(module: nn.Module, path: str) -> Tensor | None:
     """Return the parameter that is used as the tensor at a path below a module, such as `attn.qkv.weight`.
 
-    Only registered names count, since attributes of wrappers are no parameters. Wrappers and adapters do not count.
+    Only registered names are followed: other attributes may be copies. Wrappers and adapters are skipped on the path.
     """
     *children, attribute = path.split(".")
     for name in children:

@@ -1,7 +1,10 @@
-"""Optimizer state from PyTorch, KellerJordan/Muon, dion and nanochat, and to PyTorch.
+"""Imports optimizer state from PyTorch, KellerJordan/Muon, dion and nanochat, and exports it to PyTorch.
 
-What these libraries save under which names, and how their momentum differs from Quintic's, is in `saved_formats.py`.
-Here it is matched with the parameters of an optimizer, checked, and copied into the state that exists.
+Phases of an import:
+    name     each saved parameter gets a name of the optimizer: given, saved, or by order
+    read     names and meaning of the state become Quintic's (`saved_formats.py`)
+    check    algorithm, shapes and placements against the existing state; nothing has changed up to here
+    copy     into the existing state, rounded once to its dtype
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +36,7 @@ __all__ = ["SecondMoments", "Source", "export_torch_state", "import_state", "imp
 
 SecondMoments = Literal["exact", "average", "drop"]
 
-# Options of torch.optim.AdamW that Quintic does not have, at the values that mean what Quintic does.
+# Options of torch.optim.AdamW that Quintic does not have, at the values that describe Quintic's step.
 _ADAMW_OPTIONS: dict[str, Any] = {
     "amsgrad": False,
     "maximize": False,
@@ -44,16 +47,17 @@ _ADAMW_OPTIONS: dict[str, Any] = {
     "decoupled_weight_decay": True,
 }
 
-# torch.optim.Muon's guard of its norm.
+# The number that torch.optim.Muon adds to norms, its default.
 _MUON_EPS = 1e-7
 
 
+# A parameter of the optimizer with its group and state.
 class _Owned(NamedTuple):
     param: Tensor
     group: Mapping[str, Any]
     state: Mapping[str, Tensor]
+    # The owners of the state's shards, if it is sharded over ranks.
     divided: DividedState | None
-    """Which parts of the state are whose, where ranks divide it."""
 
 
 class _Copy(NamedTuple):
@@ -74,28 +78,28 @@ def import_state(
 ) -> list[str]:
     """Copy the state that another library's optimizer saved into a `quintic.Muon`; nothing changes unless all fits.
 
-    Momentum becomes the moving average m <- m + (1 - mu)(g - m) that Quintic keeps: where the source sums gradients,
-    M <- mu M + g, it is multiplied with 1 - mu, mu from the saved group. Both give the same directions afterwards if
-    the optimizer's `momentum` is mu. Hyperparameters stay what they are; masters, if there are any, follow the weights.
+    Quintic's momentum is the moving average m <- m + (1 - mu)(g - m). If the source sums gradients, M <- mu M + g, the
+    saved momentum is multiplied by 1 - mu, mu from the saved group. Both give the same directions afterwards if the
+    optimizer's `momentum` is mu. Hyperparameters do not change; masters, if there are any, follow the weights.
 
     Args:
         optimizer: a `quintic.Muon`, changed; also as Accelerate or Lightning have wrapped it.
-        saved: what `state_dict()` of one optimizer returned, or torch.distributed.checkpoint's
-            `get_optimizer_state_dict`. Of KellerJordan/Muon and nanochat, where each rank saves what it owns, the
-            state dicts of all ranks in their order.
+        saved: the result of an optimizer's `state_dict()`, or of torch.distributed.checkpoint's
+            `get_optimizer_state_dict`. For KellerJordan/Muon and nanochat, with which each rank saves the parameters
+            that it owns, a list with the state dicts of all ranks in their order.
         source: `"torch"` (torch.optim.Muon, torch.optim.AdamW); `"keller_jordan"` (since February 2025);
             `"keller_jordan_2024"` (before, and copies of it: its momentum is a sum); `"dion"` (dion's Muon and NorMuon
             with AdamW); `"nanochat"`.
         names: the optimizer's names of the saved parameters, in the order of the saved groups and of `params` in each;
-            None for a parameter to leave out. Needed where the saved state has no names; goes before those it has.
+            None for a parameter to leave out. Required if the saved state has no names; overrides the names it has.
             PyTorch's optimizers without names are matched by order among the parameters of the same algorithm.
-        second_moments: what to do with mean squares of neurons (NorMuon). `"exact"`: it is an error if the source
+        second_moments: treatment of the mean squares of neurons (NorMuon). `"exact"`: it is an error if the source
             averages over other entries than Quintic does (dion has one per row; Quintic has one per column of a matrix
-            with more columns than rows). `"average"`: these begin with the means of the saved ones. `"drop"`: they stay
-            what they are.
+            with more columns than rows). `"average"`: Quintic's begin with the averages of the saved ones. `"drop"`:
+            they do not change.
 
     Returns:
-        The names of the parameters whose state was set, in the order of the optimizer. The others keep their state; so
+        The names of the parameters whose state was set, in the order of the optimizer. The others keep their state, as
         do second moments that the source does not have.
 
     Raises:
@@ -116,8 +120,7 @@ def import_torch_state(optimizer: torch.optim.Optimizer, *state_dicts: Mapping[s
 
     Args:
         optimizer: a `quintic.Muon`, changed; also as Accelerate or Lightning have wrapped it.
-        state_dicts: what `torch.optim.Muon.state_dict()` and `torch.optim.AdamW.state_dict()` returned, in any order;
-            parameters that none of them knows keep their state.
+        state_dicts: of `torch.optim.Muon` and `torch.optim.AdamW`, in any order; other parameters keep their state.
 
     Returns:
         The names of the parameters whose state was set.
@@ -130,27 +133,30 @@ def import_torch_state(optimizer: torch.optim.Optimizer, *state_dicts: Mapping[s
 
 
 def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Return the state as `torch.optim.Muon` and `torch.optim.AdamW` load it.
+    """Return the state in the form that `torch.optim.Muon` and `torch.optim.AdamW` load.
 
-    Where ranks divide the state (`comms="sharded"`) whole tensors are returned on every rank: all ranks must call it,
-    as `state_dict`. The state of `DTensor`s is exported as `DTensor`s.
+    With `comms="sharded"` whole tensors are returned on every rank: all ranks must call it, as `state_dict`. The state
+    of `DTensor`s is exported as `DTensor`s.
 
     Args:
         optimizer: a `quintic.Muon`, also as Accelerate or Lightning have wrapped it.
 
     Returns:
         `{"muon": state dict, "adamw": state dict}`, each with one group per group of the optimizer, in its order. The
-        tensors are the optimizer's own where it has them whole. What PyTorch's optimizers do not have is left out:
-        second moments of neurons, masters, views, Polar Express (their Muon has the Newton-Schulz triple).
+        tensors are the optimizer's own unless they are sharded. State and options that PyTorch's optimizers do not
+        have are left out: second moments of neurons, masters, views, Polar Express (their Muon has the Newton-Schulz
+        triple).
     """
     muon = muon_in(optimizer, "export_torch_state")
     saved = muon.state_dict()
     exported: dict[str, dict[str, Any]] = {name: {"state": {}, "param_groups": []} for name in STATE_KEYS}
     for group, saved_group in zip(muon.typed_groups, saved["param_groups"], strict=True):
         algorithm: Algorithm = group.algorithm
+        # Parameters are numbered through the groups of their algorithm.
         target = exported[algorithm]
         first = sum(len(other["params"]) for other in target["param_groups"])
         indices = list(range(first, first + len(group.params)))
+        # Options under PyTorch's names.
         lr = group.lr if group.adamw_lr_ratio is None else group.learning_rate
         options: dict[str, Any] = {"lr": lr, "weight_decay": group.weight_decay}
         if not group.rule.orthogonalizes:
@@ -165,6 +171,7 @@ def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, 
                 "adjust_lr_fn": "match_rms_adamw" if group.adjust_lr == "match_rms_adamw" else "original",
             }
         target["param_groups"].append({**options, "params": indices, "param_names": list(group.param_names)})
+        # State that PyTorch's optimizers have, under the same names.
         for index, key in zip(indices, saved_group["params"], strict=True):
             state = saved["state"].get(key, {})
             if not state.keys().isdisjoint(STATE_KEYS[algorithm]):  # frozen parameters have none
@@ -184,7 +191,8 @@ def _owned(optimizer: Muon) -> dict[str, _Owned]:
 def _read(
     ranks: Sequence[Mapping[str, Any]], source: Source, names: Sequence[str | None] | None, owned: Mapping[str, _Owned]
 ) -> list[SavedState]:
-    """Return the saved state of each named parameter, in Quintic's terms."""
+    """Return the saved state of each named parameter in Quintic's terms; `ranks` has the state dict of each rank."""
+    # Check the state dicts.
     if not ranks or (len(ranks) > 1 and source not in PER_RANK):
         raise ValueError(
             f"{len(ranks)} state dicts with source={source!r}: pass one; only {', '.join(PER_RANK)} save one per rank"
@@ -195,8 +203,9 @@ def _read(
         if any("view" in group for group in rank["param_groups"]):
             raise ValueError(
                 f"the saved state is quintic.Muon's own, not of source={source!r}: load it with "
-                f"optimizer.load_state_dict(state_dict), which brings masters and second moments back, too"
+                f"optimizer.load_state_dict(state_dict), which also restores masters and second moments"
             )
+    # All ranks have the same parameters, and groups with the same keys.
     groups = ranks[0]["param_groups"]
     keys = [key for group in groups for key in group["params"]]
     for number, rank in enumerate(ranks):
@@ -206,6 +215,7 @@ def _read(
             )
     states = [rank["state"] for rank in ranks]
     states_read: list[SavedState] = []
+    # Name the parameters, then read group by group.
     labels = iter(_names(groups, keys, states[0], source, names, owned))
     for group in groups:
         members = [_member(key, next(labels), source, states[0], owned) for key in group["params"]]
@@ -221,7 +231,12 @@ def _names(
     names: Sequence[str | None] | None,
     owned: Mapping[str, _Owned],
 ) -> Sequence[str | None]:
-    """Return the name of each saved parameter: those given, else those saved, else PyTorch's by their order."""
+    """Return the name of each saved parameter, None for one to leave out.
+
+    `keys` are all saved parameters. Names are taken from the argument `names`, else from the saved state, else, for
+    PyTorch's optimizers, from the optimizer's parameters of the same algorithm in their order.
+    """
+    # Saved names: as keys (torch.distributed.checkpoint), or in the groups.
     if names is None and all(isinstance(key, str) for key in keys):
         return [resolve_name(key, owned) for key in keys]
     if names is None and all("param_names" in group for group in groups):
@@ -230,7 +245,7 @@ def _names(
         if len(names) != len(keys):
             raise ValueError(
                 f"{len(names)} names for {len(keys)} saved parameters: names needs one for each, in the order of the "
-                f"saved groups, and None for those to leave out"
+                f"saved groups, and None for a parameter to leave out"
             )
         return [None if name is None else resolve_name(name, owned) for name in names]
     if source != "torch":
@@ -238,8 +253,9 @@ def _names(
             f"the saved state of {source} has no parameter names: pass names, one for each of its {len(keys)} "
             f"parameters, in the order of the saved groups"
         )
+    # By order: the names of their state tell the algorithm of the saved parameters.
     saved_keys = set().union(*states.values())
-    if not saved_keys:
+    if not saved_keys:  # no parameter was ever stepped
         return [None] * len(keys)
     algorithm = next((name for name, wanted in STATE_KEYS.items() if wanted & saved_keys), None)
     if algorithm is None:
@@ -256,6 +272,7 @@ def _names(
 def _member(
     key: Any, name: str | None, source: Source, states: Mapping[Any, Mapping[str, Any]], owned: Mapping[str, _Owned]
 ) -> SavedParameter:
+    """Return a saved parameter with its name and shape; a ValueError if the optimizer has none of this name."""
     if name is None or name in owned:
         return SavedParameter(key, name, None if name is None else owned[name].param.shape)
     if source not in PER_RANK and not states.get(key):
@@ -268,7 +285,7 @@ def _member(
 
 
 def _copy_in(entries: Sequence[SavedState], owned: Mapping[str, _Owned], mode: SecondMoments) -> list[str]:
-    """Check everything, then copy; return the names of what was set."""
+    """Check everything, then copy; return the names of the parameters whose state was set."""
     copies: list[_Copy] = []
     seen: set[str] = set()
     for entry in entries:
@@ -277,13 +294,14 @@ def _copy_in(entries: Sequence[SavedState], owned: Mapping[str, _Owned], mode: S
         seen.add(entry.name)
         copies += _copies(entry, owned[entry.name], mode)
     for target, source, factor in copies:
-        if factor != 1:  # in the precision of the target, and rounded once
+        if factor != 1:  # multiplied in float32 or wider; `copy_` rounds once
             source = source.to(torch.promote_types(target.dtype, torch.float32)) * factor
         target.copy_(source)
     return [name for name in owned if name in seen]
 
 
 def _copies(entry: SavedState, own: _Owned, mode: SecondMoments) -> list[_Copy]:
+    """Return the copies for one parameter, after checking that they fit."""
     algorithm = own.group["algorithm"]
     if algorithm != entry.algorithm:
         raise ValueError(
@@ -302,7 +320,7 @@ def _copies(entry: SavedState, own: _Owned, mode: SecondMoments) -> list[_Copy]:
             continue
         target, source = own.state[key], saved_tensor(value, f"{entry.name}: saved {key}")
         if source.ndim == 2 and target.ndim > 2 and source.shape == target.flatten(1).shape:
-            source = source.reshape(target.shape)  # convolutions are saved as the matrices they are stepped as
+            source = source.reshape(target.shape)  # some libraries save convolutions as (out, rest) matrices
         factor = entry.momentum_factor if key == MOMENTUM else 1.0
         if own.divided is not None and key in PARAM_SHAPED_STATE:
             pieces = part_of_saved(f"{entry.name}: saved {key}", own.param, own.divided, target, source)
@@ -313,6 +331,7 @@ def _copies(entry: SavedState, own: _Owned, mode: SecondMoments) -> list[_Copy]:
 
 
 def _checked(name: str, key: str, copy: _Copy) -> _Copy:
+    """Return the copy; a ValueError if shapes differ, or only one of source and target is a `DTensor`."""
     target, source, _ = copy
     if source.shape != target.shape:
         raise ValueError(
@@ -328,10 +347,10 @@ def _checked(name: str, key: str, copy: _Copy) -> _Copy:
 
 
 def _second_moment_copies(name: str, own: _Owned, saved: Tensor, mode: SecondMoments) -> list[_Copy]:
-    """Return the copy of the mean squares of a parameter's neurons, or nothing where they are dropped.
+    """Return the copy of the mean squares of a parameter's neurons; an empty list if they are dropped.
 
-    The saved means are spread over the entries they were taken from, and averaged over those that Quintic's means are
-    taken from: nothing is lost where each of these is made of whole ones of those.
+    `saved` has the parameter's number of dimensions, with size 1 in the averaged ones. It is expanded to the parameter,
+    and averaged over each of Quintic's neurons, which is exact if every neuron consists of whole saved means.
     """
     if mode == "drop":
         return []
@@ -348,30 +367,34 @@ def _second_moment_copies(name: str, own: _Owned, saved: Tensor, mode: SecondMom
         )
     if not shape.numel():
         return []
+    # Exact if a neuron extends over the whole of every dimension that was averaged.
     averaged = [dim for dim, size in enumerate(saved.shape) if size != shape[dim]]
     if mode == "exact" and not all(_neurons_span(dim, shape, view) for dim in averaged):
         raise ValueError(
             f"{name}: saved second moments of shape {tuple(saved.shape)} are means over other entries than the neurons "
             f"of {view} for shape {tuple(shape)}; pass second_moments='average' to begin with their means, or 'drop'"
         )
-    # Double precision: a mean of equal numbers is then that number.
+    # In float64, the mean of equal float32 numbers is exactly that number. One number per neuron, (neurons,).
     means = [neurons.mean(-1, dtype=torch.float64).flatten() for neurons in _neurons(saved, shape, view)]
     return [_checked(name, NEURON_MOMENT, _Copy(buffer, torch.cat(means), 1.0))]
 
 
 @cache
 def _neurons_span(dim: int, shape: torch.Size, view: View) -> bool:
-    """Return whether every neuron of the view has entries from all of a dimension of the parameter."""
+    """Return whether every neuron of the view extends over the whole of a dimension of the parameter."""
+    # The index along `dim` of every entry, with size 1 in the other dimensions.
     places = torch.arange(shape[dim], device="cpu").view([-1 if other == dim else 1 for other in range(len(shape))])
     extents = [neurons.amax(-1) - neurons.amin(-1) for neurons in _neurons(places, shape, view)]
     return all(bool((extent == shape[dim] - 1).all()) for extent in extents)
 
 
 def _neurons(means: Tensor, shape: torch.Size, view: View) -> list[Tensor]:
-    """Return the entries of every neuron, (b, neurons, entries) for each batch of the view: rows, of wide ones columns.
+    """Return the entries of every neuron, (b, neurons, entries) for each batch of the view.
 
-    The means have size 1 in the dimensions of the parameter along which they are constant.
+    Neurons are the rows of a matrix, or its columns if it has more columns than rows. `means` has size 1 in the
+    dimensions of the parameter along which it is constant.
     """
+    # `Flatten` needs contiguous memory; the other views accept expanded tensors.
     spread = means.expand(shape)
     batches = view.batches(spread.contiguous() if isinstance(view, Flatten) else spread)
     return [batch if batch.shape[1] >= batch.shape[2] else batch.mT for batch in batches]

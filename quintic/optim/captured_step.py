@@ -1,4 +1,14 @@
-"""Steps of an optimizer as CUDA graphs: one launch instead of hundreds, where the host is slower than the device."""
+"""Steps of an optimizer as CUDA graphs: one launch instead of hundreds, for hosts that are slower than their device.
+
+A graph replays fixed kernels on fixed addresses, so a call does one of three things:
+
+    eager      the first two calls with a set of due groups, and after a change of options or addresses
+    capture    record the step as a graph, and replay it
+    replay     copy gradients that have moved to the captured addresses, upload hyperparameters, replay
+
+Hyperparameters such as the learning rate are read from device memory at each replay. Step counts, `last_step` and
+tables whose touched rows are sent (`comms="sharded_sparse"`) stay on the host and follow after each replay.
+"""
 
 import math
 from collections import Counter
@@ -16,33 +26,34 @@ from quintic.optim.muon import Muon
 from quintic.optim.rules.device_memory import HYPERPARAMETERS
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.step.averaging import OfGroup
-from quintic.optim.step.runner import Done
+from quintic.optim.step.runner import StepOutcome
 
 __all__ = ["CapturedStep"]
 
+# Calls that step as usual before a capture: they allocate everything that a capture must find allocated.
 _EAGER_STEPS = 2
 
-# What a replay reads from device memory, and what says nothing about a step.
+# Keys of groups that may change without a new capture: a replay reads them from device memory, or no step reads them.
 _NOT_CAPTURED = {*HYPERPARAMETERS, "betas", "params", "param_names", "pending_steps", "initial_lr", "swa_lr"}
 
+# For each group whether it is stepped.
 _Due = tuple[bool, ...]
-"""The groups that a step has."""
 
 
 class _Recorded(NamedTuple):
-    """A CUDA graph, and what it was captured with."""
+    """A CUDA graph, and the tensors that it was captured with."""
 
     graph: Any
+    # (name, parameter, gradient) for all gradients that it reads.
     gradients: list[tuple[str, Tensor, Tensor | None]]
-    """Names and parameters whose gradients it reads, and these."""
+    # By group the averages that clipping had made, which it reads, too.
     early: dict[int, OfGroup]
-    """The averages of gradients that clipping had made, which it reads as well, by group."""
-    done: Done
-    """The outcome of a replay."""
+    # The outcome of the step, on the device; every replay writes it again.
+    outcome: StepOutcome
 
 
 class CapturedStep:
-    """`optimizer.step()` as a CUDA graph, collectives included. The bits are those of `optimizer.step()`.
+    """`optimizer.step()` as a CUDA graph, collectives included, with the same bits.
 
     >>> step = CapturedStep(optimizer)                                                              # doctest: +SKIP
     >>> for batch in batches:                                                                       # doctest: +SKIP
@@ -50,35 +61,37 @@ class CapturedStep:
     ...     step()                       # in place of optimizer.step()
     ...     optimizer.zero_grad(set_to_none=False)
 
-    The first two calls step as usual; the third captures, and replays as all later ones do. Where groups have
-    `step_every`, this holds for each set of groups that are stepped together: there is one graph for odd and one for
-    even steps, or as many as it takes until the sets come again. Tables of which touched rows alone travel
-    (`comms="sharded_sparse"`) are stepped after each replay, as usual. Learning rate, decay, momentum, betas and eps
-    may change between calls; with any other option, with other weights or state in place of those captured, two calls
-    step as usual again. A gradient that is somewhere else than when it was captured is copied there:
-    `zero_grad(set_to_none=False)` leaves them where they are. Where the optimizer averages gradients, `clip_grad_norm_`
-    does so before the step: calls after it are replays if the captured one came after it, too, and else step as usual.
+    The first two calls step as usual; the third captures, and replays as all later ones do. With `step_every`, each set
+    of groups that are stepped in one call has its own two usual steps and its own graph, for example one for odd and
+    one for even steps. Tables with `comms="sharded_sparse"`, whose touched rows are sent, are stepped after each
+    replay, as usual. Learning rate, decay, momentum, betas and eps may change between calls; after a change of any
+    other option, or if weights or state were replaced by other tensors, two calls step as usual again. A gradient at
+    another address than the captured one is copied to it, which `zero_grad(set_to_none=False)` avoids. If the optimizer
+    averages gradients, `clip_grad_norm_` averages them before the step: then calls replay if the captured call came
+    after a clipping, too, and otherwise step as usual.
 
-    With several ranks all of them must call it, as `step`, and make other calls as often as the others do: NCCL runs a
-    collective as a graph on all ranks or on none. Close it (or leave its `with` block) before
-    `torch.distributed.destroy_process_group`, which otherwise waits for the graph for ever. Until then each graph keeps
-    the temporary memory of a step, and the captured gradients.
+    With several ranks all of them must call it, like `step`, and equally often: NCCL runs a collective as a graph on
+    all ranks or on none. Close it (or leave its `with` block) before `torch.distributed.destroy_process_group`, which
+    otherwise waits for the graph for ever. Until then each graph keeps the temporary memory of a step, and the captured
+    gradients.
 
     Args:
-        optimizer: all of whose parameters are on one CUDA device.
+        optimizer: the optimizer; all its parameters must be on one CUDA device.
 
     Raises:
-        ValueError: parameters are elsewhere, or an option is one that the host must act on at each step
-            (`telemetry_every`, `on_nonfinite="raise"`, `offload`, plain PyTorch kernels, `on_nonfinite="skip"` of
-            tables whose touched rows travel), or `step_every` would need more than eight graphs, or the optimizer has
-            step hooks; the message names it.
+        ValueError: parameters are on other devices, or an option needs the host at each step (`telemetry_every`,
+            `on_nonfinite="raise"`, `offload`, plain PyTorch kernels, `on_nonfinite="skip"` with
+            `comms="sharded_sparse"`), or `step_every` would need more than eight graphs, or the optimizer has step
+            hooks; the message names the reason.
     """
 
     def __init__(self, optimizer: Muon) -> None:
         self._optimizer = optimizer
         self._check()
+        # By set of due groups: its graph, and the number of its usual steps so far.
         self._graphs: dict[_Due, _Recorded] = {}
         self._num_eager: Counter[_Due] = Counter()
+        # The options and addresses that all graphs were captured with.
         self._captured: object = None
 
     def __enter__(self) -> "CapturedStep":
@@ -90,7 +103,8 @@ class CapturedStep:
         self.close()
 
     def close(self) -> None:
-        """Free the graphs and their memory; the next calls begin anew."""
+        """Free the graphs and their memory; the next two calls step as usual again."""
+        # A graph must not be freed while it runs.
         if self._graphs and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         for recorded in self._graphs.values():
@@ -104,19 +118,22 @@ class CapturedStep:
         """Make one step. All ranks that share parameters must call it.
 
         Raises:
-            RuntimeError: a parameter has a gradient now that had none when the step was captured, or the other way
-                round, or one with other placements; nothing was changed.
+            RuntimeError: a parameter has a gradient now but had none when the step was captured, or vice versa, or its
+                gradient has other placements; nothing was changed.
         """
+        # Another option, or another tensor for weights or state, makes all graphs useless.
         optimizer, fingerprint = self._optimizer, self._fingerprint()
         if fingerprint != self._captured:
             self.close()
             self._captured = fingerprint
+        # Two steps: `inside` the graph, and `outside` it for sparse tables. For each group, 0 means that it is due in
+        # this step; the groups of the other step count as not due.
         pending_steps = optimizer.next_pending_steps()
-        # What a CUDA graph can hold, and the sparse rest: in each the other's groups wait.
         sparse = self._sparse_groups()
         inside = [pending or int(number in sparse) for number, pending in enumerate(pending_steps)]
         outside = [pending or int(number not in sparse) for number, pending in enumerate(pending_steps)]
         due = tuple(pending == 0 for pending in pending_steps)
+        # Averages of clipping, which the graph must have been captured with or without.
         early = {number: one for number, one in optimizer.current.early.fresh().items() if inside[number] == 0}
         recorded = self._graphs.get(due)
         is_other = recorded is not None and recorded.early.keys() != early.keys()
@@ -124,6 +141,7 @@ class CapturedStep:
             optimizer.step()
             self._num_eager[due] += 1
             return
+        # Capture, or bring everything that a replay reads to the captured addresses.
         if recorded is None:
             recorded = self._graphs[due] = self._capture(inside, early)
         else:
@@ -132,29 +150,30 @@ class CapturedStep:
                 recorded.early[number].copy_from(averages)
             optimizer.upload_hyperparameters()
         recorded.graph.replay()
-        done = recorded.done
+        # The sparse tables, then the host's record of both.
+        outcome = recorded.outcome
         if 0 in outside:
-            done = done._replace(counts=[*done.counts, *optimizer.step_part(outside).counts])
-        optimizer.note_step(done, pending_steps, is_replayed=True)
+            outcome = outcome._replace(counts=[*outcome.counts, *optimizer.step_part(outside).counts])
+        optimizer.note_step(outcome, pending_steps, is_replayed=True)
         optimizer.current.rows.check(wait=False)
 
     def _capture(self, pending_steps: Sequence[int], early: dict[int, OfGroup]) -> _Recorded:
-        """Capture a step of some groups, which is not made yet."""
+        """Capture a step of the groups whose pending steps are 0; capturing records the step and does not make it."""
         self._check()
         optimizer = self._optimizer
         gradients = [(name, param, param.grad) for name, param in self._read(pending_steps)]
         optimizer.upload_hyperparameters()
 
-        def work() -> Done:
-            done = optimizer.step_part(pending_steps)
-            optimizer.steps_made.count_skips(done)
-            return done
+        def work() -> StepOutcome:
+            outcome = optimizer.step_part(pending_steps)
+            optimizer.steps_made.count_skips(outcome)
+            return outcome
 
-        graph, done = capture(work)
-        return _Recorded(graph, gradients, early, done)
+        graph, outcome = capture(work)
+        return _Recorded(graph, gradients, early, outcome)
 
     def _read(self, pending_steps: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters whose gradients a step reads, with their names."""
+        """Yield (name, parameter) for the gradients that a step reads, those of tied copies included."""
         for group in self._optimizer.typed_groups:
             if pending_steps[group.number] == 0:
                 yield from zip(group.param_names, group.params, strict=True)
@@ -163,19 +182,20 @@ class CapturedStep:
                 yield tie.copy_name, tie.copy
 
     def _sparse_groups(self) -> set[int]:
-        """Return the numbers of groups with a table of which touched rows alone travel."""
+        """Return the numbers of groups with a table whose touched rows are sent, not all of its rows."""
         return {table.group for table in self._optimizer.current.rows.tables.values()}
 
     def _params(self) -> list[Tensor]:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
     def _fingerprint(self) -> object:
-        """Return the values that must not change: options, and the places of weights and state."""
+        """Return the values that a graph depends on: options, and the addresses of weights and state."""
+        # Options that are equal but not the same object need no new capture.
         options = [
             {key: value for key, value in group.items() if key not in _NOT_CAPTURED}
             for group in self._optimizer.param_groups
         ]
-        # A learning rate that is a tensor is read where it is.
+        # A graph reads a learning rate that is a tensor at its address, so it must remain the same tensor.
         live = [id(group["lr"]) for group in self._optimizer.param_groups if isinstance(group["lr"], Tensor)]
         state = self._optimizer.state
         places = [
@@ -187,17 +207,20 @@ class CapturedStep:
         return options, live, places
 
     def _check(self) -> None:
+        """Raise a ValueError if the optimizer cannot be captured; repeated before each capture, as options change."""
         groups, sparse = self._optimizer.param_groups, self._sparse_groups()
         for number, group in enumerate(groups):
             reason = _obstacle(group, is_sparse=number in sparse)
             if reason is not None:
                 raise ValueError(f"{reason}: step with optimizer.step(), or without this option")
+        # The set of due groups repeats after the least common multiple of all `step_every`.
         num_graphs = math.lcm(*(int(group["step_every"]) for group in groups))
         if num_graphs > MOST_GRAPHS:
             raise ValueError(
-                f"step_every of the groups comes to the same set of groups after {num_graphs} steps, and each set "
-                f"needs a graph, of which there may be {MOST_GRAPHS}: choose numbers with more divisors in common"
+                f"step_every of the groups repeats after {num_graphs} steps, and each of these steps needs a CUDA "
+                f"graph, of which there may be {MOST_GRAPHS}: choose values of step_every with more divisors in common"
             )
+        # Hooks are Python code, which a replay does not run.
         hooks = self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
         if hooks:
             raise ValueError("a captured step runs no step hooks, and the optimizer has some: remove them")
@@ -205,8 +228,8 @@ class CapturedStep:
 
 
 def _bring_gradients(captured: Sequence[tuple[str, Tensor, Tensor | None]]) -> None:
-    """Copy gradients that are somewhere else than those captured."""
-    moved: list[tuple[Tensor, Tensor]] = []
+    """Copy gradients that are at other addresses than the captured ones to these; check all before copying any."""
+    moved: list[tuple[Tensor, Tensor]] = []  # (captured, current)
     for name, param, target in captured:
         gradient = param.grad
         if gradient is target:
@@ -221,8 +244,8 @@ def _bring_gradients(captured: Sequence[tuple[str, Tensor, Tensor | None]]) -> N
         if cuts[0] != cuts[1]:
             raise RuntimeError(
                 f"{name}: its gradient has placements {cuts[0]} now and had {cuts[1]} when the "
-                f"step was captured, which would take it for that; redistribute it before the step, on all ranks, "
-                f"or close() the captured step on all ranks"
+                f"step was captured, and a replay would mistake one for the other; redistribute it before the step, on "
+                f"all ranks, or close() the captured step on all ranks"
             )
         if local_tensor(gradient).data_ptr() != local_tensor(target).data_ptr():
             moved.append((local_tensor(target), local_tensor(gradient)))
@@ -235,6 +258,7 @@ def _check_devices(optimizer: Muon, params: Iterable[Tensor]) -> None:
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         names = ", ".join(sorted(map(str, devices)))
         raise ValueError(f"a CUDA graph needs all parameters on one CUDA device, these are on {names or 'none'}")
+    # Triton's kernels read hyperparameters from device memory, plain PyTorch bakes them into the graph.
     for bucket in optimizer.plan():
         if bucket.kernels == "torch":
             raise ValueError(
@@ -244,7 +268,7 @@ def _check_devices(optimizer: Muon, params: Iterable[Tensor]) -> None:
 
 
 def _obstacle(group: Mapping[str, Any], *, is_sparse: bool) -> str | None:
-    """Return the option with which the host decides what a step does, or None."""
+    """Return why a group cannot be captured: an option that needs the host at each step. None if it can."""
     if group["telemetry_every"] is not None:
         return "telemetry_every counts on the host"
     if group["on_nonfinite"] == "raise":

@@ -1,8 +1,13 @@
-"""Clipping of gradients by their total norm, whatever ranks their pieces lie on.
+"""Clips gradients by their total norm, with one result for every layout.
 
-The squared norm of each parameter's gradient is made where its pieces are, brought together along the axes of its mesh
-(pieces of a sharded axis are added, copies of a replicated one count once), and added up. Only these numbers travel.
-Gradients that the optimizer averages over ranks (`comms`) are averaged first, for the next step too.
+    collect    this rank's pieces of the gradients in scope; gradients that the optimizer averages over ranks (`comms`)
+               are averaged here, and the next step uses these averages
+    square     the squared norm of each piece, on its device, in float64
+    reduce     over the mesh: pieces along a sharded axis are added, copies along a replicated one count once
+    total      the sum over all parameters of all connected ranks, each parameter counted once
+    scale      this rank's pieces in place
+
+Only squared norms are sent between ranks, one number per parameter, (n,).
 """
 
 import math
@@ -23,7 +28,7 @@ from quintic.optim.rules.numbers import is_number
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.step.averaging import OfGroup
 
-if TYPE_CHECKING:  # importing it takes a second, which who has no DTensor should not pay
+if TYPE_CHECKING:  # importing it takes a second; avoid it when DTensor is unused
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["clip_grad_norm_"]
@@ -44,53 +49,53 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Keep a step from being too large: scale gradients down if their total norm is above `max_norm`; return that norm.
+    """Scale gradients down if their total norm is above `max_norm`, which bounds a step; return that norm.
 
     Call it between `backward` and `step`, in place of `torch.nn.utils.clip_grad_norm_`; with `torch.amp.GradScaler`
-    after `unscale_`. By default only gradients of AdamW groups are counted and scaled. Muon's update is orthogonalised:
-    it has the same size whatever the size of the gradient. Clipping Muon's gradients does not bound its step; it only
-    weights the steps in the momentum differently, and the large gradients of matrices would decide how much of the
-    others is left.
+    after `unscale_`. By default only gradients of AdamW groups are counted and scaled. Muon orthogonalises its update,
+    which has the same size for any size of the gradient. Clipping Muon's gradients would not bound its step, but only
+    weight the steps in the momentum differently; and the large gradients of matrices would dominate the norm, by which
+    AdamW's gradients are scaled, too.
 
-    Gradients are multiplied in place by min(1, max_norm / (norm + 1e-6)), where norm is their total 2-norm. The norm is
-    that of the whole gradients in every layout: pieces on different ranks are added, copies count once, gradients that
-    are None count as zeros. A gradient that is still to be added up over ranks (a `DTensor` with `Partial`) is replaced
-    by the sum, also on ranks that have none (see `docs/explanation/several-ranks.md`).
+    Gradients are multiplied in place by min(1, max_norm / (norm + 1e-6)), where norm is the 2-norm of all whole
+    gradients: pieces on different ranks are added, copies count once, gradients that are None count as zeros. A
+    `Partial` gradient of a `DTensor` is replaced by the sum over ranks, also on ranks that have none (see
+    `docs/explanation/several-ranks.md`).
 
-    Where the optimizer averages gradients, the norm is that of the averages, and they are made here instead of in the
-    next step. With `comms="replicated"` they are in `p.grad` then; with `"sharded"` and `"sharded_sparse"` each rank
-    keeps those of the parts it owns for the step, clipped, and `p.grad` is left alone (of `"sharded_sparse"` all rows
-    travel). Gradients that are touched between this call and `step` are averaged again there, and not clipped.
+    If the optimizer averages gradients, the norm is that of the averages, which are computed here instead of in the
+    next step. With `comms="replicated"` they replace `p.grad`; with `"sharded"` and `"sharded_sparse"` each rank keeps
+    the clipped averages of the pieces it owns for the step, and `p.grad` does not change (all rows of
+    `"sharded_sparse"` tables are sent). Gradients that change between this call and `step` are averaged again there,
+    and not clipped.
 
-    Ranks that share parameters, also through other ranks, clip by one norm: that of all their parameters, each counted
-    once, by its name. Where ranks have parameters of one name that they do not share (copies that the optimizer knows
-    nothing of, or experts of each rank), the largest counts. See `docs/explanation/several-ranks.md`.
+    Ranks that share parameters, directly or through other ranks, clip by one norm: that of all their parameters, each
+    counted once, by its name. If ranks have parameters of one name that they do not share (copies that the optimizer
+    does not know about, or experts of each rank), the largest norm counts. See `docs/explanation/several-ranks.md`.
 
-    Collective: all these ranks (and those of `process_group`) must call it, with the same parameters in the
-    same order, whichever gradients are None on which rank. Does not wait for the device unless `error_if_nonfinite`.
-    Groups that are between two of their steps (`step_every`) are left alone: their gradients still add up.
+    Collective: all these ranks (and the ranks of `process_group`) must call it, with the same parameters in the same
+    order, also if some gradients are None on some ranks. Does not wait for the device unless `error_if_nonfinite`.
+    Groups that are not due in the next step (`step_every`) are not clipped, since their gradients still add up.
 
     Args:
         optimizer: `quintic.Muon` whose gradients are clipped, also as Accelerate or Lightning have wrapped it; weights
             and state are not read.
         max_norm: upper bound of the total norm, > 0; `math.inf` measures without scaling.
         scope: `"adamw"`: gradients of AdamW groups; `"all"`: of all groups.
-        error_if_nonfinite: raise if the norm is infinite or undefined; nothing was scaled then. Waits for the device.
-        process_group: ranks that share no parameters, whose squared norms are added: those of the pipeline's stages,
-            one rank of every stage. None if there are no stages, or if groups have a `process_group` of all stages.
+        error_if_nonfinite: raise if the norm is infinite or undefined, without scaling. Waits for the device.
+        process_group: ranks that share no parameters and whose squared norms are added: one rank of every stage of a
+            pipeline. None if there are no stages, or if groups have a `process_group` of all stages.
 
     Returns:
-        () float32: the total norm before clipping, on the device of the (first) gradients; the same on all ranks that
-        parameters connect, and of `process_group`. Squares are added in float64 (where a device has none, in float32)
-        in a fixed order, so that the norm is the one of a single device up to the last rounding to float32, which
-        hardly ever falls the other way.
+        () float32: the total norm before clipping, on the device of the first gradient; equal on all connected ranks
+        and those of `process_group`. Squares are added in float64 (float32 on devices without it) in a fixed order, so
+        that the norm is that of a single device except for rare differences in the last rounding to float32.
 
     Raises:
         TypeError: `optimizer` is not a `quintic.Muon`.
         ValueError: `scope` is unknown, `max_norm` is not positive, or a gradient is sparse.
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is set; ranks were given different parameters or
-            options; or this rank has a gradient as `Partial` that no rank had as such before the first step, or the
-            first clipping: nothing was sent or scaled then, and only ranks that have such a gradient raise.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set; or ranks were given different parameters
+            or options; or a gradient here is `Partial` that was `Partial` on no rank before the first step or clipping:
+            then nothing was sent or scaled, and only ranks with such a gradient raise.
 
     Source: R. Pascanu et al. 2013, arXiv 1211.5063, algorithm 1; interface as `torch.nn.utils.clip_grad_norm_`.
     """
@@ -100,13 +105,16 @@ def clip_grad_norm_(
     is_infinite = isinstance(max_norm, float) and max_norm == math.inf
     if not (is_infinite or is_number(max_norm, least=math.ulp(0.0))):
         raise ValueError(f"max_norm must be a positive number, got {max_norm!r}; math.inf measures without clipping")
+    # Collect, and square.
     gradients, divided = _gradients_in(optimizer, scope)
     device = _device_of(optimizer, gradients)
     current, runner = optimizer.current, optimizer.runner
     names, squares = _squared_norms(gradients, device, current.communicators)
+    # Sharded averages: each rank has some pieces of every parameter.
     for ranks, parts in divided.items():
         names += [part.name for part in parts]
         squares.append(_squared_norms_of_parts(parts, current.communicators[ranks], len(ranks), device))
+    # Total, () over all connected ranks, and over the stages of a pipeline.
     squared = runner.agreements.connected.total(names, torch.cat(squares))
     if process_group is not None:
         squared = _gathered(squared.view(1), process_group, len(group_ranks(process_group))).sum()
@@ -116,6 +124,7 @@ def clip_grad_norm_(
             f"the total norm of the gradients in scope {scope!r} is {norm.item()}, so they cannot be clipped; nothing "
             f"was scaled (error_if_nonfinite=False scales anyway)"
         )
+    # Scale; averages that were made for the step count as unchanged.
     if math.isfinite(max_norm):
         of_parts = [part for parts in divided.values() for part in parts]
         pieces = [one.local for one in (*gradients, *of_parts) if one.local is not None]
@@ -125,20 +134,25 @@ def clip_grad_norm_(
 
 
 class _Gradient(NamedTuple):
-    """A gradient that the scope counts."""
+    """A gradient in scope, on this rank."""
 
     name: str
     param: Tensor
+    # This rank's piece, with the parameter's placements; with sharded state the averages of the pieces it owns,
+    # (entries,); None without a gradient.
     local: Tensor | None
-    """This rank's piece, cut as the parameter is; or, where ranks divide the state, its parts of the average."""
 
 
 def _gradients_in(optimizer: Muon, scope: str) -> tuple[list[_Gradient], dict[tuple[int, ...], list[_Gradient]]]:
-    """Return the gradients that lie as their parameters do, and those of which ranks have parts, by these ranks."""
+    """Return the gradients in scope: those in their parameters' layouts, and sharded averages by their ranks.
+
+    Computes the averages of groups that are due. All ranks that share parameters must call it.
+    """
     gradients: list[_Gradient] = []
     divided: dict[tuple[int, ...], list[_Gradient]] = {}
     runner = optimizer.connected() if has_process_group() else optimizer.runner
     current = optimizer.current
+    # Only groups that the next step steps.
     pending_steps = optimizer.next_pending_steps()
     due = [
         group
@@ -148,18 +162,22 @@ def _gradients_in(optimizer: Muon, scope: str) -> tuple[list[_Gradient], dict[tu
     numbers = [group.number for group in due]
     for tie in runner.ties:
         if pending_steps[tie.head_group] == 0:
-            tie.add_gradient()  # and with it the norm
-    current.early.fresh()  # forgets what was touched, before what remains is touched here
+            tie.add_gradient()  # the head's gradient then includes its copy's, as in the step
+    # Drop averages of gradients that have changed since, before this function changes gradients itself.
+    current.early.fresh()
     if has_process_group():
         runner.agreements.sum_early(numbers)
+    # Averages by group number, for the groups that the optimizer averages.
     averages: Mapping[int, OfGroup] = {}
     if any(group.comms in AVERAGING for group in due):
         averages = runner.average_early(numbers)
     for group in due:
+        # The gradient is final on this rank.
         if group.number not in averages:
             rows = zip(group.param_names, group.params, strict=True)
             gradients += [_Gradient(name, param, _own_gradient(name, param)) for name, param in rows]
             continue
+        # An average, whole on every rank ("replicated") or sharded over `ranks`.
         averaged = zip(group.param_names, averages[group.number].tensors(), strict=True)
         ranks = dividing_ranks(group, layouts_of(group))
         target = divided.setdefault(ranks, []) if ranks else gradients
@@ -168,7 +186,7 @@ def _gradients_in(optimizer: Muon, scope: str) -> tuple[list[_Gradient], dict[tu
 
 
 def _own_gradient(name: str, param: Any) -> Tensor | None:
-    """Return this rank's piece of a gradient that is not sparse, cut as the parameter is; None where there is none."""
+    """Return this rank's piece of a dense gradient, with the placements of its parameter; None without a gradient."""
     gradient: Any = writable_gradient(param)
     if gradient is None:
         return None
@@ -176,13 +194,13 @@ def _own_gradient(name: str, param: Any) -> Tensor | None:
     reject_uncut(name, param, gradient)
     cut, wanted = getattr(gradient, "placements", None), getattr(param, "placements", None)
     if cut != wanted and cut is not None and wanted is not None:
-        # Kept, so that `step` need not do it again.
+        # Stored as the gradient, so that `step` need not redistribute it again.
         param.grad = gradient = placed_as(name, param, gradient)
     return local_tensor(gradient)
 
 
 def _device_of(optimizer: Muon, gradients: Sequence[_Gradient]) -> torch.device:
-    """Return the device of the first gradient; where this rank has none, of the first parameter."""
+    """Return the device of this rank's first gradient, or of its first parameter if it has no gradients."""
     for gradient in gradients:
         if gradient.local is not None:
             return gradient.local.device
@@ -191,14 +209,18 @@ def _device_of(optimizer: Muon, gradients: Sequence[_Gradient]) -> torch.device:
 
 
 def _wide(device: torch.device) -> torch.dtype:
-    """Return the dtype in which squares are added."""
+    """Return the dtype in which squares are added on a device: MPS has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _squared_norms(
     gradients: Sequence[_Gradient], device: torch.device, communicators: Communicators
 ) -> tuple[list[str], list[Tensor]]:
-    """Return names of parameters, and on a device the squared norm of each whole gradient, (n,) for those of a mesh."""
+    """Return the names of parameters, and the squared norms of their whole gradients on `device`.
+
+    The norms are a list of (n,) tensors, one per mesh and device, in the order of the names.
+    """
+    # Sort the parameters by mesh and device; plain tensors have no mesh. Ranks outside a mesh hold nothing of it.
     norms = _norms(gradients)
     places: dict[tuple[DeviceMesh | None, torch.device], list[int]] = {}
     for place, (_, param, _) in enumerate(gradients):
@@ -207,8 +229,9 @@ def _squared_norms(
             places.setdefault((mesh, param.device), []).append(place)
     names: list[str] = []
     parts = [torch.zeros(0, dtype=_wide(device), device=device)]
-    # In one order everywhere: ranks of several meshes wait for each other.
+    # Meshes in one order on all ranks, since a rank of several meshes runs a collective in each.
     for (mesh, where), members in sorted(places.items(), key=lambda item: _ranks(item[0][0])):
+        # (n,) for the n parameters of this mesh and device.
         zero = torch.zeros((), dtype=_wide(where), device=where)
         squares = torch.stack([norms.get(place, zero) for place in members]).square()
         if mesh is not None:
@@ -225,7 +248,8 @@ def _ranks(mesh: "DeviceMesh | None") -> list[int]:
 def _squared_norms_of_parts(
     parts: Sequence[_Gradient], group: ProcessGroup, num_ranks: int, device: torch.device
 ) -> Tensor:
-    """Return the (n,) squared norms of what the ranks of a group have parts of, on `device`. All must call it."""
+    """Return the (n,) squared norms of sharded averages, summed over the ranks of a group. All of them must call it."""
+    # A rank without a piece of a parameter adds zero.
     norms = _norms(parts)
     zero = torch.zeros((), dtype=_wide(device), device=device)
     squares = torch.stack([norms.get(place, zero).to(device) for place in range(len(parts))]).square()
@@ -233,9 +257,10 @@ def _squared_norms_of_parts(
 
 
 def _norms(gradients: Sequence[_Gradient]) -> dict[int, Tensor]:
-    """Return the 2-norm of each gradient that has entries, by its place."""
+    """Return the () 2-norm of each gradient, by its position; those without entries or gradient are left out."""
     norms: dict[int, Tensor] = {}
     pieces = [gradient.local for gradient in gradients]
+    # One fused call per device and dtype.
     for (device, _), places in alike(pieces).items():
         together = [piece for place in places if (piece := pieces[place]) is not None]
         norms |= zip(places, torch._foreach_norm(together, 2, dtype=_wide(device)), strict=True)
@@ -243,20 +268,25 @@ def _norms(gradients: Sequence[_Gradient]) -> dict[int, Tensor]:
 
 
 def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any], communicators: Communicators) -> Tensor:
-    """Return (n,) squared norms of whole gradients, on every rank of their mesh, from those of pieces."""
+    """Return the (n,) squared norms of whole gradients from this rank's (n,) squared norms of pieces.
+
+    `params` are the n parameters, all on `mesh`. All ranks of the mesh must call it.
+    """
     if mesh.size() == 1:
         return squares
     ranks = _ranks(mesh)
-    # In the mesh's own process group, where collectives have run before: not in those of its axes.
+    # (ranks, n), gathered in the process group of the whole mesh, which is connected; those of its axes may not be.
     squares = _gathered(squares, communicators[tuple(ranks)], len(ranks))
+    # Rows from ascending ranks to the order of the mesh, then (*mesh.shape, n).
     if ranks != mesh.mesh.flatten().tolist():
         places = [ranks.index(rank) for rank in mesh.mesh.flatten().tolist()]
         squares = squares[upload(host_tensor(places), squares.device)]
     squares = squares.view(*mesh.mesh.shape, len(params))
+    # Reduce the first axis that is left: pieces are added; of copies take the largest, since they are equal unless a
+    # rank lacks the gradient.
     for axis in range(mesh.ndim):
         of_ranks = squares
         is_copy = [param.placements[axis].is_replicate() for param in params]
-        # Of copies the largest counts: they are equal, unless a rank lacks the gradient.
         if all(is_copy):
             squares = of_ranks.amax(dim=0)
         elif not any(is_copy):
@@ -269,5 +299,5 @@ def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any], commu
 
 
 def _gathered(values: Tensor, group: ProcessGroup, num_ranks: int) -> Tensor:
-    """Return (num_ranks, n) from the (n,) of every rank. All ranks of the group must call it."""
+    """Return the (num_ranks, n) values of all ranks from this rank's (n,). All ranks of the group must call it."""
     return start_all_gather(values, num_ranks, group).wait().view(num_ranks, -1)

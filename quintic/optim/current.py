@@ -27,7 +27,7 @@ from quintic.optim.rules.table import orthogonalizes
 from quintic.optim.state.parameters import Parameter, connected_parameters
 from quintic.optim.state.upkeep import Change, Upkeep, WatchedParameters
 from quintic.optim.step.averaging import EarlyAverages
-from quintic.optim.step.runner import Done, Runner
+from quintic.optim.step.runner import Runner, StepOutcome
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.step.telemetry import StepReport, report_of
 from quintic.optim.validate import check_group, check_scheduled
@@ -221,7 +221,7 @@ class Current:
         if must_plan:
             self.outdate()  # which state there is, and where, follows from these options, too
         elif self.runner is not None:
-            self.runner.common.groups = groups
+            self.runner.context.groups = groups
 
     def _make_state(self, states: States) -> None:
         if self._upkeep.is_current(self.groups, states):
@@ -246,34 +246,34 @@ class StepsMade:
         """None when there is nothing to find out any more."""
         self.refused: Sequence[int] | None = None
         """Pending steps of a step that gradients that are not finite made raise, until they are mended or reset."""
-        self._last = Done([], None, False)
+        self._last = StepOutcome([], None, False)
         self._waiting = self._qk_layers = 0
         self._skipped: Tensor | None = None
         """() int64 on a device: steps stopped."""
 
-    def count(self, done: Done, *, waiting: int, qk_layers: int, is_replayed: bool = False) -> None:
+    def count(self, outcome: StepOutcome, *, waiting: int, qk_layers: int, is_replayed: bool = False) -> None:
         """Note a step; the host waits for nothing. A CUDA graph that is replayed has captured `count_skips`."""
         self.num_steps += 1
-        self._last, self._waiting, self._qk_layers = done, waiting, qk_layers
-        if done.asks and not is_replayed:
-            self.count_skips(done)
+        self._last, self._waiting, self._qk_layers = outcome, waiting, qk_layers
+        if outcome.guards_nonfinite and not is_replayed:
+            self.count_skips(outcome)
 
-    def count_skips(self, done: Done) -> None:
+    def count_skips(self, outcome: StepOutcome) -> None:
         """Count on the device whether non-finite gradients stopped a step."""
-        if done.go is None or not done.asks:
+        if outcome.apply_mask is None or not outcome.guards_nonfinite:
             return
         if self._skipped is None:
-            self._skipped = torch.zeros((), dtype=torch.int64, device=done.go.device)
-        self._skipped += 1 - done.go
+            self._skipped = torch.zeros((), dtype=torch.int64, device=outcome.apply_mask.device)
+        self._skipped += 1 - outcome.apply_mask
 
     def report(self) -> StepReport:
         """Return the report of the last step; waits for the device."""
-        counts, go, asks = self._last
+        counts, apply_mask, guards_nonfinite = self._last
         return replace(
             report_of(counts),
             waiting=self._waiting,
             qk_layers=self._qk_layers,
-            skipped=asks and go is not None and not bool(go),
+            skipped=guards_nonfinite and apply_mask is not None and not bool(apply_mask),
             skipped_steps=0 if self._skipped is None else int(self._skipped),
         )
 

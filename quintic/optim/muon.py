@@ -23,7 +23,7 @@ from quintic.optim.rules.device_memory import is_capturing
 from quintic.optim.rules.opaque import opaque, opaque_step
 from quintic.optim.rules.rates import ADAMW_LR
 from quintic.optim.rules.update import AdjustLr, Cautious, DecayCoupling
-from quintic.optim.step.runner import Done
+from quintic.optim.step.runner import StepOutcome
 from quintic.optim.step.telemetry import MatrixTelemetry, StepReport, collected
 
 __all__ = ["Muon", "Orthogonalizer", "muon_in"]
@@ -259,7 +259,7 @@ class Muon(OptimizerBase):
                     "step_every counts on the host, which a CUDA graph does not: use quintic.CapturedStep"
                 )
         pending_steps = self._pending_steps()
-        if not runner.common.is_alone:
+        if not runner.context.is_alone:
             runner.agreements.check_sums(pending_steps)
         self._current.use_state(self._home["state"])
         if first is not None:
@@ -267,7 +267,7 @@ class Muon(OptimizerBase):
         logits = {} if qk_logits is None else qk_logits
         qk_step = self._current.start_qk_step(runner, self._home["state"], logits)
         try:
-            done = runner.step(pending_steps, self._steps_made.num_steps, skips_nonfinite=is_scaled)
+            outcome = runner.step(pending_steps, self._steps_made.num_steps, skips_nonfinite=is_scaled)
         except FloatingPointError:
             self._steps_made.refused = pending_steps
             raise
@@ -275,22 +275,22 @@ class Muon(OptimizerBase):
             self._steps_made.first_gradients = None
         if qk_step is not None:
             with runner.reachable_state():
-                qk_step.finish(done.go)
-        self.note_step(done, pending_steps, qk_layers=len(logits))
+                qk_step.finish(outcome.apply_mask)
+        self.note_step(outcome, pending_steps, qk_layers=len(logits))
         if self._current.rows.tables:
             self._current.rows.check(wait=False)
         return loss
 
-    def step_part(self, pending_steps: Sequence[int]) -> Done:
+    def step_part(self, pending_steps: Sequence[int]) -> StepOutcome:
         """Step the groups that wait for 0 more steps, and note nothing of it on the host. For `CapturedStep`."""
         runner = self.connected()
-        if not runner.common.is_alone:
+        if not runner.context.is_alone:
             runner.agreements.check_sums(pending_steps)
         self._current.use_state(self._home["state"])
-        done = runner.step(pending_steps, self._steps_made.num_steps)
+        outcome = runner.step(pending_steps, self._steps_made.num_steps)
         for _ in runner.agreements.any_present():
             pass  # a CUDA graph must wait for all counts of gradients that it has started, needed or not
-        return done
+        return outcome
 
     @opaque
     @torch.no_grad()
@@ -353,7 +353,7 @@ class Muon(OptimizerBase):
         sampled (`telemetry_every`). Waits for the device.
         """
         runner = self._current.runner
-        return collected(runner.common.measured) if runner is not None else {}
+        return collected(runner.context.measured) if runner is not None else {}
 
     def upload_hyperparameters(self) -> None:
         """Bring changed learning rates, momenta, decays, betas and eps to the device, where a CUDA graph reads them.
@@ -365,9 +365,9 @@ class Muon(OptimizerBase):
             self.runner.upload_hyperparameters()
 
     def note_step(
-        self, done: Done, pending_steps: Sequence[int], *, qk_layers: int = 0, is_replayed: bool = False
+        self, outcome: StepOutcome, pending_steps: Sequence[int], *, qk_layers: int = 0, is_replayed: bool = False
     ) -> None:
-        """Note for each group how many steps it waits for, and for `last_step` what became of this one (`done`).
+        """Note for each group how many steps it waits for, and for `last_step` the outcome of this one.
 
         QK-clip had logits of some attention layers. Where a CUDA graph is replayed, it has counted skipped steps.
         """
@@ -375,7 +375,7 @@ class Muon(OptimizerBase):
             self._current.close_wrappers(pending_steps)
         self._advance(pending_steps)
         waiting = sum(len(g["params"]) for g, n in zip(self._home["param_groups"], pending_steps, strict=True) if n)
-        self._steps_made.count(done, waiting=waiting, qk_layers=qk_layers, is_replayed=is_replayed)
+        self._steps_made.count(outcome, waiting=waiting, qk_layers=qk_layers, is_replayed=is_replayed)
 
     def _advance(self, pending_steps: Sequence[int]) -> None:
         """Let the next step come, for each group, after the steps that it still waits for."""

@@ -29,6 +29,7 @@ from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["Undecided"]
 
+# The most parameters that a warning lists.
 _NUM_LISTED = 5
 
 
@@ -43,32 +44,36 @@ class _Guess(NamedTuple):
 def _decided(
     number: int, group: Mapping[str, Any], defaults: Mapping[str, Any], *, has_decisions: bool, trusts_matrices: bool
 ) -> tuple[list[dict[str, Any]], list[_Guess]]:
-    """Return the groups that a group without an `algorithm` becomes, and what is guessed about its parameters.
+    """Return the groups that a group without an `algorithm` becomes, and the guesses that this took.
 
-    A group that has an `algorithm` or a view stays as it is, and so does one about which nothing is known.
+    A group with an `algorithm` or a view is returned unchanged, and so is one without any hint on its parameters.
 
     Args:
-        number: of the group in the optimizer.
-        group: as the caller gave it.
+        number: the number of the group in the optimizer.
+        group: the group that the caller passed.
         defaults: options of the optimizer.
-        has_decisions: whether any group says which algorithm it is for, or the constructor's groups were mixed.
-        trusts_matrices: whether matrices without names are meant for Muon: where the optimizer is being constructed,
-            and where its groups are made by hand.
+        has_decisions: whether any group has an `algorithm`, or the constructor's groups were mixed.
+        trusts_matrices: whether matrices without names are meant for Muon: while the optimizer is constructed, and if
+            its groups are made by hand.
     """
+    # Groups that need no decision, or whose members are not parameters, which is an error elsewhere.
     params = group.get("params")
     if "algorithm" in group or "view" in group or isinstance(params, Tensor | set | None):
         return [dict(group)], []
-    params = list(params)
+    params = list(params)  # an iterator would be empty after the first pass
     rows = _rows(params, group.get("param_names"))
     if rows is None:
         return [{**group, "params": params}], []
+    # Source 1: models that `param_groups` was called for.
     classifier: Classifier = hooks.load_classifier()
     known = classifier.from_models({param for _, param in rows})
     is_named = any(name is not None for name, _ in rows)
     if not known and not has_decisions and not is_named:
         return [{**group, "params": params}], []
+    # Sources 2 and 3, for the other parameters: names, then shapes.
     unknown = [row for row in rows if row[1] not in known]
     suggested = _suggested(classifier, unknown, trusts_matrices=trusts_matrices)
+    # Collect members by all that must be equal in a group: algorithm, view with its names, and options.
     members: dict[tuple[Any, ...], list[tuple[str, Tensor, Assignment]]] = {}
     guesses: list[_Guess] = []
     for place, (name, param) in enumerate(rows):
@@ -80,10 +85,11 @@ def _decided(
             own_name = made_up(number, place) if name is None else name
         if not is_certain:
             guesses.append(_Guess(own_name, tuple(param.shape), one.algorithm))
+        # Options may hold lists, which cannot be hashed: their text tells sets of options apart.
         options = repr(sorted(one.options.items(), key=lambda item: item[0]))
         key = (one.algorithm, str(one.view), getattr(one.view, "names", None), options)
         members.setdefault(key, []).append((own_name, param, one))
-    # Muon groups come first, as in `param_groups`.
+    # Muon groups come first, as in `param_groups`. Several groups remember the number of the group they came from.
     made = [_as_group(group, members[key], defaults) for key in sorted(members, key=lambda key: key[0] != "muon")]
     if len(made) > 1:
         for each in made:
@@ -92,14 +98,14 @@ def _decided(
 
 
 def _with_list(entry: Any) -> Any:
-    """Return an argument of the constructor; a group whose parameters are an iterator with a list of them."""
+    """Return an element of the constructor's argument; a group's iterator of parameters becomes a list."""
     if isinstance(entry, Mapping) and isinstance(entry.get("params"), Iterator):
         return {**entry, "params": list(entry["params"])}
     return entry
 
 
 def _dimensions(group: Mapping[str, Any]) -> set[int]:
-    """Return the numbers of dimensions of the tensors in a group without a view."""
+    """Return the numbers of dimensions that the tensors of a group have; empty for a group with a view."""
     params = group.get("params")
     if "view" in group or not isinstance(params, Sequence):
         return set()
@@ -108,7 +114,10 @@ def _dimensions(group: Mapping[str, Any]) -> set[int]:
 
 
 def _rows(params: Sequence[Any], names: Any) -> list[tuple[str | None, Tensor]] | None:
-    """Return (name or None, parameter) rows; None if the members are not parameters, which is checked later."""
+    """Return (name or None, parameter) for each member of a group; None if they are not parameters.
+
+    Names come from `names`, or from members that are (name, parameter); all members have one or none has.
+    """
     if isinstance(names, list | tuple) and len(names) == len(params):
         params = list(zip(names, params, strict=True))
     rows = [row if isinstance(row, tuple) and len(row) == 2 else (None, row) for row in params]
@@ -120,6 +129,7 @@ def _suggested(
     classifier: Classifier, rows: Sequence[tuple[str | None, Tensor]], *, trusts_matrices: bool
 ) -> dict[Tensor, tuple[Assignment, bool]]:
     """Return for each parameter the assignment that its name and shape suggest, and whether it is certain."""
+    # By name, as if the names were those of a model's layers.
     named = [(name, param) for name, param in rows if name is not None]
     clean = without_wrappers(str(name) for name, _ in named)
     by_name = classifier.from_names({name: param for name, (_, param) in zip(clean, named, strict=True)})
@@ -130,6 +140,7 @@ def _suggested(
             # Vectors always go to AdamW, and matrices named like a layer to Muon; AdamW for a matrix is a guess.
             suggested[param] = one, param.ndim < 2 or orthogonalizes(one.algorithm)
         else:
+            # By shape: only matrices go to Muon.
             algorithm: Algorithm = "muon" if param.ndim == 2 else "adamw"
             is_certain = param.ndim < 2 or (param.ndim == 2 and (name is not None or trusts_matrices))
             suggested[param] = Assignment(algorithm, Matrix(), "by its shape"), is_certain
@@ -159,22 +170,24 @@ class Undecided:
     """Assigns an optimizer's groups without `algorithm`, and warns of guesses."""
 
     def __init__(self) -> None:
+        # The source of the groups' `algorithm`: groups from `param_groups` have views, handmade ones have none.
         self.decided_by: Literal["nobody", "hand", "model"] = "nobody"
-        """The source of the groups' `algorithm`: groups from `param_groups` have views, handmade ones have none."""
+        # Whether the optimizer is being constructed, and from parameters without groups, which are matrices.
         self._is_new = self._takes_matrices = False
-        """Whether the optimizer is being constructed, and from parameters without groups, which are matrices."""
+        # Whether it was constructed from groups without `algorithm` that hold both matrices and other tensors.
         self._is_mixed = False
-        """Whether it was constructed from groups without `algorithm` that hold matrices and other tensors."""
+        # The guesses since the last warning.
         self._guesses: list[_Guess] = []
 
     def begin(self, params: Any) -> Any:
-        """Return what the constructor was given, which may be an iterator, for PyTorch's constructor."""
+        """Begin the construction; return its argument for PyTorch's constructor, with lists for iterators."""
         if isinstance(params, Tensor | dict):
             return params
         params = list(params)
         self._is_new, self._takes_matrices = True, not any(isinstance(entry, Mapping) for entry in params)
         params = [_with_list(entry) for entry in params]
         groups = [entry for entry in params if isinstance(entry, Mapping)]
+        # Matrices and other tensors in groups without any `algorithm`: a whole model, in which shapes decide.
         self._note(groups)
         dimensions = set().union(*map(_dimensions, groups))
         self._is_mixed = self.decided_by == "nobody" and {2} < dimensions
@@ -186,7 +199,8 @@ class Undecided:
         self.warn(stacklevel + 1)
 
     def divided(self, number: int, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the groups that a new group becomes, itself where there is nothing to decide."""
+        """Return the groups that a new group becomes: itself if there is nothing to decide."""
+        # Parameters without groups, as `torch.optim.Muon` takes them: all must be matrices.
         if self._takes_matrices:
             return [dict(group)]
         trusts_matrices = not self._is_mixed and (self._is_new or self.decided_by != "model")
@@ -197,18 +211,20 @@ class Undecided:
         return parts
 
     def forget_guesses(self) -> None:
-        """Forget what was guessed about a group that was refused."""
+        """Drop the guesses about a group that was refused."""
         self._guesses = []
 
     def _note(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Update `decided_by`; a group with a view shows that `param_groups` decided, once and for all."""
         for group in groups:
             if "algorithm" in group:
                 self.decided_by = "model" if "view" in group or self.decided_by == "model" else "hand"
 
     def warn(self, stacklevel: int) -> None:
-        """Warn of the guesses since the last warning; during construction they are kept for its end."""
+        """Warn of the guesses since the last warning; during construction they are kept until its end."""
         if self._is_new or not self._guesses:
             return
+        # One warning for all, by algorithm.
         guesses, self._guesses = self._guesses, []
         texts = []
         for algorithm, what in (("muon", "taken for Muon's matrices"), ("adamw", "given to AdamW")):
@@ -218,7 +234,7 @@ class Undecided:
                 texts.append(f"{what} are {', '.join(names[:_NUM_LISTED])}{more}")
         warnings.warn(
             f"parameter groups without algorithm, of no model that quintic.param_groups was called for: by name and "
-            f"shape, {'; '.join(texts)}. Say algorithm='muon' or 'adamw' in each group; or make groups of the module: "
+            f"shape, {'; '.join(texts)}. Set algorithm='muon' or 'adamw' in each group; or make groups of the module: "
             f"for group in quintic.param_groups(module): optimizer.add_param_group(group)",
             UserWarning,
             stacklevel=stacklevel + 1,

@@ -188,7 +188,7 @@ def test_what_a_resumed_comparison_refuses(
     assert error_of(capsys, "compare", "--resume") == (
         f"runs holds no comparison to continue; check --run and --runs-dir, or start one: {program()} compare"
     )
-    assert "other.json is not a comparison that could be continued" in error_of(capsys, *there, "--run", "other")
+    assert "other.json is not a comparison to continue" in error_of(capsys, *there, "--run", "other")
     for option in ("--seeds", "--resume-step"):
         message = f"{option}: a resumed comparison continues its own runs; leave {option} out"
         assert error_of(capsys, *there, option, "3") == message

@@ -16,7 +16,7 @@ from quintic.optim.comms.collectives import Pending
 from quintic.optim.plan import exchange
 from quintic.optim.plan.plan import SMALL_BYTES
 from quintic.optim.step import averaging
-from quintic.optim.step.shared_step import GatheredStep
+from quintic.optim.step.bucket_step import BucketStep
 
 # Some MiB: what a step allocates besides matrices is next to nothing then.
 SHAPES = {"square": (4, (192, 192)), "tall": (3, (256, 64)), "wide": (5, (64, 320))}
@@ -121,14 +121,14 @@ def kept_by_updates(rank, world_size):
     param.grad = torch.ones_like(param)
     optimizer = quintic.Muon([param], comms="averaged", compute_dtype=torch.float32)
     found = []
-    original = GatheredStep.orthogonalized
+    original = BucketStep._compute_units
 
-    def orthogonalized(*arguments):
+    def computed(*arguments):
         updates, factors = original(*arguments)
         found.append((len(updates), updates.untyped_storage().nbytes()))
         return updates, factors
 
-    with mock.patch.object(GatheredStep, "orthogonalized", orthogonalized):
+    with mock.patch.object(BucketStep, "_compute_units", computed):
         optimizer.step()
     return found
 

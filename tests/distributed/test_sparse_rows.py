@@ -20,7 +20,7 @@ from torch import nn
 
 import quintic
 from quintic.optim.plan import row_division
-from quintic.optim.step import shared_step, sparse_rows
+from quintic.optim.step import sparse_rows, transports
 
 NUM_STEPS = 5
 
@@ -197,7 +197,7 @@ class Watch(ExitStack):
 
     def __enter__(self):
         self.tables, self.sent = [], []
-        start, send = shared_step.start_mean_of_rows, sparse_rows.start_all_to_all
+        start, send = transports.start_mean_of_rows, sparse_rows.start_all_to_all
 
         def started(bucket, table, group):
             self.tables.append(table.name)
@@ -208,7 +208,7 @@ class Watch(ExitStack):
                 self.sent.append((sum(sends), sum(receives)))
             return send(tensor, sends, receives, group)
 
-        self.enter_context(mock.patch.object(shared_step, "start_mean_of_rows", started))
+        self.enter_context(mock.patch.object(transports, "start_mean_of_rows", started))
         self.enter_context(mock.patch.object(sparse_rows, "start_all_to_all", sending))
         return super().__enter__()
 

@@ -12,7 +12,7 @@ from quintic import CapturedStep, Muon
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"step_every": 9}, "the same set of groups after 9 steps, and each set needs a graph, .* may be 8"),
+        ({"step_every": 9}, "repeats after 9 steps, .* needs a CUDA graph, .* may be 8"),
         ({"telemetry_every": 3}, "telemetry_every"),
         ({"on_nonfinite": "raise"}, "on_nonfinite='raise' waits"),
         ({"offload": True}, "offload copies state"),

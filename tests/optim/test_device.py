@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from on_cuda import ON_CUDA
+from cuda_marks import ON_CUDA
 from torch import nn
 
 from quintic import Experts, Matrix, Muon

@@ -12,7 +12,8 @@ import quintic
 from quintic.optim.first_gradients import FirstGradients
 
 MATCH = (
-    r"first step found no gradient at all, also none of 0\.weight and 3 others .*make it afterwards; quintic\.verify"
+    r"no parameter had a gradient in the first step, including 0\.weight and 3 others .*"
+    r"make it after that; quintic\.verify"
 )
 
 

@@ -215,7 +215,7 @@ def test_unknown_matrices_are_muons_with_one_warning_that_says_what_to_do():
     assert (
         "taken for Muon's matrices are group2.param0 of shape (4, 6), group2.param2 of shape (9, 4); given" in message
     )
-    assert "given to AdamW are group2.param3 of shape (2, 1, 3, 3). Say algorithm='muon' or 'adamw'" in message
+    assert "given to AdamW are group2.param3 of shape (2, 1, 3, 3). Set algorithm='muon' or 'adamw'" in message
     assert "for group in quintic.param_groups(module): optimizer.add_param_group(group)" in message
     assert seen[0].filename == __file__
     found = treatments(optimizer)

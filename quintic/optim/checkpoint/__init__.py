@@ -1,1 +1,1 @@
-"""State dicts: saving, loading, those of other optimizers, and the matching of saved parameters."""
+"""State dicts: saving and loading, matching of saved parameters, and other libraries' formats."""

@@ -1,13 +1,19 @@
 """Loads saved state, and the hyperparameters that go with it.
 
 PyTorch's own `Optimizer.load_state_dict` casts state to the dtype of the parameter, which would turn float32 momentum
-of bf16 weights into bf16; here values are copied into the state that exists, and a value that does not fit is an error.
-`matching.py` decides which saved parameter is which.
+of bf16 weights into bf16; here values are copied into the existing state, and a value that does not fit is an error.
 
-A group that was saved with the same parameters gets the hyperparameters it was saved with. Where parameters were
-grouped otherwise, an option comes back if all saved groups that share parameters, directly or through others, agree
-about it, and so do these groups here; else groups keep what they have. So a rule that gives some parameters another
-weight decay holds, and the learning rate that a scheduler had come to does, too.
+Phases of `load_state`; only the last one changes anything:
+    match      saved parameters with the optimizer's (`matching.py`)
+    compare    saved tensors with the state of each parameter: names, shapes, dtypes
+    options    restored for each group, and checked as if a user had set them
+    copy       tensors, options, and the user's own entries
+
+A group that was saved with the same parameters gets its saved options. If parameters were grouped differently, groups
+here and saved groups that have parameters in common, directly or through other groups, are taken as a set: an option is
+restored if all saved groups of the set agree on it, and all groups here do, too; otherwise groups keep their values. So
+the learning rate that a scheduler had reached comes back, and a weight decay that a new rule gives to some parameters
+stays.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -32,24 +38,24 @@ __all__ = ["Loaded", "check_is_state_dict", "load_state"]
 
 _Groups = Sequence[Mapping[str, Any]]
 
-# What a group is, as opposed to how it is stepped: loading must not change these.
+# Loading must not change these: they say what a group is, not how it is stepped.
 _IDENTITY_KEYS = ("params", "param_names", "algorithm", "view")
 
-# Where the work is done and in how much memory: of this run, not of the one that was saved.
+# Where the work is done and in how much memory. This process decides, not the one that saved.
 _PLACE_KEYS = ("comms", "replicas", "offload", "max_workspace_bytes", "state_dtype")
 
-# What older versions saved with every group. How messages travelled made no difference to the bits.
+# Keys that older versions saved with every group and that have no effect on the bits.
 _NO_OPTIONS = ("not_of_groups", "transport")
 
 _NOT_RESTORED = frozenset((*_IDENTITY_KEYS, *CODE_KEYS, *_PLACE_KEYS, *_NO_OPTIONS))
 
-# The learning rate, and what schedulers compute it from: these come back together or not at all.
+# The learning rate, and the values that schedulers compute it from: all of them are restored or none.
 _RATE_KEYS = ("lr", "adamw_lr_ratio", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
-# Integers that hold every mantissa.
+# Integer dtypes that hold every mantissa (the lower 16 bits of a float32 weight).
 _MANTISSA_DTYPES = (torch.uint16, torch.int32, torch.int64)
 
-# Options by which the groups of other optimizers are known.
+# An option that only the groups of another optimizer have -> that optimizer.
 _FOREIGN = {"amsgrad": "torch.optim.AdamW", "ns_steps": "torch.optim.Muon"}
 
 # Stands for an option that a group does not have.
@@ -57,12 +63,12 @@ _MISSING = object()
 
 
 class Loaded(NamedTuple):
-    """Which parameters got no state, and which got a name, from a state dict."""
+    """The result of loading: parameters that got no state, and names that were taken from the state dict."""
 
     without: set[Tensor]
-    """Parameters without saved state: their own was dropped."""
+    """Parameters without saved state; the state that they had was dropped."""
     names: dict[str, str]
-    """Made-up name -> saved name, of parameters that had none of their own."""
+    """Made-up name -> saved name, for parameters that the optimizer had no names for."""
 
 
 def load_state(
@@ -76,11 +82,20 @@ def load_state(
 ) -> Loaded:
     """Copy saved values into state and hyperparameters; nothing changes unless everything fits.
 
-    State may be saved as whole tensors, of which each rank takes its piece, or as `DTensor`s of which each rank holds
-    what it needs. Nothing is communicated. Keys of the user's own come back as they were saved, tensors on the device
-    of the parameter; those that belong to no parameter replace the optimizer's own. `typed` are the same groups.
-    `check` raises an error if a group, given with its number, has options that do not fit. A ValueError names the
-    parameter that does not fit. Unless `strict`, parameters that only one side has are left out.
+    Saved tensors are whole, and each rank takes its piece of them, or are `DTensor`s whose local piece is the one that
+    the rank needs. Nothing is communicated. The user's own entries of a state come back as they were saved, tensors on
+    the parameter's device; saved entries for keys other than parameters replace the optimizer's.
+
+    Args:
+        groups: the optimizer's parameter groups, changed.
+        state: the optimizer's state, changed.
+        typed: the same groups, typed.
+        state_dict: the saved state.
+        check: called with the number and new options of each group; raises an error if they do not fit.
+        strict: whether it is an error if only one side has a parameter; otherwise such parameters are left out.
+
+    Raises:
+        ValueError: something does not fit; the message names the parameter or the option.
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"a state dict has 'state' and 'param_groups', this one has {sorted(map(str, state_dict))}")
@@ -88,12 +103,14 @@ def load_state(
     _check_is_ours(saved_groups)
     if not saved_groups or any("params" not in group for group in saved_groups):
         raise ValueError("the saved optimizer state has no parameter groups, or one of them has no 'params'")
+    # Match parameters.
     matches = matched(groups, saved_groups, strict=strict)
     divided, frozen = divided_parameters(typed), state_dict.get("frozen") or ()
-    copies: list[tuple[Tensor, Tensor]] = []
-    made: dict[Tensor, dict[str, Tensor]] = {}
+    copies: list[tuple[Tensor, Tensor]] = []  # (target, source)
+    made: dict[Tensor, dict[str, Tensor]] = {}  # new state of parameters that have none here
     matched_params = {match.param for match in matches}
     without = {param for group in groups for param in group["params"] if param not in matched_params}
+    # Compare the saved state of each parameter with its own, and collect the copies.
     for name, param, number, saved_number, saved_key, _ in matches:
         group, saved_group = groups[number], saved_groups[saved_number]
         for key in ("algorithm", "view"):
@@ -103,7 +120,8 @@ def load_state(
                 )
         saved = saved_states.get(saved_key)
         if saved is None or saved.keys().isdisjoint(STATE_KEYS):
-            # PyTorch's distributed checkpoints, whose keys are names, check by themselves whether all state is there.
+            # No state is right for a parameter that is or was frozen. PyTorch's distributed checkpoints, whose keys are
+            # names, check themselves that no state is missing.
             is_lost = param.requires_grad and saved_key not in frozen and not isinstance(saved_key, str)
             if strict and is_lost:
                 raise ValueError(
@@ -113,12 +131,14 @@ def load_state(
             without.add(param)
             continue
         own = state.get(param, {})
-        if own.keys().isdisjoint(STATE_KEYS):  # it is frozen here
+        # The parameter is frozen here and has no state: make some, to keep the saved values for when it is unfrozen.
+        if own.keys().isdisjoint(STATE_KEYS):
             parts = divided[param].own if param in divided else None
-            # Tensors made in inference mode could not be stepped outside of it.
+            # Outside inference mode, since its tensors could not be changed by later steps.
             with torch.inference_mode(False), torch.no_grad():
                 own = made[param] = init_state(param, typed[number], parts)
         copies += _matched_state(name, param, own, saved, saved_key, divided.get(param))
+    # Restore options, on copies of the groups, and check them; renamed parameters may be named in `tied_to`.
     names = adopted_names(groups, matches)
     restored = _restored_options(groups, saved_groups, matches)
     renamed = names | {match.saved_name: names.get(match.name, match.name) for match in matches if match.saved_name}
@@ -133,11 +153,13 @@ def load_state(
         ties_of([Group.of(number, group) for number, group in enumerate(complete)])
     except (TypeError, ValueError) as error:
         raise ValueError(f"the saved options do not fit: {error}") from None
+    # The user's own entries: under keys of their own, and beside the optimizer's in a parameter's state. `same` makes
+    # `deepcopy` keep parameters that values refer to.
     keys = {key for group in saved_groups for key in group["params"]}
-    # Such values may have parameters as keys, which a copy of the values must not copy.
     same = {id(param): param for group in groups for param in group["params"]}
     of_none = {key: deepcopy(value, same) for key, value in saved_states.items() if key not in keys}
     of_users = {match.param: _users_values(match.param, saved_states.get(match.key) or {}) for match in matches}
+    # Everything fits: from here on the optimizer changes.
     for target, source in copies:
         copy_(target, source)
     for param in without:
@@ -155,7 +177,7 @@ def load_state(
 
 
 def check_is_state_dict(state_dict: object) -> None:
-    """Raise a TypeError if a value, or a part of it, is nothing that a state dict could be; keys are not looked at."""
+    """Raise a TypeError if `state_dict`, its state or one of its groups has the wrong type; keys may be missing."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"the state dict is a {type(state_dict).__name__}: give what optimizer.state_dict() returned")
     for key, kind in (("state", Mapping), ("param_groups", Sequence)):
@@ -168,41 +190,49 @@ def check_is_state_dict(state_dict: object) -> None:
 
 
 def _check_is_ours(saved_groups: _Groups) -> None:
+    """Raise a ValueError if the groups were saved by another optimizer; it says how to import them."""
     if not saved_groups or any("algorithm" in group or "view" in group for group in saved_groups):
         return
     keys = set().union(*saved_groups)
     which = next((name for key, name in _FOREIGN.items() if key in keys), "another optimizer")
     source = '"torch"' if which in _FOREIGN.values() else "..."
     raise ValueError(
-        f"this is the state of {which}, not of quintic.Muon; take it over with quintic.interchange.import_state("
+        f"this is the state of {which}, not of quintic.Muon; import it with quintic.interchange.import_state("
         f"optimizer, state_dict, source={source}, names=...), where names has None for parameters that another "
         f"algorithm steps now, see docs/how-to/import-state.md"
     )
 
 
 def _restored_options(groups: _Groups, saved_groups: _Groups, matches: Sequence[Match]) -> list[dict[str, Any]]:
+    """Return for each group the saved options that it gets, see the head of this module."""
     saved = [_options_of(saved_group) for saved_group in saved_groups]
     restored: list[dict[str, Any]] = [{} for _ in groups]
     for own_numbers, saved_numbers in _related(groups, saved_groups, matches):
         own = [groups[number] for number in own_numbers]
         theirs = [saved[number] for number in saved_numbers if saved[number]]
+        # One group on both sides: all options. Otherwise those on which all agree.
         for number in own_numbers if theirs else ():
             restored[number] = deepcopy(theirs[0] if len(own) == len(theirs) == 1 else _agreed(own, theirs))
     return restored
 
 
 def _related(groups: _Groups, saved_groups: _Groups, matches: Sequence[Match]) -> Iterator[tuple[set[int], set[int]]]:
-    """Yield sets of groups and of saved groups that have parameters in common, and with no others."""
+    """Yield (numbers of groups, numbers of saved groups) that are connected by common parameters.
+
+    These are the connected components of the graph whose edges are pairs of a group and a saved group.
+    """
     pairs = {(match.group, match.saved_group) for match in matches}
-    # torch.distributed.checkpoint has made the saved groups anew, like these, each with the names it was saved with.
+    # torch.distributed.checkpoint rebuilds the saved groups to be like these, but keeps their saved lists of names,
+    # which tell the groups that the parameters were saved in.
     numbers = {match.name: match.group for match in matches}
     for saved_number, saved_group in enumerate(saved_groups):
         given = [name for name in saved_group.get("param_names") or () if not is_made_up(name)]
         names = [resolve_name(name, numbers) for name in given]
         pairs |= {(numbers[name], saved_number) for name in names if name in numbers}
-    # Groups without parameters have nothing but their place.
+    # Empty groups can only be matched by their numbers.
     sides = zip(groups, saved_groups, strict=False)
     pairs |= {(n, n) for n, (one, other) in enumerate(sides) if not one["params"] and not other["params"]}
+    # Take a pair, and add the pairs that touch it until there are no more.
     while pairs:
         own, saved = ({number} for number in pairs.pop())
         while linked := {pair for pair in pairs if pair[0] in own or pair[1] in saved}:
@@ -213,17 +243,19 @@ def _related(groups: _Groups, saved_groups: _Groups, matches: Sequence[Match]) -
 
 
 def _options_of(saved_group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a saved group that may be restored, in this version's form."""
     options = {
         key: _with_tuples(value) if key in OPTIONS else value
         for key, value in saved_group.items()
         if key not in _NOT_RESTORED and not is_old_option(key, value)
     }
-    # Before there were ratios, a group's rate was its own.
+    # Versions without `adamw_lr_ratio` saved each group's own learning rate, which a ratio of None means.
     return {"adamw_lr_ratio": None, **options} if "lr" in options else options
 
 
 def _agreed(own: _Groups, saved: _Groups) -> dict[str, Any]:
-    """Return the saved options about which all groups agree, the saved ones and these."""
+    """Return the saved options that are equal in all saved groups, and whose values here are equal in all groups."""
+    # Options that are restored together; all keys of the learning rate are one unit.
     units = [_RATE_KEYS, *((key,) for key in saved[0] if key not in _RATE_KEYS)]
     agreed: dict[str, Any] = {}
     for keys in units:
@@ -235,7 +267,7 @@ def _agreed(own: _Groups, saved: _Groups) -> dict[str, Any]:
 def _is_same(values: Sequence[Any]) -> bool:
     try:
         return all(value is values[0] or bool(value == values[0]) for value in values)
-    except (RuntimeError, ValueError):  # arrays and tensors of several entries, in keys of the user's own
+    except (RuntimeError, ValueError):  # arrays and tensors have no single truth value; users may keep them in groups
         return False
 
 
@@ -247,8 +279,8 @@ def _matched_state(
     saved_key: Any,
     divided: DividedState | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield tensors of this rank's state of a parameter, and the saved ones that go there."""
-    needed = {key: state[key] for key in state if key in STATE_KEYS}  # others are the user's
+    """Yield (tensor of this rank's state, saved tensor to copy into it) of a parameter; a ValueError if one misfits."""
+    needed = {key: state[key] for key in state if key in STATE_KEYS}  # other keys are the user's
     if saved.keys() & STATE_KEYS != needed.keys():
         raise ValueError(
             f"{name}: saved state has {sorted(saved)}, this optimizer needs {sorted(needed)}; make it with the master "
@@ -257,6 +289,7 @@ def _matched_state(
     for key, target in needed.items():
         what = f"{name}: saved {key}"
         source = saved_tensor(saved[key], what)
+        # Sharded state: this rank owns ranges of the parameter's memory.
         if divided is not None and key in PARAM_SHAPED_STATE:
             yield from part_of_saved(what, param, divided, target, source)
             continue
@@ -273,13 +306,14 @@ def _matched_state(
             )
         if target.dtype == torch.uint16 and source.dtype not in _MANTISSA_DTYPES:
             raise ValueError(f"{what} is {source.dtype}, and must be torch.uint16: other types do not keep its bits")
+        # This rank's piece of a whole tensor or DTensor; None if it holds nothing.
         piece = piece_of(what, target, source)
         if piece is not None:
             yield local_tensor(target), piece
 
 
 def _users_values(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of the user's own entries of a parameter's state, tensors on its device."""
+    """Return copies of the user's own entries in a saved state, tensors on the parameter's device."""
     device = local_tensor(param).device
     return {key: _copy_of(value, device) for key, value in saved.items() if key not in STATE_KEYS}
 
@@ -289,5 +323,5 @@ def _copy_of(value: Any, device: torch.device) -> Any:
 
 
 def _with_tuples(value: Any) -> Any:
-    """Return a hyperparameter with tuples for lists, which checkpoints make of tuples."""
+    """Return a hyperparameter with lists turned back into tuples: some checkpoints save tuples as lists."""
     return tuple(map(_with_tuples, value)) if isinstance(value, list | tuple) else value

@@ -1,4 +1,9 @@
-"""Makes state dicts in PyTorch's format from parameter groups and state, and prepares state for pickling."""
+"""Makes state dicts in PyTorch's format from parameter groups and state, and prepares state for pickling.
+
+A state dict has `"state"`, {number of a parameter: its state}, and `"param_groups"`, whose `"params"` are such numbers;
+they count parameters through all groups. Options become types that `torch.load(weights_only=True)` accepts: views and
+callables text, NumPy's numbers Python's.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,32 +21,35 @@ from quintic.optim.state.state import CODE_KEYS
 
 __all__ = ["saved_state", "with_mantissas"]
 
+# Options that are objects; loading never restores them from their text.
 _SAVED_AS_TEXT = frozenset(("view", *CODE_KEYS))
 
 
 def saved_state(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a state dict as PyTorch's, with views and callables as text; its tensors share memory with the states.
+    """Return a state dict in PyTorch's format; its tensors share memory with the states.
 
-    Keys of `states` that are no parameters are kept. Numbers of NumPy become Python's: `torch.load(weights_only=True)`
-    refuses the others. Mantissas become int32 where there are process groups, whose collectives do not know uint16.
-    Where frozen parameters have no state, `"frozen"` lists their keys: loading can tell them from those whose state was
-    lost.
+    Entries of `states` under keys other than parameters are kept. If frozen parameters have no state, `"frozen"` lists
+    their numbers, so that loading can tell them from parameters whose state was lost.
     """
     keys = {param: key for key, param in enumerate(param for group in groups for param in group["params"])}
     state: dict[Any, Any] = {}
-    for param, key in keys.items():  # in one order on all ranks: some make collectives of it
+    # In the order of the groups, equal on all ranks: libraries run collectives over the entries in their order.
+    for param, key in keys.items():
         if states.get(param):
             state[key] = values = dict(states[param])
+            # Distributed checkpoints send state through collectives, which do not support uint16.
             if MANTISSA in values and has_process_group():
                 values[MANTISSA] = values[MANTISSA].to(torch.int32)
+    # The user's own entries, whose keys must not be numbers of parameters.
     others = {key: value for key, value in states.items() if not isinstance(key, Tensor)}
     taken = next((key for key in others if isinstance(key, int) and 0 <= key < len(keys)), None)
     if taken is not None:
         raise ValueError(
-            f"optimizer.state has a key of your own, {taken}, which is that of a parameter in state dicts; choose a "
-            f"string instead"
+            f"optimizer.state has a key of your own, {taken}, which is the number of a parameter in state dicts; use a "
+            f"string as key instead"
         )
     state |= others
+    # Groups with numbers in place of parameters.
     saved_groups = []
     for group in groups:
         saved = {
@@ -56,14 +64,15 @@ def saved_state(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) 
 
 
 def _plain(value: Any) -> Any:
-    """Return an option with Python's numbers in place of NumPy's."""
+    """Return an option, or a tuple of them, with Python's numbers in place of NumPy's."""
     if type(value) is tuple:
         return tuple(map(_plain, value))
     return plain(value)
 
 
 def with_mantissas(states: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
-    """Return state with mantissas viewed as int16, which `pickle` can load, or as uint16, which steps use."""
+    """Return state with mantissas viewed as `dtype`: int16, which `pickle` can load, or uint16, which steps use."""
+    # A `DTensor` cannot be viewed as another dtype and is left as it is.
     given: dict[Any, Any] = defaultdict(dict)
     for key, state in states.items():
         mantissa = state.get(MANTISSA) if isinstance(key, Tensor) else None

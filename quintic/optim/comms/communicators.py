@@ -1,9 +1,11 @@
-"""The process groups of an optimizer.
+"""Finds or makes the process groups of an optimizer, and connects their ranks before the first step.
 
-Ranks that share parameters need a process group. One that exists is used (of a mesh's dimension, the user's, the
-default one), else one is made; either way collectives of every kind run once before the first step, because the first
-ones of a job connect the ranks, and doing that in the middle of a step is known to deadlock large jobs. Models are
-often moved after construction: then that is done again for the devices they are on, before the next step.
+Ranks that share parameters need a process group. An existing one is taken if it has exactly these ranks (the user's,
+the default one, one of a mesh); otherwise one is made. Then one collective of every kind runs in it: the first
+collectives of a job connect its ranks, which is known to deadlock large jobs in the middle of a step. After a model was
+moved to another type of device, they run again, on that device, before the next step.
+
+Invariant: ranks find and make groups in the same order, that of the parameters, since both are collective.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,30 +31,34 @@ __all__ = ["Communicators"]
 
 
 class Communicators:
-    """The process groups of one optimizer, by their ranks."""
+    """The process groups of one optimizer, by their global ranks in ascending order."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        # Second groups of the same ranks, for the row masks of `sparse_rows.py`, whose collectives run concurrently.
         self._groups_of_marks: dict[tuple[int, ...], ProcessGroup] = {}
+        # (process group, device type) whose ranks are connected.
         self._warm: set[tuple[ProcessGroup, str]] = set()
-        """Process groups whose ranks are connected, with the type of device."""
+        # Ranks of a group -> a number for each of them, equal for ranks on the same host.
         self.hosts: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """Ranks that are connected, in ascending order -> a number for each, equal for ranks of one host."""
 
     def connect(self, groups: Iterable[Group], layouts: Iterable[Sequence[Layout | None]]) -> None:
-        """Find or make a process group for every layout, and warm it up.
+        """Find or make a process group for the ranks of every layout, and connect them.
 
-        All ranks that share parameters must call it.
+        `layouts` has one entry per parameter of each group. All ranks that share parameters must call it.
         """
         for group, of_group in zip(groups, layouts, strict=True):
+            # Ranks that the user links although they share no parameter.
             bound = bound_ranks(group)
             if bound:
                 self._find(bound, group.params[0].device, _candidates(group.params[0], group))
             for param, layout in zip(group.params, of_group, strict=True):
+                # Only this rank has the parameter, or only others do.
                 if layout is None or this_rank() not in layout.ranks:
                     continue
                 ranks = tuple(sorted(layout.ranks))
                 self._find(ranks, param.device, _candidates(param, group))
+                # Sparse tables need a second group, see above.
                 if group.comms == "sharded_sparse":
                     if ranks not in self._groups_of_marks:
                         self._groups_of_marks[ranks] = new_group(ranks)
@@ -61,7 +67,8 @@ class Communicators:
     def _find(
         self, ranks: tuple[int, ...], device: torch.device, candidates: Iterable[ProcessGroup | None]
     ) -> ProcessGroup:
-        """Return the process group of ranks: the first candidate that has these ranks, or else a new one."""
+        """Return the connected process group of `ranks`: the first candidate with these ranks, or else a new one."""
+        # A group, once chosen, is kept: all collectives of the same ranks run in it, in one order.
         if ranks not in self._groups:
             fitting = (one for one in candidates if one is not None and group_ranks(one) == ranks)
             self._groups[ranks] = next(fitting, None) or new_group(ranks)
@@ -69,8 +76,9 @@ class Communicators:
         return self._groups[ranks]
 
     def _warm_up(self, group: ProcessGroup, device: torch.device) -> None:
-        """Connect ranks for a device, if the process group knows its type. All ranks of the group must call it."""
+        """Connect the ranks of a group for a type of device, once. All ranks of the group must call it."""
         key = group, device.type
+        # A backend may not know the device (NCCL the CPU): the model will be moved before its first step.
         if key not in self._warm and connects(group, device):
             warm_up(group, device)
             self._warm.add(key)
@@ -79,23 +87,23 @@ class Communicators:
                 self.hosts[ranks] = hosts_of(group)
 
     def __getitem__(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        """Return the process group of these global ranks, in ascending order."""
+        """Return the process group of these global ranks, given in ascending order."""
         return self._groups[ranks]
 
     def spanning(self, ranks: tuple[int, ...], device: torch.device) -> ProcessGroup:
-        """Return a process group of ranks that need not share a parameter; the first time all of them must call it.
+        """Return a process group of global `ranks`, in ascending order, that need not share a parameter.
 
-        They are global ones, in ascending order, and send from the device.
+        They send from `device`. The first time all of them must call it.
         """
         return self._find(ranks, device, [default_group()])
 
     def of_marks(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        """Return the process group of these ranks that nothing but `sparse_rows.py` uses."""
+        """Return the process group of these ranks that only `sparse_rows.py` uses."""
         return self._groups_of_marks[ranks]
 
 
 def _candidates(param: Tensor, group: Group) -> Iterable[ProcessGroup | None]:
-    """Yield the user's process group, the default one, and those of the parameter's mesh."""
+    """Yield the user's process group, the default one, and the groups of the mesh that the parameter is on."""
     yield group.process_group
     yield default_group()
     mesh = getattr(param, "device_mesh", None)

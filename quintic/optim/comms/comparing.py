@@ -1,4 +1,8 @@
-"""Descriptions of the treatment of shared parameters, and the differences between ranks."""
+"""Compares between ranks how their shared parameters are treated, so that different plans are an error, not a deadlock.
+
+Each rank describes its shared parameters as text, one line each (`described`); ranks exchange a digest, and the texts
+only if the digests differ (`difference`).
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,7 +16,7 @@ from quintic.optim.layout.layouts import Layout
 __all__ = ["PLANNED_OPTIONS", "Place", "described", "difference"]
 
 Place: TypeAlias = tuple[int, int]
-"""Position of a parameter's group, and its own in it."""
+"""(number of a parameter's group, position of the parameter in the group)."""
 
 PLANNED_OPTIONS = (
     "algorithm",
@@ -36,24 +40,30 @@ PLANNED_OPTIONS = (
     "kernels",
     "process_group",
 )
-"""Options of a group that the plan, or what ranks agree on, depends on: when one changes, both are made anew."""
+"""Options of a group that the plan depends on, or the comparison of ranks; when one changes, both are made anew."""
 
-# Those that decide which collectives run, and of which sizes; the last two are each rank's own.
+# Options that must be equal on all ranks, as they decide which collectives run and how large they are. The last two of
+# the planned ones, kernels and process_group, may differ from rank to rank.
 _COMPARED_OPTIONS = (*PLANNED_OPTIONS[:-2], "step_every", "qk_clip")
 
 
 def described(
     groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]]
 ) -> dict[tuple[int, ...], list[tuple[Place, str]]]:
-    """Return {sharing ranks: [((group, index), description) of each parameter that they share]}."""
+    """Return, for each set of ranks that share parameters, ((group, index), description) of every such parameter.
+
+    The ranks are in ascending order. Equal plans have equal descriptions on all of the ranks.
+    """
     by_ranks: dict[tuple[int, ...], list[tuple[Place, str]]] = {}
-    # Which dtype is the fast one decides of what size updates travel, and processors differ.
+    # Updates are sent in the dtype of the products, which "auto" chooses by the CPU's instructions.
     processor = "" if cpu_multiplies_bfloat16() else " without bfloat16 products"
     for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True)):
+        # `layouts` has one entry per parameter; None means that no other rank has the parameter.
         options = ", ".join(f"{key}={_text(getattr(group, key))}" for key in _COMPARED_OPTIONS)
         for index, layout in enumerate(of_group):
             if layout is not None and this_rank() in layout.ranks:
                 name, param = group.param_names[index], group.params[index]
+                # Everything that the sizes or the order of messages depend on.
                 order = "" if param.is_contiguous() else ", not contiguous"
                 kind = f"{param.device.type}{processor if param.device.type == 'cpu' else ''}"
                 frozen = ", frozen (requires_grad=False)" if index in group.idle else ""
@@ -66,21 +76,24 @@ def described(
 
 
 def _text(option: object) -> str:
-    """Return an option as all ranks write it: a function's address is its own on each."""
+    """Return an option as text that is equal on all ranks; the text of a function would have its address in it."""
     return getattr(option, "__qualname__", type(option).__qualname__) if callable(option) else str(option)
 
 
 def difference(descriptions: Sequence[str], ranks: tuple[int, ...], group: ProcessGroup) -> str | None:
-    """Return a message with the first parameter in whose description ranks differ, and the ranks; None if none do.
+    """Return an error message about the first parameter that ranks describe differently; None if all are equal.
 
-    All ranks of the group must call it. Descriptions, one per parameter, are equal on all ranks if their plans are.
+    `ranks` are the global ranks of `group`; every one must call it. `descriptions` has one text per parameter.
     """
+    # The usual case: one digest from each rank, and they are equal.
     digest = hashlib.sha256("\n".join(descriptions).encode()).hexdigest()
     if len(set(all_gather_values(digest, group))) == 1:
         return None
+    # The texts themselves, compared with the first rank's.
     everything = all_gather_values(list(descriptions), group)
     first = everything[0]
     for rank, theirs in zip(ranks, everything, strict=True):
+        # A rank with fewer parameters differs where its list ends.
         for number in range(max(len(first), len(theirs))):
             mine = first[number] if number < len(first) else "nothing"
             other = theirs[number] if number < len(theirs) else "nothing"

@@ -1,4 +1,13 @@
-"""Which ranks share the parameters of a group, read from its `comms` or from its `DTensor`s, and what they divide."""
+"""The ranks that share the parameters of a group, as its option `comms` or its `DTensor`s tell.
+
+| `comms`            | parameters                | gradients are averaged by | state        | orthogonalised by  |
+|--------------------|---------------------------|---------------------------|--------------|--------------------|
+| "none"             | plain, of this rank       | not at all                | this rank    | this rank          |
+| "none"             | `DTensor`s                | FSDP2, tensor parallelism | as `DTensor` | owners, if sharded |
+| "averaged"         | plain, equal on all ranks | DDP or the user           | all ranks    | owners             |
+| "replicated"       | plain, equal on all ranks | the optimizer, in place   | all ranks    | all ranks          |
+| "sharded(_sparse)" | plain, equal on all ranks | the optimizer             | sharded      | owners             |
+"""
 
 from collections.abc import Sequence
 
@@ -9,37 +18,40 @@ from quintic.optim.layout.layouts import Layout, layout_of, replicated_layout
 __all__ = ["AVERAGING", "DIVIDING", "bound_ranks", "dividing_ranks", "layouts_of", "ranks_of", "travelling"]
 
 DIVIDING = ("sharded", "sharded_sparse")
-"""Values of `comms` with which state is divided among ranks."""
+"""Values of `comms` with which state is sharded among ranks."""
 
 AVERAGING = ("replicated", *DIVIDING)
 """Values of `comms` with which the optimizer averages gradients over ranks."""
 
 
 def layouts_of(group: Group) -> list[Layout | None]:
-    """Return for each parameter of a group where its pieces are; None where no other rank has a part in it.
+    """Return the layout of each parameter of a group; None for a parameter that no other rank has a piece or copy of.
 
     Raises:
-        ValueError: a `DTensor` in a group whose `comms` is for plain tensors, or one with a layout that is unknown.
+        ValueError: a `DTensor` in a group whose `comms` is for plain tensors, or one with unknown placements.
     """
     layouts: list[Layout | None] = []
     for name, param in zip(group.param_names, group.params, strict=True):
-        layout = layout_of(name, param)
+        layout = layout_of(name, param)  # None for a plain tensor
         if layout is not None and group.comms != "none":
             raise ValueError(
                 f"{name}: a DTensor carries its own layout; leave comms='none' (parameter group {group.number} has "
                 f"comms={group.comms!r})"
             )
+        # A plain tensor with `comms`: every rank of the group has all of it.
         if group.comms != "none" and has_process_group():
             layout = replicated_layout(param.shape, group_ranks(group.process_group))
+        # A mesh or process group of one rank is the same as none.
         layouts.append(None if layout is None or len(layout.ranks) == 1 else layout)
     return layouts
 
 
 def bound_ranks(group: Group) -> tuple[int, ...]:
-    """Return the ranks that a user's `process_group` makes decide together though `comms` shares nothing among them.
+    """Return the ranks, in ascending order, that a user links by `process_group` although `comms` is "none".
 
-    They are in ascending order; none if the group says nothing of that.
+    They skip steps and clip as one, like ranks that share parameters. Empty if the group links none.
     """
+    # With other values of `comms`, the process group says which ranks share the parameters.
     if group.comms != "none" or group.process_group is None or not group.params:
         return ()
     ranks = tuple(sorted(group_ranks(group.process_group)))
@@ -47,22 +59,24 @@ def bound_ranks(group: Group) -> tuple[int, ...]:
 
 
 def ranks_of(layouts: Sequence[Layout | None]) -> tuple[int, ...]:
-    """Return the ranks that share the plain parameters of a group with `comms`; none if there is one rank."""
+    """Return the ranks that share a group's plain parameters, in ascending order; empty if there is one rank."""
+    # All of them have the same ranks.
     return next((tuple(sorted(layout.ranks)) for layout in layouts if layout is not None), ())
 
 
 def dividing_ranks(group: Group, layouts: Sequence[Layout | None]) -> tuple[int, ...]:
-    """Return the ranks among which a group's state is divided (`DIVIDING`); none where each rank has it whole."""
+    """Return the ranks that a group's state is sharded over, in ascending order; empty if each rank has it whole."""
     return ranks_of(layouts) if group.comms in DIVIDING else ()
 
 
 def travelling(group: Group, layouts: Sequence[Layout | None]) -> list[Layout | None]:
-    """Return the layout of each parameter whose matrices come together on one of several ranks, None for the others.
+    """Return the layout of each parameter whose matrices are sent to an owner; None for the others.
 
-    The others are stepped where they are: AdamW's, those that every rank of a mesh holds whole, and those of which
-    `comms` brings gradients together instead. Idle ones are not stepped.
+    The others are stepped where they are: AdamW's parameters, `DTensor`s that every rank of the mesh holds whole, and
+    parameters whose gradients `comms` averages ("replicated", "sharded"). Idle (frozen) ones are not stepped.
     """
     moves = group.rule.orthogonalizes and group.comms in ("none", "averaged")
+    # With "averaged" every rank holds all matrices, but ranks divide the work of orthogonalising them.
     divides = group.comms == "averaged"
     return [
         layout

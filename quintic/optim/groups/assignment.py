@@ -1,6 +1,6 @@
 """The algorithm and view assigned to a parameter, and who is asked where a parameter group does not name them.
 
-How modules and names lead to an assignment is the subject of `quintic/grouping`; here is what the optimizer asks it.
+`quintic/grouping` derives assignments from modules and names. This file only has the questions that the optimizer asks.
 """
 
 from collections.abc import Collection, Mapping
@@ -37,5 +37,5 @@ class Classifier(Protocol):
         ...
 
     def from_names(self, params: Mapping[str, Tensor]) -> Mapping[Tensor, Assignment]:
-        """Assign by names alone, as those of layers and embeddings."""
+        """Assign by names, as names of layers and embeddings suggest."""
         ...

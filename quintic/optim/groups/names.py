@@ -1,9 +1,9 @@
-"""Names of parameters without what wrappers add: a compiled or data-parallel model has the names of the bare one.
+"""Parameter names without the prefixes of wrappers: a compiled or data-parallel model has the names of the bare one.
 
-`torch.compile`, activation checkpointing, FSDP and Lightning Fabric hold a model under names that nothing else has.
-DDP, `DataParallel`, averaged copies and DeepSpeed hold theirs as `module`, which is also a name for a layer. Where a
-model is at hand, the type of the wrapper tells the two apart (`clean_names`). Where only names are, `module` is left
-out if all names begin with it (`without_wrappers`). Either way distinct parameters keep distinct names.
+`torch.compile`, activation checkpointing, FSDP and Lightning Fabric hold a model under names that nothing else uses.
+DDP, `DataParallel`, averaged copies and DeepSpeed hold theirs as `module`, which may also be the name of a layer. With
+a model at hand, the type of the wrapper tells which it is (`clean_names`). From names only, `module` is dropped if
+all names begin with it (`without_wrappers`). Either way distinct parameters keep distinct names.
 """
 
 import re
@@ -21,17 +21,16 @@ __all__ = [
     "model_parameters",
     "name_variants",
     "resolve_name",
-    "shortened",
     "unwrap_module",
     "without_holders",
     "without_wrappers",
     "wrapped_child",
 ]
 
-# Names of children that belong to wrappers alone.
+# Names of children that only wrappers use.
 _MARKS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"})
 
-# Classes that hold a whole model as `module`, by their names and those of their bases.
+# Classes, or base classes, of wrappers that hold a whole model as `module`.
 _HOLDERS = frozenset({"DistributedDataParallel", "DataParallel", "AveragedModel", "DeepSpeedEngine"})
 
 _HELD = "module"
@@ -39,12 +38,12 @@ _HELD = "module"
 _MADE_UP = re.compile(r"group\d+\.param\d+")
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A part of a name that is an index into a stack of layers."""
+"""Matches an index into a stack of layers in a name."""
 
 
 def wrapped_child(module: nn.Module) -> str | None:
-    """Return the name under which a wrapper holds the module it stands for; None for other modules."""
-    # Not `get`, which the children of TorchScript's modules lack.
+    """Return the name under which a wrapper holds its module; None for modules that are no wrappers."""
+    # TorchScript's modules have children without `get`.
     children = {name for name, child in module._modules.items() if child is not None}
     for name in _MARKS:
         if name in children:
@@ -62,14 +61,14 @@ def unwrap_module(module: nn.Module) -> nn.Module:
 
 
 def clean_names(model: nn.Module) -> dict[str, str]:
-    """Return {name: name without wrappers} of parameters and modules, with all names of what is registered repeatedly.
+    """Return {name: name without wrappers} of parameters and modules; of tied ones, all names.
 
     Parameters whose clean names would be equal keep the names they have.
     """
     modules: dict[str, str] = {"": ""}
     params: dict[str, str] = {}
     added: dict[str, str | None] = {}
-    # A module comes before what it holds.
+    # A module comes before its children.
     for name, module in model.named_modules(remove_duplicate=False):
         parent, _, last = name.rpartition(".")
         if name:
@@ -84,13 +83,13 @@ def clean_names(model: nn.Module) -> dict[str, str]:
 def model_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the name without wrappers and the parameter, as `model.named_parameters()`: each once, in its order."""
     clean = clean_names(model)
-    # Some wrappers have a method of their own that changes names.
+    # Some wrappers override `named_parameters` and change names.
     for name, param in nn.Module.named_parameters(model):
         yield clean[name], param
 
 
 def without_wrappers(names: Iterable[str]) -> list[str]:
-    """Return parameter names without what wrappers add, told by the names alone; unchanged if two became equal."""
+    """Return parameter names without wrappers, judged by the names; unchanged if two would become equal."""
     before = list(names)
     after = [_unmarked(name) for name in before]
     while after and all(name.startswith(f"{_HELD}.") for name in after):
@@ -99,12 +98,12 @@ def without_wrappers(names: Iterable[str]) -> list[str]:
 
 
 def made_up(group: int, index: int) -> str:
-    """Return the name of a parameter that came without one, from its place: messages and plans need some."""
+    """Return a name for a parameter without one, from its position: messages and plans need a name."""
     return f"group{group}.param{index}"
 
 
 def is_made_up(name: str) -> bool:
-    """Return whether a name is one of `made_up`, which says where a parameter was and not which one it is."""
+    """Return whether a name comes from `made_up`, so that it tells a position and not a parameter."""
     return _MADE_UP.fullmatch(name) is not None
 
 
@@ -119,17 +118,17 @@ def name_variants(name: str) -> list[str]:
 
 
 def resolve_name(name: str, known: Collection[str]) -> str:
-    """Return the known name that a name with or without wrappers means; the name itself if it means none."""
+    """Return the known name that a name with or without wrappers refers to, else the name itself."""
     return next((variant for variant in name_variants(name) if variant in known), name)
 
 
 def without_holders(name: str) -> str:
-    """Return a name without wrappers, and without `module` wherever that stands."""
+    """Return a name without wrappers, and without `module` in any position."""
     return ".".join(part for part in _unmarked(name).split(".") if part != _HELD)
 
 
 def mask_layer_indices(name: str) -> str:
-    """Return a name with `*` for the numbers of layers: those of repeated layers are equal."""
+    """Return a name with `*` for layer indices, so that repeated layers get equal names."""
     return NUMBER.sub("*", name)
 
 
@@ -139,12 +138,3 @@ def _unmarked(name: str) -> str:
 
 def _joined(above: str, last: str) -> str:
     return f"{above}.{last}" if above else last
-
-
-def shortened(text: str, size: int) -> str:
-    """Return a text that is too long with dots in its middle; of a name its end says more than its beginning."""
-    if len(text) <= size:
-        return text
-    kept = max(2, size - 3)
-    head = kept * 2 // 5
-    return f"{text[:head]}...{text[len(text) - (kept - head) :]}"

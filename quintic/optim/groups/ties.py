@@ -1,8 +1,13 @@
-"""Tied parameters: one that is the copy of another, in the same or in the transposed order of memory.
+"""Tied parameters: a parameter that is the copy of another one, or of its transpose.
 
 An embedding (vocabulary, width) and an output head stored as (width, vocabulary) are two tensors with one value. While
-they are tied the embedding's gradient is added to the head's, the head alone is averaged over ranks and stepped, and
-its new weights are written to the embedding. The idea, and untying the two later, are the modded-nanogpt speedrun's.
+they are tied, a step has three phases:
+
+1. the embedding's gradient is added to the head's (`add_gradient`);
+2. the head is averaged over ranks and stepped, the embedding is not;
+3. the head's new weights are written to the embedding (`write`).
+
+The idea, and untying the two later, come from the modded-nanogpt speedrun.
 """
 
 import weakref
@@ -19,23 +24,24 @@ __all__ = ["Tie", "check_shapes", "ties_of"]
 
 
 class Tie:
-    """A parameter that is alone in its group, and the one of another group that it is a copy or the transpose of."""
+    """A copy, the only parameter of its group, and the head, which it equals or is the transpose of."""
 
     def __init__(self, group: Group, head_group: Group, index: int, *, transposed: bool) -> None:
         self.copy, self.copy_name = group.params[0], group.param_names[0]
         self.head, self.head_name = head_group.params[index], head_group.param_names[index]
         self.head_group, self._transposed = head_group.number, transposed
         self._moved: tuple[weakref.ref[Tensor], int] | None = None
-        """The copy's gradient that was added last for the next step, and its version then."""
+        """The copy's gradient that was moved last for the next step, with its version at that time."""
 
     def add_gradient(self) -> None:
-        """Move the copy's gradient to the head's, unless it was moved for this step and is untouched since.
+        """Move the copy's gradient to the head's, unless it was moved for this step and has not changed since.
 
-        None may be sparse.
+        Both gradients must be dense.
         """
         gradient, total = writable_gradient(self.copy), writable_gradient(self.head)
         if gradient is None:
             return
+        # `clip_grad_norm_` moves gradients before the step does; adding one twice would double it.
         if self._moved is not None and not is_capturing(gradient.device):
             moved, version = self._moved
             if moved() is gradient and gradient._version == version:
@@ -46,17 +52,19 @@ class Tie:
         if total is None:
             self.head.grad = torch.empty_like(self.head, dtype=gradient_dtype(self.head))
             self._write(self.head.grad, gradient)
-        elif self._transposed:
+        elif self._transposed:  # (vocabulary, width) is added to (width, vocabulary)
             from quintic.kernels.linear.transpose import transpose_add_
 
             transpose_add_(total, gradient)
         else:
             total.add_(gradient)
+        # The gradient of the next backward pass accumulates here, and must not contain this one.
         gradient.zero_()
         self._moved = weakref.ref(gradient), gradient._version
 
     def end_step(self) -> None:
-        """Forget that the gradient was moved: a CUDA graph writes the next one there and changes no version."""
+        """Forget that the gradient was moved."""
+        # A CUDA graph writes the next gradient into the same tensor and leaves its version unchanged.
         self._moved = None
 
     def write(self) -> None:
@@ -78,7 +86,7 @@ def ties_of(groups: Sequence[Group]) -> list[Tie]:
 
 
 def check_shapes(what: str, param: Tensor, other: Tensor, *, transposed: bool) -> None:
-    """Reject shapes that are not equal, or transposes of each other; the ValueError begins with `what`."""
+    """Reject two shapes that are not equal, or not transposes of each other; the ValueError begins with `what`."""
     shape, other_shape = tuple(param.shape), tuple(other.shape)
     if transposed and len(shape) != 2:
         raise ValueError(f"{what} transposed: it has {len(shape)} dimensions, and must have two")

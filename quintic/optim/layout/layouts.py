@@ -1,9 +1,9 @@
-"""Layouts: where the pieces of a parameter live.
+"""Layouts: which box of a parameter each rank holds.
 
-A layout says for each rank which box of the logical tensor it holds. It is read from a `DTensor`'s mesh and placements,
-or stated for plain tensors; it knows nothing of updates, views or the plan. Everything here is a pure function of its
-arguments: no process group is needed and nothing is communicated, so that layouts of large meshes can be planned
-anywhere.
+A layout is read from a `DTensor`'s mesh and placements, or made for plain tensors that several ranks hold whole. Boxes
+are in coordinates of the logical (global) tensor. Reading and comparing layouts needs no process group, so that layouts
+of large meshes can be planned anywhere. The second half of the file gets this rank's piece of weights and gradients:
+only `placed_as`, and `local_gradients` by way of it, communicate.
 """
 
 import math
@@ -46,19 +46,20 @@ __all__ = [
 _MOVES_STRIDED = moves_strided_shards()
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""Per dimension of the logical tensor the range (start, stop); where start == stop the box is empty."""
+"""A range (start, stop) for each dimension of the logical tensor; empty where start == stop."""
 
-_Cut: TypeAlias = tuple[int, int] | None  # (tensor dimension, split factor) of a mesh dimension; None: it replicates
+# How one mesh dimension splits a tensor: (tensor dimension, split factor), see `mesh_layout`; None if it replicates.
+_Cut: TypeAlias = tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The boxes of one tensor on all ranks that take part; equal layouts compare and hash equal, whatever their mesh.
+    """The boxes of one tensor on all ranks of its mesh; layouts with equal boxes are equal, though of different meshes.
 
     Args:
         shape: shape of the logical (global) tensor.
-        ranks: global ranks, in row-major order of the mesh. Ranks whose box is empty are among them.
-        boxes: for each of these ranks the box of the logical tensor that it holds.
+        ranks: global ranks, in row-major order of the mesh, also those with an empty box.
+        boxes: for each of these ranks the box that it holds.
         copies: for each of these ranks the number of the complete copy that its box belongs to, counted from 0; the
             boxes of one copy tile the tensor exactly once.
     """
@@ -88,10 +89,11 @@ class Layout:
         return self.num_copies == len(self.ranks)
 
     def among(self, ranks: Collection[int]) -> "Layout":
-        """Return the layout without other ranks than these, which hold one or more complete copies."""
+        """Return the layout on some of its ranks, which must hold one or more complete copies."""
         kept = [position for position, rank in enumerate(self.ranks) if rank in ranks]
         if len(kept) == len(self.ranks):
             return self
+        # Number the remaining copies from 0 again.
         numbers: dict[int, int] = {}
         copies = tuple(numbers.setdefault(self.copies[position], len(numbers)) for position in kept)
         return Layout(
@@ -103,10 +105,11 @@ class Layout:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Return the box that `a` and `b`, of the same tensor, have in common; None if it is empty."""
+    """Return the intersection of two boxes of one tensor; None if it is empty."""
     common = []
     for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True):
         start, stop = max(a_start, b_start), min(a_stop, b_stop)
+        # Empty in one dimension is empty in all.
         if start >= stop:
             return None
         common.append((start, stop))
@@ -115,6 +118,7 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 def relative(box: Box, to: Box) -> tuple[slice, ...]:
     """Return the slices that select `box` from a tensor that holds the box `to`; a ValueError if it is not inside."""
+    # In the coordinates of that tensor, whose first entry is at the start of `to`.
     if any(start < low or stop > high for (start, stop), (low, high) in zip(box, to, strict=True)):
         raise ValueError(f"the box {box} is not inside {to}")
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(box, to, strict=True))
@@ -137,18 +141,19 @@ def replicated_layout(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
 
 @lru_cache(maxsize=1024)
 def _replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Layout:
+    # Each rank holds the whole tensor, as a copy of its own.
     whole = tuple((0, size) for size in shape)
     return Layout(shape, ranks, (whole,) * len(ranks), tuple(range(len(ranks))))
 
 
 def mesh_layout(shape: Sequence[int], mesh_ranks: Tensor | Sequence[Any], placements: "Sequence[Placement]") -> Layout:
-    """Return the layout of a tensor with `placements` on a mesh, as PyTorch cuts it.
+    """Return the layout of a tensor with `placements` on a mesh, by PyTorch's rules.
 
-    `Shard` cuts as `torch.chunk` does: every rank but the last ones gets ceil(size / ranks), the last ones less or
-    nothing. Several cuts of one dimension are applied in the order of the mesh dimensions, except `_StridedShard`:
-    FSDP2 makes it where another, later mesh dimension (tensor or expert parallel) has cut the dimension first. FSDP2
-    then cuts what each rank holds, so that a rank holds one contiguous range, of uneven sizes too. `split_factor` is
-    the number of the parts that were there before.
+    `Shard` splits as `torch.chunk` does: every rank but the last ones gets ceil(size / ranks), the last ones less or
+    nothing. Several splits of one dimension are applied in the order of the mesh dimensions, except `_StridedShard`:
+    FSDP2 makes it if a later mesh dimension (tensor or expert parallel) has split the dimension first. FSDP2 then
+    splits the piece of each rank, so that a rank holds one contiguous range, also if sizes are uneven. `split_factor`
+    is the number of pieces that there were before.
 
     Args:
         shape: shape of the logical tensor.
@@ -156,13 +161,14 @@ def mesh_layout(shape: Sequence[int], mesh_ranks: Tensor | Sequence[Any], placem
         placements: one `Replicate`, `Shard` or `_StridedShard` per mesh dimension.
 
     Raises:
-        ValueError: a placement that is no layout of a parameter (`Partial`), that names a dimension the tensor does
-            not have, or whose `split_factor` is not the number of parts made by later mesh dimensions.
+        ValueError: a placement is not one of a parameter (`Partial`), names a dimension that the tensor does not have,
+            or has a `split_factor` other than the number of pieces made by later mesh dimensions.
     """
-    mesh = torch.as_tensor(mesh_ranks, dtype=torch.int64, device="cpu")
+    mesh = torch.as_tensor(mesh_ranks, dtype=torch.int64, device="cpu")  # in the mesh's shape
     shape = tuple(shape)
     if len(placements) != mesh.ndim:
         raise ValueError(f"{len(placements)} placements {_text(placements)} on a mesh of {mesh.ndim} dimensions")
+    # Placements become plain tuples, which `lru_cache` can hash.
     cuts = tuple(_cut(placement, shape) for placement in placements)
     try:
         return _mesh_layout(shape, tuple(mesh.shape), tuple(mesh.flatten().tolist()), cuts)
@@ -171,14 +177,14 @@ def mesh_layout(shape: Sequence[int], mesh_ranks: Tensor | Sequence[Any], placem
 
 
 def layout_of(name: str, param: Tensor) -> Layout | None:
-    """Return the layout of a parameter, whose name is for errors: a `DTensor`'s; None for a plain tensor.
+    """Return the layout of a `DTensor` parameter; None for a plain tensor. `name` is for error messages.
 
     Nothing is communicated, and ranks outside the parameter's mesh may call it. The local tensor has the shape of this
     rank's box, except that an empty one may have another empty shape.
 
     Raises:
-        ValueError: the placements are not those of a parameter (see `mesh_layout`), or the local tensor has not the
-            shape that they give this rank.
+        ValueError: a placement is not allowed for parameters (see `mesh_layout`), or the local tensor does not have the
+            shape of this rank's box.
     """
     if not is_dtensor(param):
         return None
@@ -187,11 +193,11 @@ def layout_of(name: str, param: Tensor) -> Layout | None:
         layout = mesh_layout(param.shape, mesh.mesh, placements)
     except ValueError as error:
         raise ValueError(f"parameter '{name}' of shape {tuple(param.shape)}: {error}") from error
-    if mesh.get_coordinate() is None:
+    if mesh.get_coordinate() is None:  # this rank is not in the mesh
         return layout
     rank, local = mesh.get_rank(), param._local_tensor
     box = layout.box_of(rank)
-    # Where a rank holds nothing, FSDP2 may keep (0, 0) for (1, 0).
+    # An empty piece may have another empty shape: FSDP2 keeps (0, 0) for (1, 0), for instance.
     if size_of(box) != tuple(local.shape) and (numel_of(box) or local.numel()):
         raise ValueError(
             f"parameter '{name}' of shape {tuple(param.shape)}: by its placements {_text(placements)} on a mesh of "
@@ -202,28 +208,29 @@ def layout_of(name: str, param: Tensor) -> Layout | None:
     return layout
 
 
-# The classes of tensors that need no second look.
+# Tensors of exactly these classes are not wrappers, which saves `local_tensor` a slower test.
 _ORDINARY = frozenset({Tensor, nn.Parameter})
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's box of `tensor`, sharing its memory, without the cost of `DTensor.to_local`.
 
-    Of a wrapper that is opened for steps (`wrappers.py`), the ordinary tensor that they work on.
+    For a wrapper that is opened for steps (`wrappers.py`), return the ordinary tensor that stands in for it.
     """
+    # Called for every parameter in every step: the usual classes come first.
     if not is_dtensor(tensor):
         return tensor if type(tensor) in _ORDINARY else opened(tensor)
     return _waited_for(tensor._local_tensor)
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradients, also where it has none now: its own, or what `grad_dtype` says."""
+    """Return the dtype that a parameter's gradients have: its `grad_dtype` if that is set, else its own dtype."""
     dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
     return param.dtype if dtype is None else dtype
 
 
 def writable_gradient(param: Tensor) -> Tensor | None:
-    """Return a parameter's gradient; one that was made in inference mode is replaced by a copy that can be changed."""
+    """Return a parameter's gradient for writing; one made in inference mode is replaced by an ordinary copy first."""
     gradient = param.grad
     if gradient is not None and gradient.is_inference():
         with torch.inference_mode(False):
@@ -238,9 +245,9 @@ def reject_sparse(name: str, gradient: Tensor) -> None:
 
 
 def reject_uncut(name: str, param: Tensor, gradient: Tensor) -> None:
-    """Raise a ValueError that names the parameter if it is cut among ranks and its gradient is a plain tensor.
+    """Raise a ValueError that names the parameter if it is sharded and its gradient is a plain tensor.
 
-    PyTorch lets one set `p.grad` to that, whole. It is not known whether every rank has the same.
+    PyTorch lets users set `p.grad` to a whole plain tensor, but nothing tells whether all ranks have set equal ones.
     """
     if is_dtensor(param) and not is_dtensor(gradient) and not all(cut.is_replicate() for cut in param.placements):
         raise ValueError(
@@ -251,37 +258,41 @@ def reject_uncut(name: str, param: Tensor, gradient: Tensor) -> None:
 
 
 def local_gradients(params: Sequence[Tensor], names: Sequence[str]) -> list[Tensor | None]:
-    """Return this rank's box of each parameter's gradient, cut as the parameter is; None where there is none.
+    """Return each parameter's gradient on this rank, with the placements of the parameter; None without a gradient.
 
-    Tensor parallelism leaves some gradients (of the weights of norms between sharded sequences) as sums still to be
-    made over ranks: these are made here, in which case all ranks of the mesh must call it. (In a step they have been
-    made before, see `partial_gradients.py`, where ranks may lack them.) A ValueError names a parameter whose gradient
-    is none that could be cut.
+    Tensor parallelism leaves some gradients `Partial` (of the weights of norms between sharded sequences). These are
+    reduced here, in which case all ranks of the mesh must call it; in a step that was done before, by
+    `partial_gradients.py`, since ranks may lack such gradients. A ValueError names a parameter that is sharded and
+    has a plain gradient.
     """
     gradients: list[Any] = [param.grad for param in params]
     kind = _dtensor_type()
-    if kind == ():
+    if kind == ():  # no DTensor exists in this process
         return gradients
     owners: list[Any] = list(params)
     for number, (param, gradient) in enumerate(zip(owners, gradients, strict=True)):
+        # A plain gradient stays as it is; for a sharded parameter it is an error.
         if not isinstance(gradient, kind) or not isinstance(param, kind):
             if gradient is not None:
                 reject_uncut(names[number], param, gradient)
             continue
-        # Hundreds of them in every step, nearly all cut as their parameters, and most by the very same object.
+        # Hundreds in every step: nearly all have the placements of their parameters, most even the same `_spec` object,
+        # which is the quickest test.
         if gradient._spec is not param._spec and gradient.placements != param.placements:
             gradient = placed_as(names[number], param, gradient)
+        # This rank's box, as `local_tensor` returns it.
         local = gradient._local_tensor
         gradients[number] = local if type(local) is Tensor else _waited_for(local)
     return gradients
 
 
 def placed_as(name: str, param: Any, gradient: Any) -> Any:
-    """Return a DTensor's gradient with the placements of its parameter; all ranks of the mesh must call it.
+    """Return a DTensor gradient redistributed to its parameter's placements; all ranks of the mesh must call it.
 
     Raises:
-        ValueError: this PyTorch would misplace rows; the message names the parameter.
+        ValueError: this version of PyTorch would misplace rows; the message names the parameter.
     """
+    # Older versions of PyTorch redistribute `_StridedShard` without an error and give wrong rows.
     placements = (*gradient.placements, *param.placements)
     if not _MOVES_STRIDED and any(type(placement).__name__ == "_StridedShard" for placement in placements):
         raise ValueError(
@@ -293,20 +304,21 @@ def placed_as(name: str, param: Any, gradient: Any) -> Any:
 
 
 def _waited_for(local: Tensor) -> Tensor:
-    # The result of a collective that may still be running: wait for it as `to_local` leaves its caller to do.
+    # It may be the result of a collective that still runs, which `_local_tensor` does not wait for.
     wait = getattr(local, "wait", None)
     return local if wait is None else wait()
 
 
 def _dtensor_type() -> Any:
-    """Return `(DTensor,)` for `isinstance`, or nothing where the program has no such tensor."""
-    # A program that has a DTensor has imported its module; others should not pay for the import.
+    """Return the class `DTensor` for `isinstance`, or an empty tuple if its module has not been imported."""
+    # A program with DTensors has imported their module; others need not pay for the import.
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else module.DTensor
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
     """Return whether a tensor is a `DTensor`."""
+    # An empty tuple of classes matches nothing.
     return isinstance(tensor, _dtensor_type())
 
 
@@ -315,10 +327,10 @@ def _text(placements: "Sequence[Placement]") -> str:
 
 
 def _cut(placement: "Placement", shape: tuple[int, ...]) -> _Cut:
-    """Return the tensor dimension that a placement cuts, and the parts that were there before."""
+    """Return the tensor dimension that a placement splits, and its split factor; None for `Replicate`."""
     from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-    # Exactly these types: a class derived from them elsewhere may well cut in another way.
+    # Exactly these types: a class derived from them may split in another way.
     if type(placement) is Replicate:
         return None
     if type(placement) is not Shard and type(placement) is not _StridedShard:
@@ -333,40 +345,46 @@ def _cut(placement: "Placement", shape: tuple[int, ...]) -> _Cut:
 def _mesh_layout(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], ranks: tuple[int, ...], cuts: tuple[_Cut, ...]
 ) -> Layout:
-    # Arithmetic on small tensors over the whole mesh at once; on the CPU, whatever the default device is.
+    # Integer arithmetic on tensors of the mesh's shape, one entry per rank. On the CPU explicitly, since the user may
+    # have set another default device.
     cpu = torch.device("cpu")
     coordinates = torch.meshgrid(*(torch.arange(size, device=cpu) for size in mesh_shape), indexing="ij")
-    columns = []
+    columns = []  # for each tensor dimension the (start, stop) of every rank
     for dim, size in enumerate(shape):
+        # Each split narrows the range [start, start + length) of a rank to one chunk of it.
         start, length = torch.tensor(0, device=cpu), torch.tensor(size, device=cpu)
         for mesh_dim in _cut_order(dim, mesh_shape, cuts):
+            # As torch.chunk: ceil(length / ranks) entries each, fewer or none on the last ranks.
             chunk = (length + (mesh_shape[mesh_dim] - 1)) // mesh_shape[mesh_dim]
             offset = torch.minimum(chunk * coordinates[mesh_dim], length)
             start, length = start + offset, torch.minimum(chunk, length - offset)
         starts = start.expand(mesh_shape).flatten().tolist()
         stops = (start + length).expand(mesh_shape).flatten().tolist()
         columns.append(list(zip(starts, stops, strict=True)))
+    # The number of a copy: the coordinates in the mesh dimensions that replicate, in row-major order.
     copies = torch.tensor(0, device=cpu)
     for mesh_dim, cut in enumerate(cuts):
         if cut is None:
             copies = copies * mesh_shape[mesh_dim] + coordinates[mesh_dim]
+    # From a list per dimension to a box per rank; a 0-d tensor's box has no ranges.
     boxes = tuple(zip(*columns, strict=True)) if columns else ((),) * len(ranks)
     return Layout(shape, ranks, boxes, tuple(copies.expand(mesh_shape).flatten().tolist()))
 
 
 def _cut_order(dim: int, mesh_shape: tuple[int, ...], cuts: tuple[_Cut, ...]) -> list[int]:
-    """Return the mesh dimensions that cut tensor dimension `dim`, first cut first."""
+    """Return the mesh dimensions that split tensor dimension `dim`, in the order in which they are applied."""
     order: list[int] = []
+    # From the last mesh dimension to the first, each inserted after the later ones that its split factor counts.
     for mesh_dim in reversed(range(len(cuts))):
         cut = cuts[mesh_dim]
         if cut is None or cut[0] != dim or mesh_shape[mesh_dim] == 1:
             continue
-        # The cuts of later mesh dimensions that come before this one make `split_factor` parts.
+        # The number of pieces after the first `count` splits; `Shard` has split factor 1 and so comes first.
         parts = [math.prod(mesh_shape[earlier] for earlier in order[:count]) for count in range(len(order) + 1)]
         if cut[1] not in parts:
             raise ValueError(
-                f"_StridedShard with split_factor {cut[1]} of mesh dimension {mesh_dim} must follow cuts of later "
-                f"mesh dimensions that make {cut[1]} parts of dimension {dim}, possible are {parts}"
+                f"_StridedShard with split_factor {cut[1]} of mesh dimension {mesh_dim} must follow splits by later "
+                f"mesh dimensions that make {cut[1]} pieces of dimension {dim}, possible are {parts}"
             )
         order.insert(parts.index(cut[1]), mesh_dim)
     return order

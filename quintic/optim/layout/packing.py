@@ -1,7 +1,11 @@
-"""Messages of the memory of many tensors: runs packed into one buffer and back, and the mean of all ranks' buffers.
+"""Packs ranges of many tensors' memory into one message buffer and back, and averages the buffers of all ranks.
 
-Twin of the kernels in `quintic/kernels/runs.py`. Means are sums in the order of the ranks, in float32 or wider, divided
-and rounded once.
+    pack      tensors, dense in any memory order  ->  buffer (entries,), cast to its dtype
+    send      by `collectives.py`, buffer -> (ranks, entries)
+    mean      (ranks, entries)  ->  (entries,): summed in rank order in float32 or wider, divided, and rounded once
+    unpack    buffer  ->  tensors
+
+Plain PyTorch here; the Triton twin is in `quintic/kernels/runs.py`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,18 +22,21 @@ __all__ = ["Packing", "Run", "in_memory_order", "mean_in_order", "mean_of_ranks"
 
 
 class Run(NamedTuple):
-    """Some entries of one of several tensors, in the order of memory, and where they stand in a buffer."""
+    """A range of one tensor's memory, counted in entries, and its place in a buffer."""
 
     tensor: int
-    """The number of the tensor."""
+    """The index of the tensor in the list that is packed."""
     start: int
     stop: int
     place: int
-    """The entry of the buffer where they begin."""
+    """The entry of the buffer at which the range begins."""
 
 
 class Packing:
-    """Copies runs, which do not overlap, of some tensors into a buffer or back, with what the kernels need kept."""
+    """Copies fixed ranges of some tensors into a buffer or back; keeps the tables that the kernels need.
+
+    The ranges must not overlap. The tensors may be others at each call, of the same sizes.
+    """
 
     def __init__(self, runs: Sequence[Run], kernels: Kernels, device: torch.device) -> None:
         self._runs = [run for run in runs if run.stop > run.start]
@@ -37,6 +44,7 @@ class Packing:
         self._tensors = list(dict.fromkeys(run.tensor for run in self._runs))
         self._kernels, self._device = kernels, device
         self._table = AddressTable()
+        # The kernels' tables that do not change, uploaded once: a place, a length and the programs of each range.
         if kernels == "triton" and self._runs:
             from quintic.kernels.runs import run_programs
 
@@ -46,23 +54,25 @@ class Packing:
             self._alignments = {run.place % ALIGNMENT for run in self._runs}
 
     def pack(self, tensors: Sequence[Tensor | None], buffer: Tensor) -> None:
-        """Copy the runs of dense tensors, None for zeros, into a contiguous (entries,) buffer of any dtype."""
+        """Copy the ranges of dense tensors, None meaning zeros, into a contiguous (entries,) buffer of any dtype."""
         if self._kernels == "triton":
             self._copy(tensors, buffer, packs=True)
             return
+        # Plain PyTorch: one copy per range. The kernels copy all of them in one launch.
         for (number, start, _, place), size in zip(self._runs, self._sizes, strict=True):
             source, target = tensors[number], buffer[place : place + size]
+            # A range of memory is (size,) with stride one, for any shape and memory order of the tensor.
             if source is None:
                 target.zero_()
             else:
                 target.copy_(source.as_strided((size,), (1,), source.storage_offset() + start))
 
     def unpack(self, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copy the runs of a buffer back into tensors, arguments as those of `pack`."""
+        """Copy the ranges from a contiguous buffer back into dense tensors; the inverse of `pack`."""
         if self._kernels == "triton":
             self._copy(tensors, buffer, packs=False)
             return
-        flat = buffer.view(-1)
+        flat = buffer.view(-1)  # also of a buffer (ranks, entries)
         for (number, start, _, place), size in zip(self._runs, self._sizes, strict=True):
             target = tensors[number]
             target.as_strided((size,), (1,), target.storage_offset() + start).copy_(flat[place : place + size])
@@ -72,14 +82,18 @@ class Packing:
 
         if not self._runs:
             return
+        # All tensors have one dtype; address 0 stands for a missing tensor.
         dtype = next((tensor.dtype for tensor in tensors if tensor is not None), buffer.dtype)
         bases = {n: 0 if (tensor := tensors[n]) is None else tensor.data_ptr() for n in self._tensors}
 
+        # (ranges,) int64: the address of the first entry of each range.
         def addresses() -> Tensor:
             rows = ((bases[run.tensor], run.start) for run in self._runs)
             return host_tensor([base + start * dtype.itemsize if base else 0 for base, start in rows])
 
+        # Uploaded only if a tensor has moved since the last call.
         table = self._table.get((bases, dtype), addresses, self._device)
+        # Both ends of every copy must be aligned for the faster kernel: the tensors' ranges and their places.
         base, width = buffer.data_ptr(), buffer.itemsize
         is_aligned = all((base + place * width) % ALIGNMENT == 0 for place in self._alignments)
         copy_runs_(
@@ -95,17 +109,18 @@ class Packing:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the entries of a tensor without gaps as a vector that shares its memory."""
+    """Return the entries of a tensor without gaps as a (numel,) view, in the order of its memory."""
+    # Unlike `flatten`, this copies no transposed or channels_last tensor.
     return run_of(tensor, 0, tensor.numel())
 
 
 def run_of(tensor: Tensor, start: int, numel: int) -> Tensor:
-    """Return some of these entries: `in_memory_order(tensor)[start : start + numel]` in one operation."""
+    """Return `in_memory_order(tensor)[start : start + numel]`, (numel,), in one operation."""
     return tensor.as_strided((numel,), (1,), tensor.storage_offset() + start)
 
 
 def mean_of_ranks(received: Tensor, kernels: Kernels, out: Tensor | None = None) -> Tensor:
-    """Return the mean of (ranks, entries) contiguous over ranks, in `out`, (entries,), or new memory."""
+    """Return the mean over ranks of a contiguous (ranks, entries), written to `out`, (entries,), or to new memory."""
     if out is None:
         out = received.new_empty(received.shape[1:])
     if kernels == "triton":
@@ -118,9 +133,10 @@ def mean_of_ranks(received: Tensor, kernels: Kernels, out: Tensor | None = None)
 def mean_in_order(tensors: Iterable[Tensor], out: Tensor) -> Tensor:
     """Write the mean of tensors of one shape to `out`, and return it; an iterator may make them one at a time."""
     tensors = iter(tensors)
+    # Summed in the given order, in float32 or wider, so that all ranks get the same bits.
     total, count = next(tensors).to(torch.promote_types(out.dtype, torch.float32), copy=True), 1
     for tensor in tensors:
         total += tensor
         count += 1
-    # A number would become its reciprocal on GPUs, and the quotient be rounded twice.
+    # The divisor is a tensor: PyTorch would multiply by the reciprocal of a Python number on GPUs, which rounds twice.
     return out.copy_(total.div_(torch.full((), count, dtype=total.dtype, device=total.device)))

@@ -1,15 +1,20 @@
 """Views: which matrices a parameter is made of.
 
 Muon orthogonalises matrices; a parameter often stores several of them in one tensor (the heads of an attention
-projection, a fused QKV, a stack of experts). A view maps the tensor to blocks `(b, g, r, n)` that share its memory,
-so that writing to a block writes to the parameter: b matrices, each of g groups of r rows, m = g r, and n columns.
-Only interleaved layouts need more than one group; everywhere else g = 1 and a block is a plain batch `(b, m, n)`.
-Filters in channels_last have columns in two dimensions, `(b, g, r, c, k)` with n = c k. Views know nothing of
+projection, a fused QKV, a stack of experts). A view offers three forms of them:
+
+    blocks    (b, g, r, n): b matrices of g groups of r rows, m = g r, and n columns. Blocks share the parameter's
+              memory, so that writing to a block writes to the parameter. g > 1 only if the rows of several matrices are
+              interleaved. Filters in channels_last have columns in two dimensions, (b, g, r, c, k) with n = c k.
+    batches   (b, m, n), for computing; copies if a block's rows or columns cannot be merged without one
+    units     the smallest boxes of the tensor that hold whole matrices; they can be owned by different ranks
+
+There is one block or batch per kind of matrix, that is per shape and place in the tensor. Views know nothing of
 optimizers, devices or ranks.
 
-`transposed=True` says that the tensor stores each matrix as (in_features, out_features) and not as PyTorch's
-(out_features, in_features), for example GPT-2's Conv1D: the blocks are then transposed, so that the learning-rate
-scale sees m outputs and n inputs.
+`transposed=True` means that the tensor stores each matrix as (in_features, out_features) and not as PyTorch's
+(out_features, in_features), for example GPT-2's Conv1D: blocks are then transposed, so that m counts outputs and n
+inputs, as the learning-rate scale expects.
 """
 
 from abc import ABC, abstractmethod
@@ -36,13 +41,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Unit:
-    """A box of a tensor that holds whole matrices only and can be orthogonalised apart from the rest.
+    """A box of a tensor that holds whole matrices and so can be orthogonalised without the rest of the tensor.
 
     Args:
-        box: of the tensor, per dimension (start, stop).
-        view: of the box as a tensor of its own, with all its dimensions; each of its blocks holds one matrix.
-        matrices: where these matrices are in the view of the whole tensor: for each block of `view` the number of
-            that block and the index of the matrix within it.
+        box: (start, stop) for each dimension of the tensor.
+        view: view of the box as a tensor with all its dimensions; each of its blocks holds one matrix.
+        matrices: the places of these matrices in the view of the whole tensor: for each block of `view`, the number of
+            the whole tensor's block and the index of the matrix in it.
     """
 
     box: tuple[tuple[int, int], ...]
@@ -55,28 +60,32 @@ class View(ABC):
 
     @abstractmethod
     def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return one `(b, g, r, n)` or `(b, g, r, c, k)` tensor per kind of matrix, which share the memory of `tensor`.
+        """Return one `(b, g, r, n)` or `(b, g, r, c, k)` view of `tensor` per kind of matrix.
 
         Raises:
             ValueError: the view does not fit the shape of `tensor`.
         """
 
     def batches(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return one `(b, m, n)` tensor per kind of matrix; it shares memory if that allows. Errors as `blocks`."""
+        """Return one `(b, m, n)` tensor per kind of matrix, without a copy if possible. Errors as `blocks`."""
+        # Columns first, (b, g, r, c, k) -> (b, g, r, n), then rows -> (b, m, n).
         return tuple(block.flatten(3).flatten(1, 2) for block in self.blocks(tensor))
 
     def write_(self, tensor: Tensor, batches: Sequence[Tensor]) -> None:
-        """Write `(b, m, n)` batches, as `batches` returns them, into `tensor`: the inverse of `batches`."""
+        """Write `(b, m, n)` batches, in the order of `batches`, into `tensor`: the inverse of `batches`."""
+        # Each batch in its block's shape: rows split into (g, r), and columns into (c, k) if the block has both.
         for block, batch in zip(self.blocks(tensor), batches, strict=True):
             block.copy_(batch.unflatten(1, block.shape[1:3]).unflatten(3, block.shape[3:]))
 
     def shapes(self, shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
         """Return the `(b, m, n)` shapes for a tensor of `shape`, without touching data."""
+        # A meta tensor is contiguous, so that blocks are (b, g, r, n).
         blocks = self.blocks(torch.empty(tuple(shape), device="meta"))
         return tuple((b, g * r, n) for b, g, r, n in (block.shape for block in blocks))
 
     def units(self, shape: Sequence[int]) -> tuple[Unit, ...]:
-        """Return the smallest boxes of a tensor of `shape` that hold whole matrices only; together they tile it."""
+        """Return the smallest boxes of a tensor of `shape` that hold whole matrices; they tile the tensor."""
+        # This default has one unit, the whole tensor, which is right only if every block is one matrix.
         counts = [b for b, _, _ in self.shapes(shape)]
         if any(count != 1 for count in counts):
             raise NotImplementedError(f"{type(self).__name__}.units must say which boxes hold its several matrices")
@@ -118,12 +127,13 @@ class Heads(View):
     def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return the heads as (num_heads, 1, m / num_heads, n), or (num_heads, 1, m, n / num_heads) for dim 1."""
         _check_ndim(self, tensor, 2)
-        matrix = _oriented(tensor, self.transposed)
+        matrix = _oriented(tensor, self.transposed)  # (m, n)
         if self.num_heads < 1 or matrix.shape[self.dim] % self.num_heads:
             raise ValueError(
                 f"{self} does not divide the {matrix.shape[self.dim]} {('output', 'input')[self.dim]} features of "
                 f"shape {tuple(tensor.shape)}; use Split or a number of heads that divides them"
             )
+        # (num_heads, m / num_heads, n), or (num_heads, m, n / num_heads).
         head_size = matrix.shape[self.dim] // self.num_heads
         heads = matrix.unflatten(self.dim, (self.num_heads, head_size)).movedim(self.dim, 0)
         return (heads.unsqueeze(1),)
@@ -131,6 +141,7 @@ class Heads(View):
     def units(self, shape: Sequence[int]) -> tuple[Unit, ...]:
         """Return one unit per head."""
         ((num_heads, _, _),) = self.shapes(shape)
+        # The dimension of the tensor as it is stored.
         dim = 1 - self.dim if self.transposed else self.dim
         return _slabs(shape, dim, num_heads, Matrix(self.transposed))
 
@@ -144,7 +155,7 @@ class Split(View):
     | all queries, all keys, all values         | `Split((h d, kv d, kv d))`                                        |
     | per head: query, key, value               | `Split((d, d, d), groups=h)`                                      |
     | per key/value head: its queries, key, value | `Split((h / kv d, d, d), groups=kv)`                            |
-    | the same with an output gate              | `Split((h / kv d, h / kv d, d, d), groups=kv)`                    |
+    | as before, with an output gate per query  | `Split((h / kv d, h / kv d, d, d), groups=kv)`                    |
     | gate and up alternating feature by feature | `Split((1, 1), groups=features)`                                 |
 
     A 3-D tensor is a stack of experts, each split alike.
@@ -154,8 +165,8 @@ class Split(View):
         transposed: the tensor is (..., in_features, out_features).
         groups: how many times the pattern of parts repeats; the rows of one part, from all groups, are one matrix.
         heads: for each part, into how many matrices it is divided further (Muon per head); None for one each.
-        names: what each part is, for QK-clip alone: `("query", "value", "key")`. None where nothing says so, or
-            nothing needs to. Views that differ in names alone are equal.
+        names: the name of each part, which only QK-clip reads: `("query", "value", "key")`; None if unknown. Views
+            that differ only in names are equal.
     """
 
     sizes: tuple[int, ...]
@@ -175,6 +186,7 @@ class Split(View):
                 )
         if self.heads is None:
             return
+        # Heads must divide a part's features, and every group must hold whole heads.
         object.__setattr__(self, "heads", tuple(self.heads))
         if len(self.heads) != len(self.sizes) or any(
             heads < 1 or heads % self.groups or (size * self.groups) % heads
@@ -187,6 +199,7 @@ class Split(View):
         if tensor.ndim not in (2, 3) or (tensor.ndim == 3 and self.heads is not None):
             need = "2-D parameters" if self.heads is not None else "2-D parameters and 3-D stacks of experts"
             raise ValueError(f"{self} is for {need}, got shape {tuple(tensor.shape)}")
+        # (experts, output features, input features), with one expert for a 2-D tensor.
         features = _oriented(tensor, self.transposed)
         features = features if tensor.ndim == 3 else features.unsqueeze(0)
         rows, total = features.shape[1], sum(self.sizes) * self.groups
@@ -195,9 +208,12 @@ class Split(View):
                 f"{self}: the sizes must be positive and add up, over all groups, to the {rows} output features "
                 f"of shape {tuple(tensor.shape)}, they add up to {total}"
             )
+        # Each part is (experts, groups, size, n): one matrix per expert, its rows from all groups.
         parts = features.unflatten(1, (self.groups, sum(self.sizes))).split(list(self.sizes), dim=2)
         if self.heads is None:
             return tuple(parts)
+        # With heads each part is divided further: with one group into one block of (heads, 1, rows, n); with more into
+        # a block (groups, 1, rows, n) for each head of a group.
         blocks: list[Tensor] = []
         for part, heads in zip(parts, self.heads, strict=True):
             by_head = part.squeeze(0).unflatten(1, (heads // self.groups, -1))  # (groups, heads of a group, rows, n)
@@ -213,21 +229,24 @@ class Split(View):
         The parts of several groups are interleaved, their unit is the whole tensor; of a stack, one expert.
         """
         num_blocks = len(self.shapes(shape))
+        # A stack: one expert holds a matrix of each block.
         if len(shape) == 3:
             return tuple(
                 Unit(_slab(shape, 0, expert, expert + 1), self, tuple((block, expert) for block in range(num_blocks)))
                 for expert in range(shape[0])
             )
+        # Interleaved: no smaller box than the tensor holds a whole matrix.
         if self.groups > 1 and self.heads is None:
             return super().units(shape)
+        # Walk along the output features: group by group, part by part, head by head.
         heads_per_group = [heads // self.groups for heads in self.heads or (1,) * len(self.sizes)]
         dim, start = 1 if self.transposed else 0, 0
         units: list[Unit] = []
         for group in range(self.groups):
-            first_block = 0
+            first_block = 0  # of the current part, if every head of a group is a block
             for part, (size, heads) in enumerate(zip(self.sizes, heads_per_group, strict=True)):
                 for head in range(heads):
-                    # With one group, the heads of a part are one block; else the groups of a head are.
+                    # The (block, index) of this head, as `blocks` orders them for one group or several.
                     place = (part, head) if self.groups == 1 else (first_block + head, group)
                     stop = start + size // heads
                     units.append(Unit(_slab(shape, dim, start, stop), Matrix(self.transposed), (place,)))
@@ -249,13 +268,14 @@ class Experts(View):
 
     def units(self, shape: Sequence[int]) -> tuple[Unit, ...]:
         """Return one unit per expert."""
+        # A unit is a stack of one expert, (1, m, n), and so has the same view.
         ((num_experts, _, _),) = self.shapes(shape)
         return _slabs(shape, 0, num_experts, self)
 
 
 @dataclass(frozen=True)
 class Rows(View):
-    """A bank: every `num_rows` rows of a 2-D tensor are one matrix."""
+    """A bank of matrices stacked along the rows of a 2-D tensor: every `num_rows` rows are one matrix."""
 
     num_rows: int
     transposed: bool = False
@@ -265,6 +285,7 @@ class Rows(View):
         _check_ndim(self, tensor, 2)
         if self.num_rows < 1 or tensor.shape[0] % self.num_rows:
             raise ValueError(f"{self} does not divide the {tensor.shape[0]} rows of shape {tuple(tensor.shape)}")
+        # (matrices, num_rows, columns); `num_rows` counts rows as they are stored, transposed or not.
         bank = tensor.unflatten(0, (tensor.shape[0] // self.num_rows, self.num_rows))
         return (_oriented(bank, self.transposed).unsqueeze(1),)
 
@@ -278,13 +299,13 @@ class Rows(View):
 class Flatten(View):
     """A convolution (out_channels, in_channels / groups, *kernel) as matrices (out_channels / groups, the rest).
 
-    The columns of a matrix are in the order (in_channels, *kernel), whatever the order in memory: `channels_last` gives
-    the same matrices. Transposed convolutions, (in_channels, out_channels / groups, *kernel), are `transposed`: their
+    The columns of a matrix are in the order (in_channels, *kernel) for any memory format: `channels_last` gives the
+    same matrices. Transposed convolutions, (in_channels, out_channels / groups, *kernel), are `transposed`: their
     matrices are (the rest, in_channels / groups).
 
     Args:
         transposed: the matrices are the transposes of the flattened tensor.
-        groups: of the convolution; one matrix each, since groups share no features.
+        groups: the convolution's groups; each is a matrix, since groups share no features.
     """
 
     transposed: bool = False
@@ -297,18 +318,23 @@ class Flatten(View):
         """
         if tensor.ndim < 3:
             raise ValueError(f"{self} is for convolutions (3 or more dimensions), got shape {tuple(tensor.shape)}")
+        # Both kinds of convolution keep their groups along the first dimension.
         if self.groups < 1 or tensor.shape[0] % self.groups:
             raise ValueError(
                 f"{self} does not divide the {tensor.shape[0]} channels in front of shape {tuple(tensor.shape)}"
             )
+        # (groups, channels in front of a group, the other channels, *kernel)
         grouped = tensor.unflatten(0, (self.groups, tensor.shape[0] // self.groups))
         columns = tensor.shape[1:].numel()
+        # A contiguous tensor: its columns are one dimension, without a copy.
         try:
             flat = grouped.view(*grouped.shape[:2], columns)
+            # (groups, m, n) -> (groups, 1, m, n)
             return (_oriented(flat, self.transposed).unsqueeze(1),)
         except RuntimeError:
             pass
-        try:  # channels_last: the kernel's entries are one behind the other, but not beside those of other channels
+        # channels_last: only the kernel's dimensions merge, (groups, channels in front, the other channels, kernel).
+        try:
             filters = grouped.view(*grouped.shape[:3], columns // max(1, tensor.shape[1]))
         except RuntimeError as error:
             raise ValueError(
@@ -319,6 +345,7 @@ class Flatten(View):
 
     def units(self, shape: Sequence[int]) -> tuple[Unit, ...]:
         """Return one unit per group."""
+        # Groups lie one after the other along the first dimension; each is a convolution without groups.
         ((count, _, _),) = self.shapes(shape)
         return _slabs(shape, 0, count, Flatten(self.transposed))
 
@@ -337,7 +364,8 @@ def _slab(shape: Sequence[int], dim: int, start: int, stop: int) -> tuple[tuple[
 
 
 def _slabs(shape: Sequence[int], dim: int, count: int, view: View) -> tuple[Unit, ...]:
-    """Return `count` equal units along `dim`: the matrices of one block, one after the other."""
+    """Return `count` equal units along `dim`, which hold the matrices of the only block in order."""
+    # A tensor without entries may have no matrices.
     thickness = shape[dim] // max(count, 1)
     return tuple(
         Unit(_slab(shape, dim, index * thickness, (index + 1) * thickness), view, ((0, index),))
@@ -347,11 +375,12 @@ def _slabs(shape: Sequence[int], dim: int, count: int, view: View) -> tuple[Unit
 
 @lru_cache(maxsize=256)
 def is_plain(view: View, unit_shape: tuple[int, ...]) -> bool:
-    """Return whether a unit is one matrix or its transpose, with no groups of rows."""
+    """Return whether a unit of `unit_shape` holds one matrix or its transpose, without groups of rows."""
     blocks = view.blocks(torch.empty(unit_shape, device="meta"))
+    # One block (b, g, r, n) with b = g = 1.
     return len(blocks) == 1 and blocks[0].shape[:2] == (1, 1)
 
 
 def is_transposed(view: View) -> bool:
-    """Return whether a unit stores (in, out), a matrix being (out, in)."""
+    """Return whether a view's tensor stores matrices as (in_features, out_features)."""
     return bool(getattr(view, "transposed", False))

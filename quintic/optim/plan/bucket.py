@@ -1,10 +1,12 @@
-"""Buckets: what one batched computation updates. There are three kinds, by where matrices and state lie.
+"""Buckets: the matrices or parameters that one batched computation updates. There are three kinds.
 
-Local       this rank has all of it
-Gathered    matrices lie on several ranks, or these divide the work on them: directions come to an owner, updates go
-            back (FSDP2, tensor parallelism, `comms="averaged"`)
-Divided     every rank has the weights and a gradient of its own, state lies with owners: gradients come to them,
-            new weights go back (`comms="sharded"`)
+Local       this rank has weights, gradients and state whole
+Gathered    matrices lie in pieces on several ranks, or every rank has them and ranks divide the work: directions come
+            to an owner, updates go back to the pieces (FSDP2, tensor parallelism, `comms="averaged"`)
+Divided     every rank has the weights and a gradient of its own, state lies with owners: gradients come to the owners,
+            new weights go back to all ranks (`comms="sharded"`)
+
+Buckets are frozen, follow from the groups alone, and hold no tensors. `step/bucket_step.py` steps them.
 """
 
 from collections import Counter
@@ -52,18 +54,18 @@ class ParameterUnit:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of one bucket, which ranks divide among themselves."""
+    """The units of one bucket, each of which one of the ranks owns."""
 
     shape: tuple[int, ...]
     """The shape of every unit."""
     view: View
-    """The matrices that a unit is made of."""
+    """How a unit is divided into matrices."""
     kinds: tuple[Kind, ...]
     """One for each matrix of a unit."""
     everywhere: tuple[ParameterUnit, ...]
     """The units of all ranks, in the order of their owners."""
     owned: slice
-    """The places of those that this rank orthogonalises."""
+    """The places of the units that this rank orthogonalises."""
 
     @cached_property
     def flops(self) -> int:
@@ -76,11 +78,11 @@ class Units:
         return sum(max(kind.shape) for kind in self.kinds)
 
     def direction_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the widest that directions of weights of a dtype have."""
+        """Return the dtype in which directions travel: the widest of all kinds', for weights of a dtype."""
         return max((direction_dtype(kind.form, dtype) for kind in self.kinds), key=lambda one: one.itemsize)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the widest that updates of weights of a dtype have."""
+        """Return the dtype in which updates travel: the widest of all kinds', for weights of a dtype."""
         return max((update_dtype(kind.form, dtype) for kind in self.kinds), key=lambda one: one.itemsize)
 
     @cached_property
@@ -90,7 +92,7 @@ class Units:
 
     @cached_property
     def own_matrices(self) -> list[list[Member]]:
-        """For each kind the matrices of these units."""
+        """For each kind the matrices of the units that this rank orthogonalises, as entries of a bucket."""
         return [
             [
                 Member(name=unit.name, index=unit.index, num_matrices=1, first_matrix=unit.first_matrices[number])
@@ -123,7 +125,7 @@ class _Common:
     group: int
     """Position of the parameter group in `optimizer.param_groups`."""
     members: tuple[Member, ...]
-    """The parameters of the group that are in the bucket, as this rank holds them."""
+    """This rank's entries of the bucket: matrices, pieces or whole parameters."""
     shape: tuple[int, int] | None = None
     """(m, n) of every matrix; None for AdamW."""
     dtype: torch.dtype
@@ -155,7 +157,7 @@ class _Common:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all parameters that ranks have a part of in it."""
+        """Return the names of the bucket's parameters, of all ranks."""
         return tuple(member.name for member in self.members)
 
     @property
@@ -165,7 +167,7 @@ class _Common:
 
     @property
     def num_parts(self) -> int:
-        """Return the number of parts of parameters in the bucket."""
+        """Return the number of entries of the bucket."""
         return len(self.members)
 
     @property
@@ -178,7 +180,7 @@ class _Common:
 
 @dataclass(frozen=True, kw_only=True)
 class Local(_Common):
-    """A bucket of this rank alone: matrices of parameters, or whole parameters for AdamW."""
+    """A bucket that this rank has whole: matrices of parameters, or for AdamW whole parameters."""
 
     workspace_bytes: int
     """Upper bound of the temporary memory this bucket's batched computation needs."""
@@ -188,12 +190,12 @@ class Local(_Common):
 
 @dataclass(frozen=True, kw_only=True)
 class _Shared(_Common):
-    """A bucket shared with other ranks, stepped in three stages with messages between them."""
+    """A bucket shared with other ranks, stepped in three stages with a message between each two."""
 
     stages: Stages
     """Temporary memory by stage."""
     shared_stages: Stages
-    """The same of the rank that needs most: all ranks must agree about what is under way at a time."""
+    """The stages of the rank that needs most: all ranks must decide alike how many buckets are under way at a time."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -203,7 +205,7 @@ class _Shared(_Common):
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered(_Shared):
-    """Matrices that lie on several ranks; `members` are this rank's pieces."""
+    """Matrices that lie in pieces on several ranks; `members` are this rank's pieces, one of each unit, or none."""
 
     units: Units
     exchange: Exchange
@@ -225,7 +227,7 @@ class Gathered(_Shared):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all parameters that ranks have a part of in it."""
+        """Return the names of the bucket's parameters, of all ranks."""
         return tuple(unit.name for unit in self.units.everywhere)
 
     @property
@@ -236,7 +238,7 @@ class Gathered(_Shared):
 
 @dataclass(frozen=True, kw_only=True)
 class Divided(_Shared):
-    """Parameters whose state is divided, in parts that each have an owner; `members` are this rank's parts."""
+    """Pieces of parameters, each with an owner that has their state; `members` are this rank's pieces."""
 
     ranks: tuple[int, ...]
     position: int
@@ -244,23 +246,23 @@ class Divided(_Shared):
     parts: tuple[Part, ...]
     """In the order of their owners."""
     is_direct: bool
-    """Whether the parts are one whole parameter, in the order of its memory: then messages need no packing."""
+    """Whether the pieces are one whole parameter, in the order of its memory: then messages need no packing."""
     travels = True
 
     @cached_property
     def of_owners(self) -> list[slice]:
-        """For each rank which of the parts it owns."""
+        """For each rank the places of the pieces that it owns."""
         stops = list(accumulate(Counter(part.owner for part in self.parts)[owner] for owner in range(len(self.ranks))))
         return [slice(start, stop) for start, stop in pairwise([0, *stops])]
 
     @cached_property
     def owned(self) -> slice:
-        """The places of the parts that this rank owns."""
+        """The places of the pieces that this rank owns."""
         return self.of_owners[self.position]
 
     @cached_property
     def own(self) -> tuple[Part, ...]:
-        """The parts of this rank."""
+        """The pieces that this rank owns."""
         return self.parts[self.owned]
 
     @cached_property
@@ -270,13 +272,13 @@ class Divided(_Shared):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all parameters that ranks have a part of in it."""
+        """Return the names of the bucket's parameters, of all ranks."""
         return tuple(part.name for part in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DividedMatrices(Divided):
-    """Such parameters of a Muon group: each part is a unit."""
+    """Sharded parameters of a Muon group: each piece is a unit."""
 
     units: Units
 
@@ -288,7 +290,7 @@ class DividedMatrices(Divided):
 
 @dataclass(frozen=True, kw_only=True)
 class DividedTable(Divided):
-    """A table of which only the rows that were touched need to travel (`comms="sharded_sparse"`)."""
+    """A sharded embedding table whose gradient travels by touched rows only (`comms="sharded_sparse"`)."""
 
     rows: RowDivision
 

@@ -1,11 +1,14 @@
-"""`comms="sharded"`: every rank has the parameters and a gradient of its own; state and work are divided among ranks.
+"""Plans the buckets of `comms="sharded"`: every rank has weights and a gradient, each piece of the state has an owner.
 
-Gradients are averaged on the way to the rank that owns a part of a parameter: all of its matrices' units for Muon, a
-range of entries for AdamW. The owner has that part's state, updates it as if it were alone, and sends the new weights
-to all ranks: a reduce-scatter, a step, an all-gather (ZeRO-1; the modded-nanogpt speedrun's optimizer). Parts are
-runs of a parameter's memory, so that state is a flat tensor and nothing is packed twice.
+    gradients   -> the owner of each piece, which averages them
+    step        by the owner, which has the piece's state
+    weights     -> all ranks
 
-Who owns what stands in `parts.py`.
+That is a reduce-scatter, a step and an all-gather (ZeRO-1; the modded-nanogpt speedrun's optimizer). A piece is a unit
+of matrices for Muon, a range of entries for AdamW; either is a range of the parameter's memory, so that its state is a
+flat tensor and nothing is packed twice. `state/parts.py` assigns owners.
+
+Invariant: buckets and the order of their pieces follow from the groups alone, and are the same on all ranks.
 """
 
 from bisect import bisect_left, bisect_right
@@ -31,7 +34,7 @@ from quintic.optim.state.parts import Part, parts_of
 
 __all__ = ["divided_buckets"]
 
-# A parameter with at least so many entries travels from where it is, and back: nothing is packed.
+# From this number of entries on a parameter is sent from its own memory, and received there: packing would copy it.
 _LEAST_ALONE = 2**20
 
 
@@ -41,7 +44,7 @@ def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
     divisions: dict[int, RowDivision] = {}
     for index, (parts, param) in enumerate(zip(parts_of(group, ranks), group.params, strict=True)):
         if index in group.idle:
-            continue  # its parts keep their owners, should it be stepped later
+            continue  # its pieces keep their owners, should it be stepped later
         kernels = choose_kernels(group.kernels, param)
         is_table = group.comms == "sharded_sparse" and not group.rule.orthogonalizes
         rows = divided_rows(param, parts, len(ranks)) if is_table else None
@@ -88,12 +91,15 @@ def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
 def _offload_limit(group: Group, dtype: torch.dtype, num_ranks: int) -> int:
     """Return the number of entries that a bucket may have, so that owners bring little state from the host at once."""
     entries = offloaded_entries(group, dtype)
-    # AdamW's state comes in parts, whatever the bucket has.
+    # AdamW's state is brought in pieces of bounded size, however large the bucket is.
     return 2**62 if entries is None or not group.rule.orthogonalizes else entries * num_ranks
 
 
 def _travels_alone(parts: Sequence[Part], param: Tensor, num_ranks: int) -> bool:
-    """Return whether a parameter is large, and all ranks have parts of it, in their order in memory, of one kind."""
+    """Return whether a large parameter can be a bucket sent from its own memory.
+
+    All ranks then own pieces of it, of one kind, which follow each other in memory in the order of the ranks.
+    """
     if param.numel() < _LEAST_ALONE or {part.owner for part in parts} != set(range(num_ranks)):
         return False
     if len({part.unit and (part.unit.view, size_of(part.unit.box)) for part in parts}) > 1:
@@ -104,9 +110,10 @@ def _travels_alone(parts: Sequence[Part], param: Tensor, num_ranks: int) -> bool
 
 
 def _chunks(parts: Sequence[Part], group: Group, num_ranks: int, dtype: torch.dtype) -> Iterator[list[Part]]:
-    """Divide parts so that what is in flight fits the workspace: some of each owner's at a time."""
+    """Yield pieces that are one bucket, some of each owner's, such that their messages fit the workspace."""
     budget = group.max_workspace_bytes
-    # Gradients sent and received, and weights, of this bucket and its neighbours; the owner's own work.
+    # Bytes for each entry: gradients sent and received, and weights, of this bucket and its neighbours; then the
+    # owner's work, which is divided among the ranks.
     per_entry = 6 * dtype.itemsize + -(-(24 if group.rule.orthogonalizes else 8) // num_ranks)
     limit = sum(part.numel for part in parts) if budget is None else max(1, budget // per_entry)
     limit = min(limit, _offload_limit(group, dtype, num_ranks))
@@ -126,7 +133,7 @@ def _chunks(parts: Sequence[Part], group: Group, num_ranks: int, dtype: torch.dt
 
 
 def _units(parts: Sequence[Part], group: Group, position: int, shape: tuple[int, ...], view: View) -> Units:
-    """Return the units of these shapes that are the parts, as the rank in this position sees them."""
+    """Return the units that are the pieces, as the rank in this position sees them."""
     first = group.params[parts[0].index]
     everywhere = tuple(
         ParameterUnit.of(group, part.index, part.unit, group.params[part.index].shape)

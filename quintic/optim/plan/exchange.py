@@ -1,15 +1,17 @@
-"""The way of pieces of matrices to the rank that orthogonalises them, and of the updates back.
+"""The communication pattern that brings pieces of matrices to their owner, and the updates back.
 
-An exchange serves one bucket: units (boxes of parameters that hold whole matrices) of one shape, which all ranks of a
-process group hold in the same way, be it a few rows each, a whole copy each, or nothing on some ranks. Each unit has an
-owner among these ranks. Units are in the order of their owners.
+An exchange serves one bucket: units (boxes of parameters that hold whole matrices) of one shape, which the ranks of a
+process group hold in the same way: a few rows each, a whole copy each, or nothing on some ranks. Each unit has an owner
+among these ranks, which orthogonalises it. Units are in the order of their owners.
 
-    gather     every rank of the owner's copy sends its piece of each unit to the owner
-    scatter    the owner sends to every rank the piece that this rank holds
+    gather     every rank of the owner's copy sends its piece of each unit to the owner       (one all-to-all)
+    scatter    the owner sends every rank the piece that this rank holds                      (one all-to-all)
 
-One all-to-all each; where every rank holds everything, gathering costs nothing and scattering is one all-gather, or a
-broadcast by each of few owners. What a rank receives, and in which order, follows from the plan: no sizes are sent.
-`Exchange` answers for one rank, `traffic_of` for all of them at a time.
+Where every rank holds every unit whole, a gather sends nothing, and a scatter is one all-gather, or a broadcast by each
+owner if these are few. Sizes and order of a message follow from the plan, which all ranks have: no sizes are sent.
+`Exchange` is one rank's view, `traffic_of` adds up the bytes of all ranks.
+
+Invariant: every rank of the process group starts every message, with or without pieces and units of its own.
 """
 
 import math
@@ -28,7 +30,7 @@ __all__ = ["Cargo", "Exchange", "Traffic", "per_key", "traffic_of"]
 
 
 class Amounts(NamedTuple):
-    """How many entries this rank sends to each rank, and how many it receives from each, in their order."""
+    """The number of entries that this rank sends to each rank, and receives from each, in the order of the ranks."""
 
     sends: list[int]
     receives: list[int]
@@ -36,15 +38,15 @@ class Amounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """The messages of one bucket.
+    """The messages of one bucket, as one rank sees them.
 
     Attributes:
         ranks: global ranks of the process group, in its order.
-        position: of this rank in it.
-        unit_shape: of every unit.
+        position: this rank's place among them.
+        unit_shape: the shape of every unit.
         pieces: for each rank the box of a unit that it holds, relative to the unit; None where it holds nothing.
-        copies: for each rank the number of the complete copy of the unit that its piece belongs to.
-        counts: for each rank how many units it owns.
+        copies: for each rank the number of the complete copy of the unit that its piece belongs to (HSDP has several).
+        counts: for each rank the number of units that it owns.
     """
 
     ranks: tuple[int, ...]
@@ -68,7 +70,7 @@ class Exchange:
 
     @cached_property
     def owned(self) -> slice:
-        """Return which of all units this rank orthogonalises."""
+        """Return the places, among all units, of the units that this rank orthogonalises."""
         first = sum(self.counts[: self.position])
         return slice(first, first + self.num_owned)
 
@@ -89,12 +91,12 @@ class Exchange:
 
     @cached_property
     def is_sparse(self) -> bool:
-        """Return whether so few ranks own units that an all-gather would send more padding than units."""
+        """Return whether an all-gather would send more padding than units, because few ranks own any."""
         return len(self.ranks) * max(self.counts) > 2 * self.num_units
 
     @cached_property
     def is_local(self) -> bool:
-        """Return whether nothing travels: owners hold their units whole, and nobody else holds any of them."""
+        """Return whether nothing is sent: one rank owns all units and holds them whole, other ranks hold none."""
         owners = [position for position, count in enumerate(self.counts) if count]
         holders = [position for position, piece in enumerate(self.pieces) if piece is not None]
         return len(owners) <= 1 and holders == owners and size_of(self.pieces[owners[0]] or ()) == self.unit_shape
@@ -106,7 +108,7 @@ class Exchange:
 
     @cached_property
     def _places(self) -> list[tuple[slice, ...]]:
-        """Where each rank's pieces are in a batch of whole units."""
+        """For each rank the index of its pieces in a batch of whole units, (units, *unit_shape)."""
         whole = tuple((0, size) for size in self.unit_shape)
         return [() if piece is None else (slice(None), *relative(piece, whole)) for piece in self.pieces]
 
@@ -116,7 +118,7 @@ class Exchange:
 
     @cached_property
     def gathering(self) -> Amounts:
-        """The entries that this rank sends and receives while gathering, which happens within a copy."""
+        """The entries that this rank sends and receives in a gather, which stays within a copy."""
         own, rows = self.numels[self.position], list(zip(self._same_copy, self.counts, self.numels, strict=True))
         return Amounts(
             [count * own if same else 0 for same, count, _ in rows],
@@ -125,42 +127,51 @@ class Exchange:
 
     @cached_property
     def scattering(self) -> Amounts:
-        """The entries that this rank sends and receives while scattering."""
+        """The entries that this rank sends and receives in a scatter, which reaches all copies."""
         own = self.numels[self.position]
         return Amounts([self.num_owned * numel for numel in self.numels], [count * own for count in self.counts])
 
     # ------------------------------------------------------------------------------------------------------- movement
 
-    # All ranks of the group must call what starts; the functions returned wait.
+    # All ranks of the process group must call each method, in the same order; the functions that they return wait.
 
     def start_gather(self, pieces: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-        """Start to collect the units that this rank owns, (num_owned, *unit_shape).
+        """Start to collect the units that this rank owns; wait for (num_owned, *unit_shape).
 
-        Pieces are this rank's ones of every unit, (num_units, *piece_shape) contiguous.
+        Args:
+            pieces: this rank's piece of every unit, (num_units, *piece_shape) contiguous.
+            group: the process group of `ranks`.
         """
         if self.is_local or self.is_replicated:
+            # The units are among the pieces, which they keep alive.
             own = pieces[self.owned].view(self.num_owned, *self.unit_shape)
             return lambda: own
         send = pieces
         if not all(self._same_copy):
+            # Owners in another copy get their pieces from the ranks of that copy.
             parts = pieces.split(list(self.counts))
             send = torch.cat([part for part, same in zip(parts, self._same_copy, strict=True) if same])
         pending = start_all_to_all(send, *self.gathering, group)
         return lambda: self.assemble(pending.wait())
 
     def assemble(self, received: Tensor) -> Tensor:
-        """Return (num_owned, *unit_shape) from the pieces of all ranks, in their order."""
+        """Return (num_owned, *unit_shape) from the pieces of all ranks, one rank after the other, (entries,)."""
         units = received.new_empty((self.num_owned, *self.unit_shape))
         for part, place in zip(received.split(self.gathering.receives), self._places, strict=True):
             if part.numel():
-                target = units[place]
+                target = units[place]  # (num_owned, *shape of that rank's piece)
                 target.copy_(part.view(target.shape))
         return units
 
     def start_scatter(self, units: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-        """Start to hand out the units that this rank owns; return this rank's piece of every unit in the end.
+        """Start to send the units that this rank owns; wait for this rank's piece of every unit.
 
-        Units are (num_owned, *unit_shape), with any strides, pieces (num_units, *piece_shape).
+        Args:
+            units: (num_owned, *unit_shape), with any strides.
+            group: the process group of `ranks`.
+
+        Returns:
+            A function that returns (num_units, *piece_shape).
         """
         if self.is_local or self.is_replicated:
             return self.start_all_gather(units, group)
@@ -168,15 +179,17 @@ class Exchange:
         send = units.new_empty(sum(sends))
         for part, place in zip(send.split(sends), self._places, strict=True):
             if part.numel():
-                source = units[place]
+                source = units[place]  # (num_owned, *shape of that rank's piece)
                 part.view(source.shape).copy_(source)
         pending = start_all_to_all(send, *self.scattering, group)
         return lambda: pending.wait().view(self.num_units, *self.piece_shape)
 
     def start_all_gather(self, owned: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-        """Start to give every rank what each owner has, (num_units, ...).
+        """Start to send a tensor of each owner's units to all ranks; wait for that of all units, (num_units, ...).
 
-        What this rank owns is (num_owned, ...), with the same sizes behind the first on all ranks.
+        Args:
+            owned: (num_owned, ...), with the same sizes behind the first on all ranks.
+            group: the process group of `ranks`.
         """
         if self.is_local:
             return lambda: owned
@@ -184,6 +197,7 @@ class Exchange:
             received = owned.new_empty((self.num_units, *owned.shape[1:]))
             received[self.owned] = owned
             return start_broadcasts(received, self.counts, group).wait
+        # An all-gather takes equally many units of every rank: those with fewer send padding.
         most = max(self.counts)
         send = owned.contiguous()
         if self.num_owned < most:
@@ -201,7 +215,7 @@ class Exchange:
 
 
 class Cargo(NamedTuple):
-    """An exchange, and the bytes of what it moves."""
+    """An exchange, and the bytes of each entry and unit that it moves."""
 
     exchange: Exchange
     direction: int
@@ -209,7 +223,7 @@ class Cargo(NamedTuple):
     update: int
     """Bytes of one entry of a scatter."""
     factors: int
-    """Bytes of NorMuon's factors and second moments of one unit, which every rank gets with a scatter; 0 for none."""
+    """Bytes of one unit's factors and second moments with NorMuon, which every rank gets with a scatter; else 0."""
 
 
 class Traffic(NamedTuple):
@@ -220,19 +234,21 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(cargo: Cargo, places: Tensor | None = None) -> Traffic:
-    """Return the traffic between places of an exchange that is not local.
+    """Return the bytes that each rank sends to other places, and receives from them, in an exchange that is not local.
 
-    Places are (ranks,) int64, whole numbers from 0, such as the host of each rank; None if every rank is a place of its
-    own.
+    Args:
+        cargo: the exchange.
+        places: (ranks,) int64, whole numbers from 0, such as the host of each rank; None if every rank is a place of
+            its own.
     """
     exchange = cargo.exchange
     counts, copies = (torch.tensor(values, device="cpu") for values in (exchange.counts, exchange.copies))
     pieces = torch.tensor(exchange.numels, device="cpu")
     places = torch.arange(len(counts), device="cpu") if places is None else places
     elsewhere, owned_elsewhere = len(counts) - per_key(torch.ones_like(counts), places), _elsewhere(counts, places)
-    if exchange.is_sparse:  # broadcasts of what there is
+    if exchange.is_sparse:  # broadcasts, without padding
         given, taken = counts * elsewhere, owned_elsewhere
-    else:  # all-gathers of parts as long as the longest
+    else:  # all-gathers, in which every rank sends as much as the one with most units
         given = taken = max(exchange.counts) * elsewhere
     if exchange.is_replicated:
         each = math.prod(exchange.unit_shape) * cargo.update + cargo.factors

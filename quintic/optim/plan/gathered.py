@@ -1,10 +1,15 @@
-"""Planning for matrices that lie on several ranks: what travels together, and who orthogonalises it.
+"""Plans the buckets of matrices that lie on several ranks: their units, the owner of each, and the messages.
 
-A parameter of a Muon group travels if no single rank's copy is the whole story: it is a `DTensor` that is sharded, or
-its group divides the work on replicated parameters among ranks (`comms="averaged"`). Its units (see `View.units`) are
-assigned to the ranks that share it by their floating-point operations; units of one shape, cut alike, are one bucket.
-State lies with the pieces and not with the owners, which may be others in the next step. Every rank makes the same plan
-from the same groups, so that nothing about sizes is ever sent.
+A parameter of a Muon group needs communication if it is a sharded `DTensor`, or if its ranks divide the work on copies
+of it (`comms="averaged"`). The plan is made in four steps:
+
+    1. parameters -> units, the smallest boxes that hold whole matrices (`View.units`), with the piece of each rank
+    2. units -> owners, by floating-point operations, so that all ranks that share them have equally much to do
+    3. units of one shape, sharded alike -> buckets, as large as the workspace allows
+    4. buckets -> this rank's `Gathered`, with its pieces and its own units
+
+Steps 1 to 3 come to the same on every rank, because all ranks have the same groups; no sizes are ever sent. State lies
+with the pieces and not with the owners, so that owners may change with the plan.
 """
 
 import math
@@ -29,7 +34,7 @@ from quintic.optim.state.owners import assign_owners, balance, loads_of
 
 __all__ = ["SharedBucket", "gathered_buckets", "shared_buckets"]
 
-# How much more than a single unit's memory buckets may take where that alone exceeds the workspace.
+# The factor by which a bucket may exceed the memory of a single unit where that exceeds the workspace already.
 _TOLERANCE = 1.25
 
 
@@ -38,7 +43,7 @@ class Key(NamedTuple):
 
     group: int
     exchange: Exchange
-    """As the first rank sees it, of no units yet."""
+    """As the first rank sees it, without units."""
     view: View
     of: Matrices
     in_order: bool
@@ -46,7 +51,7 @@ class Key(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """A unit on its way into a bucket."""
+    """A unit, and the bucket that it belongs to."""
 
     unit: ParameterUnit
     key: Key
@@ -56,7 +61,7 @@ class _Share(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedBucket:
-    """A bucket that travels, before any rank's part in it; units and exchange are as the first rank sees them."""
+    """A bucket with messages as all ranks see it; units and exchange are as the first rank has them."""
 
     key: Key
     units: Units
@@ -64,7 +69,7 @@ class SharedBucket:
 
     @property
     def cargo(self) -> Cargo | None:
-        """Return the exchange and its bytes; None if nothing travels."""
+        """Return the exchange and its bytes; None if nothing is sent."""
         if self.exchange.is_local:
             return None
         units, of = self.units, self.key.of
@@ -85,9 +90,13 @@ class SharedBucket:
 def shared_buckets(
     param_groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]]
 ) -> tuple[list[SharedBucket], float]:
-    """Return the shared buckets as all ranks see them, and the balance of the work; arguments of `build_plan`.
+    """Return the shared buckets as all ranks see them, and the balance of the work (see `_owners`).
 
-    Also buckets are among them that take no part in some ranks' plans, because those own nothing of what is local.
+    A rank has no `Gathered` of a local bucket in which it owns nothing.
+
+    Args:
+        param_groups: the groups, as all ranks have them.
+        layouts: for each group and parameter the layout of a parameter with messages; None for one without.
     """
     shares: list[_Share] = []
     for number, (group, of_group) in enumerate(zip(param_groups, layouts, strict=True)):
@@ -120,10 +129,11 @@ def _units_of(key: Key, group: Group) -> Units:
     return Units(shape, key.view, kinds_of(key.view, shape, group, key.of.dtype, key.of.device), (), slice(0))
 
 
-# Parameters of one shape, of which models have many, are cut alike.
+# Models have many parameters of one shape, whose units and pieces are the same.
 @lru_cache(maxsize=64)
 def _cuts(layout: Layout, view: View) -> tuple[tuple[Unit, Exchange, tuple[int, ...]], ...]:
     """Return the units that are not empty, each with the exchange of `Key` and the holders of `_Share`."""
+    # Process groups have their ranks in ascending order, layouts those of the mesh.
     order = sorted(range(len(layout.ranks)), key=lambda position: layout.ranks[position])
     ranks = tuple(layout.ranks[position] for position in order)
     boxes = tuple(layout.boxes[position] for position in order)
@@ -146,10 +156,10 @@ def _piece(box: Box, unit: Box) -> Box | None:
 
 
 def _owners(shares: Sequence[_Share], units_of: Mapping[Key, Units]) -> tuple[list[int], float]:
-    """Return the owner of each unit, as a position among the ranks that share it, and how evenly work is divided.
+    """Return the owner of each unit, as a position among the ranks that share it, and the balance of the work.
 
-    Nothing but work depends on these owners, so that they may change. The balance is the busiest rank's work over the
-    mean, of the group of ranks where that is worst.
+    The balance is the busiest rank's work over the mean, in the set of ranks where that is largest. Only the work
+    depends on owners, so they may be others in the next plan.
     """
     together: dict[tuple[int, ...], list[int]] = {}
     for number, share in enumerate(shares):
@@ -185,12 +195,12 @@ def _shared_buckets(
 
 
 def _exchange_of(key: Key, counts: Iterable[int]) -> Exchange:
-    """Return the exchange of so many units of each rank."""
+    """Return the bucket's exchange, given the number of units of each owner."""
     return replace(key.exchange, counts=tuple(counts))
 
 
 def gathered_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], rank: int) -> Iterator[Gathered]:
-    """Yield a rank's part in a bucket, or nothing where it has none."""
+    """Yield a rank's view of a bucket; nothing where the bucket is local to other ranks."""
     key, units = shared.key, shared.units
     exchange = replace(shared.exchange, position=shared.exchange.ranks.index(rank))
     if exchange.is_local and not exchange.num_owned:
@@ -237,7 +247,11 @@ def _members(
 def _at_a_time(key: Key, units: Units, group: Group, counts: Sequence[int]) -> tuple[int, int]:
     """Return (owners per bucket, units per owner) that fit the workspace; a single unit may exceed it.
 
-    Each rank owns so many units (counts) in all.
+    Args:
+        key: the properties of the units.
+        units: their shape and kinds.
+        group: their group, with its `max_workspace_bytes`.
+        counts: for each rank the number of units that it owns in all.
     """
     budget, num_ranks = group.max_workspace_bytes, len(counts)
     one = _exchange_of(key, (min(count, 1) for count in counts))
@@ -255,7 +269,7 @@ def _at_a_time(key: Key, units: Units, group: Group, counts: Sequence[int]) -> t
     if fitting:
         return num_ranks, min(limit, fitting)
 
-    # Not even one unit of each: fewer owners at a time, if that helps. What one unit needs, it needs in any case.
+    # Not even one unit of each owner fits: fewer owners at a time, if that needs less memory than one unit does.
     def peak_of(owners: int) -> int:
         return _peak(key, units, (count * (owner < owners) for owner, count in enumerate(one.counts)))
 
@@ -267,9 +281,9 @@ def _at_a_time(key: Key, units: Units, group: Group, counts: Sequence[int]) -> t
 
 
 def _stages_anywhere(key: Key, units: Units, exchange: Exchange) -> list[Stages]:
-    """Return the temporary bytes on any device of the type, of each rank that needs other memory than the ones before.
+    """Return the temporary bytes of each distinct view of the exchange, on the worst device of the type.
 
-    They follow from the plan that all ranks have alone.
+    They follow only from the plan that all ranks have, so that all ranks decide alike.
     """
     of = key.of._replace(anywhere=True)
     return [stages_of_units(units, one, of, in_order=key.in_order) for one in different(exchange)]

@@ -1,4 +1,8 @@
-"""The members of a bucket, its kinds of matrices, and the dtypes that they are computed in."""
+"""The entries of a bucket, its kinds of matrices, and the dtypes that they are computed in.
+
+Directions are rounded to `direction_dtype` before they are orthogonalised, and updates travel in `update_dtype`. Both
+follow from the form and the dtype of the weights, never from the layout: every layout orthogonalises the same bits.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,8 +47,8 @@ class Member:
     first_matrix: int = 0
     """Position of the first matrix among all matrices of the parameter."""
     piece: tuple[slice, ...] | None = None
-    """Where the parameter's matrices are orthogonalised by another rank, or lie on several: the part of this rank's
-    tensor that belongs to the matrix; then `block` and `start` mean nothing."""
+    """The box of this rank's tensor that belongs to the matrix, where matrices lie in pieces or have an owner; `block`
+    and `start` are not used then. None where the bucket has whole matrices of this rank."""
 
 
 class Kind(NamedTuple):
@@ -60,7 +64,7 @@ class Kind(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Return the same, a function's estimated."""
+        """Return the floating-point operations of one of them, estimated for a user's function."""
         return shape_cost(*self.shape) if self.form is None else self.flops
 
 
@@ -110,11 +114,12 @@ def update_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
 
 
 def block_of(tensor: Tensor, member: Member, view: View) -> Tensor:
-    """Return the member's matrices as a block of the view, or its piece of one as (1, 1, m, n) or (1, g, r, n).
+    """Return the entry's matrices, (b, m, n) or (b, g, r, n), or its piece of one, (1, 1, m, n) or (1, g, r, n).
 
-    Either shares memory with a parameter's tensor.
+    The result shares memory with the tensor, which is like the parameter: its weight, gradient or state.
     """
     if member.piece is None:
         return view.blocks(tensor)[member.block][member.start : member.start + member.num_matrices]
     piece = tensor[member.piece]
+    # Behind the groups g and the rows r all dimensions are columns.
     return piece[None, None] if piece.ndim == 2 else piece.view(*piece.shape[:2], piece.shape[2:].numel())[None]

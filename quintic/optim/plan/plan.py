@@ -5,23 +5,19 @@ parameter group, as many as fit the workspace; for AdamW, all parameters of one 
 built once and again only when the groups change; `optimizer.plan()` returns it, and printing it gives a table.
 """
 
-import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from quintic.optim.groups.names import shortened
 from quintic.optim.plan.bucket import Bucket, Local
 from quintic.optim.plan.offload_size import Offloaded, buffer_bytes
 from quintic.optim.plan.replicas import ReplicaChoice
 from quintic.optim.plan.schedule import Schedule, overlapping_bytes
+from quintic.tables import aligned, output_width, with_name
 
 __all__ = ["SMALL_BYTES", "Plan", "small_bytes"]
-
-# Columns of text where no terminal says how many it has, as for `explain`.
-_WIDTH_ELSEWHERE = 160
 
 _INDENT = "    "
 
@@ -82,11 +78,11 @@ class Plan:
         """Return the plan as text, with one line per bucket, or two where one would be too long.
 
         Args:
-            width: columns of text; None for those of the terminal, or 160 where the output is none. Names that are
-                longer than there is room for are shortened in the middle.
+            width: columns of text; None for the terminal's width, or 160 where the output is no terminal. Names that
+                are too long are shortened in the middle.
         """
         if width is None:
-            width = shutil.get_terminal_size((_WIDTH_ELSEWHERE, 24)).columns
+            width = output_width()
         notes = [
             f"one step: {self.flops / 1e9:.2f} GFLOP of orthogonalisation, "
             f"at most {self.peak_workspace_bytes / 2**20:.1f} MiB of temporary memory",
@@ -115,16 +111,16 @@ def _bucket_lines(buckets: Sequence[Bucket], width: int) -> list[str]:
         "",
     )
     rows = [heading, *(_cells(bucket, has_host) for bucket in buckets)]
-    what = _aligned([row[0] for row in rows], [18, -16])
-    costs = _aligned([row[1] for row in rows], [-14, 9, 7, 7, -9, -9, -9])
+    what = aligned([row[0] for row in rows], [18, -16], gap=" ")
+    costs = aligned([row[1] for row in rows], [-14, 9, 7, 7, -9, -9, -9], gap=" ")
     names = [(name, more) for _, _, name, more in rows]
     needed = max(len(name + more) for name, more in names)
     one_line = [f"{left} {right}  " for left, right in zip(what, costs, strict=True)]
     if len(one_line[0]) + min(needed, _ROOM_FOR_NAME) <= width:
-        return [_with_name(line, *name, width) for line, name in zip(one_line, names, strict=True)]
+        return [with_name(line, *name, width) for line, name in zip(one_line, names, strict=True)]
     lines = []
     for left, right, name in zip(what, costs, names, strict=True):
-        lines += [_with_name(f"{left}  ", *name, width), f"{_INDENT}{right.rstrip()}"]
+        lines += [with_name(f"{left}  ", *name, width), f"{_INDENT}{right.rstrip()}"]
     return lines
 
 
@@ -146,16 +142,3 @@ def _cells(bucket: Bucket, has_host: bool) -> tuple[list[str], list[str], str, s
         costs.append("-" if bucket.offloaded is None else f"{bucket.offloaded.num_bytes / 2**20:.1f}")
     others = f" (+{bucket.num_parts - 1})" if bucket.num_parts > 1 else ""
     return [bucket.method, matrices], costs, bucket.name, others
-
-
-def _aligned(rows: Sequence[Sequence[str]], least: Sequence[int]) -> list[str]:
-    """Return rows in columns of at least these sizes; those of negative sizes are aligned to the right."""
-    columns = []
-    for cells, size in zip(zip(*rows, strict=True), least, strict=False):
-        longest = max(abs(size), *map(len, cells))
-        columns.append([cell.rjust(longest) if size < 0 else cell.ljust(longest) for cell in cells])
-    return [" ".join(row) for row in zip(*columns, strict=True)]
-
-
-def _with_name(line: str, name: str, more: str, width: int) -> str:
-    return f"{line}{shortened(name, max(12, width - len(line) - len(more)))}{more}"

@@ -1,9 +1,14 @@
 """The order in which a step's collectives begin and end, the same on all ranks that take part in them.
 
-A bucket with collectives is stepped in three parts: it starts, gathering; it is worked on, and its results start on
-their way to all ranks; it is finished. Ranks that run two collectives of a process group in different orders wait for
-each other forever. So the order of one process group's buckets follows from these buckets alone, not from what else a
-rank has to do, and process groups come in the same order everywhere.
+A bucket with collectives is stepped in three stages:
+
+    1. it starts        its first message is under way
+    2. it is computed   then its second message is under way
+    3. it is finished
+
+Ranks that run two collectives of a process group in different orders wait for each other forever. So the order of a
+process group's buckets follows from these buckets only, whichever other buckets a rank has, and process groups come in
+the same order everywhere.
 """
 
 from collections.abc import Sequence
@@ -20,7 +25,7 @@ __all__ = [
 ]
 
 Schedule = Sequence[int | None]
-"""Numbers of steps: each makes the step go on to its next part, of three. None stands for work without collectives."""
+"""Numbers of buckets: each moves the bucket on to its next stage. None stands for the work without collectives."""
 
 
 class Stages(NamedTuple):
@@ -35,9 +40,9 @@ class Stages(NamedTuple):
     scattering: int
     """From then until it is finished."""
     starting: int = 0
-    """While it starts, if that is more than what it has then."""
+    """While it starts, if that is more than `gathering`."""
     finishing: int = 0
-    """While it is finished, if that is more than what it had."""
+    """While it is finished, if that is more than `scattering`."""
 
     @property
     def working(self) -> int:
@@ -62,17 +67,21 @@ def one_ahead(count: int) -> list[int | None]:
 
 
 def overlapping(launch_order: Sequence[int], memory: Sequence[Stages], budget: int | None) -> list[int | None]:
-    """Return a schedule that starts steps as early, and finishes them as late, as memory allows.
+    """Return a schedule that starts buckets as early, and finishes them as late, as memory allows.
 
-    What waits for a collective keeps the device from other work: so that is put off until the next step has been worked
-    on at least, if memory allows that. Steps start in the launch order, and are worked on in that of their numbers. The
-    budget, in bytes, is exceeded only for the step that is worked on next; None for no bound.
+    Waiting on a collective stalls the device, so each wait is put off until after the next bucket has been computed, if
+    memory allows.
+
+    Args:
+        launch_order: the numbers of the buckets in the order in which they start; they are computed in ascending order.
+        memory: the bytes of each bucket, by stage.
+        budget: bytes, exceeded only for the bucket that is computed next; None for no bound.
     """
     schedule: list[int | None] = []
     waiting = list(launch_order)
     unfinished: list[int] = []
     held = 0
-    # What starts ahead leaves room for the results of the step before, which shall not be waited for.
+    # A bucket that starts early leaves room for the results of the one before, so that these need not be waited for.
     largest = max((one.scattering for one in memory), default=0)
 
     def held_at_work(number: int) -> int:
@@ -85,7 +94,7 @@ def overlapping(launch_order: Sequence[int], memory: Sequence[Stages], budget: i
         schedule.append(unfinished.pop(0))
 
     def start(needed: int) -> None:
-        """Start what fits beside the work on the step that is next, and that step in any case."""
+        """Start the buckets that fit beside the computation of the needed one, and that one in any case."""
         nonlocal held
         while waiting:
             step = waiting[0]
@@ -116,20 +125,23 @@ def overlapping(launch_order: Sequence[int], memory: Sequence[Stages], budget: i
 
 
 def restricted(schedule: Schedule, kept: Sequence[int]) -> Schedule:
-    """Return the schedule of some of the steps, by their numbers in ascending order, whose new numbers are 0, 1, ..."""
+    """Return the schedule of some of the buckets, given their numbers in ascending order; they become 0, 1, ..."""
     new = {number: place for place, number in enumerate(kept)}
     order = [None if number is None else new[number] for number in schedule if number is None or number in new]
     if kept and order[0] is None:
-        # What was to start first is left out.
+        # The bucket that was to start first is left out: the next one starts before the work without collectives.
         order[:2] = order[1::-1]
     return order
 
 
 def overlapping_bytes(stages: Sequence[Stages], schedule: Schedule, alone: int) -> int:
-    """Return the most temporary memory at a time of buckets with collectives, in the order in which they are worked on.
+    """Return the peak of temporary memory, in bytes, of a step that follows the schedule.
 
-    The others, of which each needs `alone` bytes at most, run one after the other; but of these, run by the schedule,
-    some are gathered and some scattered meanwhile.
+    Args:
+        stages: the bytes of each bucket with collectives, in the order in which they are computed.
+        schedule: their schedule.
+        alone: the most bytes that one of the other buckets needs; they run one after the other, while buckets with
+            collectives hold what they have in that moment.
     """
     parts = [0] * len(stages)
     peak = held = 0

@@ -1,7 +1,8 @@
 """Coefficients of the odd quintics p(s) = a s + b s^3 + c s^5 that orthogonalisation composes.
 
-Two lists of triples (a, b, c): the Muon post's one triple for every step, and Polar Express, the best polynomials for
-any number of steps, by Remez exchange. From a list alone follows where the Gram form has to restart. No tensors here.
+A list has one triple (a, b, c) per step. Two lists are made here: the Muon post's triple, repeated, and Polar Express,
+the best polynomials for a given number of steps, fitted by Remez exchange. `gram_restarts` derives from such a list the
+steps at which the Gram form has to restart. Everything is plain Python arithmetic on floats and decimals, no tensors.
 Read next: `orthogonalize.py`. The maths and the measurements: docs/explanation/orthogonalization.md.
 
 Sources: Muon's triple, K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/;
@@ -51,13 +52,13 @@ _REMEZ_DIGITS = 80
 _REMEZ_TOLERANCE = decimal.Decimal("1e-12")
 
 # How much the Gram form may enlarge a rounding error of the Gram matrix before it restarts, for products with at least
-# `_GRAM_DIGITS` significant bits; fewer bits may enlarge it less. Such an error is half a unit roundoff or less, so
-# that 60 of them in float16 change a singular value by some 60 / 2 / 2^11 = 1.5 %: what SAFETY is there for. Measured
-# in benchmarks/gram_error.py: up to 120 the errors are close to those of the standard form, beyond that they grow.
+# `_GRAM_DIGITS` significant bits; with fewer bits the limit is lower. Such an error is half a unit roundoff or less, so
+# that 60 of them in float16 change a singular value by some 60 / 2 / 2^11 = 1.5 %, which SAFETY allows for. Measured in
+# benchmarks/gram_error.py: up to 120 the errors are close to the standard form's, beyond that they grow.
 GRAM_AMPLIFICATION = 60.0
 _GRAM_DIGITS = 11
 
-# Points at which the slopes of a polynomial are looked at.
+# Intervals of the grid on which the slopes of a polynomial are evaluated.
 _GRID = 200
 
 
@@ -100,6 +101,7 @@ def polar_express_coefficients(
         raise ValueError(f"lower_bound={lower_bound}: must lie strictly between 0 and 1")
     if safety < 0.0 or not 0.0 <= cushion < 1.0:
         raise ValueError(f"safety={safety}, cushion={cushion}: need safety >= 0 and 0 <= cushion < 1")
+    # Greedy: fit each polynomial to the interval [lower, upper] that the ones before it map [lower_bound, 1] to.
     lower, upper = lower_bound, 1.0
     triples = []
     for index in range(steps):
@@ -112,6 +114,7 @@ def polar_express_coefficients(
             shrink = 1 + safety
             a, b, c = a / shrink, b / shrink**3, c / shrink**5
         triples.append((a, b, c))
+        # A minimax polynomial equioscillates around 1, so its image is symmetric about 1.
         lower = _evaluate(a, b, c, lower)
         upper = 2 - lower
     return tuple(triples)
@@ -123,31 +126,33 @@ def gram_restarts(
 ) -> tuple[int, ...]:
     """Return the steps before which the Gram form computes its Gram matrix anew, in ascending order; never 0.
 
-    Between two restarts the Gram matrix R = X X^T follows the polynomial by itself: an eigenvalue l becomes l h(l)^2,
-    with h(l) = a + b l + c l^2. A rounding error e of an eigenvalue grows with the slope of that map (a^2 for the
-    small ones), every product adds an error of its own, and the next h feels b e / a of it. A step for which that
-    would be more than the limit starts from a fresh R, whose error is e again.
+    Between two restarts the Gram matrix R = X X^T is updated without X: an eigenvalue l becomes l h(l)^2, with
+    h(l) = a + b l + c l^2. A rounding error e of an eigenvalue grows with the slope of that map (a^2 for small
+    eigenvalues), every product adds an error of its own, and the next h changes by b e / a in relation to itself. A
+    step at which this would exceed the limit starts from a fresh R, whose error is e again.
 
-    The bound knows nothing of the matrix: slopes are the largest for any singular values within [0, 1]. Where a list
-    is too steep for even one step without a restart, the Gram form is the standard form.
+    The bound holds for every matrix: it takes the largest slope over all singular values in [0, 1]. A list that is too
+    steep for even one step without a restart restarts at every step, which makes the Gram form the standard form.
 
     Args:
         coefficients: one triple per step.
-        significant_bits: of the products' dtype, the implicit one included: 8 for bfloat16, 11 for float16.
-        amplification: the limit, for 11 bits and more.
+        significant_bits: mantissa bits of the products' dtype with the implicit one: 8 for bfloat16, 11 for float16.
+        amplification: the limit for 11 bits and more.
     """
     limit = amplification * min(1.0, 2.0 ** (significant_bits - _GRAM_DIGITS))
     restarts = []
-    error = 1.0
-    sigmas = [index / _GRID for index in range(_GRID + 1)]
+    error = 1.0  # in units of a fresh R's rounding error
+    sigmas = [index / _GRID for index in range(_GRID + 1)]  # singular values before the current step
     for step, (a, b, c) in enumerate(coefficients):
         top = max(s * s for s in sigmas)
         eigenvalues = [top * index / _GRID for index in range(_GRID + 1)]
+        # Relative change of h for an error of one: the largest |h'(l)| = |b + 2 c l|, over a = h(0).
         sensitivity = max(abs(b + 2 * c * x) for x in eigenvalues) / abs(a) if a else math.inf
-        # A list that leaves the range of floats ends in NaN or infinity, which is not within the limit either.
+        # `not <=` rather than `>`: a list that leaves the range of floats gives NaN or infinity and must restart, too.
         if step > 0 and not error * sensitivity <= limit:
             restarts.append(step)
             error = 1.0
+        # Slope of l -> l h(l)^2: the product rule gives h (h + 2 l h').
         slopes = [(h := a + x * (b + x * c)) * (h + 2 * x * (b + 2 * c * x)) for x in eigenvalues]
         error = error * max(map(abs, slopes)) + 1.0
         sigmas = [_evaluate(a, b, c, s) for s in sigmas]
@@ -166,11 +171,12 @@ def _evaluate(a: float, b: float, c: float, s: float) -> float:
 
 
 def _minimax_quintic(lower: float, upper: float) -> tuple[float, float, float]:
-    """Return the odd quintic with the least largest distance from 1 on [lower, upper], by Remez exchange.
+    """Return the odd quintic whose largest distance from 1 on [lower, upper] is least, by Remez exchange.
 
-    1 - p is +e, -e, +e, -e at lower, q, r, upper, where q < r are the extrema of p inside. In decimal arithmetic,
-    because the columns s, s^3, s^5 of a narrow interval are all but dependent.
+    1 - p is +e, -e, +e, -e at lower, q, r, upper, where q < r are the extrema of p inside. Decimal arithmetic is
+    needed because the columns s, s^3, s^5 are nearly dependent on a narrow interval.
     """
+    # A narrow interval: the limit is p(s) = (15 s - 10 s^3 + 3 s^5) / 8, flat at s = 1, scaled to `upper`.
     if lower / upper >= 1 - _CONVERGED:
         return 15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5
     with decimal.localcontext(prec=_REMEZ_DIGITS):
@@ -178,6 +184,7 @@ def _minimax_quintic(lower: float, upper: float) -> tuple[float, float, float]:
         q, r = (3 * low + high) / 4, (low + 3 * high) / 4
         error = decimal.Decimal("Infinity")
         while True:
+            # Solve for the polynomial and the error that it has at the four points, then move the inner two.
             a, b, c, new_error = _solve([[s, s**3, s**5, sign] for s, sign in ((low, 1), (q, -1), (r, 1), (high, -1))])
             # p'(s) = a + 3 b s^2 + 5 c s^4 vanishes at the two inner extrema.
             root = (9 * b * b - 20 * a * c).sqrt()
@@ -188,7 +195,7 @@ def _minimax_quintic(lower: float, upper: float) -> tuple[float, float, float]:
 
 
 def _solve(rows: list[list[decimal.Decimal | int]]) -> list[decimal.Decimal]:
-    """Return x of the square system `rows` x = 1, by elimination with row exchanges."""
+    """Solve the square system `rows` x = 1 by Gauss-Jordan elimination with partial pivoting."""
     system = [[decimal.Decimal(value) for value in row] + [decimal.Decimal(1)] for row in rows]
     for column in range(len(system)):
         pivot = max(range(column, len(system)), key=lambda row: abs(system[row][column]))

@@ -1,18 +1,19 @@
-"""Orthogonalisation on CPUs: the polynomials of a `Form`, computed for caches and for the libraries' products.
+"""Orthogonalisation on CPUs: the polynomials of a `Form`, arranged for caches and for the libraries' products.
 
-They are those of `program.py`, but no product has a diagonal: the parts of p = a I + s are kept apart, because
-bfloat16 would round the large entries of p's diagonal with every product. Of a segment of steps is computed
+The polynomials are the same as in `program.py`, but multiples of the identity are kept as numbers: p = a I + s is
+stored as (a, s), because bfloat16 would round the large diagonal entries of p in every product. With x of shape
+(batch, m, n), side = min(m, n) and all other tensors (batch, side, side), one segment of steps computes
 
-    g = x x^T
+    g = x x^T                                     (x^T x for tall x)
     s = b g + c g g                               so that p = a I + s
     A, q = a A, s q + (a q + A s)                 so that A I + q is the product of the polynomials so far
-    h = g s + a g, then g = s h + a h             what x x^T would be after this step
-    x = A x + q x                                 after the last step; or A x + x q, where x is tall
+    h = g s + a g, then g = s h + a h             g is x x^T as it would be after this step
+    x = A x + q x                                 after the last step; A x + x q for tall x
 
-Small matrices are multiplied together: calling the libraries takes longer than their products. The last bit may then
-follow from how many there are, so that a batch is compared once with its matrices alone, and is not computed together
-where they differ. Large matrices are computed one after the other, in the same memory, which stays in the caches; of
-their symmetric products only blocks up to the diagonal.
+Small matrices are multiplied as a batch, because a library call costs more than their product. The last bit can then
+depend on the batch size, so a batch of each size is compared once with its matrices computed singly, and is split into
+single matrices if a bit differs. Large matrices are computed one after the other in the same memory, which stays in
+the caches; of their symmetric products only the tiles up to the diagonal are computed, and mirrored.
 """
 
 import functools
@@ -30,30 +31,30 @@ from quintic.optim.polar.products import SMALL_PRODUCT
 
 __all__ = ["iterate_on_cpu", "iterates_on_cpu", "iteration_bytes"]
 
-# From this short side on a matrix fills the cores by itself (2 cores, benchmarks/cpu_step.py).
+# From this short side on a single matrix keeps all cores busy (2 cores, benchmarks/cpu_step.py).
 _ALONE_SIDE = 512
 
-# Rows of a symmetric product in one call, at least, if its sums are long: with fewer, calls take more than they save.
+# Rows per call of a symmetric product with long sums: with fewer rows the calls cost more than the symmetry saves.
 _BLOCK_ROWS = 256
 
-# The small matrices of `_iterate`.
+# The number of (side, side) buffers of `_iterate`: g, h, s, q and a spare one.
 _NUM_SMALL = 5
 
-# Bytes of memory that a thread keeps for the next call, at most.
+# The most bytes of memory that a thread keeps for its next call.
 _MAX_KEPT = 2**26
 
-# Bytes between whose multiples matrices start, as new tensors do.
+# Buffers start at multiples of this many bytes, as new tensors do; the libraries' results depend on the alignment.
 _LINE = 64
 
-# Frobenius norms for which no square of an entry that counts leaves float32's range.
+# Between these Frobenius norms the squares of all entries that matter to the sum are within float32's range.
 _MIN_NORM, _MAX_NORM = 1e-15, 1e15
 
 
 def iterates_on_cpu(form: Form, m: int, n: int) -> bool:
-    """Return whether `iterate_on_cpu` takes (m, n) matrices.
+    """Return whether `iterate_on_cpu` computes (m, n) matrices in this form.
 
-    PyTorch's float16 products are slow here, and those of the smallest bfloat16 matrices are computed in another way
-    when there are many: `products.multiply` takes them in float32.
+    It leaves float16 to `products.multiply`, since PyTorch's float16 products are slow on CPUs, and the smallest
+    bfloat16 matrices, since PyTorch multiplies those differently in larger batches.
     """
     if form.method == "svd" or form.compute_dtype == torch.float16:
         return False
@@ -61,14 +62,21 @@ def iterates_on_cpu(form: Form, m: int, n: int) -> bool:
 
 
 def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the form's polynomials of `x`, (batch, m, n) not empty, scaled to a Frobenius norm; without autograd.
+    """Return the form's polynomials of each matrix of `x` after scaling it to a Frobenius norm; without autograd.
 
-    The result is a new contiguous tensor, of the products' dtype unless another is given. A matrix has the bits that it
-    has alone.
+    Args:
+        x: (batch, m, n), not empty; not modified.
+        form: the method, its coefficients and the dtype of its products.
+        norm: the Frobenius norm that matrices enter the polynomials with.
+        dtype: of the result; None for the products' dtype.
+
+    Returns:
+        (batch, m, n), new and contiguous. The bits of a matrix do not depend on the batch that it is in.
     """
-    x = x.contiguous()  # sums over rows of another order in memory end in other bits
+    x = x.contiguous()  # sums over rows in another memory order would end in other bits
     batch, m, n = x.shape
     result = x.new_empty(x.shape, dtype=dtype or form.compute_dtype)
+    # Small matrices go through the products as one batch, if that changes no bit of them; others one by one.
     together = 1
     if batch > 1 and min(m, n) < _ALONE_SIDE and _is_the_same_alone(batch, m, n, form, torch.get_num_threads()):
         together = batch
@@ -79,13 +87,15 @@ def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None
 
 
 def iteration_bytes(form: Form, batch: int, m: int, n: int, direction: torch.dtype) -> int:
-    """Return an upper bound of what `iterate_on_cpu` allocates, its result included, for directions of a dtype."""
+    """Return an upper bound of the bytes that `iterate_on_cpu` allocates, its result included, for input of a dtype."""
     dtype, together = form.compute_dtype, batch if min(m, n) < _ALONE_SIDE else 1
+    # Entries of the buffers: two (m, n) and `_NUM_SMALL` (side, side) for each matrix computed at once.
     memory = together * (2 * m * n + _NUM_SMALL * min(m, n) ** 2)
     if dtype == torch.bfloat16:
         # oneDNN copies matrices whose sides are no multiples of 8, and a little of others (seen with two threads).
         aligned = m % 8 == 0 == n % 8
         memory += 2**15 if aligned else 2**14 + 2 * (m + 63) * (n + 63) + (min(m, n) + 63) ** 2
+    # The most of either phase: computing the batch, or comparing it with single matrices (`_is_the_same_alone`).
     lines = _LINE * (2 + _NUM_SMALL)
     running = lines + dtype.itemsize * memory + _scaling_bytes(direction, dtype, together, m, n)
     comparing = lines + dtype.itemsize * (memory + (batch + 1) * m * n) + _scaling_bytes(dtype, dtype, together, m, n)
@@ -93,7 +103,7 @@ def iteration_bytes(form: Form, batch: int, m: int, n: int, direction: torch.dty
 
 
 def _scaling_bytes(direction: torch.dtype, dtype: torch.dtype, batch: int, m: int, n: int) -> int:
-    """Return the bytes that `_normalize` allocates: it computes norms, and casts to another dtype, in a wide one."""
+    """Return the bytes that `_normalize` allocates for widened copies of the matrices and for their norms."""
     wide = torch.promote_types(torch.promote_types(direction, dtype), torch.float32)
     widened = batch if wide != direction else 1 if wide != dtype else 0
     return wide.itemsize * (widened * m * n + batch * (m + 4)) + 64
@@ -101,7 +111,10 @@ def _scaling_bytes(direction: torch.dtype, dtype: torch.dtype, batch: int, m: in
 
 @functools.lru_cache(maxsize=1024)
 def _is_the_same_alone(batch: int, m: int, n: int, form: Form, threads: int) -> bool:
-    """Return whether so many matrices have the bits that each has alone, on this machine."""
+    """Return whether a batch gives each matrix the same bits as a batch of one does, on this machine.
+
+    Tried once per batch size, shape, form and number of threads, with random matrices.
+    """
     generator = torch.Generator("cpu")
     together = torch.empty((batch, m, n), dtype=form.compute_dtype, device="cpu")
     for number, matrix in enumerate(together):
@@ -116,7 +129,7 @@ def _is_the_same_alone(batch: int, m: int, n: int, form: Form, threads: int) -> 
 
 
 class _Kept(threading.local):
-    """Memory of a thread that the next call uses again: new memory costs as much as some of the products."""
+    """Scratch memory that a thread keeps between calls: allocating it anew costs as much as some of the products."""
 
     buffer: Tensor | None = None
 
@@ -125,9 +138,11 @@ _KEPT = _Kept()
 
 
 class _Buffers(NamedTuple):
-    """Memory that one batch after the other writes to: two whole ones, (batch, m, n), and small ones."""
+    """Buffers that all batches of a call write to, one batch after the other; views of one allocation."""
 
+    # Two of (batch, m, n).
     whole: list[Tensor]
+    # `_NUM_SMALL` of (batch, side, side).
     small: list[Tensor]
 
     @classmethod
@@ -137,7 +152,7 @@ class _Buffers(NamedTuple):
         sizes = [-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape in shapes]
         buffer = _KEPT.buffer
         if buffer is None or buffer.numel() < sum(sizes):
-            _KEPT.buffer = None  # before there is more
+            _KEPT.buffer = None  # free the old memory before allocating the new
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
             if sum(sizes) <= _MAX_KEPT:
                 _KEPT.buffer = buffer
@@ -150,26 +165,30 @@ class _Buffers(NamedTuple):
 
 
 def _iterate(x: Tensor, form: Form, norm: float, memory: _Buffers, out: Tensor) -> None:
-    """Write the polynomials of `x` to `out`, which may be `x`, all at once."""
-    current, other = memory.whole
-    g, h, s, q, spare = memory.small
+    """Write the polynomials of `x`, (batch, m, n), to `out`, which may be `x`; the formulas are the module's."""
+    current, other = memory.whole  # (batch, m, n): x, and the place of the next x
+    g, h, s, q, spare = memory.small  # (batch, side, side)
     _normalize(x, norm, current)
     wide = x.shape[-2] <= x.shape[-1]
     is_large = g.shape[-1] >= _ALONE_SIDE
     gram, add_symmetric = (_gram, _add_symmetric) if is_large else (torch.bmm, torch.baddbmm)
     for start, stop in form.segments:
+        # Short side first: (side, long) times (long, side).
         left, right = (current, current.mT) if wide else (current.mT, current)
         gram(left, right, out=g)
-        identity = 1.0
+        identity = 1.0  # A of the module's formulas: the multiple of I in the product of polynomials
         for step in range(start, stop):
             a, b, c = form.coefficients[step]
-            if c == 0:  # PyTorch 2.13 would forget b, in bfloat16
+            # s = b g + c g g
+            if c == 0:  # in bfloat16, PyTorch 2.13 ignores beta where alpha is 0
                 torch.mul(g, b, out=s)
             else:
                 add_symmetric(g, g, g, beta=b, alpha=c, out=s)
+            # The next step's g; the last step of a segment needs none.
             if step + 1 < stop:
                 add_symmetric(g, g, s, beta=a, out=h)
                 add_symmetric(h, s, h, beta=a, out=g)
+            # q = s, or s q + (a q + A s)
             if step == start:
                 q, s = s, q
             else:
@@ -177,21 +196,25 @@ def _iterate(x: Tensor, form: Form, norm: float, memory: _Buffers, out: Tensor) 
                 add_symmetric(h, s, q, out=spare)
                 q, spare = spare, q
             identity *= a
+        # x = A x + q x, of shape (batch, m, n)
         left, right = (q, current) if wide else (current, q)
         torch.baddbmm(current, left, right, beta=identity, out=other)
         current, other = other, current
-    # Not by the last product: the libraries' bits depend on the address that they write to.
+    # The last product must not write to `out` itself: the libraries' bits depend on the address that they write to.
     out.copy_(current)
 
 
 def _normalize(x: Tensor, norm: float, out: Tensor) -> None:
-    """Write the matrices of `x`, each scaled to a Frobenius norm, to `out`; zero stays zero, a NaN spreads over all."""
+    """Write the matrices of `x`, (batch, m, n), each scaled to the Frobenius norm `norm`, to `out`.
+
+    A zero matrix stays zero; a matrix with a NaN or an infinity becomes NaN in all entries.
+    """
     work = torch.promote_types(torch.promote_types(x.dtype, out.dtype), torch.float32)
     sizes = _norms(x, work)
-    # A NaN becomes one of its matrix here, too.
+    # A NaN in `sizes` may escape `min` and `max`; its factor is NaN, too, which then fills its matrix.
     is_usual = min(sizes) > _MIN_NORM and max(sizes) < _MAX_NORM
     if len(x) > 1 and x.dtype == out.dtype == work and is_usual:
-        # The same in one call, for many.
+        # One call for all matrices, with the bits of `_scale`.
         factors = torch.tensor([norm / size for size in sizes], dtype=work, device="cpu")
         torch.mul(x, factors.view(-1, 1, 1), out=out)
         return
@@ -203,7 +226,8 @@ def _normalize(x: Tensor, norm: float, out: Tensor) -> None:
         if peak == 0 or not math.isfinite(peak):
             target.fill_(peak * 0.0)  # NaN for a NaN and for an infinity
             continue
-        # Powers of two, which change no bit; in two parts, as one may leave the range of numbers.
+        # A tiny or huge matrix: first bring its largest entry near one by a power of two, which rounds nothing. Two
+        # multiplications, since the power itself may be outside the dtype's range.
         exponent = -math.frexp(peak)[1]
         small = torch.promote_types(matrix.dtype, target.dtype) != target.dtype
         near_one = (matrix.clone() if small else target.copy_(matrix)).mul_(2.0 ** (exponent // 2))
@@ -213,14 +237,14 @@ def _normalize(x: Tensor, norm: float, out: Tensor) -> None:
 
 
 def _norms(x: Tensor, dtype: torch.dtype) -> list[float]:
-    # Two sums, over each row and then over the rows, so that they are divided in the same way in every batch.
+    # Norms of rows first, (batch, m, 1), then of these: PyTorch then orders the sums in the same way in every batch.
     of_rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
     norms: list[float] = torch.linalg.vector_norm(of_rows, dim=-2).flatten().tolist()
     return norms
 
 
 def _scale(matrix: Tensor, factor: float, out: Tensor) -> None:
-    """Write factor times a matrix to `out`, rounded once to its dtype."""
+    """Write `factor` times a matrix to `out`, computed in the wider of the two dtypes and rounded once."""
     if torch.promote_types(matrix.dtype, out.dtype) == matrix.dtype:
         torch.mul(matrix, factor, out=out)
     else:
@@ -228,14 +252,14 @@ def _scale(matrix: Tensor, factor: float, out: Tensor) -> None:
 
 
 def _gram(a: Tensor, b: Tensor, *, out: Tensor) -> None:
-    """Write a b, one large symmetric matrix, to `out`."""
+    """Write a b, (1, side, side) and symmetric, to `out`, tile by tile."""
     for rows, columns, above in _symmetric_blocks(out, a.shape[-1]):
         torch.mm(a[0, rows], b[0, :, columns], out=out[0, rows, columns])
         out[0, above, rows].copy_(out[0, rows, above].mT)
 
 
 def _add_symmetric(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0, out: Tensor) -> None:
-    """Write alpha a b + beta c, one large symmetric matrix, rounded once, to `out`, which is none of them."""
+    """Write alpha a b + beta c, (1, side, side) and symmetric, rounded once, to `out`, which overlaps no operand."""
     for rows, columns, above in _symmetric_blocks(out, a.shape[-1]):
         block = out[0, rows, columns]
         torch.addmm(c[0, rows, columns], a[0, rows], b[0, :, columns], beta=beta, alpha=alpha, out=block)
@@ -243,9 +267,12 @@ def _add_symmetric(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha:
 
 
 def _symmetric_blocks(out: Tensor, terms: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield rows and columns of blocks up to the diagonal, and the columns of each that are mirrored above it."""
+    """Yield (rows, columns, mirrored columns) of the tiles on and below the diagonal of `out`.
+
+    The entries [rows, mirrored columns], which are left of the diagonal, are the transpose of those above it.
+    """
     side = out.shape[-1]
     rows = _BLOCK_ROWS if terms >= 2 * side else 2 * _BLOCK_ROWS
-    starts = [*range(0, max(1, side - rows + 1), rows), side]  # the last block takes what is left
+    starts = [*range(0, max(1, side - rows + 1), rows), side]  # the last tile has the remaining rows
     for start, stop in pairwise(starts):
         yield slice(start, stop), slice(stop), slice(start)

@@ -1,7 +1,8 @@
 """The forms of an orthogonalisation: the methods, the choice that "auto" makes, and the cost of each.
 
-`resolve` turns a user's arguments into a `Form`, which says everything and decides nothing; `orthogonalize.py` does as
-it says, and `optimizer.plan()` prints it. The standard and the Gram form are the same polynomial of the same matrix.
+`resolve` turns a user's arguments into a `Form`: method, coefficients, restarts and dtype for one matrix shape, with
+all choices made. `orthogonalize.py` computes it, and `optimizer.plan()` prints it. The standard and the Gram form are
+the same polynomial of the same matrix, computed with different products.
 """
 
 import math
@@ -31,15 +32,15 @@ __all__ = ["Form", "Method", "Polynomials", "check_orthogonalizer", "resolve"]
 Method = Literal["polar_express", "newton_schulz", "gram", "auto", "svd"]
 Polynomials = Triple | Sequence[Triple]
 
-# "auto" takes the Gram form where it needs at most this share of the standard form's operations, because it starts more
-# and smaller kernels; and not for a short side below this, where its rounding errors exceed the standard form's by half
-# and more (benchmarks/gram_error.py) and there is little to gain.
+# "auto" takes the Gram form only if it needs at most this fraction of the standard form's operations, because it starts
+# more and smaller kernels; and only from this short side on, because its rounding errors exceed the standard form's by
+# half and more on smaller matrices (benchmarks/gram_error.py), which gain little from it.
 _GRAM_SHARE = 0.9
 _GRAM_MIN_SIDE = 128
 
-# Matrices at least this much longer than wide seldom have small singular values, of which the Gram form loses digits:
-# for them it may enlarge rounding errors more before it restarts, which saves a seventh of the operations. With Polar
-# Express in float16 the errors are at most those of the standard form in bfloat16 (benchmarks/gram_error.py).
+# The Gram form loses digits of small singular values, which matrices with one side at least this many times the other
+# seldom have. So it may enlarge their rounding errors more before it restarts, which saves a seventh of the operations.
+# With Polar Express in float16 the errors stay below the standard form's in bfloat16 (benchmarks/gram_error.py).
 _GRAM_LONG = 2
 _GRAM_LONG_AMPLIFICATION = 150.0
 
@@ -52,7 +53,7 @@ _SVD_DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Form:
-    """Computation for one matrix shape: a method that is not "auto", its polynomials, and the dtype of its products."""
+    """Everything that decides how matrices of one shape are computed; equal forms give equal bits."""
 
     method: Literal["polar_express", "newton_schulz", "gram", "svd"]
     compute_dtype: torch.dtype
@@ -72,7 +73,7 @@ class Form:
 
     @cached_property
     def segments(self) -> list[tuple[int, int]]:
-        """The half-open ranges of steps that run without multiplying the whole matrix: single ones but for `"gram"`."""
+        """Half-open ranges (start, stop) of steps between products with the whole matrix; one step each if not gram."""
         steps = len(self.coefficients)
         return list(pairwise((0, *self.restarts, steps) if self.method == "gram" else range(steps + 1)))
 
@@ -95,7 +96,7 @@ def check_orthogonalizer(
     coefficients: Polynomials | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> None:
-    """Reject arguments of `orthogonalize` that have no meaning; the ValueError names the choices."""
+    """Check the arguments of `orthogonalize`; a ValueError names the one that is wrong and the choices."""
     if method not in get_args(Method):
         raise ValueError(f"method={method!r}: choose one of {', '.join(map(repr, get_args(Method)))}")
     allowed = _SVD_DTYPES if method == "svd" else tuple(_DTYPE_NAMES)
@@ -123,13 +124,14 @@ def resolve(
 ) -> Form:
     """Return the form that `orthogonalize` runs for (m, n) matrices; arguments and errors as `check_orthogonalizer`.
 
-    The answer never depends on how many matrices are in a batch: a matrix is computed in the same way alone and among
-    others. The type of device matters to `"auto"` only, the dtype of the matrices to `"svd"`.
+    The size of the batch is no argument, so a matrix has the same form in every batch. The device type matters to
+    `"auto"` only, the dtype of the matrices to `"svd"` only.
     """
     check_orthogonalizer(method, steps, coefficients=coefficients, compute_dtype=compute_dtype)
     if method == "svd":
         default = torch.float64 if dtype == torch.float64 else torch.float32
         return Form("svd", compute_dtype or default, (), ())
+    # The polynomials: the user's, else the method's own list.
     if coefficients is not None:
         triples = _triples(coefficients, steps)
     elif method == "newton_schulz":
@@ -146,9 +148,10 @@ def resolve(
 
 
 def _choose(m: int, n: int, triples: Coefficients, compute_dtype: torch.dtype | None, device_type: str) -> Form:
-    """Return the form that "auto" stands for. The eight bits of bfloat16 are too few for the Gram form."""
+    """Return the form that "auto" stands for: the standard or the Gram form, in the given or the fastest dtype."""
     dtype = compute_dtype or _fast_dtype(m, n, device_type)
     standard = Form("polar_express", dtype, triples, ())
+    # The eight bits of bfloat16 are too few for the Gram form.
     if dtype == torch.bfloat16:
         return standard
     gram = _gram_form(m, n, triples, dtype)
@@ -157,11 +160,9 @@ def _choose(m: int, n: int, triples: Coefficients, compute_dtype: torch.dtype | 
 
 
 def _fast_dtype(m: int, n: int, device_type: str) -> torch.dtype:
-    """Return the dtype in which devices of a type multiply (m, n) matrices fastest.
-
-    CUDA devices multiply float16 as fast as bfloat16 and eight times as exactly; both forms use it, so that the error
-    hardly depends on the shape.
-    """
+    """Return the dtype in which devices of a type multiply (m, n) matrices fastest."""
+    # CUDA devices multiply float16 as fast as bfloat16 and eight times as exactly. "auto" takes it for the standard
+    # form as well, so that the error hardly depends on the shape.
     if device_type == "cuda":
         return torch.float16
     is_slow = device_type == "cpu" and (min(m, n) < _BFLOAT16_MIN_SIDE or not cpu_multiplies_bfloat16())
@@ -171,13 +172,13 @@ def _fast_dtype(m: int, n: int, device_type: str) -> torch.dtype:
 def _gram_form(m: int, n: int, triples: Coefficients, dtype: torch.dtype) -> Form:
     significant_bits = 1 - round(math.log2(torch.finfo(dtype).eps))
     is_long = max(m, n) >= _GRAM_LONG * min(m, n)
-    # Fewer bits than float16's are too few for it (benchmarks/gram_error.py).
+    # The higher limit needs at least float16's eleven bits (benchmarks/gram_error.py).
     amplification = _GRAM_LONG_AMPLIFICATION if is_long and significant_bits >= 11 else GRAM_AMPLIFICATION
     return Form("gram", dtype, triples, gram_restarts(triples, significant_bits, amplification))
 
 
 def _triples(coefficients: Polynomials, steps: int) -> Coefficients:
-    """Return one triple per step: a single triple is repeated, a list is taken as it is."""
+    """Return one triple per step: a single triple is repeated `steps` times, a list is taken unchanged."""
     try:
         rows: list[Any] = list(coefficients)
         is_single = len(rows) == 3 and all(isinstance(value, int | float) for value in rows)

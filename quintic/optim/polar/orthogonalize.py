@@ -1,4 +1,4 @@
-"""Orthogonalisation: the polar factor of a batch of matrices, by matrix products alone.
+"""Orthogonalisation: the polar factor of a batch of matrices, by matrix products only.
 
 For x = U S V^T the polar factor is U V^T: every singular value becomes one. A short composition of odd quintics
 p(s) = a s + b s^3 + c s^5 brings the singular values near one; it is computed in one of two forms, which are the same
@@ -9,9 +9,16 @@ polynomial of the same matrix:
                 computed anew, only where rounding errors would grow too much otherwise (a restart)
 
 so that the standard form is the Gram form with a restart at every step, and one list of products computes both. The SVD
-computes the factor exactly and is the reference the others are measured against. Which of them runs is decided in
-`forms.py`. Nothing here knows of parameters, learning rates or ranks. Read next: `update.py`; the maths and the
-measured errors: docs/explanation/orthogonalization.md.
+computes the factor exactly and is the reference that the others are measured against. `forms.py` chooses among them.
+
+Phases, for x of shape (batch, m, n):
+    normalise   scale each matrix to a fixed Frobenius norm, in float32 or float64
+    iterate     run the polynomials: most CPU forms in `cpu_orthogonalize.py`, all others as `program.py` lists them
+    cast        to the dtype asked for
+Invariant: the bits of a matrix depend on its values, shape, dtype and device, never on the batch that it is in.
+
+Parameters, learning rates and ranks are unknown here. Read next: `update.py`; the maths and the measured errors:
+docs/explanation/orthogonalization.md.
 
 Sources: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Polar Express, N. Amsel et al. 2025,
 https://arxiv.org/abs/2505.16932; Gram Newton-Schulz, J. Zhang, N. Amsel, B. Chen, T. Dao 2026,
@@ -39,12 +46,12 @@ from quintic.versions import Float32Products, can_forbid_splits, float32_product
 
 __all__ = ["apply_form", "apply_function", "nothing_ambient", "orthogonalize"]
 
-# Frobenius norm that matrices enter the products with, instead of one. In float16 the entries of a large matrix of norm
-# one, and those of its smaller rows, would be subnormal numbers with few digits; the square of this is the largest
-# entry that R = X X^T can have. A power of two, so that no other dtype notices.
+# Frobenius norm that matrices enter the products with, instead of one: in float16 the entries of a large matrix of norm
+# one would be subnormal numbers with few digits, above all in its smaller rows. R = X X^T can have entries up to the
+# square of this, which float16 holds. A power of two, so that the other dtypes' results stay the same.
 _ENTRY_NORM = 128.0
 
-# torch.backends.cuda.matmul, by dtype: whether partial sums may be rounded to 16 bits.
+# Attributes of torch.backends.cuda.matmul, by dtype: whether partial sums may be rounded to 16 bits.
 _REDUCTIONS = {
     torch.float16: "allow_fp16_reduced_precision_reduction",
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
@@ -53,8 +60,8 @@ _REDUCTIONS = {
 _CAN_FORBID_SPLITS = can_forbid_splits()
 _FLOAT32_PRODUCTS = {device_type: float32_products(device_type) for device_type in ("cpu", "cuda")}
 
-# Functions below are opaque to the compiler, too, because its graphs would run under the global settings that
-# `nothing_ambient` keeps away.
+# torch.compile must not trace the functions below: its graphs would run under the global settings that
+# `nothing_ambient` switches off.
 
 
 @opaque
@@ -70,7 +77,7 @@ def orthogonalize(
 
     Args:
         x: (..., m, n) floating point, any strides; not modified. The result does not depend on its scale; a zero
-            matrix gives zeros; a matrix with a NaN or an infinity gives NaN, and the others of the batch do not notice.
+            matrix gives zeros; a matrix with a NaN or an infinity gives NaN and leaves the rest of the batch alone.
         method: `"polar_express"` (singular values that are not too small end within about [0.85, 1.15]),
             `"newton_schulz"` (the Muon post's triple; [0.68, 1.2]), `"gram"` (Polar Express in Gram form; up to 1.2 in
             float16), `"auto"` (Polar Express in the cheaper form for the shape and device) or `"svd"` (exact, slow).
@@ -79,11 +86,11 @@ def orthogonalize(
         coefficients: other polynomials, in the method's form: one triple (a, b, c), which is taken `steps` times, or
             one per step, and then `steps` is ignored. `"newton_schulz"` starts them from a Frobenius norm of 1, the
             others from 1 / 1.02, as Polar Express needs.
-        compute_dtype: dtype of the matrix products, which nothing else changes: neither autocast nor PyTorch's
-            switches for TF32 and reduced precision. bfloat16, float16, float32 or float64; the normalisation before
-            them is float32, or float64 where `x` or the products are. None is bfloat16 for `"polar_express"` and
-            `"newton_schulz"`, float16 for `"gram"`, float16 on CUDA devices and bfloat16 elsewhere for `"auto"`. For
-            `"svd"` float32 or float64; None is float64 for float64 input, else float32.
+        compute_dtype: dtype of the matrix products: bfloat16, float16, float32 or float64. Autocast and PyTorch's
+            switches for TF32 and reduced precision do not change it. The normalisation before the products is float32,
+            or float64 where `x` or the products are. None is bfloat16 for `"polar_express"` and `"newton_schulz"`,
+            float16 for `"gram"`, and for `"auto"` the fastest of the device: float16 on CUDA, bfloat16 or float32 on
+            CPUs, bfloat16 on others. For `"svd"` float32 or float64; None is float64 for float64 input, else float32.
 
     Returns:
         (..., m, n) in the shape and dtype of `x`, a new tensor. Differentiable, though nothing in training needs that.
@@ -119,9 +126,9 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype:
     Args:
         x: floating point, any strides; not modified.
         form: from `resolve`.
-        kernels: implementation of normalisation and symmetric products, see `quintic.kernels.dispatch`; for dtypes and
-            sizes that Triton's kernels do not take, or are slower at, plain PyTorch is taken in any case.
-        dtype: of the result; None for that of the products.
+        kernels: implementation of normalisation and symmetric products, see `quintic.kernels.dispatch`; plain PyTorch
+            is used in any case for dtypes and sizes that Triton's kernels do not support or are slower at.
+        dtype: of the result; None for the products' dtype.
 
     Raises:
         ValueError: `kernels="triton"` cannot be honoured for `x`.
@@ -134,7 +141,8 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype:
     with nothing_ambient(x.device.type, form.compute_dtype):
         if form.method == "svd":
             return _svd(_normalized(x, 1.0, form.compute_dtype)).to(dtype or form.compute_dtype)
-        matrices = x.reshape(-1, *x.shape[-2:])
+        matrices = x.reshape(-1, *x.shape[-2:])  # (batch, m, n)
+        # The CPU's own way writes in place, which autograd cannot follow.
         has_graph = x.requires_grad and torch.is_grad_enabled()
         if x.device.type == "cpu" and not on_device and not has_graph and iterates_on_cpu(form, *x.shape[-2:]):
             return iterate_on_cpu(matrices, form, form.entry_norm, dtype).reshape(x.shape)
@@ -145,7 +153,8 @@ def apply_function(x: Tensor, function: Callable[[Tensor], Any], name: str) -> T
     """Orthogonalise directions (b, m, n) of the named parameter by a user's function; the result has their dtype.
 
     Raises:
-        TypeError: it returns no tensor of real numbers; this error and the next name it.
+        TypeError: the function does not return a floating-point tensor; this and the next error name parameter and
+            function.
         ValueError: the tensor has another shape, or is on another device.
     """
     result = function(x)
@@ -167,10 +176,10 @@ def apply_function(x: Tensor, function: Callable[[Tensor], Any], name: str) -> T
 def _normalized(
     x: Tensor, norm: float, dtype: torch.dtype, *, on_device: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """Return each matrix of `x`, (..., m, n) and not empty, scaled to a Frobenius norm, for any scale it has.
+    """Return each matrix of `x`, (..., m, n) and not empty, scaled to the Frobenius norm `norm`, however large it is.
 
-    Zero stays zero; a matrix with a NaN or an infinity becomes NaN. The arithmetic is float32, or float64 where `x` or
-    the result is. With `on_device` Triton's kernel is taken where it can do this; `out` has the memory order of `x`.
+    A zero matrix stays zero; a matrix with a NaN or an infinity becomes NaN. The arithmetic is float32, or float64
+    where `x` or the result is. `on_device` uses Triton's kernel if it supports `x`; `out` has the memory order of `x`.
     """
     if on_device:
         from quintic.kernels.products.normalize import can_normalize, normalize_matrices
@@ -178,41 +187,44 @@ def _normalized(
         if can_normalize(x, dtype):
             return normalize_matrices(x, norm, dtype, out)
     work_dtype = torch.promote_types(x.dtype, torch.float64 if dtype == torch.float64 else torch.float32)
-    # Two divisions: squares of entries below 1e-19 or above 1e19 would leave float32's range.
-    peak = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=True).to(work_dtype)
+    # Divide by the largest entry first: squares of entries below 1e-19 or above 1e19 would leave float32's range.
+    peak = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=True).to(work_dtype)  # (..., 1, 1)
     work = x / peak.masked_fill(peak == 0, 1)
-    # Two sums, over each row and then over the rows, so that CPUs divide them in the same way in every batch.
-    total = norms(norms(work, -1), -2)
+    # Norms of rows first, then of these: CPUs then split the sums among threads in the same way in every batch.
+    total = norms(norms(work, -1), -2)  # (..., m, 1), then (..., 1, 1)
     divisor = total.masked_fill(total == 0, 1) / norm
     result: Tensor = work / divisor if work.requires_grad else work.div_(divisor)
     return result.to(dtype) if out is None else out.copy_(result)
 
 
 def _iterate_padded(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) -> Tensor:
-    """Return `_iterate` of `x` with sides as `padded_side` says: every product leaves the zeros around it zeros."""
+    """Return `_iterate` of `x`, (batch, m, n), padded with zeros to sides of `padded_side` and then sliced back."""
     m, n = x.shape[-2:]
     rows, columns = (padded_side(side, form.compute_dtype, x.device) for side in (m, n))
     if (rows, columns) == (m, n):
         return _iterate(x, form, on_device, dtype)
+    # (batch, rows, columns): every product keeps the padding zero, so that the slice is the result for `x`.
     padded = torch.nn.functional.pad(x, (0, columns - n, 0, rows - m))
     return _iterate(padded, form, on_device, dtype)[:, :m, :n].contiguous()
 
 
 def _iterate(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) -> Tensor:
-    """Return the form's polynomials of `x`, (batch, m, n), once that is normalised."""
+    """Normalise `x`, (batch, m, n), and return the form's polynomials of it, by the products of `program.py`."""
     norm = _ENTRY_NORM * form.entry_norm
-    # In the order of memory, so that products read and write rows. But libraries' products of wide dtypes come out
-    # otherwise then, in the last bit, and a matrix that travelled is in another order than one that did not.
+    # A column-major x is computed as its transpose, so that products read and write contiguous rows. Only in 16 bits:
+    # for wider dtypes the libraries' last bit depends on the memory order, and a matrix that was sent from another
+    # rank may be in another order than one that was not.
     transposed = form.compute_dtype.itemsize == 2 and not x.is_contiguous() and x.mT.is_contiguous()
     x = x.mT if transposed else x.contiguous()
     program = products_of(tuple(form.segments), form.coefficients, _ENTRY_NORM)
     kernels = choose_products(x.shape, form.compute_dtype, x.device) if on_device else None
     if kernels == "queue":
+        # One launch for all products: (2, batch, m, n), the normalised x and room for the next.
         pair = x.new_empty((2, *x.shape), dtype=form.compute_dtype)
         _normalized(x, norm, form.compute_dtype, on_device=True, out=pair[0])
         result = run_queue(program, pair, dtype)
     else:
-        # In a list, which the program empties: the normalised matrices are freed after the first segment.
+        # Passed in a list, which `run_products` empties: the normalised matrices are freed after the first segment.
         result = run_products(
             program, [_normalized(x, norm, form.compute_dtype, on_device=on_device)], multiplier(kernels), dtype
         )
@@ -220,30 +232,32 @@ def _iterate(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) 
 
 
 def _svd(x: Tensor) -> Tensor:
-    """Return U V^T of each normalised matrix; singular directions of size zero stay zero."""
+    """Return U V^T of each normalised matrix of `x`, (..., m, n); directions of singular value zero stay zero."""
     if x.device.type != "cpu":
         return _svd_of_batch(x)
-    # The last bits of LAPACK and of MKL's products depend on where in memory a matrix begins, and so on its place in a
-    # batch. One at a time all begin alike; LAPACK computes them one after the other in any case.
+    # The last bits of LAPACK and of MKL's products depend on a matrix's address, and so on its place in a batch. One
+    # at a time all have the same alignment; LAPACK computes them one after the other in any case.
     factors = [_svd_of_batch(matrix) for matrix in x.reshape(-1, *x.shape[-2:])]
     return torch.stack(factors).view(x.shape)
 
 
 def _svd_of_batch(x: Tensor) -> Tensor:
-    # LAPACK and cuSOLVER refuse a whole batch for one NaN; `_normalized` has spread it over its matrix.
+    # LAPACK and cuSOLVER reject a whole batch for one NaN. `_normalized` has filled its matrix with NaN, so that the
+    # first entry tells, (..., 1, 1).
     bad = x[..., :1, :1].isnan()
     u, s, vh = torch.linalg.svd(x.masked_fill(bad, 0), full_matrices=False)
+    # The usual numerical rank: smaller singular values are rounding errors.
     cutoff = s[..., :1] * max(x.shape[-2:]) * torch.finfo(x.dtype).eps
     factor: Tensor = (u * (s > cutoff).to(u.dtype).unsqueeze(-2)) @ vh
     return factor.masked_fill(bad, math.nan)
 
 
 def nothing_ambient(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    """Make products of `dtype` on a device exact up to float32 accumulation and one rounding, and leave no trace.
+    """Make products of `dtype` on a device accumulate in float32 and round once, within the `with` block.
 
-    PyTorch has switches that change what a product computes: TF32 and bfloat16 for float32 operands, reductions and
-    accumulation in 16 bits, autocast. They are the process's. A compiled graph would ignore that they are changed:
-    callers keep out of `torch.compile`.
+    PyTorch has process-wide switches that change the result of a product: TF32 and bfloat16 for float32 operands,
+    reductions and accumulation in 16 bits, autocast. They are set back at the end. A compiled graph would ignore the
+    change, so callers keep out of `torch.compile`.
     """
     stack = contextlib.ExitStack()
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
@@ -262,7 +276,7 @@ def _full_reductions(dtype: torch.dtype) -> Iterator[None]:
     switches = torch.backends.cuda.matmul
     name = _REDUCTIONS[dtype]
     reduced = getattr(switches, name)
-    # Newer versions keep a second switch in the same setting: whether the sum may be split at all.
+    # Newer versions of PyTorch have a second switch in the same setting: whether a sum may be split at all.
     split = getattr(switches, f"{name}_split_k") if _CAN_FORBID_SPLITS else True
     accumulation = switches.allow_fp16_accumulation
     try:
@@ -280,13 +294,14 @@ def _full_reductions(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _full_float32(switches: Float32Products) -> Iterator[None]:
-    """Set `switches.fp32_precision` to full precision."""
+    """Set `switches.fp32_precision` to full precision within the `with` block."""
     before = switches.fp32_precision
     switches.fp32_precision = "ieee"
     try:
         yield
     finally:
-        # What was read may be inherited from a more general switch: then "none" gives it back, and nothing is pinned.
+        # The old value may have been inherited from a more general switch. "none" inherits it again, without pinning
+        # it here; only a value that was set on this switch is set again.
         switches.fp32_precision = "none"
         if switches.fp32_precision != before:
             switches.fp32_precision = before

@@ -1,18 +1,20 @@
-"""The matrix products of an orthogonalisation, as a list: what `orthogonalize.py` runs, with whatever multiplies.
+"""The matrix products of an orthogonalisation as a list, which `orthogonalize.py` runs with any implementation of them.
 
-For a segment of steps (see `Form.segments`), with coefficients (a, b, c) at each step:
+For x of shape (batch, m, n) and `side` = min(m, n), one segment of steps (see `Form.segments`) with coefficients
+(a, b, c) at each step computes
 
-    g = x x^T                          gram      on the short side of x
+    g = x x^T                          gram      (batch, side, side), on the short side of x
     p = a I + b g + c g g              square
-    q = p, or q p                      square    the polynomials so far, all of which commute
-    g = p (g p)                        square    twice; what x x^T would be after this step
-    x = q x                            apply     after the last step; or x q, where x is tall
+    q = p, or q p                      square    the polynomials so far; all of them commute
+    g = p (g p)                        square    two products; x x^T as it would be after this step
+    x = q x                            apply     (batch, m, n), after the last step; x q for tall x
 
-Every small result is symmetric up to rounding. Where it is not to the bit, `a b` must be that, and not `a b^T`: with
-transposes in between the differences grow from product to product, and so do the errors. Entries of x may be scaled up
-(see `_ENTRY_NORM`): g then carries the square of the scale, and the products that read it divide it out.
+Every (side, side) result is symmetric up to rounding. `square` must multiply a by b and not by b^T although they are
+nearly equal: with transposes in between, the asymmetry would grow from product to product, and the errors with it.
+Entries of x may be scaled up (see `_ENTRY_NORM`): g then carries the square of the scale, and the products that read it
+divide it out.
 
-Which kernels multiply is decided in kernels/dispatch.py.
+kernels/dispatch.py decides which kernels multiply.
 """
 
 import functools
@@ -30,12 +32,15 @@ __all__ = ["Product", "Program", "multiplier", "products_of", "run_products", "r
 
 
 class Product(NamedTuple):
-    """out = alpha a b + beta c + diagonal I, rounded once. Matrix 0 is x; every product makes the next one."""
+    """out = alpha a b + beta c + diagonal I, rounded once; a, b, c are numbers of matrices.
+
+    Matrix 0 is x; product k of the list makes matrix k + 1.
+    """
 
     kind: Literal["gram", "square", "apply"]
     a: int
     b: int
-    """gram: a and b are x, and b is transposed. apply: a is small, b is x; the product is b a where x is tall."""
+    """gram: a and b are x, and b is transposed. apply: a is (side, side), b is x; the product is b a for tall x."""
     alpha: float
     c: int | None = None
     beta: float = 0.0
@@ -43,19 +48,20 @@ class Product(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The products in order, and what follows from them about memory."""
+    """The products in order, and for each matrix its last use and its place in memory."""
 
     products: tuple[Product, ...]
     last_uses: tuple[int, ...]
-    """For each matrix the number of the product that reads it last; the result's is the number of products."""
+    """For each matrix the number of the product that reads it last; for the result the number of products."""
     slots: tuple[int, ...]
-    """For each matrix a place in memory: 0 or 1 for whole ones, 0 to num_squares - 1 for small ones."""
+    """For each matrix its buffer: 0 or 1 of the (m, n) ones, 0 to num_squares - 1 of the (side, side) ones."""
     num_squares: int
+    """How many (side, side) buffers there are."""
 
 
 @functools.lru_cache(maxsize=64)
 def products_of(segments: tuple[tuple[int, int], ...], coefficients: Coefficients, norm: float) -> Program:
-    """Return the products of a form. The entries of x come multiplied with a norm, those of the result do not."""
+    """Return the products of a form for an x whose entries are multiplied by `norm`; the result's entries are not."""
     products: list[Product] = []
 
     def add(product: Product) -> int:
@@ -65,12 +71,13 @@ def products_of(segments: tuple[tuple[int, int], ...], coefficients: Coefficient
     x, scale = 0, norm
     for start, stop in segments:
         g = add(Product("gram", x, x, 1.0))
-        square = scale**2
+        square = scale**2  # the factor that g is too large by
         q: int | None = None
         for step in range(start, stop):
             a, b, c = coefficients[step]
             p = add(Product("square", g, g, c / square**2, g, b / square, a))
             q = p if q is None else add(Product("square", q, p, 1.0))
+            # The next step's g; the last step of a segment needs none.
             if step + 1 < stop:
                 half = add(Product("square", g, p, 1.0 / square))
                 g = add(Product("square", p, half, 1.0))
@@ -82,24 +89,27 @@ def products_of(segments: tuple[tuple[int, int], ...], coefficients: Coefficient
 
 
 def _placed(products: tuple[Product, ...]) -> Program:
-    """Give every matrix a place that no product reads any more, not even a product that may still be running.
+    """Give every matrix a buffer that no running product still reads.
 
-    On a GPU a product begins with rows that the one before has finished. A row of a small product has read all rows of
-    the products before it, a row of an `apply` only a row: at most two products run before their forerunners are over.
+    The GPU kernel that runs the whole list starts a product as soon as the product before it has finished the rows that
+    are needed. A row of a gram or square product needs all rows of the product before it, a row of an `apply` only one.
+    So a product may overlap the one before it, and the two before it if the last was an `apply`.
     """
     last_uses = [len(products)] * (len(products) + 1)
     for number, product in enumerate(products):
         for matrix in (product.a, product.b, product.c):
             if matrix is not None:
                 last_uses[matrix] = number
-    slots = [0]
+    slots = [0]  # x
     whole = 0
     free_after: list[int] = []  # for each place of a small matrix, the product after which it is free
     for number, product in enumerate(products):
+        # x alternates between the two (m, n) buffers.
         if product.kind == "apply":
             whole = 1 - whole
             slots.append(whole)
             continue
+        # A (side, side) result takes the first buffer whose last reader is surely over, or a new one.
         overlap = 2 if number and products[number - 1].kind == "apply" else 1
         free = [place for place, last in enumerate(free_after) if last < number - overlap]
         place = free[0] if free else len(free_after)
@@ -130,13 +140,14 @@ def _multiply_symmetric(
 def run_products(program: Program, x: list[Tensor], multiply: Multiply, dtype: torch.dtype | None = None) -> Tensor:
     """Return a program's result, (batch, m, n), in `dtype` or that of x, computed product by product.
 
-    `x` has one tensor, normalised and contiguous, which is taken out of the list and freed as soon as it is not needed.
+    `x` is a list of one tensor, (batch, m, n), normalised and contiguous; it is removed and freed after its last use.
     """
     matrices: dict[int, Tensor] = {0: x.pop()}
     wide = matrices[0].shape[-2] <= matrices[0].shape[-1]
     for number, product in enumerate(program.products):
         a, b = matrices[product.a], matrices[product.b]
         c = None if product.c is None else matrices[product.c]
+        # Orient the operands: q x or x q; g p; x x^T or x^T x.
         if product.kind == "apply":
             left, right = (a, b) if wide else (b, a)
         else:
@@ -145,6 +156,7 @@ def run_products(program: Program, x: list[Tensor], multiply: Multiply, dtype: t
         is_last = number + 1 == len(program.products)
         symmetric = product.kind != "apply"
         matrices[number + 1] = multiply(left, right, symmetric=symmetric, dtype=dtype if is_last else None, **terms)
+        # Free every matrix that no later product reads.
         del a, b, c, left, right, terms
         for matrix in [matrix for matrix in matrices if program.last_uses[matrix] == number]:
             del matrices[matrix]
@@ -154,8 +166,8 @@ def run_products(program: Program, x: list[Tensor], multiply: Multiply, dtype: t
 def run_queue(program: Program, pair: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the result of a program, (batch, m, n), computed in one launch on a Hopper GPU.
 
-    The pair is (2, batch, m, n) contiguous, with the normalised matrices in [0], and is overwritten. A result with as
-    many bits is one half of the pair.
+    `pair` is (2, batch, m, n) contiguous, with the normalised matrices in [0], and is overwritten. The result is a view
+    of one half of it, unless `dtype` has another width.
     """
     from quintic.kernels.products.hopper_program import run_program
 
@@ -164,6 +176,7 @@ def run_queue(program: Program, pair: Tensor, dtype: torch.dtype | None = None) 
     squares = pair.new_empty((program.num_squares, batch, side, side))
     table, scalars = _tables(program, m, n, pair.device)
     result = pair[program.slots[-1]]
+    # The kernel writes either 16-bit dtype, whichever the products have; a wider one is cast afterwards.
     if dtype in (torch.bfloat16, torch.float16):
         result = result.view(dtype)
     run_program(pair, squares, result, table, scalars)
@@ -172,7 +185,7 @@ def run_queue(program: Program, pair: Tensor, dtype: torch.dtype | None = None) 
 
 @functools.lru_cache(maxsize=256)
 def _tables(program: Program, m: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a program as the kernel reads it, on its device: uploaded once, and never changed."""
+    """Return a program as the kernel reads it, on its device; uploaded once per program and shape."""
     from quintic.kernels.products.hopper_program import APPLY, GRAM, SQUARE, Step, steps_table
 
     kinds = {"gram": GRAM.value, "square": SQUARE.value, "apply": APPLY.value}

@@ -1,8 +1,12 @@
-"""The places of queries and keys: the parameters of one attention layer, and the role of each output feature.
+"""Finds the query and key parameters of one attention layer, and the role of each of their output features.
 
-Found from names, shapes and views alone, so that the optimizer needs no model. Three kinds of attention are told apart:
-multi-latent (an up-projection from a latent makes keys and values), separate projections, and one fused weight, whose
-view must be a `Split`. Whatever is missing, ambiguous or does not divide is an error that names it.
+Only names, shapes and views are needed, so that the optimizer needs no model. Phases of `HeadSearch`:
+    scope         the module that the layer's name or number means, and the projections below it
+    kind          multi-latent (an up-projection from a latent makes keys and values), separate projections, or one
+                  fused weight, whose view must be a `Split`
+    rows          roles of output features, as `groups` repetitions of (role, number of features)
+    biases        scaled along with their weights
+Anything that is missing, ambiguous or does not divide evenly is an error that names it.
 """
 
 import difflib
@@ -20,7 +24,7 @@ from quintic.optim.layout.views import Matrix, Split, View
 __all__ = ["PROJECTIONS", "Features", "HeadSearch", "Role", "Scaled", "is_projection"]
 
 Role = Literal["query", "key", "rotary", "none"]
-"""The factor that a feature takes: its query head's, its key head's, that of its head's rotary queries, or none."""
+"""Which factor a feature is scaled by: its query head's, its key head's, its head's rotary one, or none."""
 
 
 def _spellings(short: str, long: str) -> frozenset[str]:
@@ -28,6 +32,7 @@ def _spellings(short: str, long: str) -> frozenset[str]:
     return frozenset(form.format(short) for form in forms) | {long, f"{long}_proj", f"{long}_layer"}
 
 
+# Names of projections in lower case, by the features that they make; "up" and "down" are multi-latent attention's.
 _QUERY = _spellings("q", "query")
 _KEY = _spellings("k", "key")
 _KEY_VALUE = _spellings("kv", "key_value")
@@ -39,9 +44,10 @@ _LATENT_DOWN = frozenset({"kv_a_proj_with_mqa", "kv_a_proj", "wkv_a", "kv_down_p
 PROJECTIONS = _QUERY | _KEY | _KEY_VALUE | _FUSED | _QUERY_UP | _LATENT_UP | _LATENT_DOWN
 """The names of projections that are understood."""
 
+# A module that owns one of these is an attention module.
 _MARKS_ATTENTION = _QUERY | _QUERY_UP | _FUSED
 
-# A normalisation between projection and logits, whatever a library calls it.
+# Names that libraries give a normalisation between projection and logits.
 _QK_NORM = re.compile(
     r"(q|k|qk|query|key)_?(layer_?|rms_?)?norms?|(layer_?|rms_?)?norm_?(q|k|qk|query|key)|ln_[qk]|[qk]_ln"
 )
@@ -59,7 +65,7 @@ class Features(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """A parameter to scale: its name, the dimension of its output features, and what these are."""
+    """A parameter to scale: its name, the dimension of its output features, and their roles."""
 
     name: str
     dim: int
@@ -72,11 +78,11 @@ def is_projection(name: str, names: Mapping[str, str]) -> bool:
 
 
 class _Projection(NamedTuple):
-    """A parameter's name, taken apart and freed of wrappers."""
+    """A parameter's name, without wrappers' prefixes, split into module, projection and kind."""
 
     name: str
+    # Path of the module that owns the projection.
     module: str
-    """Path of the module that owns the projection."""
     projection: str
     is_bias: bool
 
@@ -101,7 +107,7 @@ class _Projection(NamedTuple):
 
 @dataclass
 class HeadSearch:
-    """The search for the heads of a layer, and the projections below it; arguments and errors as `QKClip.resolve`."""
+    """The search for one layer's query and key parameters; arguments and errors as `QKClip.resolve`."""
 
     layer: str | int
     shapes: Mapping[str, torch.Size]
@@ -124,14 +130,17 @@ class HeadSearch:
         latent_up = self._one(_LATENT_UP)
         query = (self._one(_QUERY_UP) if latent_up else None) or self._one(_QUERY)
         key = self._one(_KEY) or self._one(_KEY_VALUE)
+        # Multi-latent attention, with compressed queries or without.
         if query and latent_up:
             self._refuse_norms(query, latent_size=self._features(query)[1])
             return self._latent(query, latent_up)
+        # Separate projections; cross-attention may fuse keys with values.
         if query and key:
             self._refuse_norms(query)
             is_fused = key.means(self.names) in _KEY_VALUE
             key_rows = self._split_rows(key, ("key",)) if is_fused else self._rows_of_one(key, "key")
             return self._built((query, self._rows_of_one(query, "query")), (key, key_rows))
+        # One weight for queries and keys.
         fused = self._one(_FUSED)
         if fused:
             self._refuse_norms(fused)
@@ -146,7 +155,10 @@ class HeadSearch:
     # -- kinds of attention
 
     def _latent(self, query: _Projection, latent_up: _Projection) -> tuple[int, tuple[Scaled, ...]]:
-        """Queries are [no position, rotary] per head, the up-projection's features [key, value] per head."""
+        """Return key heads and parameters of multi-latent attention.
+
+        Per head, the query's features are [no position, rotary] and the up-projection's [key, value].
+        """
         up_features, latent = self._features(latent_up)
         rope = self.rope_dim
         if rope is None:
@@ -156,8 +168,10 @@ class HeadSearch:
                     f"{latent_up.name} makes keys from a latent, but no kv_a_proj_with_mqa tells how many rotary "
                     f"channels a head has; give quintic.QKClip(rope_dim=...)"
                 )
+            # The down-projection makes the latent and the one rotary key that all heads use.
             rope = self._features(latent_down)[0] - latent
         head_dim = self._per_head(query, self._features(query)[0])
+        # Per head: queries and keys have `nope` features without position and `rope` rotary ones; `value` are the rest.
         nope = head_dim - rope
         value = self._per_head(latent_up, up_features) - nope
         if rope < 0 or nope < 1 or value < 0:
@@ -174,10 +188,14 @@ class HeadSearch:
         )
 
     def _built(self, *weights: tuple[_Projection, Features]) -> tuple[int, tuple[Scaled, ...]]:
-        """Find the key heads from the numbers of query and key features, and check that all divides."""
+        """Return key heads and parameters, after checking that heads and groups divide the features evenly.
+
+        The first weight has the queries, the last one the keys; a fused weight is both.
+        """
         (query, query_rows), (key, key_rows) = weights[0], weights[-1]
         num_features, key_features = query_rows.count("query"), key_rows.count("key")
         head_dim = self._per_head(query, num_features)
+        # Key heads are as wide as query heads, so the number of key features tells how many there are.
         num_kv_heads, rest = divmod(key_features, head_dim)
         if rest or num_kv_heads < 1 or self.num_heads % num_kv_heads:
             raise self._error(
@@ -185,6 +203,7 @@ class HeadSearch:
                 f"{self.num_heads} heads it must have a multiple of {head_dim} that divides {num_features}; correct "
                 f"the number of maxima, or describe what {query.name} holds with quintic.QKClip(layouts=...)"
             )
+        # Each group of a Split must hold whole heads.
         for projection, rows in weights:
             heads_of: dict[Role, int] = {"query": self.num_heads, "key": num_kv_heads}
             for role, heads in heads_of.items():
@@ -196,7 +215,7 @@ class HeadSearch:
         return self._with_biases(num_kv_heads, *weights)
 
     def _with_biases(self, num_kv_heads: int, *weights: tuple[_Projection, Features]) -> tuple[int, tuple[Scaled, ...]]:
-        """Add what is scaled along with a weight: logits are products of W x + b."""
+        """Return key heads and the weights with their biases: logits are products of W x + b, so both are scaled."""
         scaled = []
         for weight, rows in weights:
             scaled.append(Scaled(weight.name, self._dim(weight), rows))
@@ -206,7 +225,7 @@ class HeadSearch:
         return num_kv_heads, (*scaled, *self._biases_of_torch(*weights))
 
     def _biases_of_torch(self, *weights: tuple[_Projection, Features]) -> Iterator[Scaled]:
-        """Yield the parameters of `nn.MultiheadAttention` that no projection's name covers."""
+        """Yield biases of `nn.MultiheadAttention` that are not named after one of the weights."""
         (query, query_rows), (key, key_rows) = weights[0], weights[-1]
         num_features, key_features = query_rows.count("query"), key_rows.count("key")
         for other in self.below:
@@ -216,7 +235,7 @@ class HeadSearch:
             if other.projection == "bias_k":  # (1, 1, features): one more key, with add_bias_kv=True
                 yield Scaled(other.name, 2, Features(1, (("key", size),)))
             elif other.is_bias and other.projection == "in_proj" and query.projection == "q_proj":
-                # With kdim or vdim the weights are separate and the bias still is one.
+                # With kdim or vdim the weights are separate, but the bias is still one, (q + k + v features,).
                 values = size - num_features - key_features
                 yield Scaled(
                     other.name, 0, Features(1, (("query", num_features), ("key", key_features), ("none", values)))
@@ -225,13 +244,15 @@ class HeadSearch:
     # -- names
 
     def _scope(self) -> str:
+        """Return the path of the module that the layer's name or number means; sets `projections` to match it."""
+        # Modules with query projections of their own.
         attentions = sorted({p.module for p in self.projections if p.means(self.names) in _MARKS_ATTENTION})
         if isinstance(self.layer, str):
             layer = self.layer.strip(".")
             for scope in name_variants(layer):
                 if any(_is_below(p.path, scope) for p in self.projections):
                     return scope
-            # Below a part of the model that is held as `module`, DDP's or the model's own.
+            # Compare again without attributes called `module`, DDP's or the model's own.
             scope = without_holders(layer)
             bare = [p._replace(module=without_holders(p.module)) for p in self.projections]
             if not any(_is_below(p.path, scope) for p in bare):
@@ -241,6 +262,7 @@ class HeadSearch:
             return scope
         if isinstance(self.layer, bool) or not isinstance(self.layer, int):
             raise self._error("a layer is the name of its attention module, or its number")
+        # A number means the only attention module that has it as a component of its path.
         numbered = [module for module in attentions if str(self.layer) in module.split(".")]
         if len(numbered) != 1:
             listed = _listed(numbered or attentions)
@@ -248,7 +270,10 @@ class HeadSearch:
         return numbered[0]
 
     def _one(self, names: frozenset[str]) -> _Projection | None:
-        """Return the only projection called so, the layer's own before those of modules inside it."""
+        """Return the projection with one of these names, preferring the layer's own to those of modules inside it.
+
+        None if there is no such projection; an error if there are several.
+        """
         matches = [p for p in self.below if not p.is_bias and p.means(self.names) in names]
         matches = [p for p in matches if p.module == self.scope] or matches
         if len(matches) > 1:
@@ -256,13 +281,15 @@ class HeadSearch:
         return matches[0] if matches else None
 
     def _refuse_norms(self, query: _Projection, latent_size: int | None = None) -> None:
+        """Raise an error if queries or keys are normalised after their projections, which would undo any scaling."""
+        # A layer may be named by one of its projections: then the norms stand beside it, in the query's module.
         scope = self.scope if _is_below(query.module, self.scope) else query.module
         others = {p.module for p in self.projections if p.means(self.names) in PROJECTIONS} - {query.module}
         for norm in self.projections:
-            # A module with projections of its own (a sparse-attention indexer, a neighbour) has its own norms.
+            # The norms of another module with projections (a sparse-attention indexer, a neighbour) do not matter.
             if not _is_below(norm.path, scope) or norm.module in others:
                 continue
-            # Multi-latent attention may call the norm of its compressed queries q_norm; that is before the weights.
+            # Multi-latent attention may call the norm of its compressed queries q_norm; it comes before the weights.
             if self.shapes[norm.name].numel() == latent_size:
                 continue
             if any(_QK_NORM.fullmatch(component.lower()) for component in norm.path.split(".")):
@@ -284,7 +311,7 @@ class HeadSearch:
         return 1 if getattr(self._layout(projection), "transposed", False) else 0
 
     def _features(self, projection: _Projection) -> tuple[int, int]:
-        """Return the numbers of output and input features."""
+        """Return the numbers of output and input features of a 2-D weight."""
         shape = self.shapes[projection.name]
         if len(shape) != 2:
             raise self._error(f"{projection.name} has shape {tuple(shape)}; QK-clip needs the projection's 2-D weight")
@@ -292,7 +319,7 @@ class HeadSearch:
         return shape[dim], shape[1 - dim]
 
     def _rows_of_one(self, projection: _Projection, role: Role) -> Features:
-        # Muon's own view counts only where it names its parts: a Split of a single projection may be one into heads.
+        # Muon's view counts only if it names its parts: an unnamed Split of a single projection may be one into heads.
         view = self.views.get(projection.name)
         is_named = isinstance(view, Split) and view.names is not None and role in view.names
         if isinstance(self._explicit(projection) or (view if is_named else None), Split):
@@ -300,7 +327,7 @@ class HeadSearch:
         return Features(1, ((role, self._features(projection)[0]),))
 
     def _split_rows(self, projection: _Projection, wanted: tuple[Role, ...]) -> Features:
-        """Return the rows of a weight whose `Split` has parts of the roles that are wanted."""
+        """Return the rows of a weight stored as a `Split`: wanted roles at their parts, "none" at the others."""
         layout, features = self._layout(projection), self._features(projection)[0]
         if not isinstance(layout, Split):
             raise self._error(
@@ -311,13 +338,17 @@ class HeadSearch:
         if sum(layout.sizes) * layout.groups != features:
             raise self._error(f"{projection.name}: {layout} does not add up to its {features} output features")
         places = self._places(projection, layout, wanted)
+        # Gates and values are neither scaled nor counted.
         roles: list[Role] = ["none"] * len(layout.sizes)
         for role, place in zip(wanted, places, strict=True):
             roles[place] = role
         return Features(layout.groups, tuple(zip(roles, layout.sizes, strict=True)))
 
     def _places(self, projection: _Projection, layout: Split, wanted: tuple[Role, ...]) -> tuple[int, ...]:
-        """Return which parts of a weight have the roles that are wanted, in their order."""
+        """Return the numbers of the parts of a `Split` that have the wanted roles, in the order of `wanted`.
+
+        Taken from the names of the `Split`, else from `QKClip.parts`, else the first parts if that is unambiguous.
+        """
         is_fused = len(wanted) == 2
         given = self.parts if is_fused else None
         if layout.names is not None:
@@ -337,8 +368,8 @@ class HeadSearch:
             return places
         num_parts = len(layout.sizes)
         places = given or tuple(range(len(wanted)))
-        # Four parts may be query, gate, key, value, or a Split into heads, and two the key and value of
-        # cross-attention: that must not be guessed.
+        # Only three parts, or fewer for one projection, are unambiguous: four may be query, gate, key, value or a Split
+        # into heads, and two may be the key and value of cross-attention.
         unsaid = given is None and self._explicit(projection) is None
         if num_parts <= max(places) or (unsaid and (num_parts > 3 or (is_fused and num_parts < 3))):
             raise self._error(

@@ -1,15 +1,22 @@
-"""QK-clip on several ranks: the largest logit of each head over all of them, for all layers in one all-reduce.
+"""QK-clip on several ranks: the largest logit of each head over all ranks, for all layers in one all-reduce.
 
-Every rank looks at other tokens, and under tensor parallelism at some of the heads. It gives what it has seen; what it
-has not seen is -inf, which never is the maximum. NaN becomes +inf before the reduction, because what the maximum of NaN
-and a number is differs between libraries; for `LayerClip.factors` the two are the same.
+Every rank sees other tokens, and under tensor parallelism only some of the heads. It sends the maxima that it has seen
+and -inf for the others. NaN becomes +inf before the reduction, because libraries differ in the maximum of NaN and a
+number; `LayerClip.factors` treats NaN and +inf alike.
 
-Ranks may give different layers, or none, but all must take part in the same collectives. So they agree, through the
-host, on the layers whose maxima every step reduces. Two more numbers of the all-reduce say whether any rank has a layer
-that is not among these, and whether any has none. A rank that has one waits for these numbers: if all ranks have one,
-they agree at once. Otherwise the ranks without a new layer have gone on, and read the numbers one step later, when that
-no longer makes them wait; then all agree, and the maxima that came too early count in that step. A step without logits
-sends these numbers, with the maxima of the layers known by then, and waits for nothing.
+Ranks may pass different layers to a step, or none, but every rank must run the same collectives. So every step reduces
+a list of layers that all ranks have agreed on, in one vector:
+
+    [maxima of layer 0 (num_heads,), ..., maxima of the last layer, has a new layer, has no new layer]
+
+The last two numbers tell whether any rank has a layer that is not in the list, and whether any rank has none:
+
+1. A rank with a new layer waits for the two numbers. If every rank has a new layer, all of them wait and extend the
+   list at once, through the host, and reduce again.
+2. Otherwise the ranks without a new layer have gone on. Every rank reads the first of the two numbers at its next
+   step, by when the value has arrived; all extend the list then, and the maxima of the new layer, which were kept,
+   take part in that step.
+3. A step without logits sends -inf for all layers and waits for nothing.
 """
 
 import math
@@ -34,52 +41,58 @@ class Slot(NamedTuple):
     names: tuple[str, ...]
     """The names of the parameters that are scaled."""
     dtype: torch.dtype
-    """In which the maxima are taken: float32, or float64 for such parameters."""
+    """The dtype of the maxima: float32, or float64 if a parameter is float64."""
 
 
 class Seen(NamedTuple):
-    """The largest logits of a layer's heads that one rank has seen."""
+    """The largest logits of a layer's heads that this rank has seen."""
 
     slot: Slot
     maxima: Tensor
-    """(num_heads,) in the dtype of the slot, -inf for heads that this rank has not seen."""
+    """(num_heads,) in the slot's dtype, -inf for heads that this rank has not seen."""
 
 
 class Maxima:
-    """The largest logits of the layers that some ranks share, from step to step; without a group this rank is alone."""
+    """Reduces maxima over the ranks of one process group, step after step; without a group, over this rank only."""
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         self._group, self._device = group, device
+        # The agreed list of layers that every step reduces; the same on all ranks.
         self.slots: dict[Layer, Slot] = {}
-        """The layers that are reduced; the same on all ranks."""
+        # (num_heads,) of -inf for each layer of the list.
         self._unseen: dict[Layer, Tensor] = {}
+        # Maxima of new layers, kept for the step in which the list is extended.
         self._late: dict[Layer, Seen] = {}
+        # Whether a rank had a new layer in the last step.
         self._news: HostCopy | None = None
-        """Whether a rank had a new layer in the last step."""
-        # Whether this rank has a new layer, and whether it has none.
+        # The two numbers at the end of the vector, without and with a new layer on this rank.
         self._flags = tuple(upload(host_tensor(flags, torch.float32), device) for flags in ([0, 1], [1, 0]))
         self._pending: Pending | None = None
         self._received: Tensor | None = None
+        # Without a group, the maxima of this rank.
         self._alone: dict[Layer, Tensor] = {}
 
     def start(self, seen: Mapping[Layer, Seen], problem: ValueError | None = None) -> ValueError | None:
-        """Begin to reduce what this rank has seen. All ranks must call it in every step, whatever they have seen.
+        """Begin to reduce the maxima that this rank has seen. All ranks must call it in every step, with logits or not.
 
-        Waits for the device only if this rank has seen a layer that is not reduced yet. Returns what is wrong on any
-        rank, as far as this one knows; then nothing may be scaled. It is not raised here, because other ranks may wait
-        for this one elsewhere, too.
+        Waits for the device only if this rank has seen a layer that is not in the list yet. Returns an error of any
+        rank, as far as it is known here; then nothing may be scaled. The caller raises it after starting the reductions
+        of all groups, so that no rank waits in vain for this one.
         """
+        # One rank: nothing to reduce.
         if self._group is None:
             self.slots = {layer: one.slot for layer, one in seen.items()}
             self._alone = {layer: one.maxima for layer, one in seen.items()}
             return problem
-        self._take()  # what is left of a step that raised before its end
+        self._take()  # finish the reduction of a step that raised before its end
         seen = _together(self._late, seen)
+        # Case 2: the last step's number says that a rank had a new layer. All ranks read it here, and extend the list.
         is_news_old = self._news is not None and not is_capturing(self._device) and any(self._news.read())
         if is_news_old:
             problem = self._agree(seen, problem, self._group)
             if problem is not None:
                 return problem
+        # An error counts as news, so that the ranks come to exchange it in `_agree`.
         new = {layer: one for layer, one in seen.items() if layer not in self.slots}
         has_news = bool(new) or problem is not None
         if has_news and is_capturing(self._device):
@@ -88,18 +101,21 @@ class Maxima:
                 f"before a CUDA graph is captured"
             )
         self._reduce(seen, has_news, self._group)
+        # Case 1: every rank has a new layer, so all are here and can extend the list now.
         if has_news and self._have_all_news():
             self._take()
             problem = self._agree(seen, problem, self._group)
+            # The list is longer now: reduce again, with the new layers.
             if problem is None:
                 new = {}
                 self._reduce(seen, False, self._group)
+        # New layers that could not be reduced now take part in the next step.
         if problem is None:
             self._late = new
         return problem
 
     def finish(self) -> dict[Layer, Tensor]:
-        """Return the maxima over all ranks, by layer; the host does not wait. All ranks must call it after `start`."""
+        """Return each layer's (num_heads,) maxima over all ranks. All ranks must call it after `start`; none waits."""
         if self._group is None:
             return self._alone
         values = self._take()
@@ -107,10 +123,12 @@ class Maxima:
             return {}
         sizes = [slot.num_heads for slot in self.slots.values()]
         rows = zip(self.slots.items(), values[:-2].split(sizes), strict=True)
-        # Where one layer has float64, all travel as such.
+        # The vector has the widest dtype of all layers; give each layer its own again.
         return {layer: maxima.to(slot.dtype) for (layer, slot), maxima in rows}
 
     def _reduce(self, seen: Mapping[Layer, Seen], has_news: bool, group: ProcessGroup) -> None:
+        """Start the all-reduce of the vector that the head of this module shows."""
+        # NaN and +inf become +inf; -inf stays.
         maxima = [
             (seen[layer].maxima if layer in seen else self._unseen[layer])
             .to(self._device, slot.dtype)
@@ -120,31 +138,35 @@ class Maxima:
         self._pending = start_all_max(torch.cat([*maxima, self._flags[has_news]]), group)
 
     def _take(self) -> Tensor | None:
-        """Return the reduced maxima, if there are any, and begin to bring to the host whether a layer is new."""
+        """Return the reduced vector, if one is pending, and start to copy its new-layer number to the host."""
         values, self._received = self._received, None
         if self._pending is not None:
             values, self._pending = self._pending.wait(), None
-        if values is not None and not is_capturing(values.device):  # a replay tells the host nothing
+        # A CUDA graph's replay copies nothing to the host, so a capture must not set this.
+        if values is not None and not is_capturing(values.device):
             self._news = HostCopy(values[-2:-1])
         return values
 
     def _have_all_news(self) -> bool:
-        """Return whether every rank has a new layer; waits."""
+        """Return whether every rank has a new layer; waits for the device."""
         assert self._pending is not None
         self._received, self._pending = self._pending.wait(), None
+        # The last number is the maximum of "has no new layer".
         return bool(self._received[-1] == 0)
 
     def _agree(self, seen: Mapping[Layer, Seen], problem: ValueError | None, group: ProcessGroup) -> ValueError | None:
-        """Add the layers that any rank has seen to those that are reduced. All ranks must call it; waits.
+        """Extend the list of layers by the new ones of all ranks. All ranks must call it; waits for all of them.
 
-        Returns what is wrong on any rank, or that ranks differ in what they say of a layer: nothing was changed then.
+        Returns an error of any rank, or one about a layer that ranks describe differently; the list is unchanged then.
         """
+        # Exchange errors and new layers through the host; an error of any rank is an error on all.
         new = {layer: one.slot for layer, one in seen.items() if layer not in self.slots}
         text = None if problem is None else str(problem)
         everyone = dict(zip(group_ranks(group), all_gather_values((text, new), group), strict=True))
         for rank, (theirs, _) in everyone.items():
             if theirs is not None:
                 return problem or ValueError(f"on rank {rank}: {theirs}")
+        # Compare each layer with the first rank that has it.
         first_slots: dict[Layer, tuple[int, Slot]] = {}
         for rank, (_, slots) in everyone.items():
             for layer, slot in slots.items():
@@ -152,15 +174,15 @@ class Maxima:
                 if slot.num_heads != expected.num_heads:
                     return ValueError(
                         f"qk_logits[{layer!r}] has {expected.num_heads} maxima on rank {first} and {slot.num_heads} on "
-                        f"rank {rank}; every rank must give one for each query head of the layer, and those of some "
-                        f"heads as a DTensor"
+                        f"rank {rank}; every rank must give one for each query head of the layer, or a DTensor if it "
+                        f"has only some of the heads"
                     )
                 if slot.names != expected.names:
                     return ValueError(
                         f"qk_logits[{layer!r}] means {', '.join(expected.names)} on rank {first} and "
                         f"{', '.join(slot.names)} on rank {rank}; name parameters alike on all ranks"
                     )
-        # In one order on all ranks.
+        # Sorted, since the list and thus the vector must have one order on all ranks.
         for layer in sorted(first_slots, key=lambda layer: (isinstance(layer, int), str(layer))):
             slot = first_slots[layer][1]
             self.slots[layer] = slot
@@ -169,7 +191,7 @@ class Maxima:
 
 
 def _together(late: Mapping[Layer, Seen], seen: Mapping[Layer, Seen]) -> dict[Layer, Seen]:
-    """Return the largest logits of the layers that either has."""
+    """Return kept and new maxima, by layer; where a layer has both, the larger of the two for each head."""
     together = {**late, **seen}
     for layer in late.keys() & seen.keys():
         maxima = torch.maximum(late[layer].maxima, seen[layer].maxima.to(late[layer].maxima.device))

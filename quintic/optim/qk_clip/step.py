@@ -1,9 +1,11 @@
-"""QK-clip as part of a step: from what `step` is given to the rows that this rank holds.
+"""QK-clip within a step: from the logits that `Muon.step` is given to the rows that this rank holds.
 
-`layers.py` finds a layer's parameters, `maxima.py` the largest logits over all ranks, `LayerClip.factors` what
-rows are multiplied with: the same numbers on all ranks. Each rank then scales what it holds, a box of a `DTensor`'s
-parameter or all of a plain one. Where a weight has a master that other ranks have (`comms="sharded"`), only its owner
-can scale it, and sends it again.
+Phases:
+    start     resolve each layer (`layers.py`), check its maxima, and start their all-reduces (`maxima.py`); before any
+              weight changes, so that errors leave everything as it was
+    finish    after the update: turn maxima into factors (`LayerClip.factors`), equal on all ranks, and scale the box of
+              each parameter that this rank holds
+    send      with `comms="sharded"` only the owner of a master can scale its weight; it broadcasts the result
 """
 
 import math
@@ -31,7 +33,7 @@ __all__ = ["QKStep"]
 
 
 class QKStep:
-    """QK-clip of one optimizer, from step to step; made anew when its groups change. Communicators are connected."""
+    """QK-clip of one optimizer, step after step; made anew when its groups change. `communicators` are connected."""
 
     def __init__(
         self,
@@ -46,10 +48,11 @@ class QKStep:
         self._maxima = self._reductions()
 
     def start(self, qk_logits: Mapping[Layer, Tensor]) -> None:
-        """Check what `Muon.step` was given, and begin to bring it together; after a ValueError nothing was changed.
+        """Check the `qk_logits` of a step and start to reduce them over ranks; a ValueError means nothing has changed.
 
-        All ranks that share parameters must call it.
+        `qk_logits` maps a layer to the (num_heads,) maxima of its heads. All ranks that share parameters must call it.
         """
+        # Sort the maxima by the ranks that they are reduced over. An error is kept until the reductions have started.
         seen: dict[tuple[int, ...], dict[Layer, Seen]] = {ranks: {} for ranks in self._maxima}
         known = dict(self._layers)
         problem = None
@@ -70,11 +73,13 @@ class QKStep:
                 seen[ranks][layer] = Seen(slot, _own_maxima(layer, maxima, ranks, slot.dtype))
         except ValueError as error:
             problem = error
+        # Start every reduction, with the error if there is one, so that other ranks hear of it instead of waiting.
         problems = [reduction.start(seen[ranks], problem) for ranks, reduction in self._maxima.items()]
         for problem in problems:
             if problem is not None:
                 self._layers = known
                 raise problem
+        # Layers that only other ranks gave logits of, but whose parameters this rank has, too.
         for reduction in self._maxima.values():
             for layer, slot in reduction.slots.items():
                 if layer not in self._layers and not self._held.keys().isdisjoint(slot.names):
@@ -82,13 +87,14 @@ class QKStep:
 
     @torch.no_grad()
     def finish(self, go: Tensor | None) -> None:
-        """Scale what this rank holds, unless `go`, () int32, is zero. All ranks that share parameters must call it."""
+        """Scale this rank's pieces, unless `go`, () int32, is zero. All ranks that share parameters must call it."""
         scaled: list[str] = []
         for reduction in self._maxima.values():
             for layer, maxima in reduction.finish().items():
                 if layer not in self._layers:
-                    continue  # other ranks of these have it, this one has not
+                    continue  # only other ranks of the group have parameters of this layer
                 for name, factors in self._layers[layer].factors(maxima).items():
+                    # Factors of one instead of a branch, which would wait for the device.
                     if go is not None:
                         factor = factors.factor
                         stays = go.to(factor.device) == 0
@@ -100,7 +106,8 @@ class QKStep:
     # -- which ranks
 
     def _reductions(self) -> dict[tuple[int, ...], Maxima]:
-        """Return the reductions of maxima, by the ranks that share attention layers, in one order on all of them."""
+        """Return one `Maxima` per set of ranks that share attention layers, in the same order on all ranks."""
+        # The reductions run on the device of the first projection, or else of the first parameter.
         projections = [held for name, held in self._held.items() if is_projection(name, self.clip.names)]
         devices = [held.param.device for held in (*projections, *self._held.values())]
         alone: dict[tuple[int, ...], Maxima] = {(this_rank(),): Maxima(None, torch.device("cpu"))}
@@ -109,19 +116,19 @@ class QKStep:
             ranks = tuple(sorted(group_ranks(explicit)))
             return {ranks: Maxima(explicit, devices[0])} if len(ranks) > 1 else alone
         shared = {frozenset(held.ranks) for held in projections if held.is_here and held.layout is not None}
-        # Ranks that are all among others need no reduction of their own: the maximum over more ranks that have the
-        # same heads is the same. Whether one set is inside another is the same question on all of its ranks.
+        # A set of ranks that is contained in a larger one needs no reduction of its own: the larger one has the same
+        # heads, and more tokens do no harm. All ranks of a set answer alike whether it is contained in another.
         largest = [ranks for ranks in shared if not any(ranks < other for other in shared)]
-        groups = [tuple(sorted(ranks)) for ranks in largest]
-        # This rank alone comes last, so that others hear of its mistakes before it raises.
+        groups = [tuple(sorted(ranks)) for ranks in largest]  # sorted below: collectives need one order on all ranks
+        # The reduction over this rank only comes last, so that other ranks hear of an error before this rank raises it.
         return {ranks: Maxima(self._communicators[ranks], devices[0]) for ranks in sorted(groups)} | alone
 
     def _ranks_of(self, clip: LayerClip) -> tuple[int, ...]:
-        """Return the ranks that the maxima of a layer are taken over; an error if they cannot be known."""
+        """Return the ranks that a layer's maxima are taken over; a ValueError if nothing tells which they are."""
         where = f"qk_logits[{clip.layer!r}]"
         parts = [self._held[name] for name in clip.names]
         needed = {rank for held in parts for rank in held.ranks}
-        # Whether nothing says which other ranks have copies.
+        # Plain tensors with comms="none" may have copies on other ranks that the optimizer does not know about.
         is_private = all(held.group.comms == "none" and not is_dtensor(held.param) for held in parts)
         is_unsaid = self.clip.process_group is None and is_private
         if is_unsaid and has_process_group() and len(group_ranks(None)) > 1:
@@ -131,19 +138,20 @@ class QKStep:
                 f"torch.distributed.group.WORLD for all of them, or the optimizer comms='averaged' under DDP"
             )
         for ranks in self._maxima:
-            # A layer of this rank alone must not be mixed with layers of that name on other ranks.
+            # A layer that only this rank has must not be reduced with other ranks' layers of the same name.
             is_own = needed == {this_rank()} and self.clip.process_group is None
             if needed == set(ranks) or (needed <= set(ranks) and not is_own):
                 return ranks
         raise ValueError(
             f"{where}: its parameters lie on the ranks {sorted(needed)}, but its maxima can be taken over "
             f"{' or '.join(str(list(ranks)) for ranks in self._maxima)}; give quintic.QKClip(process_group=...) with "
-            f"all ranks that have a part of the layer or see other tokens"
+            f"all ranks that hold a piece of the layer or see other tokens"
         )
 
     # -- layers
 
     def _resolved(self, layer: Layer, num_heads: int) -> LayerClip:
+        """Return a layer's parameters, found once; a ValueError if another layer has some of them."""
         if layer not in self._layers:
             resolved = self.clip.resolve(
                 layer,
@@ -151,6 +159,7 @@ class QKStep:
                 num_heads,
                 views={name: held.group.view for name, held in self._held.items()},
             )
+            # Two names for one layer would scale its weights twice.
             for other, clip in self._layers.items():
                 both = sorted(set(clip.names) & set(resolved.names))
                 if both:
@@ -161,18 +170,22 @@ class QKStep:
             self._layers[layer] = resolved
         return self._layers[layer]
 
-    # -- what this rank holds
+    # -- this rank's pieces
 
     def _scale(self, held: Parameter, factors: RowFactors) -> None:
-        state = self._state.get(held.param, {})  # a frozen parameter has none
+        """Scale this rank's piece of a parameter, and its master."""
+        state = self._state.get(held.param, {})  # empty for a frozen parameter
         weight, master = local_tensor(held.param).detach(), master_of(state)
         if not weight.numel():
             return
+        # There is no master, or one of the weight's own shape: scale this rank's whole box.
         if held.divided is None or master is None:
             if held.layout is not None:
                 factors = factors.within(held.layout.box_of(this_rank()))
             _multiply(weight, None if master is None else local_tensor(master), factors.over(weight))
             return
+        # The master is sharded: scale only the shards that this rank owns. `master` is (entries,), one shard after the
+        # other; a shard is a unit's box, or a range of the parameter's memory.
         for part in held.divided.own:
             runs = in_memory_order(weight)[part.start : part.stop], master[part.offset : part.offset + part.numel]
             weight_part, master_part = (shaped(run, part, weight) for run in runs)
@@ -183,13 +196,15 @@ class QKStep:
             _multiply(weight_part, master_part, factor)
 
     def _send_again(self, names: Iterable[str]) -> None:
-        """Give all ranks the weights that their owners alone could scale. All ranks must call it, with equal names."""
+        """Broadcast weights that only their masters' owners could scale. All ranks must call it, with equal names."""
         together: dict[tuple[tuple[int, ...], torch.dtype, torch.device], list[Parameter]] = {}
         for name in names:
             held = self._held[name]
             if held.divided is not None and master_of(self._state.get(held.param, {})) is not None:
+                # One message per set of ranks, dtype and device.
                 key = held.divided.ranks, held.param.dtype, held.param.device
                 together.setdefault(key, []).append(held)
+        # A few parameters at a time keep the temporary memory within the smallest `max_workspace_bytes` of the groups.
         for (ranks, dtype, _), parameters in together.items():
             limits = [held.group.max_workspace_bytes for held in parameters]
             limit = min((value for value in limits if value is not None), default=2**62)
@@ -199,17 +214,18 @@ class QKStep:
 
 
 def _own_maxima(layer: Layer, maxima: Any, ranks: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return (heads,) in a dtype: what this rank has seen of all heads, -inf for the others.
+    """Return (num_heads,) in a dtype: the maxima that this rank has seen, -inf for heads of other ranks.
 
-    The maxima are (heads,), or a `DTensor` with heads on ranks; `ranks` are those that they are taken over.
+    `maxima` is (num_heads,), plain or a `DTensor` sharded by heads; `ranks` are the ranks that it is reduced over.
     """
-    local = local_tensor(maxima).detach().to(dtype)
+    local = local_tensor(maxima).detach().to(dtype)  # (heads of this rank,)
     mesh = getattr(maxima, "device_mesh", None)
+    # A plain tensor has all heads.
     if mesh is None:
         return local
     from torch.distributed.tensor import Partial, Replicate
 
-    # A maximum still to be taken over a dimension of the mesh is what is done here anyway.
+    # Partial("max") along a mesh dimension is a maximum that our own reduction takes anyway: treat it as Replicate.
     placements = [
         Replicate() if isinstance(placement, Partial) and placement.reduce_op == "max" else placement
         for placement in maxima.placements
@@ -223,24 +239,26 @@ def _own_maxima(layer: Layer, maxima: Any, ranks: Sequence[int], dtype: torch.dt
             f"qk_logits[{layer!r}] is a DTensor on the ranks {sorted(layout.ranks)}, but its maxima are taken over "
             f"{sorted(ranks)}, which share the parameters; give quintic.QKClip(process_group=...) with all of them"
         )
+    # Put this rank's heads at their places among all heads.
     own = local.new_full(maxima.shape, -math.inf)
     own[relative(layout.box_of(this_rank()), ((0, maxima.numel()),))] = local
     return own
 
 
 def _multiply(weight: Tensor, master: Tensor | None, factor: Tensor) -> None:
-    """Multiply a weight, or the value behind it, in place."""
+    """Multiply a weight in place, computing from its master if there is one, which is set, too."""
     if master is None:
         weight.mul_(factor)
         return
+    # `full_precision` is the value behind the weight; `store_` rounds it to the weight and keeps it in the master.
     here = master.to(weight.device, non_blocking=True)
     store_(weight, here, full_precision(weight, here) * factor)
-    if here is not master:  # it is kept in host memory
+    if here is not master:  # the master is in host memory
         master.copy_(here, non_blocking=True)
 
 
 def _runs_within(parameters: Sequence[Parameter], limit: int) -> list[list[Parameter]]:
-    """Divide parameters into runs of at most `limit` entries together; a larger one is alone."""
+    """Return parameters in lists of at most `limit` entries each, in order; a larger parameter gets its own list."""
     runs: list[list[Parameter]] = []
     entries = 0
     for held in parameters:

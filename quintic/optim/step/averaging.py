@@ -1,11 +1,13 @@
-"""Averages of gradients that differ among ranks: each entry has an owner, who averages it and may give it back to all.
+"""Averages of gradients that differ among ranks: each entry has an owner, who averages it and may send it to all.
 
-Averages are sums in the order of the ranks, in float32, divided and rounded once: the same on all ranks and in every
-layout, whatever a library's own reduction would do. Gradients travel to the owners as in a reduce-scatter; where state
-is divided, owners step their entries and send back weights; with `comms="replicated"` they send back the averages.
+    gradients    -> the owners of their entries        as in a reduce-scatter
+    mean         sums in the order of the ranks, in float32 or wider, divided and rounded once
+    averages     -> all ranks                          `comms="replicated"`; sharded state sends weights instead
 
-With divided state a bucket averages by way of its `DividedMemory`, within the step; or earlier, for the norm of the
-gradients, and then the step takes what `EarlyAverages` has.
+The bits of an average are the same on all ranks and in every layout; a library's own reduction promises neither.
+
+With divided state a bucket averages by way of its transport (`transports.Shard`), within the step; or earlier, for the
+norm of the gradients, and then the step takes what `EarlyAverages` has.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,23 +18,19 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
 from quintic.optim.comms.collectives import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
-from quintic.optim.groups.options import Group
-from quintic.optim.layout.packing import Packing, Run, in_memory_order, mean_of_ranks, run_of
-from quintic.optim.plan.bucket import Bucket, Divided
-from quintic.optim.plan.members import Member
-from quintic.optim.state.parts import shaped, state_of_part
-from quintic.optim.step.operands import GRADIENT, BucketMemory, Operands, State, are_contiguous
-from quintic.optim.step.sparse_rows import Table
+from quintic.optim.layout.packing import Packing, Run, in_memory_order, mean_of_ranks
+from quintic.optim.plan.bucket import Divided
 
-__all__ = ["Averaging", "DividedMemory", "EarlyAverages", "Entries", "OfGroup", "messages_of"]
+__all__ = ["Averaging", "EarlyAverages", "Entries", "OfGroup", "messages_of"]
 
-# Tensors with at least so many entries travel from where they are and back; smaller ones together, as a copy.
+# From this number of entries on a tensor is sent from its own memory, and received there. Smaller ones are packed into
+# one buffer.
 _LEAST_ALONE = 2**24
 
-# Entries that travel together, at most: while some are added up, others are under way.
+# The most entries of one message: while the gradients of one are added up, those of the next are under way.
 _MOST_TOGETHER = 2**25
 
-# Ranks begin at multiples of so many entries of what travels together, which every kernel likes.
+# In a packed message each rank's entries begin at a multiple of this number: an alignment that suits every kernel.
 _MULTIPLE = 64
 
 Entries = tuple[int, int, int]
@@ -43,8 +41,12 @@ class Averaging:
     """One message of gradients to the owners of their entries, and one of the owners' entries to all ranks.
 
     Args:
-        owned: for each rank the entries that it owns, of tensors that are dense.
-        is_direct: whether the entries are one whole tensor, in order: then it travels from where it is, and back.
+        owned: for each rank the entries that it owns, of dense tensors.
+        position: this rank's place among them.
+        dtype: of the messages.
+        device: where the tensors are.
+        kernels: implementation of packing and of sums.
+        is_direct: whether the entries are one whole tensor, in order: then nothing is packed.
     """
 
     def __init__(
@@ -83,9 +85,9 @@ class Averaging:
     def start_mean(
         self, gradients: Sequence[Tensor | None], group: ProcessGroup, out: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """Send gradients, None standing for zeros, to the owners. All ranks must call it.
+        """Send gradients, None standing for zeros, to the owners; wait for the mean of this rank's entries, (entries,).
 
-        The function returned waits for the mean of this rank's entries, (entries,), in `out`, contiguous, or new.
+        All ranks must call it. The mean is written to `out`, contiguous, or to new memory.
         """
         dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
         if len(dtypes) > 1:
@@ -97,17 +99,17 @@ class Averaging:
             self._to_owners.pack(gradients, send)
         counts, own = self.counts, self.counts[self._position]
         pending = start_all_to_all(send, counts, [own] * len(counts), group)
-        del send  # once it has arrived it is not needed
+        del send  # the message frees it when it has arrived
 
         return lambda: mean_of_ranks(pending.wait().view(len(counts), own), self._kernels, out)
 
     def start_giving(
         self, tensors: Sequence[Tensor], group: ProcessGroup, own: Tensor | None = None
     ) -> Callable[[], None]:
-        """Send this rank's entries to all ranks; the function returned waits until the others' entries are there.
+        """Send this rank's entries to all ranks; wait for the entries of the others, which go into the tensors.
 
-        All ranks must call it. `own`, (entries,), is put into the tensors and sent; without it, and where one tensor
-        travels from where it is, what the tensors have is sent.
+        All ranks must call it. `own`, (entries,), is copied into the tensors and sent; without it, and with
+        `is_direct`, the entries are those of the tensors already.
         """
         num_ranks = len(self.counts)
         if self._is_direct:
@@ -134,84 +136,23 @@ class Averaging:
         return finish
 
     def average(self, tensors: Sequence[Tensor], group: ProcessGroup) -> Iterator[None]:
-        """Replace tensors by their means; yields twice, while a message is under way. All ranks must call it."""
+        """Average tensors in place; yields twice, while a message is under way. All ranks must call it."""
         own = in_memory_order(tensors[0])[self._own] if self._is_direct else None
         wait_for_mean = self.start_mean(tensors, group, own)
         yield
         mean = wait_for_mean()
-        del wait_for_mean  # and what was sent
+        del wait_for_mean  # and the gradients that were sent
         wait_for_others = self.start_giving(tensors, group, mean)
         del mean
         yield
         wait_for_others()
 
 
-class DividedMemory(BucketMemory):
-    """Memory of a bucket with divided state between steps, besides state; with a table if only touched rows travel."""
-
-    def __init__(self, bucket: Divided, params: Sequence[Tensor], table: Table | None) -> None:
-        super().__init__()
-        self.sparse_table = table
-        self.bucket = bucket
-        names = {part.index: part.name for part in bucket.parts}
-        places = {index: place for place, index in enumerate(names)}
-        self.params = [params[index] for index in names]
-        """The parameters that have parts in the bucket."""
-        members = tuple(Member(name=name, index=index) for index, name in names.items())
-        self._local = Operands(members, self.params, [], [{}] * len(members), bucket.num_matrices)
-        self._contiguous = all(param.is_contiguous() for param in self.params)
-        self.averaging = Averaging(
-            [[(places[p.index], p.start, p.stop) for p in bucket.parts[owned]] for owned in bucket.of_owners],
-            bucket.position,
-            bucket.dtype,
-            bucket.device,
-            bucket.kernels,
-            is_direct=bucket.is_direct,
-        )
-
-    def operands(self, bucket: Bucket, group: Group, state: State) -> Operands:
-        """Return the parameters with parts in the bucket that have a gradient on this rank, not averaged yet."""
-        local = self.local_operands()
-        if self.sparse_table is not None:
-            self.sparse_table.hold(next(iter(local.gradients), None))
-        return local
-
-    def local_operands(self) -> Operands:
-        """Return the same, which follows from nothing else."""
-        gradients = list(map(GRADIENT, self.params))
-        if self._contiguous and are_contiguous(gradients):
-            return self._local._replace(gradients=gradients)
-        return self._local.present(gradients)
-
-    def start_mean(self, local: Operands, group: ProcessGroup) -> Callable[[], Tensor]:
-        """See `Averaging.start_mean`; `local` are the operands that have a gradient on this rank."""
-        gradients: Sequence[Tensor | None] = local.gradients
-        if local.missing:
-            by_param = dict(zip(local.params, local.gradients, strict=True))
-            gradients = [by_param.get(param) for param in self.params]
-        return self.averaging.start_mean(gradients, group)
-
-    def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
-        """Return the parts that this rank owns, given the mean of their gradients, (entries,)."""
-
-        def make() -> tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]]:
-            owned = [(part, group.params[part.index]) for part in self.bucket.own]
-            pieces = [shaped(run_of(param.detach(), part.start, part.numel), part, param) for part, param in owned]
-            states: list[Mapping[str, Tensor]] = [state_of_part(state[param], part, param) for part, param in owned]
-            starts = accumulate((part.numel for part, _ in owned), initial=0)
-            spans = [(p.shape, p.stride(), start) for p, start in zip(pieces, starts, strict=False)]
-            return Operands(self.bucket.members, pieces, [], states, len(owned)), spans
-
-        operands, spans = self.once("owned", None, make)
-        first = mean.storage_offset()
-        return operands._replace(gradients=[mean.as_strided(shape, stride, first + at) for shape, stride, at in spans])
-
-
 class OfGroup:
     """The averages of one parameter group's gradients.
 
-    Whole ones stand in `p.grad`, or are lent where this rank has no gradient. Where state is divided, `own` has of each
-    parameter the average of the parts that this rank owns, as its state is kept.
+    With `comms="replicated"` they stand in `p.grad`, or in `lent` for parameters without a gradient on this rank. Where
+    state is sharded, `own` has for each parameter the average of the pieces that this rank owns, flat, as its state is.
     """
 
     def __init__(
@@ -223,19 +164,19 @@ class OfGroup:
         self.renew()
 
     def copy_from(self, other: "OfGroup") -> None:
-        """Take the averages of the same group's other gradients, in place, where `p.grad` does not hold them."""
+        """Copy averages of the next gradients to the place of these, where `p.grad` has none: for CUDA graphs."""
         mine, theirs = (self.lent, other.lent) if self.own is None else (self.own, other.own or {})
         if theirs:
             torch._foreach_copy_([mine[param] for param in theirs], list(theirs.values()))
 
     @property
     def is_fresh(self) -> bool:
-        """Return whether the gradients are untouched since."""
+        """Return whether no gradient was replaced, or changed in place, since they were averaged."""
         rows = zip(self._seen, self._gradients(), strict=True)
         return all(before is now and seen == version for (before, seen), (now, version) in rows)
 
     def renew(self) -> None:
-        """Take gradients as they are now for those that the averages belong to."""
+        """Note that the averages belong to the gradients as they are now."""
         self._seen = self._gradients()
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
@@ -244,7 +185,7 @@ class OfGroup:
         return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
 
     def tensors(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield each parameter and its average: the whole, or what this rank owns of it; None for frozen ones."""
+        """Yield each parameter and its average: whole, or of this rank's pieces; None for frozen parameters."""
         if self.own is not None:
             yield from self.own.items()
             return
@@ -252,11 +193,11 @@ class OfGroup:
             yield param, self.lent.get(param) if param.grad is None else param.grad
 
     def of_bucket(self, bucket: Divided) -> Tensor:
-        """Return the averages of the parts of a bucket that this rank owns, one after the other, (entries,)."""
+        """Return the averages of the pieces of a bucket that this rank owns, one after the other, (entries,)."""
         return torch.cat([torch.empty(0, dtype=bucket.dtype, device=bucket.device), *self._runs(bucket)])
 
     def keep_bucket(self, bucket: Divided, mean: Tensor) -> None:
-        """Keep what `of_bucket` then returns."""
+        """Keep the averages of a bucket's pieces, (entries,), which `of_bucket` then returns."""
         runs = list(self._runs(bucket))
         for run, part in zip(runs, mean.split([run.numel() for run in runs]), strict=True):
             run.copy_(part)
@@ -268,23 +209,24 @@ class OfGroup:
 
 
 class EarlyAverages:
-    """The averages that one optimizer has made for its next step, by the position of the parameter group."""
+    """The averages that clipping has made for an optimizer's next step, by the position of the parameter group."""
 
     def __init__(self) -> None:
         self.groups: dict[int, OfGroup] = {}
-        """The averages that were not forgotten, be it of gradients that were touched since."""
+        """All cached averages, stale ones included."""
         self.of_step: Mapping[int, OfGroup] = {}
-        """The averages that the running step takes as they are."""
+        """The averages that the running step uses in place of messages."""
 
     def of_bucket(self, bucket: Divided) -> Tensor | None:
-        """Return the averages of the parts of a bucket that this rank owns, if the step takes them as they are."""
+        """Return the averages of the pieces of a bucket that this rank owns, if the step uses them; else None."""
         averages = self.of_step.get(bucket.group)
         return None if averages is None else averages.of_bucket(bucket)
 
     def fresh(self) -> dict[int, OfGroup]:
-        """Return the averages that hold.
+        """Return the averages that are still valid.
 
-        Where gradients of one group were touched, none do: a rank that has no gradients in that group cannot see it.
+        If gradients of one group were touched, all are dropped: a rank without gradients in that group cannot see it,
+        and must decide as the others do.
         """
         if self.groups and not all(averages.is_fresh for averages in self.groups.values()):
             self.groups = {}
@@ -296,17 +238,17 @@ class EarlyAverages:
         self.renew()
 
     def renew(self) -> None:
-        """Take gradients as they are now for those that the averages belong to."""
+        """Note that the averages belong to the gradients as they are now."""
         for averages in self.groups.values():
             averages.renew()
 
     def outdate(self, numbers: Iterable[int]) -> None:
-        """Note that all ranks touch gradients of some groups, which a rank that has none of them cannot see."""
+        """Drop the averages: all ranks change gradients of these groups, which a rank without any cannot detect."""
         if not self.groups.keys().isdisjoint(numbers):
             self.groups = {}
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Forget those of some groups."""
+        """Drop the averages of some groups."""
         for number in numbers:
             self.groups.pop(number, None)
 
@@ -314,9 +256,12 @@ class EarlyAverages:
 def messages_of(
     numels: Sequence[int], num_ranks: int, limit: int | None
 ) -> Iterator[tuple[list[int], list[list[Entries]], bool]]:
-    """Yield (tensors that travel together, each rank's entries of them, whether it is one that travels from its place).
+    """Yield for each message its tensors, each rank's entries of them, and whether it is one tensor that is not packed.
 
-    At most `limit` entries travel together, None for any number; a single tensor may exceed it.
+    Args:
+        numels: the number of entries of each tensor.
+        num_ranks: the number of owners.
+        limit: the most entries of one message, None for any number; a single tensor may exceed it.
     """
     limit = _MOST_TOGETHER if limit is None else max(1, min(limit, _MOST_TOGETHER))
     alone = [n for n, numel in enumerate(numels) if numel >= _LEAST_ALONE and numel % num_ranks == 0]
@@ -342,13 +287,14 @@ def _chunks(numbers: Sequence[int], numels: Sequence[int], limit: int) -> Iterat
 def _evenly_divided(numels: Sequence[int], num_ranks: int, multiple: int) -> list[list[Entries]]:
     """Return the entries that each rank owns of some tensors, one after the other.
 
-    Every rank has a multiple of so many entries; the last ranks have what is left.
+    Every rank owns equally many, a multiple of `multiple`; the last ranks own the rest, or nothing.
     """
     size = -(-sum(numels) // (num_ranks * multiple)) * multiple
     starts = list(accumulate(numels, initial=0))
 
     def between(first: int, last: int) -> Iterator[Entries]:
         for number, (start, stop) in enumerate(pairwise(starts)):
+            # The part of tensor `number` between `first` and `last`, counted within the tensor.
             if max(start, first) < min(stop, last):
                 yield number, max(start, first) - start, min(stop, last) - start
 

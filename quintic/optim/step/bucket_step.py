@@ -1,30 +1,49 @@
-"""The step of one bucket of a plan: its parameters, the update of its matrices, and the measurements of it.
+"""The step of one bucket of the plan. The whole algorithm is `BucketStep.run`.
 
-`LocalStep` has a bucket that this rank has alone, `shared_step.py` those shared with others. Whoever has the matrices,
-`BucketStep.updated` makes updates of their directions: orthogonalisation, then factors of neurons. Before and after it
-come the passes over gradients, momentum and weights, in plain PyTorch or as kernels.
+Its phases, on the pieces of parameters that this rank holds, or owns where state is sharded; arrows are messages:
+
+    gradients   sharded state: gradients -> the owners of their entries, where they become means
+    momentum    the momentum advances; directions (b, m, n)
+    gather      matrices in pieces: directions -> the owners of the matrices
+    matrices    at the owner, whole: orthogonalised, then scaled neuron by neuron (NorMuon)
+    scatter     matrices in pieces: updates and neuron factors -> the pieces
+    write       weights decay, and step against the updates
+    publish     sharded state: weights -> all ranks
+
+A bucket has the first and the last message (`transports.Shard`), the second and the third (`transports.Gather`), or
+none. AdamW's parameters have no matrices: one element-wise update stands for all phases from momentum to write.
+
+What holds throughout:
+
+- All ranks of a process group start the same messages in the same order, with or without gradients. Which parameters
+  are stepped is decided on the device, by a mask: where it is zero, weights and state keep their bits.
+- `run` yields exactly twice if it sends messages, each time while one is under way, so that other buckets can compute
+  in that time (`run_overlapping`).
+- The host never waits for the device, but for a mask that plain PyTorch has to read.
+- Before `run` yields it deletes the names of tensors that it needs no longer, so that the message frees them when it
+  has arrived: temporary memory is as planned (`plan/memory/`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.options import Group
 from quintic.optim.groups.ties import Tie
-from quintic.optim.plan.bucket import Bucket, Local, ParameterUnit
-from quintic.optim.plan.members import Member
+from quintic.optim.plan.bucket import Bucket, Divided, DividedMatrices, Gathered, ParameterUnit
+from quintic.optim.plan.members import Member, update_dtype
 from quintic.optim.plan.schedule import Schedule, one_ahead
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.device_memory import DeviceHyperparameters, is_capturing
-from quintic.optim.rules.update import neuron_factors_
+from quintic.optim.rules.table import NEURON_MOMENT
+from quintic.optim.rules.update import neuron_factors_, second_moment_shape
 from quintic.optim.state.parts import Part
+from quintic.optim.state.state import second_moments
 from quintic.optim.step.agreements import Agreements
 from quintic.optim.step.averaging import EarlyAverages
 from quintic.optim.step.device_passes import DevicePasses, step_adamw_on_device
@@ -33,16 +52,17 @@ from quintic.optim.step.operands import BucketMemory, Operands, State
 from quintic.optim.step.plain_passes import Passes, PlainPasses, step_adamw
 from quintic.optim.step.ranges import NO_RANGES, Ranges, ranges_of
 from quintic.optim.step.telemetry import Counts, Measured, measure
+from quintic.optim.step.transports import Gather, Shard, Transport, as_rows, factors_of_pieces, join_units, split_units
 
-__all__ = ["NO_OPERANDS", "BucketStep", "LocalStep", "PlanWide", "orthogonalized", "run_overlapping"]
+__all__ = ["NO_OPERANDS", "BucketStep", "StepContext", "orthogonalized", "run_overlapping"]
 
 NO_OPERANDS = Operands((), [], [], [], 0)
-"""The operands of a bucket that is not being stepped: gradients are let go of."""
+"""The operands of a bucket between steps: no gradient is kept alive."""
 
 
 @dataclass(slots=True)
-class PlanWide:
-    """The objects that all buckets of a plan are stepped with."""
+class StepContext:
+    """The objects that all buckets of a plan are stepped with, and facts about the step that runs."""
 
     groups: Sequence[Group]
     """As they are now."""
@@ -50,16 +70,17 @@ class PlanWide:
     communicators: Communicators
     agreements: Agreements
     early: EarlyAverages
-    """Averages of gradients, made before the step."""
+    """Averages of gradients that clipping made before the step."""
     offload: Offload | None = None
+    """None if no state is in host memory."""
     is_alone: bool = False
-    """Whether a step needs no other rank's agreement or gradients; not before ranks have agreed."""
+    """Whether this rank can step without other ranks' gradients or decisions; False until ranks have agreed."""
     num_steps: int = 0
-    """Made before this one."""
+    """Steps made before this one."""
     is_profiled: bool = False
-    """Whether a profiler runs in this step, and shows what each bucket does."""
+    """Whether a profiler runs, which shows the phases of each bucket."""
     skips_nonfinite: bool = False
-    """Whether gradients that are not finite stop this step of all groups, whatever their options."""
+    """Whether gradients that are not finite stop this step of all groups, also of those that would propagate them."""
     measured: dict[int, dict[int, Measured]] = field(default_factory=dict)
     """Telemetry of the last sampled step of each bucket, by kind of matrix."""
     hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters] = field(default_factory=dict)
@@ -78,180 +99,338 @@ class PlanWide:
 
 
 class BucketStep:
-    """Steps one bucket of a plan, with what it keeps between steps (memory) and what all buckets share (common)."""
+    """Steps one bucket of a plan.
 
-    def __init__(self, number: int, bucket: Bucket, memory: BucketMemory, common: PlanWide) -> None:
-        self.number, self.bucket, self.memory, self._common = number, bucket, memory, common
-        self.group = common.groups[bucket.group]
+    Args:
+        number: of the bucket in the plan.
+        bucket: the matrices or parameters.
+        transport: its messages; None where this rank has all of it.
+        cache: tensors on its device, other than state, that are kept between steps.
+        context: objects and facts shared by all buckets.
+    """
+
+    def __init__(
+        self, number: int, bucket: Bucket, transport: Transport | None, cache: BucketMemory, context: StepContext
+    ) -> None:
+        self.number, self.bucket, self.cache, self._context = number, bucket, cache, context
+        self.transport = transport
+        self._orthogonalizes = bucket.rule.orthogonalizes
+        self.units = units = bucket.units if isinstance(bucket, Gathered | DividedMatrices) else None
+        """The units of all ranks; None for whole matrices, and for AdamW."""
+        self._shapes = [bucket.shape or (0, 0)] if units is None else units.shapes
+        """The (m, n) of each kind of matrix."""
+        is_offloaded = context.offload is not None and context.offload.is_offloaded(number)
+        self._offload = context.offload if is_offloaded else None
+        self.group = context.groups[bucket.group]
         """As it is now."""
         self.active = NO_OPERANDS
-        """The members that have a gradient, within a step."""
+        """Within a step: the parameters that have a gradient, or pieces, with their tensors."""
         self.counts = Counts(bucket, 0, 0, ())
-        """The numbers of matrices and parameters that the step steps."""
-        self.written: list[Tie] = []
-        """Copies of its parameters, which are written when they have been stepped."""
+        """The numbers of matrices and parameters that the last step stepped."""
+        self.copies: list[Tie] = []
+        """Parameters tied to the bucket's, whose weights are copied when the bucket has been stepped."""
         self.ranges: Ranges = NO_RANGES
-        """The contexts in which its stages run, within a step."""
+        """Within a step: the profiler's ranges, by phase."""
         self.is_guarded = False
         """Whether gradients that are not finite stop this step of the bucket."""
+        self.has_local_work = False
+        """Within a step: whether this rank has something to do that needs no messages."""
         self._is_sampled = False
-        """Whether updates of this step are measured."""
+        """Whether this step measures updates."""
 
-    def run(self, go: Tensor | None) -> Iterator[None]:
-        """Step the bucket; yields twice, while a message is under way, or not at all.
-
-        Where `go`, () int32 on a device, is zero nothing changes; None for always.
-        """
-        raise NotImplementedError
-
-    @cached_property
-    def process_group(self) -> ProcessGroup:
-        """The process group of the bucket's ranks, which are connected before the first step and stay so."""
-        return self._common.communicators[self.bucket.ranks]
+    # ------------------------------------------------------------------------------------------------- the algorithm
 
     def begin(self) -> None:
-        """Find the tensors of a step."""
-        self.group = self._common.groups[self.bucket.group]
-        self.active = active = self.memory.operands(self.bucket, self.group, self._common.state)
-        self.counts = Counts(self.bucket, len(active.members), active.num_matrices, active.missing)
-        self.ranges = ranges_of(self.number, self.bucket) if self._common.is_profiled else NO_RANGES
-        self.is_guarded = self._common.skips_nonfinite or self.group.on_nonfinite != "propagate"
-        every = self.group.telemetry_every
-        is_due = every is not None and self._common.num_steps % every == 0
-        self._is_sampled = is_due and not is_capturing(self.bucket.device)
+        """Find the gradients, weights and state of a step."""
+        context, bucket = self._context, self.bucket
+        self.group = group = context.groups[bucket.group]
+        if isinstance(self.transport, Shard):
+            # Gradients are local still: weights and state of this rank's pieces come with their mean.
+            self.active = active = self.transport.begin()
+        else:
+            self.active = active = self.cache.operands(bucket, group, context.state)
+        # AdamW counts the steps of a parameter also where this rank holds no entry of it.
+        has_work = self.transport is not None or (
+            bool(active.params) and (bucket.numel > 0 or not self._orthogonalizes)
+        )
+        self.has_local_work = has_work and not bucket.travels
+        self.counts = Counts(bucket, len(active.members), active.num_matrices, active.missing)
+        self.ranges = ranges_of(self.number, bucket) if context.is_profiled else NO_RANGES
+        self.is_guarded = context.skips_nonfinite or group.on_nonfinite != "propagate"
+        every = group.telemetry_every
+        is_due = every is not None and context.num_steps % every == 0
+        self._is_sampled = is_due and not is_capturing(bucket.device)
         if self._is_sampled:
-            # Also without anything to step now: what was measured before is of another step.
-            self._common.measured[self.number] = {}
+            # Old measurements are of another step, also where nothing is stepped now.
+            context.measured[self.number] = {}
 
-    def runs_alone(self, host_go: bool) -> bool:
-        """Return whether this rank has something to do that needs no messages.
+    def run(self, apply_mask: Tensor | None) -> Iterator[None]:
+        """Step the bucket; yields twice, each time while a message is under way, or never if it sends none.
 
-        `host_go` is False if the host knows that a gradient is not finite.
+        Args:
+            apply_mask: () int32 on a device, zero if the whole step must change nothing; None for always.
         """
-        return not self.bucket.travels and (host_go or not self.is_guarded)
+        bucket, group, units, transport = self.bucket, self.group, self.units, self.transport
+        active, context = self.active, self._context
 
-    def stepped(self, go: Tensor | None, parts: Sequence[Member | Part | ParameterUnit]) -> Tensor | None:
-        """Return () or (parts,) int32 on the device, 0 for what must stay as it is; None if nothing must.
+        # gradients
+        if isinstance(transport, Shard):
+            with self.ranges["send gradients"]:
+                wait_for_mean = transport.start_gradients(active)
+            yield
+            with self.ranges["receive gradients"]:
+                mean = wait_for_mean()  # (entries of this rank,)
+            del wait_for_mean  # and the gradients that were sent
+            # The mask waits on the device for other ranks: it comes after the first message has started.
+            mask = self._step_mask(apply_mask)
+            assert mask is not None
+            mask = transport.guarded(mask)  # (pieces of all ranks,)
+            own_mask: Tensor | None = mask[transport.bucket.owned]
+            active = transport.owned_operands(group, context.state, mean)
+            del mean
+        else:
+            is_whole = apply_mask is None and context.is_alone  # all entries are stepped
+            mask = own_mask = None if is_whole else self._step_mask(apply_mask)
 
-        `go` is of the whole step; the parts, which are stepped together, are the bucket's.
+        if not self._orthogonalizes:
+            if active.params:
+                with self.ranges["update"]:
+                    self._step_adamw(active, own_mask)
+            if isinstance(transport, Shard) and mask is not None:
+                transport.count_elsewhere(group, context.state, mask)
+        elif active.params or isinstance(transport, Gather):
+            # momentum. A rank without pieces takes part in the messages: it may own units.
+            passes: Passes | None = None
+            if active.params and self._offload is None:
+                passes = self._passes(active, group, self.cache, own_mask)
+            elif active.params and self._offload is not None:
+                passes = self._offload.passes(self.number, active, group, own_mask, self._passes)
+            directions: Tensor | None = None
+            if passes is not None:
+                with self.ranges["momentum"]:
+                    directions = passes.directions()  # (b, m, n), or pieces of units (units, rows, columns)
+                    if units is not None:
+                        directions = directions.contiguous()
+            # gather
+            if isinstance(transport, Gather):
+                with self.ranges["send directions"]:
+                    wait_for_units = transport.start_gather(directions)
+                directions = None
+                yield
+                with self.ranges["receive directions"]:
+                    directions = wait_for_units()  # (owned, *unit shape)
+                del wait_for_units
+            # matrices
+            assert directions is not None
+            if units is None:
+                # (matrices, 1): the learning-rate scale times the own multiplier
+                scales = self.cache.scales(bucket, group, active.members, self._shapes, _numbers_of)
+                moments = None if group.normalize is None else self.cache.moments(group.view, active)
+                update, factor = self.compute_update(
+                    active.members, directions, bucket.form, scales.view(-1, 1, 1), moments, mask
+                )
+                factors = [factor]
+            else:
+                # (units of all ranks, kinds)
+                scales = self.cache.scales(bucket, group, units.everywhere, self._shapes, _numbers_of_units)
+                update, factors = self._compute_units(directions, scales, mask)
+            del directions
+            # scatter
+            if isinstance(transport, Gather):
+                unit_moments = None if group.normalize is None else self._unit_moments()
+                with self.ranges["send updates"]:
+                    wait_for_pieces = transport.start_scatter(update, factors, unit_moments)
+                del update, factors
+                yield
+                with self.ranges["receive updates"]:
+                    update, factors = wait_for_pieces()  # (units, *piece shape)
+                del wait_for_pieces
+            # write
+            if passes is not None:
+                with self.ranges["update weights"]:
+                    if units is not None or group.scale_decay:
+                        passes.apply(as_rows(update), self._factors_of_pieces(factors, scales))
+                    else:
+                        passes.apply(update, factors[0])
+            del passes, update, factors
+
+        # publish
+        if isinstance(transport, Shard):
+            del active
+            with self.ranges["send weights"]:
+                wait_for_weights = transport.start_weights()
+            yield
+            with self.ranges["receive weights"]:
+                wait_for_weights()
+        for tie in self.copies:
+            tie.write()
+
+    # ------------------------------------------------------------------------------------- the phases, one by one
+
+    def _step_mask(self, apply_mask: Tensor | None) -> Tensor | None:
+        """Return int32 flags on the device, 0 for what must keep its bits: () or (n,); None if all is stepped.
+
+        There is a flag for each matrix of a local bucket, each AdamW parameter, or each piece or unit of all ranks.
         """
         if not self.is_guarded:
-            go = None
-        elif go is not None:
-            go = go.to(self.bucket.device, non_blocking=True)
-        if self._common.is_alone:
-            return go
-        stepped = self._common.agreements.stepped(self.number, self.bucket, parts, self.indices_of)
-        return go if stepped is None else stepped if go is None else stepped * go
+            apply_mask = None
+        elif apply_mask is not None:
+            apply_mask = apply_mask.to(self.bucket.device, non_blocking=True)
+        if self._context.is_alone:
+            return apply_mask
+        entries: Sequence[Member | Part | ParameterUnit] = self.active.members
+        if isinstance(self.bucket, Divided):
+            entries = self.bucket.parts
+        elif self.units is not None:
+            entries = self.units.everywhere
+        # (n,) int32: 1 where enough ranks have a gradient.
+        present = self._context.agreements.stepped(self.number, self.bucket, entries, self._flagged)
+        if present is None or apply_mask is None:
+            return apply_mask if present is None else present
+        return present * apply_mask
 
-    def indices_of(self, parts: Sequence[Member | Part | ParameterUnit]) -> list[int]:
-        """Return the position in the group of the parameter that each flag of `stepped` is for."""
-        return [part.index for part in parts]
+    def _flagged(self, entries: Sequence[Member | Part | ParameterUnit]) -> list[int]:
+        """Return the position in the group of the parameter that each flag of the mask is for."""
+        # Local matrices have a flag each, because the kernels read one for each matrix.
+        if self.transport is None and self._orthogonalizes:
+            return [member.index for member in self.active.members for _ in range(member.num_matrices)]
+        return [entry.index for entry in entries]
 
-    def passes(self, active: Operands, stepped: Tensor | None) -> Passes:
-        """Return the passes over some operands; `stepped` is () or (matrices,) int32, see `stepped`."""
-        offload = self._common.offload
-        if offload is not None and offload.is_offloaded(self.number):
-            return offload.passes(self.number, active, self.group, stepped, self.passes_over)
-        return self.passes_over(active, self.group, self.memory, stepped)
+    def _passes(self, active: Operands, group: Group, cache: BucketMemory, mask: Tensor | None) -> Passes:
+        """Return the element-wise passes over operands whose state is on the device; the mask is () or (matrices,).
 
-    def passes_over(self, active: Operands, group: Group, memory: BucketMemory, stepped: Tensor | None) -> Passes:
-        """Return the same for operands with the state on the device, of another view perhaps, with their memory."""
+        The cache belongs to the operands, and the group has their view: offloaded state has its own of both.
+        """
         bucket = self.bucket
         if bucket.kernels == "torch":
-            present = None if stepped is None or stepped.ndim == 0 else _present(active, stepped)
-            return PlainPasses(bucket, group, active, present, memory.places)
-        hyperparameters = self._common.hyperparameters_of(bucket.group, bucket.device)
-        return DevicePasses(bucket, group, active, memory, hyperparameters, stepped)
+            present = None if mask is None or mask.ndim == 0 else _present(active, mask)
+            return PlainPasses(bucket, group, active, present, cache.places)
+        hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
+        return DevicePasses(bucket, group, active, cache, hyperparameters, mask)
 
-    def step_vectors(self, active: Operands, stepped: Tensor | None) -> None:
-        """Step AdamW parameters; `stepped` is () or (members,) int32, see `stepped`."""
-        bucket, group, offload = self.bucket, self.group, self._common.offload
-        parts: Iterable[OffloadedPart] = [OffloadedPart(active, self.memory, slice(None))]
-        if offload is not None and offload.is_offloaded(self.number):
-            parts = offload.parts(self.number, active)
-        for part in parts:
-            of_part = stepped if stepped is None or stepped.ndim == 0 else stepped[part.members]
+    def _step_adamw(self, active: Operands, mask: Tensor | None) -> None:
+        """Step AdamW parameters, or pieces of them; the mask is () or (members,)."""
+        bucket, group = self.bucket, self.group
+        pieces: Iterable[OffloadedPart] = [OffloadedPart(active, self.cache, slice(None))]
+        # State in host memory comes piece by piece, each of a bounded size.
+        if self._offload is not None:
+            pieces = self._offload.parts(self.number, active)
+        for piece in pieces:
+            own_mask = mask if mask is None or mask.ndim == 0 else mask[piece.members]
             if bucket.kernels == "torch":
-                operands = part.active
-                if of_part is not None and of_part.ndim:
-                    operands = _those_stepped(operands, of_part)
+                operands = piece.active
+                if own_mask is not None and own_mask.ndim:
+                    operands = _those_stepped(operands, own_mask)
                 step_adamw(bucket, group, operands)
             else:
-                hyperparameters = self._common.hyperparameters_of(bucket.group, bucket.device)
-                step_adamw_on_device(bucket, group, part.active, part.memory, hyperparameters, of_part)
+                hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
+                step_adamw_on_device(bucket, group, piece.active, piece.memory, hyperparameters, own_mask)
 
-    def updated(
+    def _unit_moments(self) -> list[list[Tensor]]:
+        """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), sharing memory."""
+        units = self.units
+        assert units is not None
+
+        def make() -> list[list[Tensor]]:
+            moments: list[list[Tensor]] = [[] for _ in units.kinds]
+            for unit in units.everywhere:
+                param = self.group.params[unit.index]
+                state = self._context.state[param][NEURON_MOMENT]
+                blocks = second_moments(state, param.shape, self.group.view)
+                for kind, (block, matrix) in enumerate(unit.unit.matrices):
+                    moments[kind].append(blocks[block][matrix : matrix + 1])
+            return moments
+
+        return self.cache.once("moments", None, make)
+
+    def _compute_units(self, directions: Tensor, scales: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """Return the updates of this rank's units, like the directions, and for each kind factors (b, m or 1, n or 1).
+
+        Args:
+            directions: (owned, *unit shape) contiguous.
+            scales: (units of all ranks, kinds).
+            mask: (units of all ranks,); where it is zero, NorMuon's second moments keep their bits.
+        """
+        bucket, units = self.bucket, self.units
+        assert units is not None
+        normalizes, owned = self.group.normalize is not None, units.owned
+        directions = directions.view(len(directions), *units.shape)
+        scales, mask = scales[owned], None if mask is None else mask[owned]
+        moments = [of_kind[owned] for of_kind in self._unit_moments()] if normalizes else None
+        updates, factors = [], []
+        # The matrices of one kind are orthogonalised together: one for each unit.
+        for number, (kind, block) in enumerate(zip(units.kinds, split_units(directions, units), strict=True)):
+            matrices = block.flatten(1, 2)  # (owned, g, r, n) -> (owned, m, n)
+            if bucket.kernels == "torch":
+                # The last bit of a product may follow from strides, which differ between layouts.
+                matrices = matrices.contiguous()
+            factor = scales[:, number].view(-1, 1, 1)
+            if len(matrices):
+                of_kind = None if moments is None else moments[number]
+                members = units.own_matrices[number]
+                update, factor = self.compute_update(members, matrices, kind.form, factor, of_kind, mask, number)
+            else:
+                # A new tensor: a view would keep the directions alive.
+                update = torch.empty_like(matrices, dtype=update_dtype(kind.form, bucket.dtype))
+                if normalizes:
+                    factor = scales.new_empty((0, *second_moment_shape(*kind.shape)))
+            updates.append(update)
+            factors.append(factor)
+        return join_units(updates, units), factors
+
+    def _factors_of_pieces(self, factors: Sequence[Tensor], scales: Tensor) -> Tensor:
+        """Return the factors of this rank's pieces, (b, rows or 1, columns or 1); with `scale_decay` (2b, ...).
+
+        Args:
+            factors: for each kind (b, m or 1, n or 1); none where they are the scales.
+            scales: for each matrix (matrices, 1), or (units of all ranks, kinds).
+        """
+        units, transport = self.units, self.transport
+        if isinstance(transport, Shard) and units is not None:
+            scales = scales[units.owned]
+        columns = scales.view(*scales.shape, 1, 1).unbind(1)  # for each kind (b, 1, 1)
+        # Without NorMuon nothing came with the updates: every rank has the scales.
+        factors = factors or columns
+        if self.group.scale_decay:
+            # The factors of decay stand behind the factors of the updates: (2b, ...).
+            factors = [torch.cat([f, scale.expand_as(f)]) for f, scale in zip(factors, columns, strict=True)]
+        if units is None:
+            return factors[0]
+        piece = transport.bucket.exchange.piece if isinstance(transport, Gather) else None
+        return factors_of_pieces(factors, units, piece)
+
+    def compute_update(
         self,
         members: Sequence[Member],
         directions: Tensor,
         form: Form | None,
         scales: Tensor,
         moments: Sequence[Tensor] | None,
-        go: Tensor | None,
+        mask: Tensor | None,
         kind: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Return updates (b, m, n) in `update_dtype`, and what multiplies them besides the rate, (b, m or 1, n or 1).
+        """Return updates (b, m, n) in `update_dtype`, and factors (b, m or 1, n or 1): all but the learning rate.
 
-        Directions are (b, m, n), of members of one kind; without a form the group's function orthogonalises them.
-        Scales, (b, 1, 1), are the learning-rate scale times the own multiplier. With `normalize="neuron"` second
-        moments, (matrices, m, 1) or (matrices, 1, n) tensors that are together those of the batch, are advanced. Where
-        `go`, () or (b,) int32 on the device, is zero they stay; None for nowhere. A sampled step is measured.
+        Args:
+            members: the matrices, in order, for telemetry and errors.
+            directions: (b, m, n), of matrices of one kind.
+            form: how they are orthogonalised; None for the group's function.
+            scales: (b, 1, 1), the learning-rate scale times the own multiplier.
+            moments: with `normalize="neuron"` second moments, tensors (matrices, m, 1) or (matrices, 1, n), which add
+                up to the batch in order; they are advanced.
+            mask: () or (b,) int32 on the device; where it is zero, moments keep their bits. None for nowhere.
+            kind: the number of the kind in a unit.
         """
         with self.ranges["orthogonalize"]:
             update, factors = orthogonalized(directions, form, self.bucket, self.group), scales
         if moments is not None:
-            table = self.memory.neuron_table(self.bucket, moments, (member.name for member in members), kind)
+            table = self.cache.neuron_table(self.bucket, moments, (member.name for member in members), kind)
             with self.ranges["normalize neurons"]:
-                factors = _neuron_factors(update, scales, moments, table, float(self.group.normalize_beta), go)
+                factors = _neuron_factors(update, scales, moments, table, float(self.group.normalize_beta), mask)
         if self._is_sampled:
             values = measure(directions, update, factors)
-            self._common.measured[self.number][kind] = Measured(list(members), values, go)
+            self._context.measured[self.number][kind] = Measured(list(members), values, mask)
         return update, factors
-
-
-class LocalStep(BucketStep):
-    """Steps a bucket that this rank has whole: momentum, orthogonalisation, neuron factors, weights; or AdamW."""
-
-    bucket: Local
-
-    def runs_alone(self, host_go: bool) -> bool:
-        """See `BucketStep`; without gradients there is nothing to do."""
-        # AdamW counts steps also of parameters of which this rank holds no entry.
-        has_work = bool(self.active.params) and (self.bucket.numel > 0 or not self.bucket.rule.orthogonalizes)
-        return has_work and (host_go or not self.is_guarded)
-
-    def run(self, go: Tensor | None) -> Iterator[None]:
-        """Step the bucket; nothing travels."""
-        members = self.active.members
-        stepped = self.stepped(go, members)
-        if self.bucket.rule.orthogonalizes:
-            self._step_matrices(stepped)
-        else:
-            with self.ranges["update"]:
-                self.step_vectors(self.active, stepped)
-        return iter(())
-
-    def indices_of(self, parts: Sequence[Member | Part | ParameterUnit]) -> list[int]:
-        """See `BucketStep`: there is a flag for each matrix."""
-        if not self.bucket.rule.orthogonalizes:
-            return super().indices_of(parts)
-        return [member.index for member in self.active.members for _ in range(member.num_matrices)]
-
-    def _step_matrices(self, go: Tensor | None) -> None:
-        bucket, group, active, memory = self.bucket, self.group, self.active, self.memory
-        assert bucket.shape is not None
-        passes = self.passes(active, go)
-        with self.ranges["momentum"]:
-            directions = passes.directions()
-        scales = memory.scales(bucket, group, active.members, [bucket.shape], _numbers_of).view(-1, 1, 1)
-        moments = None if group.normalize is None else memory.moments(group.view, active)
-        update, factors = self.updated(active.members, directions, bucket.form, scales, moments, go)
-        del directions
-        if group.scale_decay:
-            factors = torch.cat([factors, scales.expand_as(factors)])
-        with self.ranges["update weights"]:
-            passes.apply(update, factors)
 
 
 def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Group) -> Tensor:
@@ -263,18 +442,18 @@ def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group:
 
 
 def _neuron_factors(
-    update: Tensor, scales: Tensor, moments: Sequence[Tensor], table: Tensor | None, beta: float, go: Tensor | None
+    update: Tensor, scales: Tensor, moments: Sequence[Tensor], table: Tensor | None, beta: float, mask: Tensor | None
 ) -> Tensor:
     """Return scales times the factors of neurons; advance the second moments, by a kernel if there is a table."""
     if table is not None:
         from quintic.kernels.update.neuron import advance_neuron_factors_
 
-        return advance_neuron_factors_(update, table, scales, beta=beta, go=go)
+        return advance_neuron_factors_(update, table, scales, beta=beta, go=mask)
     before = torch.cat(list(moments))
     after = before.clone()
     factors = neuron_factors_(update, after, beta=beta)
-    if go is not None:
-        after = torch.where(go.view(-1, 1, 1) != 0, after, before)
+    if mask is not None:
+        after = torch.where(mask.view(-1, 1, 1) != 0, after, before)
     torch._foreach_copy_(list(moments), list(after.split([moment.shape[0] for moment in moments])))
     return scales * factors
 
@@ -283,31 +462,40 @@ def _numbers_of(members: Sequence[Member]) -> list[tuple[int]]:
     return [(member.first_matrix + i,) for member in members for i in range(member.num_matrices)]
 
 
-def _present(active: Operands, stepped: Tensor) -> list[bool]:
-    """Return for each member whether it is stepped; waits for the device."""
-    # All of a member's matrices are taken, whatever they are, so that the next one finds its own.
-    of_matrices = iter(stepped.bool().tolist())
+def _numbers_of_units(units: Sequence[ParameterUnit]) -> list[tuple[int, ...]]:
+    return [unit.first_matrices for unit in units]
+
+
+def _present(active: Operands, mask: Tensor) -> list[bool]:
+    """Return for each member whether all of its matrices are stepped; waits for the device."""
+    # Each member takes all of its flags from the iterator, so that the next one finds its own.
+    of_matrices = iter(mask.bool().tolist())
     return [all([*islice(of_matrices, member.num_matrices)]) for member in active.members]
 
 
-def _those_stepped(active: Operands, stepped: Tensor) -> Operands:
+def _those_stepped(active: Operands, mask: Tensor) -> Operands:
     """Return the members that are stepped; waits for the device."""
-    if bool(stepped.all()):
+    if bool(mask.all()):
         return active
-    rows = zip(active.gradients, stepped.tolist(), strict=True)
+    rows = zip(active.gradients, mask.tolist(), strict=True)
     return active.present([gradient if flag else None for gradient, flag in rows])
 
 
 def run_overlapping(
-    steps: Sequence[Iterator[None]], schedule: Schedule | None = None, meanwhile: Callable[[], None] | None = None
+    steps: Sequence[Iterator[None]], schedule: Schedule | None = None, local: Iterable[Iterator[None]] = ()
 ) -> None:
-    """Run steps of three parts, divided by two yields, such that collectives are under way while others compute.
+    """Run generators that yield twice, while a message is under way; others compute in that time.
 
-    Every rank of a process group must run the same steps in the same order. Without a schedule each starts before the
-    work on the one before it, and is finished after the work on the next; `meanwhile` is work without collectives.
+    Args:
+        steps: the generators; all ranks of a process group run the same ones in the same order.
+        schedule: whose turn it is, by number; None: each starts before the work on the one before it, and is finished
+            after the work on the next.
+        local: generators without messages, which run one after the other where the schedule has None.
     """
     for number in one_ahead(len(steps)) if schedule is None else schedule:
         if number is not None:
             next(steps[number], None)
-        elif meanwhile is not None:
-            meanwhile()
+            continue
+        for step in local:
+            for _ in step:
+                pass  # it has nothing to wait for

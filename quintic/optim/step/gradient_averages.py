@@ -1,8 +1,11 @@
-"""When the optimizer averages gradients over ranks, and which: in the step, or before it for their norm.
+"""Averages gradients across ranks, in the step or ahead of it, when clipping needs their norm.
 
-With `comms="replicated"` averages made before the step stand in `p.grad`, where the step would have put them. With
-divided state no rank has a whole average: each rank keeps that of the parts it owns, and `p.grad` stays what it was.
-Either way the next step takes them as they are, so that nothing travels twice. They hold as long as no one touches
+    comms          in the step                                  ahead of it, for clipping
+    replicated     whole gradients, in place in `p.grad`        the same
+    sharded        on the way to the owners (`transports.py`)   each rank keeps the averages of its own pieces;
+                                                                `p.grad` keeps this rank's gradient
+
+The next step uses averages made ahead of it, so that no gradient travels twice. They are valid until someone touches
 `p.grad`: after a backward pass, another tensor, a change in place or `zero_grad` the step averages again.
 """
 
@@ -21,10 +24,11 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, gradient_dtype, writable_gradient
 from quintic.optim.plan.memory.buckets import averaged_entries, averaging_stages
 from quintic.optim.plan.schedule import one_ahead, overlapping_bytes
-from quintic.optim.step.averaging import Averaging, DividedMemory, EarlyAverages, OfGroup, messages_of
+from quintic.optim.step.averaging import Averaging, EarlyAverages, OfGroup, messages_of
 from quintic.optim.step.bucket_step import run_overlapping
 from quintic.optim.step.operands import dense_gradient
 from quintic.optim.step.ranges import range_of
+from quintic.optim.step.transports import Shard
 
 __all__ = ["GradientAverages"]
 
@@ -32,20 +36,24 @@ __all__ = ["GradientAverages"]
 class GradientAverages:
     """Averages the gradients of one plan's groups.
 
-    With `comms="replicated"` whole gradients are averaged in place, before the buckets are stepped. Where state is
-    divided, buckets average on the way to the owners; here this is done if it must be done before the step.
+    Args:
+        shards: the transports of buckets with sharded state.
+        groups: the parameter groups.
+        layouts: for each group and parameter how ranks hold it; None for this rank only.
+        communicators: the process groups.
+        early: averages made ahead of the step, which outlive the plan.
     """
 
     def __init__(
         self,
-        divided: Sequence[DividedMemory],
+        shards: Sequence[Shard],
         groups: Sequence[Group],
         layouts: Sequence[Sequence[Layout | None]],
         communicators: Communicators,
         early: EarlyAverages,
     ) -> None:
         self._groups, self._communicators, self._early = groups, communicators, early
-        self._divided = divided
+        self._shards = shards
         self.ranks = {
             number: ranks_of(of_group)
             for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True))
@@ -53,7 +61,7 @@ class GradientAverages:
         }
         """The ranks of each group whose gradients differ among ranks; empty where there is nothing to average."""
         self._lent: list[Tensor] = []
-        """Parameters that have a gradient only until the step is over, because other ranks have one."""
+        """Parameters without a gradient of this rank, which have one until the step is over, because other ranks do."""
         self._averagings: dict[object, list[list[tuple[Averaging, list[int]]]]] = {}
         self.workspace_bytes = 0
         """Upper bound of the temporary bytes of averaging whole gradients."""
@@ -65,7 +73,7 @@ class GradientAverages:
 
     @contextmanager
     def of_step(self, pending_steps: Sequence[int]) -> Iterator[None]:
-        """Let gradients be averages where a step needs whole ones. All ranks that share parameters must call it."""
+        """Put whole averages in `p.grad` while a step runs. All ranks that share parameters must call it."""
         self._early.of_step = of_step = self._early.fresh()
         try:
             due = [number for number in self._whole if pending_steps[number] == 0]
@@ -95,27 +103,19 @@ class GradientAverages:
         for number in [number for number in missing if number not in whole]:
             params = self._groups[number].params
             for param in params:
-                writable_gradient(param)  # of others PyTorch does not count the changes
-            memories = [memory for memory in self._divided if memory.bucket.group == number]
+                writable_gradient(param)  # PyTorch counts changes in place only of such gradients
+            shards = [shard for shard in self._shards if shard.bucket.group == number]
             numels = [0] * len(params)
-            for part in chain.from_iterable(memory.bucket.own for memory in memories):
+            for part in chain.from_iterable(shard.bucket.own for shard in shards):
                 numels[part.index] += part.numel
             own = {param: param.new_zeros(numel) for param, numel in zip(params, numels, strict=True)}
             averages[number] = OfGroup(params, {}, own)
-            run_overlapping([self._average_bucket(memory, averages[number]) for memory in memories])
+            run_overlapping([_average_bucket(shard, averages[number]) for shard in shards])
         self._early.keep(averages)
         return {number: averages[number] for number in due}
 
-    def _average_bucket(self, memory: DividedMemory, averages: OfGroup) -> Iterator[None]:
-        wait_for_mean = memory.start_mean(memory.local_operands(), self._communicators[memory.bucket.ranks])
-        yield
-        mean = wait_for_mean()
-        del wait_for_mean  # and what was sent
-        averages.keep_bucket(memory.bucket, mean)
-        yield
-
     def _average(self, numbers: Sequence[int]) -> None:
-        """Average the whole gradients of some groups, in place; those of the same ranks travel together."""
+        """Average the whole gradients of some groups in place; groups of the same ranks share messages."""
         for together in self._of_same_ranks(numbers):
             groups = [self._groups[number] for number in together]
             gradients = [self._dense(param, name) for group in groups for name, param in _stepped(group)]
@@ -127,17 +127,17 @@ class GradientAverages:
                     )
 
     def _of_same_ranks(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the groups apart by their ranks, in the order of the first of each."""
+        """Return the groups of equal ranks together, in the order of the first group of each set."""
         by_ranks: dict[tuple[int, ...], list[int]] = {}
         for number in numbers:
             by_ranks.setdefault(self.ranks[number], []).append(number)
         return list(by_ranks.values())
 
     def _dense(self, param: Tensor, name: str) -> Tensor:
-        """Return the gradient that `p.grad` has from now on: dense, or lent zeros where this rank has none."""
+        """Give `p.grad` a dense gradient, zeros until the step is over where this rank has none, and return it."""
         gradient = writable_gradient(param)
         if gradient is None:
-            # Of the dtype that other ranks' gradients have: messages must be equally long.
+            # It has the dtype of other ranks' gradients, because messages must be equally long.
             param.grad = gradient = torch.zeros_like(param, dtype=gradient_dtype(param))
             self._lent.append(param)
         dense = dense_gradient(param, gradient, name)
@@ -148,9 +148,10 @@ class GradientAverages:
     def _averagings_of(
         self, numbers: Sequence[int], tensors: Sequence[Tensor]
     ) -> list[list[tuple[Averaging, list[int]]]]:
-        """Return the averagings of groups of the same ranks, each with the numbers of the gradients that it takes.
+        """Return the messages of groups of equal ranks, each with the numbers of its gradients.
 
-        They are apart by dtype, device and options; gradients are like the tensors, in the order of the groups.
+        There is a list for each dtype, device, kernels and limit. The tensors are like the gradients of all parameters
+        that are stepped, in the order of the groups.
         """
         key = tuple(numbers), tuple([tensor.dtype for tensor in tensors])
         if key not in self._averagings:
@@ -187,6 +188,15 @@ class GradientAverages:
         for param in self._lent:
             param.grad = None
         self._lent = []
+
+
+def _average_bucket(shard: Shard, averages: OfGroup) -> Iterator[None]:
+    wait_for_mean = shard.start_mean(shard.local_operands())
+    yield
+    mean = wait_for_mean()
+    del wait_for_mean  # and the gradients that were sent
+    averages.keep_bucket(shard.bucket, mean)
+    yield
 
 
 def _stepped(group: Group) -> list[tuple[str, Tensor]]:

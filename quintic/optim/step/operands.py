@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import is_dtensor, local_gradients, local_tensor, reject_sparse
+from quintic.optim.layout.layouts import gradient_dtype, is_dtensor, local_gradients, local_tensor, reject_sparse
 from quintic.optim.layout.tables import AddressTable, upload_programs
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
@@ -111,7 +111,9 @@ _PLACED = ("moments", "owned", "elsewhere")
 class BucketMemory:
     """Memory of one bucket on its device between steps, besides state."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fills_missing: bool = False) -> None:
+        self._fills_missing = fills_missing
+        """Whether a missing gradient stands as zeros, because other ranks may have one."""
         self.everything: Operands | None = None
         """All members, without gradients."""
         self._owners: list[Tensor] = []
@@ -163,6 +165,14 @@ class BucketMemory:
 
     def of_those(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
         """Return the members that have a gradient, given all members and their gradients; arguments are not kept."""
+        if self._fills_missing:
+            rows = zip(everything.members, everything.params, gradients, strict=True)
+            missing = tuple(member.index for member, _, gradient in rows if gradient is None)
+            filled = [
+                torch.zeros_like(param, dtype=gradient_dtype(param)) if gradient is None else gradient
+                for param, gradient in zip(everything.params, gradients, strict=True)
+            ]
+            return everything.present(filled)._replace(missing=missing)
         present = everything.present(gradients)
         return present._replace(num_matrices=sum(member.num_matrices for member in present.members))
 

@@ -1,14 +1,22 @@
-"""Runs the steps of one plan: in which order buckets are stepped, which parameters, and what ranks agree on before.
+"""Runs the steps of one plan: what ranks decide together comes first, then the buckets, in the plan's order.
 
-A step counts gradients over ranks, averages those that the optimizer has to, asks whether all are finite, and then runs
-the buckets: those that need collectives overtaking each other (`shared_step.py`), the others while the first of these
-is under way.
+The phases of a step:
+
+    copies      gradients of tied copies are added to those of their originals
+    presence    ranks start to count who has which gradient (`agreements.py`)
+    averages    `comms="replicated"`: whole gradients become averages (`gradient_averages.py`)
+    tensors     every bucket finds its gradients, weights and state
+    policy      on_nonfinite="skip" or "raise": are all gradients of all connected ranks finite?
+    buckets     each is a generator (`bucket_step.py`): buckets with messages take turns by the plan's schedule, the
+                others run while the first message is under way
+
+Invariant: every error that can be foreseen is raised before the first bucket runs; until then weights and state keep
+their bits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +27,7 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import dividing_ranks, layouts_of, travelling
 from quintic.optim.groups.options import Group
 from quintic.optim.groups.ties import Tie, ties_of
-from quintic.optim.plan.bucket import Bucket, Divided, DividedMatrices, Gathered
+from quintic.optim.plan.bucket import Bucket, Divided, Gathered
 from quintic.optim.plan.log import log_plan
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.planning import build_plan
@@ -28,38 +36,44 @@ from quintic.optim.plan.schedule import Schedule, restricted
 from quintic.optim.rules.device_memory import is_capturing
 from quintic.optim.rules.non_finite import all_finite, first_non_finite
 from quintic.optim.step.agreements import Agreements
-from quintic.optim.step.averaging import DividedMemory, EarlyAverages, OfGroup
-from quintic.optim.step.bucket_step import NO_OPERANDS, BucketStep, LocalStep, PlanWide, run_overlapping
+from quintic.optim.step.averaging import EarlyAverages, OfGroup
+from quintic.optim.step.bucket_step import NO_OPERANDS, BucketStep, StepContext, run_overlapping
 from quintic.optim.step.gradient_averages import GradientAverages
 from quintic.optim.step.offload.offload import Offload, Visit
 from quintic.optim.step.operands import BucketMemory, State
 from quintic.optim.step.ranges import is_profiled
-from quintic.optim.step.shared_step import DividedMatricesStep, DividedStep, GatheredMemory, GatheredStep
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.step.telemetry import Counts
+from quintic.optim.step.transports import Gather, Shard, Transport
 
-__all__ = ["Done", "Runner"]
+__all__ = ["Runner", "StepOutcome"]
 
 
-class Done(NamedTuple):
+class StepOutcome(NamedTuple):
     """The outcome of a step."""
 
     counts: list[Counts]
     """The counts of each bucket that was stepped."""
-    go: Tensor | None
-    """() int32 on a device: 0 if non-finite gradients stopped it; the same on all ranks that are connected
-    (`connected.py`). None if no rank of these asks."""
-    asks: bool
-    """Whether this rank has a group that was stopped, or would have been."""
+    apply_mask: Tensor | None
+    """() int32 on a device: 0 if non-finite gradients stopped the step; the same on all connected ranks
+    (`connected.py`). None if no group of theirs acts on such gradients."""
+    guards_nonfinite: bool
+    """Whether this rank has a group that non-finite gradients stop."""
 
 
 class Runner:
-    """The plan of some parameter groups, and what its buckets keep on their devices between steps.
+    """Steps the buckets of one plan.
 
-    The tables whose touched rows travel, and the averages made before a step, outlive it.
+    Args:
+        groups: the parameter groups, as they are now.
+        state: the state of their parameters; it may be empty until the first step.
+        communicators: the optimizer's process groups.
+        orders: the user's launch and work order.
+        rows: the optimizer's tables whose touched rows travel; they outlive the plan.
+        early: the averages that clipping made before a step; they outlive the plan.
 
     Raises:
-        ValueError: an order names a parameter that there is none of.
+        ValueError: an order names a parameter that no group has.
     """
 
     def __init__(
@@ -83,20 +97,20 @@ class Runner:
         self.plan = build_plan(groups, travels, this_rank(), dividing, orders, told)
         self._rows = rows
         rows.adopt(self.plan, groups)
-        self.common = PlanWide(groups, state, communicators, self.agreements, early)
+        self.context = StepContext(groups, state, communicators, self.agreements, early)
         if any(group.offload for group in groups):
-            self.common.offload = Offload(self.plan, groups, state)
-            self.plan = self.common.offload.plan
+            self.context.offload = Offload(self.plan, groups, state)
+            self.plan = self.context.offload.plan
         self._steps = [self._new_step(number, bucket) for number, bucket in enumerate(self.plan)]
-        divided_memories = [step.memory for step in self._steps if isinstance(step, DividedStep)]
+        shards = [step.transport for step in self._steps if isinstance(step.transport, Shard)]
         self.ties = ties_of(groups)
         """Parameters that are copies of others."""
         self.written: list[Tie] = []
         """The copies that are written when all buckets have been stepped: more than one steps the original."""
         for tie in self.ties:
             of_head = [s for s in self._steps if s.bucket.group == tie.head_group and tie.head_name in s.bucket.names]
-            (of_head[0].written if len(of_head) == 1 else self.written).append(tie)
-        self._averages = GradientAverages(divided_memories, groups, layouts, communicators, early)
+            (of_head[0].copies if len(of_head) == 1 else self.written).append(tie)
+        self._averages = GradientAverages(shards, groups, layouts, communicators, early)
         self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
         self._schedules: dict[tuple[int, ...], Schedule] = {}
         """The plan's schedule of each set of buckets with messages that has been stepped, by their numbers."""
@@ -104,82 +118,83 @@ class Runner:
 
     def upload_hyperparameters(self) -> None:
         """Bring changed hyperparameters to the devices."""
-        for key in self.common.hyperparameters:
-            self.common.hyperparameters_of(*key)
+        for key in self.context.hyperparameters:
+            self.context.hyperparameters_of(*key)
 
     def finish(self) -> None:
-        """Let the host wait until all state that is kept in host memory is there."""
-        if self.common.offload is not None:
-            self.common.offload.finish()
+        """Wait on the host until all state that belongs in host memory has arrived there."""
+        if self.context.offload is not None:
+            self.context.offload.finish()
 
     def renew(self) -> None:
-        """Find weights and state anew at the next step: they may have other memory now."""
+        """Look up weights and state again at the next step, because their memory may have changed."""
         for step in self._steps:
-            step.memory.renew()
+            step.cache.renew()
 
     def reachable_state(self) -> AbstractContextManager[None]:
-        """Let what is computed within read and write state in host memory, copied with `non_blocking`."""
-        return nullcontext() if self.common.offload is None else self.common.offload.reachable()
+        """Return a context in which work on the current streams may copy state in host memory, with `non_blocking`."""
+        return nullcontext() if self.context.offload is None else self.context.offload.reachable()
 
-    def step(self, pending_steps: Sequence[int], num_steps: int, *, skips_nonfinite: bool = False) -> Done:
+    def step(self, pending_steps: Sequence[int], num_steps: int, *, skips_nonfinite: bool = False) -> StepOutcome:
         """Step every bucket whose group does not wait. All ranks that share parameters must call it.
 
         Args:
             pending_steps: for each group how many steps it waits for after this one; 0 if it is stepped now.
             num_steps: steps made before, by which telemetry is sampled.
-            skips_nonfinite: whether gradients that are not finite stop the step of all groups, whatever their options;
-                the same on all ranks.
+            skips_nonfinite: whether gradients that are not finite stop the step of all groups, also of those with
+                `on_nonfinite="propagate"`; the same on all ranks.
 
         Raises:
             ValueError: a gradient is sparse.
             FloatingPointError: a gradient is not finite and a group has `on_nonfinite="raise"`; nothing was changed.
             RuntimeError: the step before found rows that had not been announced; nothing was changed.
         """
-        self.common.num_steps, self.common.skips_nonfinite = num_steps, skips_nonfinite
+        self.context.num_steps, self.context.skips_nonfinite = num_steps, skips_nonfinite
         for tie in self.ties:
             if pending_steps[tie.head_group] == 0:
                 tie.add_gradient()
-        if self.common.is_alone:
+        if self.context.is_alone:
             return self._step(pending_steps)
-        # Also what was averaged before the step for a plan that there was then: it is forgotten with its step.
-        has_averages = self._averages.ranks or self.common.early.groups
+        # Clipping may have averaged for an earlier plan: a step forgets those averages, too.
+        has_averages = self._averages.ranks or self.context.early.groups
         averaged = self._averages.of_step(pending_steps) if has_averages else nullcontext()
         with self.agreements.of_step(pending_steps), averaged:
-            self.common.is_alone = self.agreements.is_alone and not self._averages.ranks
+            self.context.is_alone = self.agreements.is_alone and not self._averages.ranks
             return self._step(pending_steps)
 
     def end_step(self, pending_steps: Sequence[int]) -> None:
-        """Forget what was made ahead of a step, of the groups that it had; also after the replay of a CUDA graph."""
+        """Forget averages and added gradients of the groups that were stepped; also after a CUDA graph's replay."""
         for tie in self.ties:
             if pending_steps[tie.head_group] == 0:
                 tie.end_step()
-        self.common.early.forget(number for number, pending in enumerate(pending_steps) if pending == 0)
+        self.context.early.forget(number for number, pending in enumerate(pending_steps) if pending == 0)
 
     def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
         """Average the gradients of some groups before the next step, which then does not; return the averages by group.
 
-        All ranks that share parameters must call it. What was averaged already, and not touched since, is not averaged
+        All ranks that share parameters must call it. Averages of gradients that no one has touched since are not made
         again; groups whose gradients need no average are left out.
         """
         self.agreements.agree()
         return self._averages.make_early(numbers)
 
-    def _step(self, pending_steps: Sequence[int]) -> Done:
-        """Step, given gradients that are averaged where they have to be."""
+    def _step(self, pending_steps: Sequence[int]) -> StepOutcome:
+        """Step the groups that are due; the phases from `tensors` on."""
         steps = [step for step in self._steps if pending_steps[step.bucket.group] == 0]
-        self.common.is_profiled = is_profiled()
-        asking = self._asking(pending_steps)
+        self.context.is_profiled = is_profiled()
+        policies = self._nonfinite_policies(pending_steps)
         try:
             for step in steps:
                 step.begin()
             if self._rows.tables:
                 self._rows.begin_step(pending_steps)
-            go = self._guard(steps, asking)
-            # From here on nothing raises that could have been known.
-            host_go = True
-            if go is not None and any(step.bucket.kernels == "torch" for step in steps):
-                host_go = bool(go)
-            self._run([step for step in steps if step.runs_alone(host_go)], go, steps)
+            apply_mask = self._nonfinite_mask(steps, policies)
+            # All foreseeable errors have been raised; weights change from here on.
+            host_mask = True
+            if apply_mask is not None and any(step.bucket.kernels == "torch" for step in steps):
+                host_mask = bool(apply_mask)
+            local = [step for step in steps if step.has_local_work and (host_mask or not step.is_guarded)]
+            self._run(local, apply_mask, steps)
             for tie in self.written:
                 if pending_steps[tie.head_group] == 0:
                     tie.write()
@@ -188,69 +203,70 @@ class Runner:
                 step.active = NO_OPERANDS
             if self._rows.tables:
                 self._rows.end_step()
-        return Done([step.counts for step in steps], go, bool(asking))
+        return StepOutcome([step.counts for step in steps], apply_mask, bool(policies))
 
-    def _run(self, alone: Sequence[BucketStep], go: Tensor | None, steps: Sequence[BucketStep]) -> None:
-        """Run the buckets: those with messages overtaking each other, the others while the first of these travels."""
-        travelling = [step for step in steps if step.bucket.travels]  # they come first in the plan
+    def _run(self, local: Sequence[BucketStep], apply_mask: Tensor | None, steps: Sequence[BucketStep]) -> None:
+        """Run the buckets: local ones while the first message is under way, the others overtaking each other."""
+        travelling = [step for step in steps if step.bucket.travels]  # these come first in the plan
         numbers = tuple([step.number for step in travelling])
         if numbers not in self._schedules:
             self._schedules[numbers] = restricted(self.plan.schedule, numbers)
         schedule = self._schedules[numbers]
-        if self.common.offload is not None:
-            self.common.offload.begin(_visits(alone, travelling, schedule))
-        runs = [_written(step, go) if step.written else step.run(go) for step in travelling]
-        run_overlapping(runs, schedule, partial(_run_alone, alone, go))
+        if self.context.offload is not None:
+            self.context.offload.begin(_visits(local, travelling, schedule))
+        run_overlapping(
+            [step.run(apply_mask) for step in travelling], schedule, [step.run(apply_mask) for step in local]
+        )
 
     def _new_step(self, number: int, bucket: Bucket) -> BucketStep:
-        if isinstance(bucket, Divided):
-            params = self.common.groups[bucket.group].params
-            memory = DividedMemory(bucket, params, self._rows.tables.get(params[bucket.parts[0].index]))
-            if isinstance(bucket, DividedMatrices):
-                return DividedMatricesStep(number, bucket, memory, self.common)
-            return DividedStep(number, bucket, memory, self.common)
+        context, cache = self.context, BucketMemory(fills_missing=isinstance(bucket, Gathered))
+        transport: Transport | None = None
         if isinstance(bucket, Gathered):
-            return GatheredStep(number, bucket, GatheredMemory(), self.common)
-        return LocalStep(number, bucket, BucketMemory(), self.common)
+            transport = Gather(bucket, context.communicators)
+        elif isinstance(bucket, Divided):
+            params = context.groups[bucket.group].params
+            table = self._rows.tables.get(params[bucket.parts[0].index])
+            transport = Shard(bucket, params, table, cache, context.communicators, context.early)
+        return BucketStep(number, bucket, transport, cache, context)
 
-    def _asking(self, pending_steps: Sequence[int]) -> list[str]:
+    def _nonfinite_policies(self, pending_steps: Sequence[int]) -> list[str]:
         """Return `on_nonfinite` of the groups that are stepped now and act on gradients that are not finite."""
-        if self.common.skips_nonfinite:
+        if self.context.skips_nonfinite:
             return ["skip"]
-        # Of the groups, which all ranks have in one order: a rank may have nothing of their buckets.
+        # The groups are asked, which all ranks have in one order: a rank may have nothing of their buckets.
         return [
             group.on_nonfinite
-            for group, pending in zip(self.common.groups, pending_steps, strict=True)
+            for group, pending in zip(self.context.groups, pending_steps, strict=True)
             if pending == 0 and group.on_nonfinite != "propagate" and group.params
         ]
 
-    def _guard(self, steps: Sequence[BucketStep], asking: Sequence[str]) -> Tensor | None:
-        """Return () int32 that is 0 if a step must not happen, None if no group of the connected ranks asks.
+    def _nonfinite_mask(self, steps: Sequence[BucketStep], policies: Sequence[str]) -> Tensor | None:
+        """Return () int32 that is 0 if a step must not happen, None if no group of the connected ranks has a policy.
 
         Raises:
             FloatingPointError: it must not happen, and a group that is stepped now has `on_nonfinite="raise"`, be it
                 on another rank: all connected ranks raise.
         """
         connected = self.agreements.connected
-        if not (asking if connected.is_alone else connected.asks or asking):
+        if not (policies if connected.is_alone else connected.asks or policies):
             return None
         watched = [step.active for step in steps if step.is_guarded]
         gradients = [gradient for active in watched for gradient in active.gradients]
         if connected.is_alone and not gradients:
             return None
-        # One rank's bad gradient is that of all; a shard may be all that a rank sees.
+        # A non-finite entry in any shard must stop the step on every connected rank.
         device = gradients[0].device if connected.is_alone else connected.device
-        go = all_finite(gradients, device)
+        apply_mask = all_finite(gradients, device)
         if not connected.may_raise:
-            connected.all_agree_(go)
-            return go
+            connected.all_agree_(apply_mask)
+            return apply_mask
         if is_capturing(device):
             raise RuntimeError("on_nonfinite='raise' of another rank waits for the device: capture no CUDA graph")
-        none_raises = torch.full_like(go, "raise" not in asking)
-        flags = torch.stack([go, none_raises])
+        none_raises = torch.full_like(apply_mask, "raise" not in policies)
+        flags = torch.stack([apply_mask, none_raises])
         connected.all_agree_(flags)
         if flags.tolist() == [0, 0]:
-            # All connected ranks have come here, so that they can tell each other.
+            # All connected ranks come here, with the same flags, and tell each other the first name.
             name = first_non_finite([member.name for active in watched for member in active.members], gradients)
             told = (f"on rank {rank}: {theirs}" for rank, theirs in connected.every(name).items() if theirs)
             where = name or next(told, "on another rank")
@@ -258,24 +274,11 @@ class Runner:
         return flags[0]
 
 
-def _run_alone(steps: Iterable[BucketStep], go: Tensor | None) -> None:
-    for step in steps:
-        for _ in _written(step, go) if step.written else step.run(go):
-            pass  # nothing travels in this one
-
-
-def _written(step: BucketStep, go: Tensor | None) -> Iterator[None]:
-    """Step a bucket, then write the copies of what it has stepped, while others are under way."""
-    yield from step.run(go)
-    for tie in step.written:
-        tie.write()
-
-
-def _visits(alone: Sequence[BucketStep], travelling: Sequence[BucketStep], schedule: Schedule) -> Iterator[Visit]:
-    """Yield in which order a step turns to its buckets."""
+def _visits(local: Sequence[BucketStep], travelling: Sequence[BucketStep], schedule: Schedule) -> Iterator[Visit]:
+    """Yield the stages of all buckets in the order in which a step runs them, for state in host memory."""
     stages = [iter(range(3)) for _ in travelling]
     for number in schedule:
         if number is None:
-            yield from (Visit(step.number, step.active, None) for step in alone)
+            yield from (Visit(step.number, step.active, None) for step in local)
         else:
             yield Visit(travelling[number].number, travelling[number].active, next(stages[number]))

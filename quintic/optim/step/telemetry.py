@@ -22,8 +22,8 @@ __all__ = ["Counts", "MatrixTelemetry", "Measured", "StepReport", "collected", "
 class StepReport:
     """A report of the last call of `step()`.
 
-    Where `comms` averages gradients or divides state, this rank does not know which gradients all others lack: the
-    counts of matrices and parameters then have those as well of which no rank had one, and which stayed as they were.
+    Where `comms` averages gradients or shards state, this rank does not know which gradients all others lack: the
+    counts then include matrices and parameters that stayed as they were because no rank had a gradient.
     """
 
     matrices: Mapping[str, int] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Measured(NamedTuple):
     values: Tensor
     """The values that `measure` returned for the matrices of these members."""
     stepped: Tensor | None
-    """() or (matrices,) int32: 0 for those that the step left as they were; None for none."""
+    """() or (matrices,) int32: 0 for matrices that the step left as they were; None if it stepped all."""
 
 
 def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[MatrixTelemetry]]:
@@ -132,10 +132,10 @@ def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[
 def measure(directions: Tensor, updates: Tensor, factors: Tensor) -> Tensor:
     """Return the fields of `MatrixTelemetry` for each matrix of a bucket, (b, 4) float32 on the device.
 
-    Directions, of any scale, and updates are (b, m, n), factors (b, m or 1, n or 1), as in `BucketStep.updated`.
+    Directions, of any scale, and updates are (b, m, n), factors (b, m or 1, n or 1), as in `BucketStep.compute_update`.
     """
     rows = []
-    # One matrix at a time: sampling must not need more memory than the step itself.
+    # One matrix at a time, because sampling must not need more memory than the step itself.
     for direction, update, factor in zip(directions, updates, factors, strict=True):
         wide = update.float()
         rms = torch.linalg.vector_norm(wide * factor.float()) / wide.numel() ** 0.5

@@ -1,4 +1,8 @@
-"""The tensors that a step changes, kept in host memory by `verify`, and put back bit for bit."""
+"""Snapshots in host memory of everything that a step changes, which `verify` restores bit for bit.
+
+Besides weights and state these are the groups' countdowns and options that `verify` sets for its two steps, the step
+history, averages that clipping made ahead of the step, and gradients that the step averages in place.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
@@ -13,17 +17,17 @@ from quintic.optim.muon import Muon
 __all__ = ["Kept", "Values", "local_values", "named_parameters", "snapshot"]
 
 Values: TypeAlias = dict[Tensor, dict[str, Tensor]]
-"""The weight and state of each parameter, as this rank holds them."""
+"""Parameter -> {"weight" or name of a state: this rank's piece of it}."""
 
 
 def local_values(states: Mapping[Tensor, Mapping[str, Tensor]], param: Tensor) -> dict[str, Tensor]:
-    """Return the `"weight"` and state that this rank holds of a parameter, sharing memory."""
+    """Return this rank's pieces of a parameter's `"weight"` and state, by name; they share its memory."""
     state = {key: local_tensor(value) for key, value in states.get(param, {}).items()}
     return {"weight": local_tensor(param.detach()), **state}
 
 
 def snapshot(optimizer: Muon) -> Values:
-    """Return copies in host memory of what this rank holds of all weights and state."""
+    """Return copies in host memory of this rank's pieces of all weights and state."""
     states = optimizer.state
     return {
         param: {key: value.to("cpu", copy=True) for key, value in local_values(states, param).items()}
@@ -32,8 +36,9 @@ def snapshot(optimizer: Muon) -> Values:
 
 
 class Kept:
-    """Everything that a step changes, as it is now: weights and state are copied to host memory."""
+    """A snapshot of everything that a step changes, taken when it is made; tensors are copied to host memory."""
 
+    # Options of groups that a step, or `make_due`, changes.
     _CHANGED = ("pending_steps", "telemetry_every", "qk_clip")
 
     def __init__(self, optimizer: Muon) -> None:
@@ -41,33 +46,38 @@ class Kept:
         self.values = snapshot(optimizer)
         self._options = [{key: group[key] for key in self._CHANGED} for group in optimizer.param_groups]
         self._steps_made = optimizer.steps_made.copy()
+        # Filled by `keep_gradients`, since random gradients may be set first.
         self._gradients: dict[Tensor, Tensor | None] = {}
+        # Averages that `clip_grad_norm_` made ahead of the step, and whether ranks have compared their plans.
         self._early = optimizer.current.early.fresh()
         self._has_agreed = optimizer.runner.agreements.has_agreed
 
     def keep_gradients(self) -> None:
-        """Keep the gradients that a step changes."""
+        """Add the gradients that a step changes to the snapshot."""
         self._gradients = {
             param: None if param.grad is None else param.grad.to("cpu", copy=True)
             for group in self._optimizer.param_groups
             for param in group["params"]
-            if group["comms"] == "replicated"  # averaged in place
+            if group["comms"] == "replicated"  # the step averages these in place
         }
 
     def make_due(self) -> None:
-        """Let every group step next time, whatever its `step_every`, and measure nothing."""
+        """Make all groups due at the next step, without telemetry and QK-clip."""
+        # A new object, so that the steps of `verify` do not use up the check of training's first step.
         self._optimizer.steps_made.first_gradients = FirstGradients()
         for group in self._optimizer.param_groups:
             group.update(pending_steps=group["step_every"] - 1, telemetry_every=None, qk_clip=None)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, in place."""
+        """Restore everything in place, so that tensors keep their addresses; may be called again."""
         optimizer = self._optimizer
         states = optimizer.state
         for param, values in self.values.items():
+            # Into this rank's pieces, from host memory.
             for key, target in local_values(states, param).items():
                 target.copy_(values[key])
+        # A gradient that the step made (of zeros, where only other ranks had one) is removed again.
         for param, gradient in self._gradients.items():
             if gradient is None:
                 param.grad = None
@@ -75,7 +85,8 @@ class Kept:
                 param.grad.copy_(gradient)
         optimizer.current.early.keep(self._early)
         if not self._has_agreed:
-            # Ranks ask each other before the first step of training, not before one with gradients that were made up.
+            # Ranks must exchange again before the first real step, since random gradients do not tell which gradients
+            # are Partial in training.
             optimizer.runner.agreements.has_agreed = False
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
             group.update(options)

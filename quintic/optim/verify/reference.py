@@ -1,10 +1,15 @@
-"""The step again, slow and obviously right: what `Muon.step` is compared with, see `verify.py`.
+"""The reference step: `Muon.step` once more, slow and simple, which `verify.py` compares with the real one.
 
-One parameter after the other, whole, and of it one matrix after the other, with the pure functions of `update.py` and
-`orthogonalize.py` in plain PyTorch. Every rank computes every matrix that it holds a part of; `parameters.py` brings
-together what several ranks hold. Neither buckets nor exchanges nor kernels are used. What both share is the update rule
-itself, the layouts, which part of divided state is whose (`comms="sharded"`), and where directions and averages are
-rounded.
+For each parameter, on every rank that holds a piece of it:
+
+    gradient    this rank's box, averaged over ranks if the optimizer averages
+    gather      weight, momentum, master and gradient in the parameter's whole shape (`parameters.py`)
+    step        one matrix (1, m, n) after the other: momentum, polar factor, second moments, decay and step
+    scatter     this rank's pieces back to weight and state
+
+It calls the pure functions of `update.py` and `orthogonalize.py` in plain PyTorch, and uses no buckets, exchanges or
+kernels. Shared with the real step are the update rule itself, the layouts, the owners of sharded state
+(`comms="sharded"`), and the places where directions and averages are rounded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,72 +44,74 @@ from quintic.optim.step.partial_gradients import Cut, cut_of, zeros
 
 __all__ = ["Rounding", "Roundings", "largest", "reference_step", "run_reference"]
 
-# The weight, and state that lies as the weight does.
+# The weight, and state of the parameter's shape: these are gathered to step matrices, and scattered again.
 _WHOLE = ("weight", *PARAM_SHAPED_STATE)
 
-# What is taken for the rounding of a user's function, relative to its result: how it computes is unknown.
+# The assumed rounding error of a user's orthogonalizer, relative to its result, since its arithmetic is unknown.
 _FUNCTION_ROUNDING = 2.0**-8
 
-# In how many ways directions are moved to see what comes of it.
+# The number of perturbed directions from which the effect of rounding is measured.
 _PATTERNS = 2
 
 
 class Rounding(NamedTuple):
-    """The effect of rounding on one matrix: distances to a wider dtype's result, and to that of a nearby direction."""
+    """The measured effect of rounding on one matrix: how far results move in a wider dtype or from a near direction."""
 
     update: float
-    """Largest of the change of a weight."""
+    """The largest distance of a weight's change."""
     second_moment: float
-    """Largest of NorMuon's second moments; 0 without them."""
+    """The largest distance of one of NorMuon's second moments; 0 without them."""
 
 
 Roundings = dict[tuple[Tensor, int], Rounding]
-"""(Parameter, number of its matrix) -> the effect of rounding."""
+"""(parameter, number of its matrix) -> the effect of rounding on that matrix."""
 
 
 def reference_step(optimizer: torch.optim.Optimizer) -> None:
-    """Do what `optimizer.step()` does, slowly: every matrix by itself, whole, in plain PyTorch, on every rank.
+    """Make the step of `optimizer.step()` slowly: every matrix by itself, whole, in plain PyTorch, on every rank.
 
-    For tests and for `quintic.verify`, not for training. The same weights and state are changed, and the place in
-    `step_every`; counts of steps, telemetry and hooks of the optimizer are left alone, and QK-clip takes no part. A
-    parameter that several ranks hold (a `DTensor`, or `comms="averaged"`) is stepped if all of them have a gradient;
-    with `comms="replicated"` and `"sharded"`, and where a `DTensor`'s gradient is a sum still to be made (`Partial`),
-    if any has, and the others count as zeros.
+    For tests and for `quintic.verify`, not for training. Weights, state and the countdowns of `step_every` change as in
+    a step; counts of steps, telemetry and hooks of the optimizer do not, and QK-clip is not applied. A parameter that
+    several ranks hold (a `DTensor`, or `comms="averaged"`) is stepped if all of them have a gradient; with
+    `comms="replicated"` and `"sharded"`, and if a `DTensor`'s gradient is `Partial`, it is stepped if any rank has one,
+    and missing gradients count as zeros.
 
-    Needs the memory of one whole Muon parameter with its gradient and state, several times (with `comms="sharded"` of
-    any parameter, and the gradients of all ranks). All ranks that share parameters must call it, and wait for the
+    Needs several times the memory of one whole Muon parameter with its gradient and state (with `comms="sharded"` of
+    any parameter, and the gradients of all ranks). All ranks that share parameters must call it; they wait for the
     device and for each other.
 
     Args:
-        optimizer: `quintic.Muon`, also as Accelerate or Lightning have wrapped it, with gradients in `p.grad`, which
-            are not modified, but for those of tied parameters.
+        optimizer: `quintic.Muon`, also as Accelerate or Lightning have wrapped it, with gradients in `p.grad`. Only
+            gradients of tied parameters are modified.
 
     Raises:
         TypeError: it is not a `quintic.Muon`.
         ValueError: a gradient is sparse.
         FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed.
-        RuntimeError: as `optimizer.step()`, of a sum that ranks did not tell each other of before its first step.
+        RuntimeError: as `optimizer.step()`: a gradient is `Partial` that no rank had as such before the first step.
     """
     muon = muon_in(optimizer, "reference_step")
     run_reference(muon, None)
+    # Averages made for this step by clipping are used up, as after `optimizer.step()`.
     muon.current.early.forget(n for n, group in enumerate(muon.param_groups) if group["pending_steps"] == 0)
 
 
 @torch.no_grad()
 def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
-    """Do as `reference_step`, and measure the rounding of every matrix, unless that is None."""
+    """Make the step of `reference_step`, and store the effect of rounding on every matrix in `roundings`, if given."""
+    # The groups that are due, their tied parameters, and the order of parameters.
     pending_steps = optimizer.next_pending_steps()
     ties = [tie for tie in optimizer.runner.ties if pending_steps[tie.head_group] == 0]
     for tie in ties:
         tie.add_gradient()
     optimizer.runner.agreements.check_sums(pending_steps)
     everything, early = optimizer.current.parameters(), optimizer.current.early.fresh()
-    # Ranks of one process group meet the same parameters in the same order.
+    # All ranks of a process group go through their common parameters in the same order, so collectives match.
     parameters = [parameter for parameter in everything if pending_steps[parameter.group.number] == 0]
     is_finite = _all_finite(optimizer, everything, parameters)
     states = optimizer.state
     for parameter in parameters:
-        # All ranks must ask, whatever they know themselves.
+        # Two collectives, which every rank of the parameter must call.
         cut = _partial_cut(parameter)
         is_stepped = _is_stepped(parameter, cut is not None and not cut.has_copies(parameter.param))
         if is_stepped and (is_finite or parameter.group.on_nonfinite == "propagate"):
@@ -118,13 +125,15 @@ def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
 
 
 def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Parameter]) -> bool:
-    """Return whether all gradients that are asked about are finite, on all ranks connected by shared parameters.
+    """Return whether all gradients of groups with an `on_nonfinite` policy are finite, on all connected ranks.
 
-    All of these ranks must call it, with all of their parameters and those that are stepped now.
+    All of these ranks must call it, with all parameters and with the ones that are due. A FloatingPointError if not,
+    and if the policy of any rank is "raise".
     """
     asking = [parameter for parameter in due if parameter.group.on_nonfinite != "propagate"]
     bad = [f for f in asking if f.param.grad is not None and not local_tensor(f.param.grad).isfinite().all()]
     is_raised = any(parameter.group.on_nonfinite == "raise" for parameter in asking)
+    # The process groups that connect this rank with others: by shared parameters, or because the user links them.
     groups = {
         parameter.ranks: (parameter.process_group, parameter.param)
         for parameter in everything
@@ -134,6 +143,7 @@ def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Paramete
         bound = bound_ranks(group)
         if bound:
             groups[bound] = group.process_group, group.params[0]
+    # 0 on any rank is 0 on all: [all are finite, no rank raises].
     flags = _least_of_connected([int(not bad), int(not is_raised)], groups)
     if flags == [0, 0]:
         where = bad[0].name if bad else "on another rank"
@@ -144,11 +154,11 @@ def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Paramete
 def _least_of_connected(
     flags: list[int], groups: Mapping[tuple[int, ...], tuple[ProcessGroup | None, Tensor]]
 ) -> list[int]:
-    """Return the least of each flag over all ranks that process groups connect, directly or through other ranks.
+    """Return the minimum of each flag over all ranks that process groups connect, directly or through other ranks.
 
-    Beside a process group stands a tensor on the device on which its ranks communicate.
+    `groups` has for each set of ranks their process group, and a tensor on the device that they communicate on.
     """
-    # Over a group of all ranks one round takes a flag everywhere; else each round takes it one rank further at least.
+    # A group of all ranks spreads a flag everywhere in one round; otherwise each round takes it at least one rank on.
     num_rounds = 1 if any(len(ranks) == num_ranks() for ranks in groups) else num_ranks()
     for _ in range(num_rounds):
         for _, (process_group, param) in sorted(groups.items(), key=lambda item: item[0]):
@@ -159,15 +169,17 @@ def _least_of_connected(
 
 
 def _partial_cut(parameter: Parameter) -> Cut | None:
-    """Return the cut of a `DTensor`'s gradient on the ranks that have one, if it is a sum still to be made."""
+    """Return how a `DTensor`'s gradient is `Partial` on the first rank that has such a gradient; None if none has."""
     if parameter.process_group is None or not hasattr(parameter.param, "device_mesh"):
         return None
+    # Ranks without a gradient must learn of it, to take part in the reduction.
     return next((cut for cut in all_gather_values(cut_of(parameter.param), parameter.process_group) if cut), None)
 
 
 def _is_stepped(parameter: Parameter, may_lack_addends: bool) -> bool:
-    """Return whether all ranks have a gradient; where gradients are averaged or sums of addends, whether any has."""
+    """Return whether all ranks have a gradient, or, if gradients are averaged or `Partial`, whether any rank has."""
     one_is_enough: bool = may_lack_addends or parameter.group.comms in AVERAGING
+    # The minimum over ranks of "has a gradient", or of "has none" where one is enough.
     flag = torch.tensor(
         (parameter.param.grad is None) == one_is_enough, dtype=torch.int32, device=parameter.param.device
     )
@@ -177,7 +189,11 @@ def _is_stepped(parameter: Parameter, may_lack_addends: bool) -> bool:
 
 
 def _gradient_of(parameter: Parameter, cut: Cut | None, early: OfGroup | None) -> Tensor:
-    """Return this rank's box of the gradient, averaged over ranks where the optimizer does that."""
+    """Return this rank's box of the gradient, averaged over ranks if the optimizer averages this group's gradients.
+
+    `cut` is how the gradient is `Partial` on some rank; `early` are the averages that clipping made for the group.
+    """
+    # Other ranks have a Partial gradient: take part in its reduction with zeros.
     if cut is not None and parameter.param.grad is None:
         param: Any = parameter.param
         return local_tensor(placed_as(parameter.name, param, zeros(param, cut)))
@@ -187,21 +203,23 @@ def _gradient_of(parameter: Parameter, cut: Cut | None, early: OfGroup | None) -
     if parameter.group.comms not in AVERAGING or parameter.process_group is None:
         assert gradient is not None
         return gradient
+    # Averaged already: sharded over ranks, in place, or in memory of its own where this rank had no gradient.
     if early is not None and early.own is not None:
         return parameter.whole_of_parts(early.own[parameter.param])
     if early is not None:
         return early.lent[parameter.param] if gradient is None else gradient
+    # Sum all ranks' gradients in rank order, in float32 or wider, divide, and round once.
     if gradient is None:
         gradient = torch.zeros_like(parameter.param, dtype=gradient_dtype(parameter.param))
     if parameter.divided is not None:
-        gradient = gradient.to(parameter.param.dtype)  # as it travels
+        gradient = gradient.to(parameter.param.dtype)  # the dtype in which the real step sends it
     everyone = all_gather_uneven(
         gradient.reshape(-1), [gradient.numel()] * len(parameter.ranks), parameter.process_group
     )
     total = torch.zeros_like(everyone[0], dtype=torch.promote_types(gradient.dtype, torch.float32))
     for one in everyone:
         total += one
-    # A number would become its reciprocal on GPUs, and the quotient be rounded twice.
+    # The divisor is a tensor: PyTorch would multiply by the reciprocal of a Python number on GPUs, which rounds twice.
     count = torch.full((), len(everyone), dtype=total.dtype, device=total.device)
     return (total / count).to(gradient.dtype).view(gradient.shape)
 
@@ -209,13 +227,16 @@ def _gradient_of(parameter: Parameter, cut: Cut | None, early: OfGroup | None) -
 def _step_parameter(
     parameter: Parameter, gradient: Tensor, state: Mapping[str, Tensor], roundings: Roundings | None
 ) -> None:
+    """Step one parameter from this rank's box of its gradient; all ranks that share it must call it."""
     local = {"weight": local_tensor(parameter.param), **{key: local_tensor(value) for key, value in state.items()}}
     is_adamw = not parameter.group.rule.orthogonalizes
+    # AdamW is element-wise: step this rank's piece, unless state is sharded otherwise than the weight.
     if is_adamw and parameter.divided is None:
         _step_adamw(local, gradient, parameter.group)
         return
+    # Gather: all in the parameter's whole shape, and second moments of all neurons.
     whole = {key: parameter.whole_of(key, value) for key, value in local.items() if key in _WHOLE}
-    # The gradient may lie otherwise in memory than the weight.
+    # In the memory order of the weight, which the gradient may not have.
     whole["gradient"] = torch.empty_like(whole["weight"], dtype=gradient.dtype).copy_(parameter.whole(gradient))
     buffer = local.get(NEURON_MOMENT)
     second = None if buffer is None else parameter.whole_second_moments(buffer)
@@ -223,6 +244,7 @@ def _step_parameter(
         _step_adamw({STEP: local[STEP], **whole}, whole["gradient"], parameter.group)
     else:
         _step_matrices(parameter, whole, second, roundings)
+    # Scatter: this rank's pieces.
     for key, value in local.items():
         if key in _WHOLE and value.numel():
             value.copy_(parameter.local_of(key, whole[key]))
@@ -231,7 +253,7 @@ def _step_parameter(
 
 
 def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Group) -> None:
-    """Step a parameter entry by entry: where its pieces are makes no difference."""
+    """Step a parameter, or a piece of one, entry by entry with AdamW."""
     adamw_(
         local["weight"],
         master_of(local),
@@ -253,7 +275,7 @@ def _step_matrices(
 ) -> None:
     """Step the whole weight, momentum and master, one matrix after the other."""
     view: View = parameter.group.view
-    # Copies, whether or not a view's matrices share memory with the tensor.
+    # (b, m, n) for each kind of matrix. Cloned, since some views give copies and others not.
     batches = {key: [batch.clone() for batch in view.batches(tensor)] for key, tensor in whole.items()}
     moments = None if second is None else second_moments(second, whole["weight"].shape, view)
     number = 0
@@ -272,23 +294,26 @@ def _step_matrices(
 
 
 def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter, *, measure: bool) -> Rounding | None:
-    """Step one matrix (1, m, n) of a parameter; return what rounding did to it, if that is asked for."""
+    """Step one matrix (1, m, n) of a parameter; return the effect of rounding on it if `measure` is set."""
     group = parameter.group
     weight, momentum = matrix["weight"], matrix[MOMENTUM]
     m, n = weight.shape[1:]
     form = form_of(group, m, n, weight.dtype, weight.device)
+    # Direction: momentum, in the dtype in which the real step orthogonalises.
     (direction,) = momentum_([momentum], [matrix["gradient"]], mu=float(group.momentum), nesterov=group.nesterov)
     direction = direction.to(direction_dtype(form, weight.dtype)).contiguous()
+    # Polar factor, by the user's function or by the form.
     if form is None:
         assert callable(group.orthogonalizer)
         update = apply_function(direction, group.orthogonalizer, parameter.name)
     else:
         update = apply_form(direction, form, "torch")
-    # In the dtype of the step, so that on CPUs not even the last bit differs.
+    # Scale of the update, (1, 1, 1), in the dtype of the real step, so that on CPUs not even the last bit differs.
     arithmetic = torch.promote_types(weight.dtype, torch.float32)
     factor = torch.full((1, 1, 1), group.rule.lr_factor(group.adjust_lr, m, n), dtype=arithmetic, device=weight.device)
     if group.lr_multipliers is not None:
         factor = factor * torch.tensor(group.lr_multipliers[number], dtype=factor.dtype, device=factor.device)
+    # NorMuon: neurons are normalised by their second moments, which are updated.
     before = matrix["second_moment"].clone() if "second_moment" in matrix else None
     scale = factor
     if before is not None:
@@ -306,16 +331,18 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter
     )
     if not measure:
         return None
+    # The effect of rounding: repeat polar factor and scale in a wider dtype, and on GPUs from nearby directions.
     change = factor * update * float(group.lr)
     if form is None:
         second = 0.0 if before is None else largest(matrix["second_moment"])
         return Rounding(_FUNCTION_ROUNDING * largest(change), _FUNCTION_ROUNDING * second)
     wide = replace(form, compute_dtype=torch.float32 if form.compute_dtype.itemsize == 2 else torch.float64)
     forms = [(direction, wide)]
-    if direction.is_cuda:  # kernels round sums otherwise than the reference, and now and then the direction with them
+    if direction.is_cuda:
+        # Kernels may round the momentum's sum, and so the direction, to another neighbour than the reference does.
         terms = matrix["gradient"].abs().to(arithmetic) + momentum.abs()
         moved = [shaken(direction, terms, pattern) for pattern in range(_PATTERNS)]
-        # Rounded as well: of a small matrix a single product may be nearly exact by chance.
+        # In the form's own dtype, too: for a small matrix a single product may be nearly exact by chance.
         forms += [(nearby, precision) for nearby in moved for precision in (wide, form)]
     changes, moments = [], []
     for nearby, precision in forms:
@@ -331,15 +358,19 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter
 
 
 def shaken(direction: Tensor, terms: Tensor, pattern: int = 0) -> Tensor:
-    """Return a direction as it may come out where sums are rounded in another order.
+    """Return `direction` perturbed as another order of rounding might perturb it.
 
-    Of 16-bit entries one in 31 is another neighbour of the exact value. Wider ones all move, by a rounding of what was
-    added: where that cancels, it is more than a rounding of the sum. `terms` are the sums of the absolute values that
-    were added, and `pattern` is one of many ways to move the entries.
+    One in 31 of 16-bit entries becomes the neighbouring number; wider entries all move by a rounding error of the terms
+    that were added, which is more than one of the sum if the terms cancel.
+
+    Args:
+        direction: of any shape.
+        terms: in its shape, the sums of the absolute values that were added.
+        pattern: number of the perturbation, of many.
     """
     eps = torch.finfo(direction.dtype).eps
     numbers = torch.arange(direction.numel(), device=direction.device).view(direction.shape)
-    # Without a regularity: all entries of a row or a matrix times one number would be the same direction.
+    # Signs that look random: if all entries of a matrix moved by one factor, the polar factor would not change.
     signs = 1 - 2 * (((numbers + 1000003 * pattern) * 2654435761 >> 13) & 1)
     if direction.itemsize == 2:
         neighbours = (direction.double() * (1 + eps * signs)).to(direction.dtype)
@@ -348,10 +379,10 @@ def shaken(direction: Tensor, terms: Tensor, pattern: int = 0) -> Tensor:
 
 
 def _spread(tensors: Sequence[Tensor]) -> float:
-    """Return the largest distance of tensors from the first of them; 0 for none."""
+    """Return the largest distance of an entry between the first tensor and the others; 0 for an empty list."""
     return max((largest(tensor - tensors[0]) for tensor in tensors[1:]), default=0.0)
 
 
 def largest(tensor: Tensor) -> float:
-    """Return the largest finite absolute entry, 0 if there is none."""
+    """Return the largest absolute value of the finite entries; 0 if no entry is finite."""
     return float(tensor.abs().nan_to_num(0.0, 0.0).max())

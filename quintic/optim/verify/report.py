@@ -1,11 +1,14 @@
-"""The report of `quintic.verify`: differences between a step and the reference, of all ranks together."""
+"""The report of `quintic.verify`: the differences between a step and the reference, merged from all ranks.
+
+Every rank makes an `Answer`; all ranks gather all answers and merge them (`merged`) into the same `Verification`.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 __all__ = ["Answer", "Difference", "Verification", "badness", "merged"]
 
-# Differences that are printed.
+# The most differences that are printed.
 _MOST_PRINTED = 10
 
 
@@ -16,20 +19,22 @@ class Difference:
     name: str
     """The name of the parameter."""
     tensor: str
-    """`"weight"` (the value behind it, if it has a master), or the name of a state."""
+    """`"weight"` (with a master, the value in full precision), or the name of a state."""
     matrix: int | None
-    """The number of the matrix in the parameter's view, from 0; None for parameters of AdamW."""
+    """The number of the matrix in the parameter's view, from 0; None for AdamW's parameters."""
     num_matrices: int
+    """The number of matrices of the parameter; 0 for AdamW's."""
     ranks: tuple[int, ...]
-    """Global ranks that hold entries which are wrong; where none are, ranks that hold the matrix."""
+    """Global ranks that hold wrong entries; if no entry is wrong, ranks that hold the matrix."""
     absolute: float
     """Largest absolute difference of an entry."""
     relative: float
-    """The same, relative to the largest change of a weight that the reference makes; of state, to its largest entry."""
+    """`absolute` over the largest change of a weight by the reference; for state, over its largest entry."""
     ratio: float
-    """Largest difference of an entry over what rounding explains there: more than 1 is wrong."""
+    """Largest quotient of an entry's difference and the difference that rounding explains: above 1 is wrong."""
 
     def __str__(self) -> str:
+        # As in "layers.0.weight, matrix 1 of 3, weight on rank 2: off by 1e-3, 0.1 of the largest change, ...".
         which = "" if self.matrix is None else f", matrix {self.matrix} of {self.num_matrices}"
         where = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
         of = "largest change" if self.tensor == "weight" else "largest entry"
@@ -41,19 +46,20 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The result of `verify`; the same on all ranks. Print it."""
+    """The result of `verify`, equal on all ranks; `print` it, or read `ok`."""
 
     num_ranks: int
+    # The next two count each parameter once, though several ranks may hold it.
     num_parameters: int
-    """Parameters that have a gradient on any rank."""
+    """The number of parameters that have a gradient on any rank."""
     num_matrices: int
-    """Matrices of these."""
+    """The number of matrices in these parameters."""
     worst: Difference | None
-    """The largest of all by `ratio`; None if there is nothing to compare."""
+    """The difference with the largest `ratio`; None if there was nothing to compare."""
     wrong: tuple[Difference, ...]
     """The differences that rounding does not explain, worst first."""
     problems: tuple[str, ...]
-    """Mistakes found without a step, one sentence each."""
+    """Mistakes that were found without a step, one sentence each."""
 
     @property
     def ok(self) -> bool:
@@ -70,6 +76,7 @@ class Verification:
             f"{_count(self.num_parameters, 'parameter', 's')} ({_count(self.num_matrices, 'matri', 'ces', 'x')}) "
             f"on {_count(self.num_ranks, 'rank', 's')}"
         )
+        # One line if all is right; otherwise a line for each difference, worst first, then the problems.
         if self.ok:
             agree = "agree with the reference to the last bit" if self.is_bitwise else f"agree; worst: {self.worst}"
             return f"the step is right: {checked} {agree if self.num_parameters else 'were stepped'}"
@@ -93,29 +100,32 @@ class Answer:
 
     differences: list[Difference]
     num_matrices: dict[str, int]
-    """The number of matrices of each parameter that has a gradient; 0 for AdamW."""
+    """The number of matrices of each parameter that has a gradient, by name; 0 for AdamW's."""
     problems: list[str]
     options: dict[tuple[str, tuple[int, ...]], dict[str, str]]
-    """The options of each parameter that several ranks share, by its name and the ranks."""
+    """(name, ranks) of each shared parameter -> its options as text."""
     copies: dict[tuple[str, str], tuple[int, int]]
-    """Name and place of what this rank holds of each of these -> its rank, and a checksum of the weights there."""
+    """(name, box and ranks) of each piece of a shared parameter here -> (this rank, checksum of its weights)."""
 
 
 def badness(difference: Difference) -> tuple[float, str, str, int]:
-    """Return the sort key of a difference, worst first."""
+    """Return the sort key of a difference; sorting puts the worst first."""
     return -difference.ratio, difference.name, difference.tensor, difference.matrix or 0
 
 
 def merged(answers: Sequence[Answer]) -> Verification:
-    """Return the report of what all ranks found."""
+    """Return the report for the answers of all ranks, in rank order."""
+    # One difference for each tensor of a matrix: ranks may hold different pieces of it.
     differences: dict[tuple[str, str, int | None], Difference] = {}
     num_matrices: dict[str, int] = {}
     for answer in answers:
         num_matrices |= answer.num_matrices
+        # The same tensor of another rank: keep the worse difference, and both ranks if both are wrong.
         for difference in answer.differences:
             key = (difference.name, difference.tensor, difference.matrix)
             differences[key] = _together(differences[key], difference) if key in differences else difference
     ordered = sorted(differences.values(), key=badness)
+    # Problems of single ranks, and problems that only a comparison of ranks shows.
     problems = [text for answer in answers for text in answer.problems]
     problems += [*_disagreements(answers), *_unequal_copies(answers)]
     return Verification(
@@ -129,11 +139,12 @@ def merged(answers: Sequence[Answer]) -> Verification:
 
 
 def _disagreements(answers: Sequence[Answer]) -> Iterator[str]:
-    """Yield options of a parameter that differ between the ranks which share it."""
-    first: dict[tuple[str, tuple[int, ...]], dict[str, str]] = {}
+    """Yield a line for each option that differs between ranks that share a parameter."""
+    first: dict[tuple[str, tuple[int, ...]], dict[str, str]] = {}  # of the first rank that shares it
     for answer in answers:
         for key, options in answer.options.items():
             expected = first.setdefault(key, options)
+            # A key that only one of them has, a user's own, differs as well.
             for option in sorted(expected.keys() | options.keys()):
                 one, other = expected.get(option), options.get(option)
                 if one != other:
@@ -141,11 +152,13 @@ def _disagreements(answers: Sequence[Answer]) -> Iterator[str]:
 
 
 def _unequal_copies(answers: Sequence[Answer]) -> Iterator[str]:
-    """Yield a line for each parameter of which ranks hold copies that are not equal."""
+    """Yield a line for each parameter whose copies on several ranks are not equal."""
+    # Place -> checksum -> the ranks that have it: more than one checksum at a place is an error.
     by_place: dict[tuple[str, str], dict[int, list[int]]] = {}
     for answer in answers:
         for place, (rank, checksum) in answer.copies.items():
             by_place.setdefault(place, {}).setdefault(checksum, []).append(rank)
+    # One line for each parameter, though it may have many places.
     seen: set[str] = set()
     for (name, _), ranks in by_place.items():
         if len(ranks) > 1 and name not in seen:
@@ -158,8 +171,9 @@ def _unequal_copies(answers: Sequence[Answer]) -> Iterator[str]:
 
 
 def _together(a: Difference, b: Difference) -> Difference:
-    """Return the difference in one tensor, given those of two ranks."""
+    """Merge the differences that two ranks report for one tensor: the larger one, with the ranks of both."""
     worse, better = (a, b) if a.ratio >= b.ratio else (b, a)
+    # A rank without wrong entries is not named beside one that has some.
     if worse.ratio > 1 >= better.ratio:
         return worse
     return replace(worse, ranks=tuple(sorted({*worse.ranks, *better.ranks})))

@@ -1,11 +1,12 @@
 """`verify`: is one step on this mesh, with these kernels, the step that the reference makes?
 
 keep      weights, state and counts, in host memory
-step      the optimizer's own, with the gradients that are there; its results go to host memory too
+step      the optimizer's own, with the present gradients, or random ones; its results are copied to host memory
 restore
-reference one parameter at a time, see `reference.py`; measures how much rounding each matrix suffers
+reference one parameter at a time, see `reference.py`; measures the effect of rounding on each matrix
 compare   matrix by matrix, and AdamW's parameters piece by piece
 restore   bit for bit
+report    gather the answers of all ranks and merge them
 """
 
 import math
@@ -36,24 +37,24 @@ from quintic.optim.verify.report import Answer, Difference, Verification, badnes
 
 __all__ = ["verify"]
 
-# Two computations of one matrix may each be this far from exact, in units of the rounding that was measured, and one of
-# them may have been luckier when it was.
+# The allowed difference of a matrix in units of its measured effect of rounding: both computations are inexact, and the
+# measurement may have been lower than usual by chance.
 _ROUNDINGS = 4.0
 
-# What element-wise arithmetic in another order may change: of the largest change of a matrix, of values in units of
-# their dtype's eps, and AdamW's update in units of its learning rate.
+# The allowed effect of another order of element-wise arithmetic: relative to the largest change of a matrix; of values,
+# in units of their dtype's eps; of AdamW's update, in units of its learning rate.
 _CHANGE = 2.0**-18
 _EPS = 8
 _ADAMW = 1e-4
 
-# Differences that a rank reports to the others.
+# The most differences that a rank reports to the others.
 _MOST_REPORTED = 1000
 
-# Integers of the size of each kind of weights; so many at once are added up.
+# Checksums add up this many entries at once, as integers of the weights' item size.
 _ENTRIES_AT_ONCE = 2**24
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Keys of a group that are no options, or may differ from rank to rank.
+# Keys of a group that are not options, or may differ from rank to rank.
 _NO_OPTIONS = ("params", "param_names", "process_group")
 
 
@@ -63,34 +64,34 @@ def verify(
     """Make one step on this mesh, compare it with `reference_step`, and undo both.
 
     Call it where `optimizer.step()` would be called, after `backward()`; training then goes on as if nothing had
-    happened: weights, state, counts, telemetry and random number generators are bit for bit what they were. Hooks of
-    the optimizer do not run, QK-clip takes no part, and groups with `step_every` step whatever their place in it.
-    Without any gradient on any rank, random ones stand in, which are removed again.
+    happened: weights, state, counts, telemetry and random number generators keep their bits. Hooks of the optimizer do
+    not run, QK-clip is not applied, and groups with `step_every` step even if they are not due. If no rank has any
+    gradient, random ones are set and removed again.
 
-    A difference counts as wrong where rounding does not explain it. How much that is, is measured for each matrix: what
-    changes when the reference multiplies in a wider dtype. Weights and all state are compared.
+    A difference counts as wrong if rounding does not explain it. The effect of rounding is measured for each matrix, by
+    letting the reference multiply in a wider dtype. Weights and all state are compared.
 
-    Weights of which several ranks hold copies, by `comms` or as `DTensor`s, must be equal before the step. With
-    `comms="none"` a plain tensor is this rank's own: whether others have equal ones is not known, and not looked at.
+    Copies of a weight on several ranks, by `comms` or as `DTensor`s, must be equal before the step. With `comms="none"`
+    a plain tensor belongs to its rank, and is not compared with the tensors of others.
 
-    Every rank orthogonalises every matrix it holds a part of twice, without kernels, once in the wider dtype. Host
-    memory: twice the weights and state that this rank holds. Device memory: one whole Muon parameter at a time with its
-    gradient and state, several times; random gradients, if there are to be any.
+    Every rank that holds a piece of a matrix orthogonalises it twice without kernels, once in the wider dtype. Host
+    memory: twice this rank's weights and state. Device memory: several times one whole Muon parameter with its gradient
+    and state, and random gradients if they are needed.
 
     All ranks must call it.
 
     Args:
-        model: its parameters; those the optimizer has must be among them.
+        model: the model; the optimizer's parameters must be among its parameters.
         optimizer: `quintic.Muon` made for the model, also as Accelerate or Lightning have wrapped it.
-        process_group: the ranks that call, and that get the report; None for all.
+        process_group: the ranks that call it and get the report; None for all.
 
     Returns:
-        The same report on all of them; `report.ok` says it in one word, `print(report)` in a few. Nothing is raised for
-        a step that is wrong.
+        A report, equal on all ranks: `report.ok` is the answer, `print(report)` shows the differences. A wrong step
+        raises no error.
 
     Raises:
         TypeError: the optimizer is not a `quintic.Muon`.
-        ValueError, FloatingPointError: as `optimizer.step()`, and `reference_step`; everything is restored before.
+        ValueError, FloatingPointError: as `optimizer.step()` and `reference_step`; everything is restored before.
     """
     optimizer = muon_in(optimizer, "verify")
     names: dict[Tensor, str] = {param: name for name, param in model_parameters(model)}
@@ -101,10 +102,11 @@ def verify(
     try:
         given = _give_gradients(optimizer, process_group)
         kept.keep_gradients()
+        # The optimizer's step, without the layers in which PyTorch calls hooks and schedulers count steps.
         kept.make_due()
-        # Without PyTorch's layer that calls hooks, and without what a scheduler wraps around the method.
         without_hooks(type(optimizer).step)(optimizer)
         taken = snapshot(optimizer)
+        # The reference's step, from the same weights, state and gradients.
         kept.restore()
         kept.make_due()
         run_reference(optimizer, roundings)
@@ -113,6 +115,7 @@ def verify(
         kept.restore()
         for param in given:
             param.grad = None
+    # The report has the model's names of parameters, which the optimizer may not know.
     renamed = {name: names.get(param, name) for name, param in named_parameters(optimizer)}
     differences = [replace(difference, name=renamed[difference.name]) for difference in differences]
     stepped = {renamed[name]: count for name, count in stepped.items()}
@@ -121,7 +124,7 @@ def verify(
 
 
 def _foreign_problem(foreign: Sequence[str]) -> list[str]:
-    """Return a line about parameters that the model does not have; none if there are none."""
+    """Return a line about parameters of the optimizer that the model does not have; an empty list if it has all."""
     if not foreign:
         return []
     more = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
@@ -132,7 +135,7 @@ def _foreign_problem(foreign: Sequence[str]) -> list[str]:
 
 
 def _options(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, tuple[int, ...]], dict[str, str]]:
-    """Return the options, as text, of each parameter that several ranks share."""
+    """Return the options, as text, of each parameter that several ranks share, see `Answer`."""
     of_groups = [
         {key: _text(value) for key, value in group.items() if key not in _NO_OPTIONS}
         for group in optimizer.param_groups
@@ -146,7 +149,7 @@ def _options(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, tu
 
 @torch.no_grad()
 def _copies(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return checksums of the weights that this rank holds of parameters that several ranks share, see `Answer`."""
+    """Return checksums of this rank's pieces of the parameters that several ranks share, see `Answer`."""
     copies = {}
     for parameter in optimizer.current.parameters():
         layout = parameter.layout
@@ -158,12 +161,13 @@ def _copies(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, str
 
 
 def _checksum(values: Tensor) -> int:
-    """Return a number that is hardly ever the same for other bits, in whatever order they lie in memory."""
+    """Return a checksum of the bits of all entries, which does not depend on the tensor's memory order."""
     bits, total = values.reshape(-1).view(_INTEGERS[values.itemsize]), 0
-    for start in range(0, len(bits), _ENTRIES_AT_ONCE):  # which become integers of 64 bits
+    # A limited number at a time, because entries become integers of 64 bits.
+    for start in range(0, len(bits), _ENTRIES_AT_ONCE):
         some = bits[start : start + _ENTRIES_AT_ONCE].long()
         places = torch.arange(start, start + len(some), device=bits.device)
-        # Modulo 2^64; each entry times an odd number of its own.
+        # The sum of each entry times an odd number that belongs to its place, modulo 2^64.
         total += int(((some + 1) * (places * 2654435761 * 2 + 1)).sum())
     return total % 2**64
 
@@ -171,20 +175,21 @@ def _checksum(values: Tensor) -> int:
 def _text(value: Any) -> str:
     if isinstance(value, Tensor):
         value = value.tolist()
-    # Where a function is in memory differs from rank to rank.
+    # The text of a function would have its address in it, which differs from rank to rank.
     return str(getattr(value, "__qualname__", "a function")) if callable(value) else repr(value)
 
 
 @torch.no_grad()
 def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list[Tensor]:
-    """Set random gradients if no rank has any, equal wherever ranks hold the same piece; return what got one."""
+    """Set random gradients if no rank has any, and return the parameters that got one; all ranks must call it."""
     has_gradients = any(param.grad is not None for _, param in named_parameters(optimizer))
     if any(all_gather_values(has_gradients, process_group)):
         return []
     given = []
     for number, parameter in enumerate(optimizer.current.parameters()):
+        # The seed depends on parameter and box, so that copies get equal gradients; where the optimizer averages, also
+        # on the rank. A generator of our own does not change the user's random numbers.
         box = None if parameter.layout is None else parameter.layout.box_of(this_rank())
-        # Of its own, so that the user's generators do not notice.
         of_rank = this_rank() if parameter.group.comms in AVERAGING else None
         generator = torch.Generator().manual_seed(zlib.crc32(f"{number} {box} {of_rank}".encode()))
         parameter.param.grad = torch.zeros_like(parameter.param, dtype=gradient_dtype(parameter.param))
@@ -201,12 +206,15 @@ def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list
 def _compare(
     optimizer: Muon, before: Values, taken: Values, roundings: Roundings
 ) -> tuple[list[Difference], dict[str, int]]:
-    """Return this rank's differences, all that are wrong and the worst, and how many matrices each parameter has."""
+    """Return this rank's differences, worst first, and the number of matrices of each parameter that was stepped.
+
+    The tensors now are the reference's; `before` and `taken` are those before the steps and after the optimizer's.
+    """
     differences: list[Difference] = []
     stepped: dict[str, int] = {}
     states = optimizer.state
     for parameter in optimizer.current.parameters():
-        # State may be in host memory.
+        # To the parameter's device: the snapshots are in host memory, and so is state with `offload`.
         expected, first, second = (
             {key: value.to(parameter.param.device) for key, value in values.items()}
             for values in (local_values(states, parameter.param), before[parameter.param], taken[parameter.param])
@@ -226,7 +234,7 @@ def _compare(
 def _compare_adamw(
     parameter: Parameter, expected: Mapping[str, Tensor], taken: Mapping[str, Tensor], before: Mapping[str, Tensor]
 ) -> Iterator[Difference]:
-    """Yield the differences of what this rank holds. All ranks that share the parameter must call it."""
+    """Yield the differences of this rank's piece, one per tensor. All ranks that share the parameter must call it."""
     for key in ("weight", EXP_AVG, EXP_AVG_SQ, STEP):
         old, right, mine = (_value(parameter, values, key) for values in (before, expected, taken))
         if right.numel() == 0:
@@ -246,13 +254,15 @@ def _compare_matrices(
     before: Mapping[str, Tensor],
     roundings: Roundings,
 ) -> Iterator[Difference]:
-    """Yield the differences of every matrix, whole, and of this rank's second moments.
+    """Yield the differences of every whole matrix, and of this rank's second moments.
 
     All ranks that share the parameter must call it.
     """
+    # Matrices are numbered through all blocks of the view; `holders` are the ranks that have state of a matrix.
     view, shape = parameter.group.view, parameter.param.shape
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
     holders = parameter.holders() if parameter.divided is not None else {}
+    # Weight and state of its shape: gathered, since a matrix may lie on several ranks, and compared as (b, m, n).
     for key in ("weight", *(spec.name for spec in parameter.group.rule.state if spec.shape == "param")):
         gather = parameter.whole if key == "weight" else partial(parameter.whole_of, key)
         wholes = [gather(_value(parameter, values, key)) for values in (before, expected, taken)]
@@ -264,7 +274,7 @@ def _compare_matrices(
                 continue
             if key == "weight":
                 scale = largest(right - old)
-                # A parameter that was not stepped has not changed.
+                # A parameter that was not stepped has no entry, and must not have changed.
                 rounding = roundings.get((parameter.param, number), Rounding(0.0, 0.0))
                 slack = _ROUNDINGS * rounding.update + _CHANGE * scale
                 decay_factor = _decay_factor(parameter.group, number, *right.shape)
@@ -274,13 +284,14 @@ def _compare_matrices(
             one = _difference(parameter, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
             wrong = (right - mine).abs() > allowed if one.ratio > 1 else None
             yield replace(one, ranks=_ranks(parameter, wholes[1], block, index, wrong))
+    # Second moments, one number per neuron: each rank compares those that it holds.
     key, holders = NEURON_MOMENT, parameter.holders()
     if key not in expected:
         return
     all_right, all_mine = (second_moments(values[key], shape, view) for values in (expected, taken))
     for number, (block, index) in enumerate(numbers):
         right, mine = all_right[block][index], all_mine[block][index]
-        # Of matrices that another rank alone holds this one has none.
+        # Matrices that only other ranks hold have no second moments here.
         if right.numel() == 0 or this_rank() not in holders.get((block, index), parameter.ranks):
             continue
         rounding = roundings.get((parameter.param, number), Rounding(0.0, 0.0))
@@ -291,6 +302,7 @@ def _compare_matrices(
 
 
 def _decay_factor(group: Group, number: int, m: int, n: int) -> float:
+    """Return the factor on the weight decay of a matrix: that of its update with `scale_decay`, else 1."""
     if not group.scale_decay:
         return 1.0
     multiplier = group.lr_multipliers[number] if group.lr_multipliers else 1.0
@@ -298,9 +310,13 @@ def _decay_factor(group: Group, number: int, m: int, n: int) -> float:
 
 
 def _ranks(parameter: Parameter, whole: Tensor, block: int, index: int, wrong: Tensor | None) -> tuple[int, ...]:
-    """Return the ranks that hold wrong entries of a matrix; None for any entries."""
+    """Return the ranks that hold wrong entries of a matrix; if `wrong` is None, all ranks that hold entries of it.
+
+    `wrong` is an (m, n) mask, `whole` the whole parameter.
+    """
     if len(parameter.own_copy) == 1:
         return parameter.own_copy
+    # Mark the entries in the parameter's shape, and look which ranks' pieces have marks.
     marks = torch.zeros_like(whole, dtype=torch.bool)
     batches = [batch.clone() for batch in parameter.group.view.batches(marks)]
     batches[block][index] = True if wrong is None else wrong
@@ -309,20 +325,25 @@ def _ranks(parameter: Parameter, whole: Tensor, block: int, index: int, wrong: T
 
 
 def _value(parameter: Parameter, values: Mapping[str, Tensor], key: str) -> Tensor:
-    """Return a state, or the value behind a weight: what this rank has. All ranks that share it must call it."""
+    """Return this rank's piece of a state, or of a weight in full precision. All ranks that share it must call it."""
     if key != "weight":
         return values[key]
     of_master = master_key(values)
     if of_master is None or parameter.divided is None:
         return full_precision(values[key], None if of_master is None else values[of_master])
-    # Of this rank's weight, whose master others have.
+    # The master is sharded over ranks: gather it for this rank's weight.
     return full_precision(values[key], parameter.whole_of(of_master, values[of_master]))
 
 
 def _allowed_change(group: Group, old: Tensor, right: Tensor, slack: float, scale: float = 1.0) -> Tensor:
-    """Return for each weight the difference that rounding explains, given that of updates and the factor on decay."""
+    """Return the difference that rounding explains for each weight, in the shape of `right`.
+
+    `old` and `right` are weights before and after the reference step, `slack` is the explained difference of an update,
+    and `scale` the factor on weight decay.
+    """
+    # Rounding of the arithmetic, and of 16-bit weights, which may end at neighbouring numbers.
     relative = _EPS * torch.finfo(torch.float64 if right.dtype == torch.float64 else torch.float32).eps
-    if right.itemsize < 4:  # both are rounded to one of few numbers
+    if right.itemsize < 4:
         relative += torch.finfo(right.dtype).eps
     wide = torch.promote_types(right.dtype, torch.float32)
     old, right = old.to(wide), right.to(wide)
@@ -330,15 +351,16 @@ def _allowed_change(group: Group, old: Tensor, right: Tensor, slack: float, scal
     lr = group.learning_rate
     rate = lr * float(group.weight_decay) * scale
     if group.cautious and rate:
-        # Where the update is so small that its sign may go either way, decay may come or not.
+        # Cautious decay depends on the update's sign, which rounding decides if the update is tiny: allow the decay.
         decay = old.abs() * (rate * lr if group.decay_coupling == "lr_squared" else rate)
         allowed += decay * ((right - old).abs() <= decay + allowed)
     return allowed
 
 
 def _allowed_state(right: Tensor, old: Tensor) -> Tensor:
-    """Return for each entry of a state the difference that rounding explains."""
+    """Return the difference that rounding explains for each entry of a state, in the shape of `right`."""
     wide = torch.promote_types(right.dtype, torch.float32)
+    # 16-bit state may end at neighbouring numbers; sums are as exact as their largest terms.
     allowed = right.abs().to(wide) * (torch.finfo(right.dtype).eps if right.itemsize < 4 else 0.0)
     return allowed + _EPS * torch.finfo(wide).eps * (largest(right) + largest(old))
 
@@ -354,7 +376,11 @@ def _difference(
     matrix: int | None = None,
     num_matrices: int = 0,
 ) -> Difference:
-    """Return the distance of a tensor of this rank from the reference; NaN agrees with NaN."""
+    """Return the difference between a tensor of this rank and the reference's; NaN agrees with NaN.
+
+    `right`, `mine` and `allowed` have one shape; `scale` is the number that `Difference.relative` divides by.
+    """
+    # Equal entries, infinite ones too, are at distance 0; NaN is infinitely far from a number.
     wide = torch.promote_types(right.dtype, torch.float32)
     same = (right == mine) | (right.isnan() & mine.isnan())
     apart = (right.to(wide) - mine.to(wide)).abs().nan_to_num(math.inf).masked_fill(same, 0.0)

@@ -1,9 +1,9 @@
 """Upper bounds of the bytes that the buckets of a plan allocate, stage by stage.
 
 Those that a rank has alone need memory once (`batch_bytes`, `vectors_bytes`). The moments of those with state divided
-(`stages_of_parts`) are those of `DividedStep`: gradients sent and received, their mean, the step of this rank's
+(`stages_of_parts`) are those of `transports.Shard`: gradients sent and received, their mean, the step of this rank's
 parts with it, and weights sent and received. Of those whose matrices lie on several ranks (`stages_of_units`), as in
-`GatheredStep` and `exchange.py`:
+`transports.Gather` and `exchange.py`:
 
     starts      this rank's pieces of all units; what is sent, where that is a copy; what is received
     computes    what was received, or the pieces it is part of; the units it is assembled to; `workspace.units_work`
@@ -94,9 +94,10 @@ def is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form |
 def batch_bytes(
     count: int, largest: int, shape: tuple[int, int], form: Form | None, of: Matrices, is_copied: bool
 ) -> int:
-    """Return the bytes that `LocalStep` allocates for so many matrices, at most `largest` of them one parameter's.
+    """Return the bytes that the step of a local bucket allocates for `count` matrices.
 
-    Directions are put in another order before they are orthogonalised if they are copied.
+    At most `largest` of them are of one parameter. If directions are copied, they are put in another order before they
+    are orthogonalised.
     """
     m, n = shape
     direction = direction_dtype(form, of.dtype)

@@ -248,7 +248,7 @@ def factor_bytes(count: int, m: int, n: int, of: Matrices) -> int:
 
 
 def factors_of_pieces_bytes(units: Units, piece_shape: tuple[int, ...], count: int, of: Matrices) -> int:
-    """Return the bytes that `shared_step._factors_over` allocates for so many units."""
+    """Return the bytes that `transports.factors_of_pieces` allocates for so many units."""
     if of.scales_decay:  # the vectors side by side, and of each entry two factors
         vectors = 2 * sum(factor_bytes(count, *kind.shape, of) for kind in units.kinds)
         return vectors + factors_of_pieces_bytes(units, piece_shape, 2 * count, of._replace(scales_decay=False))

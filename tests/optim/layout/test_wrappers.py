@@ -129,8 +129,8 @@ def test_an_opened_wrapper_follows_what_is_written_to_it_between_steps(kind):
 
 
 REFUSED = [
-    (Rounded, {"algorithm": "muon"}, r"what is written to it is not what is read\).*\(what is written"),
-    (Rounded, {"algorithm": "adamw"}, r"what is written to it is not what is read\).*\(what is written"),
+    (Rounded, {"algorithm": "muon"}, r"values written to it are not the values read from it\).*\(values written"),
+    (Rounded, {"algorithm": "adamw"}, r"values written to it are not the values read from it\).*\(values written"),
     (
         WithoutWriting,
         {"algorithm": "muon"},

@@ -114,16 +114,16 @@ def test_steps_run_as_scheduled():
             if part != "finish":
                 yield
 
-    run_overlapping([step("A"), step("B")], [1, None, 0, 0, 1, 0, 1], lambda: events.append("local"))
-    assert events == ["startB", "local", "startA", "workA", "workB", "finishA", "finishB"]
+    run_overlapping([step("A"), step("B")], [1, None, 0, 0, 1, 0, 1], [step("L")])
+    assert events == ["startB", "startL", "workL", "finishL", "startA", "workA", "workB", "finishA", "finishB"]
     events.clear()
     run_overlapping([step("A"), step("B"), step("C")])
     assert events == [
         *("startA", "startB", "workA", "startC", "workB", "finishA", "workC", "finishB", "finishC"),
     ]
     events.clear()
-    run_overlapping([], None, lambda: events.append("local"))
-    assert events == ["local"]
+    run_overlapping([], None, [step("L"), step("M")])
+    assert events == ["startL", "workL", "finishL", "startM", "workM", "finishM"]
 
 
 def test_names_of_an_order_are_checked():

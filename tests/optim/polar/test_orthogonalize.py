@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from polar import polar_factor
+from polar_factors import polar_factor
 
 import quintic
 from quintic.optim.polar import orthogonalize

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from other_libraries import load, quietly
+from optional_libraries import load, quietly
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import register_parametrization
@@ -214,7 +214,7 @@ def test_parameters_that_need_no_decision(owner, why):
     [("MambaForCausalLM", "MambaConfig"), ("FalconMambaForCausalLM", "FalconMambaConfig")],
 )
 def test_mamba_needs_no_decision(model, config):
-    from families import transformers_class
+    from model_families import transformers_class
 
     config = transformers_class(config)(vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4)
     treatment = found(transformers_class(model)(config))
@@ -222,7 +222,7 @@ def test_mamba_needs_no_decision(model, config):
 
 
 def test_wav2vec2_needs_no_decision():
-    from families import transformers_class
+    from model_families import transformers_class
 
     config = transformers_class("Wav2Vec2Config")(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, conv_dim=(8, 8),

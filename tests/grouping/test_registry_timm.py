@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 import torch
-from other_libraries import load
-from slicing import assert_parts_of_weight_are_consumed, gate_and_up, rows_of, view_of
+from consumed_rows import assert_parts_of_weight_are_consumed, gate_and_up, rows_of, view_of
+from optional_libraries import load
 from torch import nn
 
 import quintic

@@ -3,7 +3,7 @@ import contextlib
 import pytest
 import torch
 from newer import needs_torch
-from polar import polar_factor
+from polar_factors import polar_factor
 
 import quintic
 from quintic.optim.polar import orthogonalize as module

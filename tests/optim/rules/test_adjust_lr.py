@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from other_libraries import load, quietly
+from optional_libraries import load, quietly
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict

@@ -6,7 +6,7 @@ are installed.
 
 import pytest
 import torch
-from slicing import assert_parts_are_what_is_consumed, gate_and_up, rows_of, view_of
+from consumed_rows import assert_parts_are_what_is_consumed, gate_and_up, rows_of, view_of
 from torch import nn
 
 from quintic import Experts, Matrix, Split

@@ -7,8 +7,7 @@ import importlib
 
 import pytest
 import torch
-from other_libraries import load
-from slicing import (
+from consumed_rows import (
     assert_consumed,
     assert_parts_of_weight_are_consumed,
     gate_and_up,
@@ -17,6 +16,7 @@ from slicing import (
     rows_of,
     view_of,
 )
+from optional_libraries import load
 from torch import nn
 
 import quintic

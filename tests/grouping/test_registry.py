@@ -10,11 +10,10 @@ import inspect
 import itertools
 from pathlib import Path
 
-import families
+import model_families
 import pytest
 import torch
-from families import FAMILIES, TINY, TINY_MLA, TINY_MOE, make_config, transformers_class
-from slicing import (
+from consumed_rows import (
     OFFSET,
     Arguments,
     assert_parts_are_what_is_consumed,
@@ -24,6 +23,7 @@ from slicing import (
     rows_reach,
     view_of,
 )
+from model_families import FAMILIES, TINY, TINY_MLA, TINY_MOE, make_config, transformers_class
 from torch import nn
 
 from quintic import Matrix, Rows, Split
@@ -37,7 +37,7 @@ from quintic.grouping.registry import KNOWN_VIEWS
 @pytest.mark.parametrize("size", ["small", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_of_a_family(family, size):
-    config, model = families.build(family, size)
+    config, model = model_families.build(family, size)
     expected = FAMILIES[family].expect(config)
     used = set()
     for decision in assign(model).values():
@@ -52,7 +52,7 @@ def test_every_parameter_of_a_family(family, size):
     "family", ["llama, tied", "gemma3 text", "gemma3", "gpt2", "bloom", "falcon 7b", "whisper", "t5", "bert", "opt"]
 )
 def test_a_tied_head_is_one_parameter_that_says_so(family):
-    _, model = families.build(family, "small")
+    _, model = model_families.build(family, "small")
     reasons = {decision.name: decision.why for decision in assign(model).values()}
     tied = [why for why in reasons.values() if "tied to" in why and not why.startswith("1-D")]
     assert len(tied) == 1
@@ -298,7 +298,7 @@ def test_rows_of_gated_attention(path, name, config):
 
 
 def test_rows_of_linear_attention_by_key_head():
-    config = config_of("Qwen3NextConfig", **TINY_MOE, **families.NEXT)
+    config = config_of("Qwen3NextConfig", **TINY_MOE, **model_families.NEXT)
     owner = module("qwen3_next.modeling_qwen3_next", "Qwen3NextGatedDeltaNet", config, 0)
     rows = torch.arange(owner.in_proj_qkvz.out_features).double()
     ba = torch.arange(owner.in_proj_ba.out_features).double()
@@ -316,7 +316,7 @@ def test_rows_of_linear_attention_by_key_head():
     ],
 )
 def test_rows_of_linear_attention(path, name, config):
-    owner = module(path, name, config_of(config, **TINY_MOE, **families.NEXT), 0)
+    owner = module(path, name, config_of(config, **TINY_MOE, **model_families.NEXT), 0)
     nn.init.zeros_(owner.conv1d.weight)
     owner.conv1d.weight.data[..., -1] = 1  # only the present position: the convolution is the identity
     assert_parts_are_what_is_consumed(owner, "in_proj_qkv", lambda o: o(hidden(32)))

@@ -5,16 +5,17 @@ import textwrap
 import time
 from pathlib import Path
 
-import families
+import model_families
 import pytest
 import torch
-from families import FAMILIES
+from model_families import FAMILIES
 from torch import nn
 
 import quintic
 from quintic import Flatten, Heads, Matrix, Muon, Rule, Split
 from quintic.grouping.explain import explain
-from quintic.optim.groups.names import mask_layer_indices, shortened
+from quintic.optim.groups.names import mask_layer_indices
+from quintic.tables import shortened
 
 
 class Model(nn.Module):
@@ -42,7 +43,7 @@ def rows_by_name(explanation):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_agrees_with_param_groups(family):
-    _, model = families.build(family, "small")
+    _, model = model_families.build(family, "small")
     explanation = explain(model, muon={"lr": 0.5}, adamw={"lr": 0.25})
     groups = quintic.param_groups(model, muon={"lr": 0.5}, adamw={"lr": 0.25})
     trained = [row for row in explanation.rows if row.algorithm != "frozen"]
@@ -54,7 +55,7 @@ def test_it_agrees_with_param_groups(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", ["small", "full"])
 def test_totals_are_sums_over_the_parameters(family, size):
-    _, model = families.build(family, size)
+    _, model = model_families.build(family, size)
     *parts, everything = explain(model).totals
     params = list(model.parameters())
     assert everything.tensors == len(params) == sum(part.tensors for part in parts)
@@ -69,7 +70,7 @@ def test_totals_are_sums_over_the_parameters(family, size):
 
 def test_all_entries_of_a_muon_parameter_are_in_its_matrices():
     for family in FAMILIES:
-        for row in explain(families.build(family, "small")[1]).rows:
+        for row in explain(model_families.build(family, "small")[1]).rows:
             if row.algorithm == "muon":
                 assert sum(b * m * n for b, m, n in row.matrices) == row.numel, row.name
 
@@ -189,7 +190,7 @@ def test_state_of_folded_parameters_is_added_up():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_fits_the_terminal(family):
-    explanation = explain(families.build(family, "full")[1], normalize="neuron", weight_decay=0.1)
+    explanation = explain(model_families.build(family, "full")[1], normalize="neuron", weight_decay=0.1)
     assert len(str(explanation).splitlines()) < 110
     for width in (80, 100, 120, 160, 250):
         text = explanation.to_table(width=width)
@@ -201,7 +202,7 @@ def test_every_family_fits_the_terminal(family):
 
 @pytest.mark.slow
 def test_a_terminal_decides_how_wide_the_table_is(monkeypatch):
-    explanation = explain(families.build("gpt2", "full")[1])
+    explanation = explain(model_families.build("gpt2", "full")[1])
     monkeypatch.setenv("COLUMNS", "80")
     assert str(explanation) == explanation.to_table(width=80) != explanation.to_table(width=160)
     monkeypatch.delenv("COLUMNS")
@@ -320,12 +321,12 @@ def test_convolutions_as_matrices():
 @pytest.mark.slow
 def test_a_model_of_70_billion_parameters_takes_no_time_and_no_memory():
     # In a process of its own: what counts is the peak memory of the whole process, before and after.
-    families.transformers_class("LlamaForCausalLM")
+    model_families.transformers_class("LlamaForCausalLM")
     code = f"""
         import resource, sys, time
-        sys.path.insert(0, {str(families.__file__).rpartition("/")[0]!r})
+        sys.path.insert(0, {str(model_families.__file__).rpartition("/")[0]!r})
         import torch, families, quintic
-        _, model = families.build("llama", "full")
+        _, model = model_families.build("llama", "full")
         quintic.explain(torch.nn.Linear(2, 2))
         before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
         text = str(quintic.explain(model, normalize="neuron"))

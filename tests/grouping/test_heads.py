@@ -1,8 +1,8 @@
-"""Recognition of output heads; heads that follow from the sizes of embeddings are in `test_groups.py`."""
+"""Recognition of output heads; heads that follow from the sizes of embeddings are in `test_param_groups.py`."""
 
 import pytest
 import torch
-from other_libraries import load, quietly
+from optional_libraries import load, quietly
 from torch import nn
 
 import quintic

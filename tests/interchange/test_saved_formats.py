@@ -2,7 +2,7 @@
 
 import itertools
 
-import peers
+import foreign_optimizers
 import pytest
 import torch
 from torch import nn
@@ -97,7 +97,7 @@ def twins_of(params):
 def keller_jordan(params):
     matrices, other = divided(params)
     common = {"weight_decay": DECAY}
-    return peers.KellerJordan(
+    return foreign_optimizers.KellerJordan(
         [
             {"params": matrices, "use_muon": True, "lr": LR, "momentum": MU, **common},
             {"params": other, "use_muon": False, "lr": ADAMW_LR, "betas": BETAS, "eps": EPS, **common},
@@ -112,14 +112,14 @@ def nanochat(params):
     groups = [{"params": [param], **adamw} for param in other]
     for shape in sorted({param.shape for param in matrices}):
         groups.append({"params": [param for param in matrices if param.shape == shape], **muon})
-    return peers.Nanochat(groups)
+    return foreign_optimizers.Nanochat(groups)
 
 
 def dion(params, algorithm="muon", *, nesterov=True, adjust_lr="spectral_norm", **options):
     matrices, other = divided(params)
     common = {"mu": MU, "nesterov": nesterov, "adjust_lr": adjust_lr, "muon_beta2": 0.95, "weight_decay": DECAY}
     adamw = {"beta1": BETAS[0], "beta2": BETAS[1], "epsilon": EPS, "weight_decay": DECAY}
-    return peers.Dion(
+    return foreign_optimizers.Dion(
         [
             {"params": other, "algorithm": "adamw", "lr": ADAMW_LR, **adamw},
             {"params": matrices, "algorithm": algorithm, "lr": LR, **common, **options},
@@ -143,7 +143,7 @@ def test_keller_jordan_of_2024():
     params = weights({"filters": (5, 2, 3, 3), **MATRICES, **OTHERS})
     matrices, other = divided(params)
     options = {"lr": LR, "momentum": MU, "adamw_lr_ratio": ADAMW_LR / LR, "adamw_betas": BETAS}
-    library = begun(peers.KellerJordan2024(matrices, other, **options), params)
+    library = begun(foreign_optimizers.KellerJordan2024(matrices, other, **options), params)
     twins = twins_of(params)
     filters = {"params": [twins["filters"]], "param_names": ["filters"], "view": Flatten()}
     optimizer = ours(
@@ -294,10 +294,10 @@ def test_a_sum_of_bfloat16_gradients_is_averaged_in_float32():
         ("dion", {"momentum": torch.zeros(2, 2)}, {"algorithm": "adamw"}, "no 'variance'"),
         ("dion", {"momentum_buffer": torch.zeros(2, 2)}, {"algorithm": "muon", "mu": MU}, "no 'momentum'"),
         ("keller_jordan", {"momentum": torch.zeros(2, 2)}, {}, "neither Muon's"),
-        ("keller_jordan", {}, {}, "nothing was saved"),
-        ("keller_jordan_2024", {"use_muon": True}, {"momentum": MU}, "nothing was saved"),
+        ("keller_jordan", {}, {}, "no state was saved"),
+        ("keller_jordan_2024", {"use_muon": True}, {"momentum": MU}, "no state was saved"),
         ("keller_jordan_2024", {"momentum_buffer": torch.zeros(2, 2)}, {}, "must have 'momentum'"),
-        ("nanochat", {}, {}, "nothing was saved"),
+        ("nanochat", {}, {}, "no state was saved"),
         ("nanochat", {"momentum": torch.zeros(2, 2)}, {}, "neither Muon's"),
         ("nanochat", {"momentum_buffer": torch.zeros(2, 2), "x": 1}, {}, r"has \['x'\], which nanochat does not keep"),
         ("nanochat", {"momentum_buffer": torch.zeros(1, 2, 2), "x": 1}, {}, r"has \['x'\], which"),

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from test_qk_layers import WIDTH, separate
+from attention_shapes import WIDTH, separate_qk
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -281,12 +281,12 @@ def test_state_of_other_optimizers_may_have_the_prefixes_of_wrappers():
 
 
 def test_attention_inside_a_child_called_module_is_not_that_outside():
-    parameters = separate("module.attn") | separate("attn")
+    parameters = separate_qk("module.attn") | separate_qk("attn")
     for layer in ("module.attn", "attn"):
         clip = QKClip().resolve(layer, parameters, 4)
         assert clip.names == (f"{layer}.q_proj.weight", f"{layer}.k_proj.weight")
     # One in the middle, which DDP of a part of the model may have made, is found as before.
-    clip = QKClip().resolve("encoder.attn", separate("encoder.module.attn"), 4)
+    clip = QKClip().resolve("encoder.attn", separate_qk("encoder.module.attn"), 4)
     assert clip.names[0] == "encoder.module.attn.q_proj.weight"
 
 

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
+from cuda_marks import ON_CUDA
 from delayed_copies import SlowCopies
-from on_cuda import ON_CUDA
 from torch import nn
 
 import quintic

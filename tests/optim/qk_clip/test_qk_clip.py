@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from clipped import clip_
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from whole_clip import clip_
 
 from quintic.optim.layout.views import Matrix, Split
 from quintic.optim.qk_clip.clip import LayerClip, QKClip, RowFactors

@@ -2,27 +2,18 @@
 
 import pytest
 import torch
-from clipped import clip_
+from attention_shapes import DIM, WIDTH, separate_qk
 from torch import nn
+from whole_clip import clip_
 
 from quintic.kernels.attention.max_logits import MaxLogits
 from quintic.optim.layout.views import Heads, Matrix, Split
 from quintic.optim.qk_clip.clip import QKClip
 
-DIM, WIDTH = 4, 16
-
 
 def shapes(**parameters):
     """`a__b=(3, 4)` is a parameter "a.b" of that shape; "weight" is added to a name without a dot of its own."""
     return {name.replace("__", "."): torch.Size(shape) for name, shape in parameters.items()}
-
-
-def separate(prefix="attn", query="q_proj", key="k_proj", heads=4, kv_heads=2):
-    return {
-        f"{prefix}.{query}.weight": torch.Size((heads * DIM, WIDTH)),
-        f"{prefix}.{key}.weight": torch.Size((kv_heads * DIM, WIDTH)),
-        f"{prefix}.v_proj.weight": torch.Size((kv_heads * DIM, WIDTH)),
-    }
 
 
 def latent(prefix="attn", query="q_b_proj", up="kv_b_proj", down="kv_a_proj_with_mqa", **changes):
@@ -54,7 +45,7 @@ def latent(prefix="attn", query="q_b_proj", up="kv_b_proj", down="kv_a_proj_with
     ],
 )
 def test_common_names(query, key):
-    clip = QKClip().resolve("attn", separate(query=query, key=key), 4)
+    clip = QKClip().resolve("attn", separate_qk(query=query, key=key), 4)
     assert clip.names == (f"attn.{query}.weight", f"attn.{key}.weight")
     assert (clip.num_heads, clip.num_kv_heads) == (4, 2)
 
@@ -75,7 +66,7 @@ def test_common_names_of_multi_latent_attention(query, up, down):
 
 
 def test_own_names():
-    parameters = separate(query="theta", key="phi")
+    parameters = separate_qk(query="theta", key="phi")
     clip = QKClip(names={"theta": "q_proj", "phi": "k_proj"}).resolve("attn", parameters, 4)
     assert clip.names == ("attn.theta.weight", "attn.phi.weight")
 
@@ -85,7 +76,7 @@ def test_own_names():
 def test_a_layer_is_named_or_numbered_with_or_without_wrappers(layer, wrap):
     parameters = {}
     for i in (0, 1, 11):
-        parameters |= separate(f"model.layers.{i}.self_attn")
+        parameters |= separate_qk(f"model.layers.{i}.self_attn")
     stored = {
         wrap.format(name.removeprefix("model.") if "model." in wrap else name): s for name, s in parameters.items()
     }
@@ -97,7 +88,7 @@ def test_a_layer_is_named_or_numbered_with_or_without_wrappers(layer, wrap):
 
 
 def test_the_model_itself_may_be_the_attention():
-    parameters = {name.removeprefix("attn."): shape for name, shape in separate().items()}
+    parameters = {name.removeprefix("attn."): shape for name, shape in separate_qk().items()}
     assert QKClip().resolve("", parameters, 4).names == ("q_proj.weight", "k_proj.weight")
 
 
@@ -203,18 +194,38 @@ def test_latent_attention_without_rotary_channels_is_multi_head():
 @pytest.mark.parametrize(
     ("layer", "parameters", "num_heads", "message"),
     [
-        ("layers.7", separate("layers.0.attn"), 4, r"qk_logits\['layers.7'\]: no parameter.*close.*'layers.0.attn'"),
-        (7, separate("layers.0.attn"), 4, r"qk_logits\[7\]: 0 attention modules have this number.*'layers.0.attn'"),
-        (0, separate("a.0.attn") | separate("b.0.attn"), 4, "2 attention modules.*'a.0.attn', 'b.0.attn'"),
-        ("x", separate("x.self") | separate("x.cross"), 4, "it has 'x.self.q_proj.weight', 'x.cross.q_proj.weight'"),
-        (1.5, separate(), 4, "a layer is the name"),
-        (True, separate(), 4, "a layer is the name"),
+        (
+            "layers.7",
+            separate_qk("layers.0.attn"),
+            4,
+            r"qk_logits\['layers.7'\]: no parameter.*close.*'layers.0.attn'",
+        ),
+        (
+            7,
+            separate_qk("layers.0.attn"),
+            4,
+            r"qk_logits\[7\]: 0 attention modules have this number.*'layers.0.attn'",
+        ),
+        (
+            0,
+            separate_qk("a.0.attn") | separate_qk("b.0.attn"),
+            4,
+            "2 attention modules.*'a.0.attn', 'b.0.attn'",
+        ),
+        (
+            "x",
+            separate_qk("x.self") | separate_qk("x.cross"),
+            4,
+            "it has 'x.self.q_proj.weight', 'x.cross.q_proj.weight'",
+        ),
+        (1.5, separate_qk(), 4, "a layer is the name"),
+        (True, separate_qk(), 4, "a layer is the name"),
         ("mlp", {"mlp.up.weight": torch.Size((4, 4))}, 4, "needed below it, found none.*names="),
         ("attn", {"attn.q_proj.weight": torch.Size((8, 4))}, 2, "found 'attn.q_proj.weight'"),
-        ("attn", separate(), 3, "16 features of attn.q_proj.weight do not divide into 3 heads"),
-        ("attn", separate(), 0, "do not divide into 0 heads"),
-        ("attn", separate(kv_heads=3), 4, "attn.k_proj.weight has 12 key features.*layouts"),
-        ("attn", separate(heads=2, kv_heads=4), 2, "attn.k_proj.weight has 16 key features"),
+        ("attn", separate_qk(), 3, "16 features of attn.q_proj.weight do not divide into 3 heads"),
+        ("attn", separate_qk(), 0, "do not divide into 0 heads"),
+        ("attn", separate_qk(kv_heads=3), 4, "attn.k_proj.weight has 12 key features.*layouts"),
+        ("attn", separate_qk(heads=2, kv_heads=4), 2, "attn.k_proj.weight has 16 key features"),
         ("attn", shapes(attn__q_proj__weight=(8, 4, 4), attn__k_proj__weight=(8, 4)), 2, r"shape \(8, 4, 4\)"),
         ("attn", {"attn.qkv.weight": torch.Size((24, 8))}, 2, r"Matrix\(transposed=False\) does not say.*Split\(sizes"),
         ("attn", latent(), 4, "22 features of attn.kv_b_proj.weight do not divide into 4 heads"),
@@ -262,7 +273,7 @@ def test_a_split_that_does_not_fit_is_named(view, message):
     ],
 )
 def test_norms_after_the_projections_are_refused(norm):
-    for parameters in (separate(), latent()):
+    for parameters in (separate_qk(), latent()):
         heads = 4 if "attn.q_proj.weight" in parameters else 2
         parameters[f"attn.{norm}.weight"] = torch.Size((DIM,))
         with pytest.raises(ValueError, match=rf"attn\.{norm}\.weight normalises.*leave this layer out of qk_logits"):

@@ -1,0 +1,328 @@
+"""The messages of a bucket while it is stepped, and the shapes in which matrices travel.
+
+`bucket_step.py` has the algorithm; here is how its tensors get from one rank to another. A bucket that this rank has
+whole needs no transport. The two others:
+
+    Gather      matrices lie in pieces on several ranks (FSDP2, tensor parallelism), or every rank has them and ranks
+                divide the work (`comms="averaged"`). Parameters and state stay where they are.
+                    directions of pieces    -> the owners of the matrices
+                    updates, neuron factors -> the pieces
+    Shard       every rank has the weights and a gradient of its own, state lies with owners (`comms="sharded"`).
+                    gradients               -> the owners of their entries, who average them
+                    weights                 -> all ranks
+
+Every method that starts a message returns a function that waits for it. All ranks of the process group must call both,
+in the same order, with or without gradients. On CUDA devices the current stream waits, and the host does not.
+
+A unit is the smallest box of a parameter that holds whole matrices, one of each kind (`layout/views.py`). Matrices
+travel as units, (units, *unit shape), and are orthogonalised kind by kind, (units, m, n): `split_units`, `join_units`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, reduce
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.collectives import ProcessGroup
+from quintic.optim.comms.communicators import Communicators
+from quintic.optim.groups.options import Group
+from quintic.optim.layout.layouts import Box
+from quintic.optim.layout.packing import Packing, Run, run_of
+from quintic.optim.plan.bucket import Divided, Gathered, Units
+from quintic.optim.plan.members import Member
+from quintic.optim.rules.device_memory import host_tensor, upload
+from quintic.optim.rules.rule import EXP_AVG, STEP
+from quintic.optim.rules.update import second_moment_shape
+from quintic.optim.state.parts import shaped, state_of_part
+from quintic.optim.step.averaging import Averaging, EarlyAverages
+from quintic.optim.step.operands import GRADIENT, BucketMemory, Operands, State, are_contiguous
+from quintic.optim.step.sparse_rows import Table, start_mean_of_rows
+
+__all__ = ["Gather", "Shard", "Transport", "as_rows", "factors_of_pieces", "join_units", "split_units"]
+
+
+class Gather:
+    """Brings directions of pieces to the owners of their matrices, and updates back."""
+
+    def __init__(self, bucket: Gathered, communicators: Communicators) -> None:
+        self.bucket, self._communicators = bucket, communicators
+
+    @cached_property
+    def process_group(self) -> ProcessGroup:
+        """The process group of the bucket's ranks, which are connected before the first step and stay so."""
+        return self._communicators[self.bucket.ranks]
+
+    def start_gather(self, pieces: Tensor | None) -> Callable[[], Tensor]:
+        """Send directions of this rank's pieces to the owners; wait for the directions of its own units.
+
+        Args:
+            pieces: (units, rows, columns) of any strides, in the order of all units; None where this rank has none.
+
+        Returns:
+            A function that returns (owned, *unit shape) contiguous.
+        """
+        bucket, exchange = self.bucket, self.bucket.exchange
+        if pieces is None:
+            # This rank sends nothing, and may receive pieces of the units that it owns.
+            pieces = torch.empty((exchange.num_units, 0), dtype=bucket.direction_dtype, device=bucket.device)
+        return exchange.start_gather(pieces.contiguous(), self.process_group)
+
+    def start_scatter(
+        self, updates: Tensor, factors: Sequence[Tensor], moments: Sequence[list[Tensor]] | None
+    ) -> Callable[[], tuple[Tensor, list[Tensor]]]:
+        """Send the updates of this rank's units to the ranks that hold pieces; NorMuon's factors to all ranks.
+
+        Args:
+            updates: (owned, *unit shape) of any strides.
+            factors: for each kind of matrix, (owned, m or 1, n or 1).
+            moments: with `normalize="neuron"` for each kind the second moments of all units, (1, m, 1) or (1, 1, n).
+
+        Returns:
+            A function that returns the updates of this rank's pieces, (units, *piece shape), and for each kind the
+            factors of all units: only with moments, which it brings up to date; else none.
+        """
+        wait_for_pieces = self.bucket.exchange.start_scatter(updates, self.process_group)
+        if moments is None:
+            # Factors are the scales, which every rank has.
+            return lambda: (wait_for_pieces(), [])
+        wait_for_factors = self._start_neurons(factors, moments)
+        return lambda: (wait_for_pieces(), wait_for_factors())
+
+    def _start_neurons(self, factors: Sequence[Tensor], moments: Sequence[list[Tensor]]) -> Callable[[], list[Tensor]]:
+        """Send NorMuon's factors and second moments to all ranks, side by side; wait for the factors of all units."""
+        units, exchange = self.bucket.units, self.bucket.exchange
+        # Only the owner advances second moments; all ranks get them, so that any rank can save them, or own the unit in
+        # a later plan.
+        vectors = [factor.flatten(1) for factor in factors]
+        for of_kind, factor in zip(moments, factors, strict=True):
+            own = of_kind[units.owned]
+            own_vectors = torch.cat(own).flatten(1) if own else factor.flatten(1)
+            vectors.append(own_vectors.to(factor.dtype))
+        # (owned, entries of all factors, then of all moments)
+        wait_for_vectors = exchange.start_all_gather(torch.cat(vectors, dim=1), self.process_group)
+
+        def finish() -> list[Tensor]:
+            received = wait_for_vectors()  # (units, entries), as sent
+            if not exchange.is_local:
+                self._moments_packing.unpack(received.view(-1), [moment for of_kind in moments for moment in of_kind])
+            shapes = [second_moment_shape(*kind.shape) for kind in units.kinds]
+            # The first half are the factors, kind by kind: (units, m * 1 or 1 * n) each.
+            columns = received.chunk(2, dim=1)[0].split([m * n for m, n in shapes], dim=1)
+            return [column.reshape(-1, *shape) for column, shape in zip(columns, shapes, strict=True)]
+
+        return finish
+
+    @cached_property
+    def _moments_packing(self) -> Packing:
+        """The copy plan that unpacks gathered second moments, kind by kind."""
+        bucket = self.bucket
+        numels = [prod(second_moment_shape(*kind.shape)) for kind in bucket.units.kinds]
+        half = sum(numels)
+        # A unit's row has all factors, then all moments: the moments of unit i begin at (2 i + 1) * half.
+        runs: list[Run] = []
+        for number, numel in enumerate(numels):
+            for unit in range(len(bucket.units.everywhere)):
+                place = (2 * unit + 1) * half + sum(numels[:number])
+                runs.append(Run(len(runs), 0, numel, place))
+        return Packing(runs, bucket.kernels, bucket.device)
+
+
+class Shard:
+    """Brings gradients to the owners of their entries, as means, and the owners' weights to all ranks.
+
+    Args:
+        bucket: entries of parameters, or units of matrices, each with an owner.
+        params: the parameters of the bucket's group.
+        table: which rows of its one parameter travel, with `comms="sharded_sparse"`.
+        cache: the bucket's tensors that are kept between steps.
+        early: averages made before the step, by clipping, which then take the place of the message.
+    """
+
+    def __init__(
+        self,
+        bucket: Divided,
+        params: Sequence[Tensor],
+        table: Table | None,
+        cache: BucketMemory,
+        communicators: Communicators,
+        early: EarlyAverages,
+    ) -> None:
+        self.bucket, self._table, self._cache = bucket, table, cache
+        self._communicators, self._early = communicators, early
+        # A parameter may have several pieces in the bucket; messages pack its gradient and weights once.
+        names = {part.index: part.name for part in bucket.parts}
+        places = {index: place for place, index in enumerate(names)}
+        self._params = [params[index] for index in names]
+        members = tuple(Member(name=name, index=index) for index, name in names.items())
+        self._local = Operands(members, self._params, [], [{}] * len(members), bucket.num_matrices)
+        self._contiguous = all(param.is_contiguous() for param in self._params)
+        self._averaging = Averaging(
+            [[(places[p.index], p.start, p.stop) for p in bucket.parts[owned]] for owned in bucket.of_owners],
+            bucket.position,
+            bucket.dtype,
+            bucket.device,
+            bucket.kernels,
+            is_direct=bucket.is_direct,
+        )
+
+    @cached_property
+    def process_group(self) -> ProcessGroup:
+        """The process group of the bucket's ranks, which are connected before the first step and stay so."""
+        return self._communicators[self.bucket.ranks]
+
+    def local_operands(self) -> Operands:
+        """Return the bucket's parameters that have a gradient on this rank, whole, with gradients not averaged yet."""
+        gradients = list(map(GRADIENT, self._params))
+        if self._contiguous and are_contiguous(gradients):
+            local = self._local._replace(gradients=gradients)
+        else:
+            local = self._local.present(gradients)
+        return local
+
+    def begin(self) -> Operands:
+        """Return `local_operands` for a step, whose touched rows are read off the same gradients."""
+        local = self.local_operands()
+        if self._table is not None:
+            self._table.hold(next(iter(local.gradients), None))
+        return local
+
+    def start_gradients(self, local: Operands) -> Callable[[], Tensor]:
+        """Send this rank's gradients to the owners of their entries; wait for the mean of its own, (entries,).
+
+        Nothing travels if clipping has averaged before; of a sparse table only touched rows do.
+        """
+        early_mean = self._early.of_bucket(self.bucket)
+        if early_mean is not None:
+            return lambda: early_mean
+        if self._table is not None and self._table.is_sparse():
+            return start_mean_of_rows(self.bucket, self._table, self.process_group)
+        return self.start_mean(local)
+
+    def start_mean(self, local: Operands) -> Callable[[], Tensor]:
+        """Send whole gradients, zeros where this rank has none; wait for the mean of its own entries, (entries,)."""
+        gradients: Sequence[Tensor | None] = local.gradients
+        # Messages are equally long on all ranks: a missing gradient is sent as zeros.
+        if local.missing:
+            by_param = dict(zip(local.params, local.gradients, strict=True))
+            gradients = [by_param.get(param) for param in self._params]
+        return self._averaging.start_mean(gradients, self.process_group)
+
+    def guarded(self, mask: Tensor) -> Tensor:
+        """Return (pieces of all ranks,) int32, with zeros if rows of the table were touched but not announced."""
+        return mask if self._table is None else self._table.guarded(mask)
+
+    def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
+        """Return the pieces that this rank owns, of weights and state, with the mean of their gradients, (entries,)."""
+
+        # Everything but the gradients follows from the plan. Views of weights and state are made once, as are shape,
+        # strides and start of each gradient within the mean.
+        def make() -> tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]]:
+            owned = [(part, group.params[part.index]) for part in self.bucket.own]
+            pieces = [shaped(run_of(param.detach(), part.start, part.numel), part, param) for part, param in owned]
+            states: list[Mapping[str, Tensor]] = [state_of_part(state[param], part, param) for part, param in owned]
+            starts = accumulate((part.numel for part, _ in owned), initial=0)
+            spans = [(p.shape, p.stride(), start) for p, start in zip(pieces, starts, strict=False)]
+            return Operands(self.bucket.members, pieces, [], states, len(owned)), spans
+
+        operands, spans = self._cache.once("owned", None, make)
+        first = mean.storage_offset()
+        return operands._replace(gradients=[mean.as_strided(shape, stride, first + at) for shape, stride, at in spans])
+
+    def count_elsewhere(self, group: Group, state: State, mask: Tensor) -> None:
+        """Count the steps of parameters whose state is on other ranks only, so that all ranks save the same counts.
+
+        The mask, (pieces of all ranks,) int32, is one for pieces that are stepped.
+        """
+        bucket, params = self.bucket, group.params
+
+        def make() -> tuple[list[Tensor], Tensor]:
+            # A parameter may have pieces in several buckets: it is counted with its first one.
+            rows = [(number, state[params[part.index]]) for number, part in enumerate(bucket.parts) if part.start == 0]
+            others = [(number, values[STEP]) for number, values in rows if not values[EXP_AVG].numel()]
+            numbers = upload(host_tensor([number for number, _ in others], torch.int64), bucket.device)
+            return [step for _, step in others], numbers
+
+        steps, numbers = self._cache.once("elsewhere", None, make)
+        if steps:
+            torch._foreach_add_(steps, list(mask[numbers].to(steps[0].dtype).unbind()))
+
+    def start_weights(self) -> Callable[[], None]:
+        """Send the weights of this rank's pieces to all ranks; wait for the pieces of the others."""
+        return self._averaging.start_giving(self._params, self.process_group)
+
+
+Transport = Gather | Shard
+
+
+def split_units(values: Tensor, units: Units) -> list[Tensor]:
+    """Return for each kind the matrices of (count, *unit shape) contiguous values, (count, g, r, n), sharing memory.
+
+    A matrix of m rows is g groups of r rows, with any distance between the groups.
+    """
+    if units.is_plain:
+        m, n = units.kinds[0].shape
+        # A unit is its one matrix, or the transpose.
+        return [values.view(-1, 1, n, m).mT if units.is_transposed else values.view(-1, 1, m, n)]
+    # The view of one unit on the meta device has the strides of each matrix: units follow each other in memory.
+    unit = torch.empty(units.shape, device="meta")
+    return [
+        values.as_strided(
+            (values.shape[0], *matrix.shape),
+            (unit.numel(), *matrix.stride()),
+            values.storage_offset() + matrix.storage_offset(),
+        )
+        for block in units.view.blocks(unit)
+        for matrix in block
+    ]
+
+
+def join_units(updates: Sequence[Tensor], units: Units) -> Tensor:
+    """Return (count, *unit shape) from the updates (count, m, n) of each kind."""
+    count = updates[0].shape[0]
+    if units.is_plain:
+        update = updates[0].mT if units.is_transposed else updates[0]
+        return update.reshape(count, *units.shape)
+    # Kinds may have been orthogonalised in different dtypes: they travel in the widest.
+    dtype = reduce(torch.promote_types, (update.dtype for update in updates))
+    values = torch.empty((count, *units.shape), dtype=dtype, device=updates[0].device)
+    for block, update in zip(split_units(values, units), updates, strict=True):
+        # (count, m, n) -> (count, g, r, n)
+        block.copy_(update.view(block.shape) if block.shape[1] == 1 else update.unflatten(1, block.shape[1:3]))
+    return values
+
+
+def factors_of_pieces(factors: Sequence[Tensor], units: Units, piece: Box | None) -> Tensor:
+    """Return the factors of a piece of each unit, (units, rows or 1, columns or 1).
+
+    Args:
+        factors: for each kind of matrix (units, m or 1, n or 1).
+        units: the bucket's.
+        piece: the box of every unit that the piece is; None for whole units.
+    """
+    if len(factors) == 1 and factors[0].shape[1:] == (1, 1):
+        # One number for each unit, which has one matrix.
+        return factors[0]
+    count = factors[0].shape[0]
+    if units.is_plain:
+        m, n = units.kinds[0].shape
+        whole = factors[0].expand(count, m, n)
+        whole = whole.mT if units.is_transposed else whole
+        # A unit has two dimensions, or leading ones of size one: nothing is copied.
+        values = whole.reshape(count, *units.shape)
+    else:
+        values = factors[0].new_empty((count, *units.shape))
+        for block, factor in zip(split_units(values, units), factors, strict=True):
+            # (count, m or 1, n or 1) -> (count, g or 1, r or 1, n or 1)
+            over = factor.unsqueeze(1) if factor.shape[1] == 1 else factor.unflatten(1, block.shape[1:3])
+            block.copy_(over)
+    if piece is not None:
+        values = values[(slice(None), *(slice(start, stop) for start, stop in piece))]
+    return as_rows(values)
+
+
+def as_rows(pieces: Tensor) -> Tensor:
+    """Return (count, *piece shape) as (count, rows, columns)."""
+    return pieces if pieces.ndim == 3 else pieces.flatten(3).flatten(1, 2)
