@@ -37,7 +37,7 @@ from quintic.data.dataset import Dataset
 from quintic.data.shards import prepare
 from quintic.optim.polar.coefficients import SAFETY, Coefficients, polar_express_coefficients
 from quintic.optim.polar.forms import Form, resolve
-from quintic.optim.polar.orthogonalize import nothing_ambient
+from quintic.optim.polar.orthogonalize import ieee_matmul
 from quintic.optim.polar.products import multiply
 from quintic.optim.polar.program import products_of, run_products
 from quintic.train.config import Config
@@ -96,7 +96,7 @@ class Variant(NamedTuple):
         form = form or self.form(*x.shape[-2:], x.device.type)
         wide = torch.promote_types(x.dtype, torch.promote_types(form.compute_dtype, torch.float32))
         program = products_of(tuple(form.segments), form.coefficients, ENTRY_NORM)
-        with nothing_ambient(x.device.type, form.compute_dtype):
+        with ieee_matmul(x.device.type, form.compute_dtype):
             scaled = self.scale(x.to(wide)) * (ENTRY_NORM / (1 + self.safety))
             return run_products(program, [scaled.to(form.compute_dtype).contiguous()], multiply).to(x.dtype)
 

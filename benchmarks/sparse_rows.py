@@ -33,8 +33,8 @@ from benchmarks.common.results import (
     write_result,
 )
 from benchmarks.common.timing import synchronize
-from quintic.optim.plan.bucket import DividedTable
-from quintic.optim.plan.row_division import RowDivision
+from quintic.optim.plan.bucket import ShardedTable
+from quintic.optim.plan.row_sharding import RowSharding
 
 WAYS = ("whole", "announced", "found")
 
@@ -175,7 +175,7 @@ def timed(one: Contestant, gradient: Tensor, tokens: Tensor, backward: Callable[
     dist.barrier(group=team.control)
     one.param.grad = gradient
     # The rule is what is to be found.
-    with mock.patch.object(RowDivision, "is_sparse", return_value=True):
+    with mock.patch.object(RowSharding, "is_sparse", return_value=True):
         if one.way == "announced":
             one.optimizer.announce_rows(one.param, tokens)
         backward()
@@ -194,7 +194,7 @@ def timed(one: Contestant, gradient: Tensor, tokens: Tensor, backward: Callable[
 def volume(one: Contestant, tokens: Tensor, team: Team) -> dict[str, Any]:
     """Return the busiest rank's share of the rows to send or receive, and the rule's choice. All ranks must call it."""
     [bucket] = one.optimizer.plan()
-    if not isinstance(bucket, DividedTable):
+    if not isinstance(bucket, ShardedTable):
         return {"share": None, "rule": "whole"}
     division = bucket.rows
     owners = tokens.cpu() // division.rows_per_rank

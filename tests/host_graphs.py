@@ -16,9 +16,9 @@ class HostGraph:
     It reads the gradients, and the averages that clipping made of them, that it was captured with.
     """
 
-    def __init__(self, work, outcome, gradients, early, averages):
+    def __init__(self, work, outcome, gradients, precomputed, averages):
         self._work, self._outcome, self._gradients = work, outcome, gradients
-        self._early, self._averages = early, averages
+        self._precomputed, self._averages = precomputed, averages
         self.replays = 0
         GRAPHS.append(self)
 
@@ -26,7 +26,7 @@ class HostGraph:
         now = {param: param.grad for param in self._gradients}
         for param, gradient in self._gradients.items():
             param.grad = gradient
-        with mock.patch.object(self._early, "fresh", return_value=dict(self._averages)):
+        with mock.patch.object(self._precomputed, "fresh", return_value=dict(self._averages)):
             outcome = self._work()
         if outcome.apply_mask is not None:  # a graph writes to the same memory each time
             self._outcome.apply_mask.copy_(outcome.apply_mask)
@@ -48,20 +48,20 @@ def capture_on_hosts(patch, optimizer):
     params = [param for group in optimizer.param_groups for param in group["params"]]
 
     def captured(work):
-        early, gradients = optimizer.current.early, {param: param.grad for param in params}
-        averages = early.fresh()
+        precomputed, gradients = optimizer.plan_cache.precomputed, {param: param.grad for param in params}
+        averages = precomputed.fresh()
         tensors = [*params, *(gradient for gradient in gradients.values() if gradient is not None)]
         tensors += [value for param in params for value in optimizer.state[param].values()]
         before = [tensor.detach().clone() for tensor in tensors]
-        skipped = optimizer.steps_made._skipped
+        skipped = optimizer.step_history._skipped
         counted = None if skipped is None else skipped.clone()
         outcome = work()
         with torch.no_grad():
             for tensor, kept in zip(tensors, before, strict=True):
                 tensor.copy_(kept)
         if counted is not None:
-            optimizer.steps_made._skipped.copy_(counted)
-        return HostGraph(work, outcome, gradients, early, averages), outcome
+            optimizer.step_history._skipped.copy_(counted)
+        return HostGraph(work, outcome, gradients, precomputed, averages), outcome
 
     GRAPHS.clear()
     patch.setattr(captured_step, "capture", captured)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quintic.optim.polar.orthogonalize import _normalized
-from quintic.optim.rules.device_memory import HYPERPARAMETERS
-from quintic.optim.rules.update import adamw_, apply_, momentum_
+from quintic.optim.rules.device import HYPERPARAMETERS
+from quintic.optim.rules.update import adamw_, decay_and_step_, momentum_
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def triton_momentum(buckets: list[Bucket]) -> None:
     for bucket in buckets:
         momentum_directions_(
             bucket.addresses[:2], bucket.directions, bucket.hyperparameters, layout_of(bucket),
-            gradient_dtype=torch.bfloat16, mu_index=INDEX["momentum"], nesterov=True, go=None, aligned=True,
+            gradient_dtype=torch.bfloat16, mu_index=INDEX["momentum"], nesterov=True, apply_mask=None, aligned=True,
         )  # fmt: skip
 
 
@@ -160,14 +160,15 @@ def triton_apply(buckets: list[Bucket]) -> None:
         apply_updates_(
             bucket.addresses[2:], bucket.updates, bucket.factors[None], bucket.hyperparameters, layout_of(bucket),
             weight_dtype=torch.bfloat16, master_dtype=None, lr_index=INDEX["lr"],
-            weight_decay_index=INDEX["weight_decay"], cautious=False, squared_lr_decay=False, go=None, aligned=True,
+            weight_decay_index=INDEX["weight_decay"], cautious=False, squared_lr_decay=False,
+            apply_mask=None, aligned=True,
         )  # fmt: skip
 
 
 def torch_apply(buckets: list[Bucket]) -> None:
     for bucket in buckets:
         count = len(bucket.weights)
-        apply_(
+        decay_and_step_(
             bucket.weights, [None] * count, list(bucket.updates), [1.0] * count,
             lr=HYPER["lr"], weight_decay=HYPER["weight_decay"], cautious=False,
         )  # fmt: skip
@@ -219,7 +220,7 @@ def adamw_passes(where: Where) -> Iterator[Case]:
             addresses, steps, numels, programs, hyper, weight_dtype=torch.bfloat16,
             gradient_dtype=torch.bfloat16, master_dtype=None,
             indices=tuple(INDEX[name] for name in ("lr", "weight_decay", "beta1", "beta2", "eps")),
-            cautious=False, squared_lr_decay=False, go=None, aligned=True,
+            cautious=False, squared_lr_decay=False, apply_mask=None, aligned=True,
         )  # fmt: skip
 
     # Gradient, both moments twice, weight twice.

@@ -166,7 +166,7 @@ def race(model: SpeedrunGPT, gradients: dict[Tensor, Tensor], checkout: Path) ->
         params,
         param_table=entries,
         scatter_order=list(entries),
-        work_order=orders,
+        compute_order=orders,
         adam_defaults={"lr": 0.008, "eps": 1e-10, "weight_decay": 0.005},
         normuon_defaults={"lr": 0.023, "momentum": 0.95, "beta2": 0.9, "weight_decay": 1.2},
     )

@@ -5,10 +5,10 @@ from torch import Tensor, nn
 from quintic.grouping.known_view import (
     KnownView,
     UnknownLayoutError,
-    alike,
     always,
     equal_parts,
     parts,
+    same_view_for,
     size_of,
 )
 from quintic.grouping.uses import attribute_of
@@ -79,7 +79,7 @@ _ADAPTIVE_NORMS = {
 
 LIBRARIES: tuple[KnownView, ...] = (
     # timm: attention stores queries, then keys, then values; head by head where keys and values differ in width.
-    *alike(
+    *same_view_for(
         "qkv.weight qkv.linear.weight",
         parts("key_dim", "key_dim", "val_dim", per_head=True),
         "fused query, key, value, one group per head",
@@ -124,7 +124,7 @@ LIBRARIES: tuple[KnownView, ...] = (
         attributes=("mlp2_weight_EDF",),
     ),
     KnownView("mlp2_weight_EDF", always(Experts()), "stacked experts", attributes=("mlp1_weight_EGD",)),
-    *alike("w1_EFD w3_EFD", always(Experts()), "stacked experts", attributes=("w2_EDF",)),
+    *same_view_for("w1_EFD w3_EFD", always(Experts()), "stacked experts", attributes=("w2_EDF",)),
     KnownView("w2_EDF", always(Experts()), "stacked experts", attributes=("w1_EFD",)),
     # Flux
     KnownView("qkv.weight", equal_parts(3), _FUSED, ("SelfAttention",), ("norm", "proj"), _FLUX, _QKV),
@@ -153,8 +153,8 @@ LIBRARIES: tuple[KnownView, ...] = (
         libraries=_DIFFUSERS,
     ),
     KnownView("proj_out_1.weight", equal_parts(2), _MODULATION, attributes=("proj_out_2",), libraries=_DIFFUSERS),
-    *alike("to_qkv.weight to_added_qkv.weight", equal_parts(3), _FUSED, libraries=_DIFFUSERS, holds=_QKV),
-    *alike("to_kv.weight to_added_kv.weight", equal_parts(2), _KEY_VALUE, libraries=_DIFFUSERS, holds=_KV),
+    *same_view_for("to_qkv.weight to_added_qkv.weight", equal_parts(3), _FUSED, libraries=_DIFFUSERS, holds=_QKV),
+    *same_view_for("to_kv.weight to_added_kv.weight", equal_parts(2), _KEY_VALUE, libraries=_DIFFUSERS, holds=_KV),
     KnownView(
         "to_qkv_mlp_proj.weight",
         _attention_and_gated_mlp,

@@ -5,12 +5,12 @@ from torch import Tensor, nn
 from quintic.grouping.known_view import (
     KnownView,
     ViewOf,
-    alike,
     always,
     equal_parts,
     num_heads_of,
     num_key_value_heads_of,
     parts,
+    same_view_for,
     size_of,
     split_of,
 )
@@ -208,17 +208,17 @@ TRANSFORMERS: tuple[KnownView, ...] = (
     KnownView(
         "in_proj_qkv.weight", parts("key_dim", "key_dim", "value_dim"), "linear attention: " + _FUSED, _DELTA_NET
     ),
-    *alike("in_proj_a.weight in_proj_b.weight", always(None), "gate: one number per head", classes=_DELTA_NET),
+    *same_view_for("in_proj_a.weight in_proj_b.weight", always(None), "gate: one number per head", classes=_DELTA_NET),
     # Multi-head latent attention. Rows that go different ways are different matrices: the compressed rows are normed
     # and expanded, the rotary key is used as it is; expanded keys meet queries, expanded values do not.
     # Each parameter has two names: transformers' name, and the name in DeepSeek's own code and torchtitan.
-    *alike(
+    *same_view_for(
         "kv_a_proj_with_mqa.weight wkv_a.weight",
         parts("kv_lora_rank", "qk_rope_head_dim"),
         "latent attention: compressed keys and values, shared rotary key",
         attributes=_LATENT,
     ),
-    *alike(
+    *same_view_for(
         "kv_b_proj.weight wkv_b.weight",
         _key_and_value_per_head,
         "latent attention: key and value, one group per head",
@@ -226,8 +226,10 @@ TRANSFORMERS: tuple[KnownView, ...] = (
     ),
     # The plain and the rotary rows of a head's query stay together: they are one vector that meets one key in one
     # product, rotation keeps lengths, and partly rotated queries of other models (GPT-NeoX) are not split either.
-    *alike("q_proj.weight q_b_proj.weight", _latent_queries, _QUERIES, attributes=("kv_a_proj_with_mqa", *_LATENT)),
-    *alike("wq.weight wq_b.weight", _latent_queries, _QUERIES, attributes=("wkv_a", *_LATENT)),
+    *same_view_for(
+        "q_proj.weight q_b_proj.weight", _latent_queries, _QUERIES, attributes=("kv_a_proj_with_mqa", *_LATENT)
+    ),
+    *same_view_for("wq.weight wq_b.weight", _latent_queries, _QUERIES, attributes=("wkv_a", *_LATENT)),
     # transformers marks its stacked experts with attributes since version 5; before that the class has to tell.
     KnownView("gate_up_proj", _expert_gate_and_up, "stacked experts, fused gate and up", attributes=_EXPERTS),
     KnownView("gate_up_proj", _expert_halves, "stacked experts, fused gate and up", _UNMARKED),
@@ -235,7 +237,7 @@ TRANSFORMERS: tuple[KnownView, ...] = (
     KnownView("up_proj", _expert, "stacked experts", attributes=_EXPERTS),
     KnownView("down_proj", _expert, "stacked experts", attributes=_EXPERTS),
     KnownView("down_proj", _expert, "stacked experts", (*_UNMARKED, "GptOssExperts")),
-    *alike("w1 v1", _bank_of_experts(), "DBRX: experts one below the other", classes=_DBRX),
+    *same_view_for("w1 v1", _bank_of_experts(), "DBRX: experts one below the other", classes=_DBRX),
     KnownView("w2", _bank_of_experts(True), "DBRX: experts one below the other, stored (in, out)", _DBRX),
     KnownView("mm_input_projection_weight", always(Matrix(True)), "image to text features, stored (in, out)", _GEMMA),
 )

@@ -14,12 +14,12 @@ from quintic.optim.layout.views import Matrix, Split, View
 __all__ = [
     "KnownView",
     "UnknownLayoutError",
-    "alike",
     "always",
     "equal_parts",
     "num_heads_of",
     "num_key_value_heads_of",
     "parts",
+    "same_view_for",
     "size_of",
     "split_of",
 ]
@@ -71,7 +71,7 @@ class KnownView:
         return all(has_attribute(owner, attribute) for attribute in self.attributes)
 
 
-def alike(parameters: str, view: ViewOf, why: str, **owner: tuple[str, ...]) -> tuple[KnownView, ...]:
+def same_view_for(parameters: str, view: ViewOf, why: str, **owner: tuple[str, ...]) -> tuple[KnownView, ...]:
     """Return an entry for each of several parameters, whose names are separated by spaces."""
     return tuple(KnownView(parameter, view, why, **owner) for parameter in parameters.split())
 

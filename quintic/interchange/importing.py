@@ -29,7 +29,7 @@ from quintic.optim.muon import Muon, muon_in
 from quintic.optim.polar.coefficients import newton_schulz_coefficients
 from quintic.optim.rules.rule import MOMENTUM
 from quintic.optim.rules.table import NEURON_MOMENT, PARAM_SHAPED_STATE
-from quintic.optim.state.parts import DividedState, divided_parameters, part_of_saved
+from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
 from quintic.optim.state.state import saved_tensor
 
 __all__ = ["SecondMoments", "Source", "export_torch_state", "import_state", "import_torch_state"]
@@ -57,7 +57,7 @@ class _Owned(NamedTuple):
     group: Mapping[str, Any]
     state: Mapping[str, Tensor]
     # The owners of the state's shards, if it is sharded over ranks.
-    divided: DividedState | None
+    divided: ShardedState | None
 
 
 class _Copy(NamedTuple):
@@ -180,7 +180,7 @@ def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, 
 
 
 def _owned(optimizer: Muon) -> dict[str, _Owned]:
-    divided, states = divided_parameters(optimizer.typed_groups), optimizer.state
+    divided, states = sharded_parameters(optimizer.typed_groups), optimizer.state
     return {
         name: _Owned(param, group, states.get(param, {}), divided.get(param))
         for group in optimizer.param_groups
@@ -323,7 +323,7 @@ def _copies(entry: SavedState, own: _Owned, mode: SecondMoments) -> list[_Copy]:
             source = source.reshape(target.shape)  # some libraries save convolutions as (out, rest) matrices
         factor = entry.momentum_factor if key == MOMENTUM else 1.0
         if own.divided is not None and key in PARAM_SHAPED_STATE:
-            pieces = part_of_saved(f"{entry.name}: saved {key}", own.param, own.divided, target, source)
+            pieces = shard_of_saved(f"{entry.name}: saved {key}", own.param, own.divided, target, source)
             copies += [_Copy(target_piece, piece, factor) for target_piece, piece in pieces]
         else:
             copies.append(_checked(entry.name, key, _Copy(target, source, factor)))

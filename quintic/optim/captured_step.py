@@ -23,9 +23,9 @@ from quintic.kernels.graphs import capture
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.layout.tables import MOST_GRAPHS
 from quintic.optim.muon import Muon
-from quintic.optim.rules.device_memory import HYPERPARAMETERS
-from quintic.optim.rules.opaque import opaque
-from quintic.optim.step.averaging import OfGroup
+from quintic.optim.rules.device import HYPERPARAMETERS
+from quintic.optim.rules.dynamo import disable_dynamo
+from quintic.optim.step.averaging import GroupAverages
 from quintic.optim.step.runner import StepOutcome
 
 __all__ = ["CapturedStep"]
@@ -47,7 +47,7 @@ class _Recorded(NamedTuple):
     # (name, parameter, gradient) for all gradients that it reads.
     gradients: list[tuple[str, Tensor, Tensor | None]]
     # By group the averages that clipping had made, which it reads, too.
-    early: dict[int, OfGroup]
+    precomputed: dict[int, GroupAverages]
     # The outcome of the step, on the device; every replay writes it again.
     outcome: StepOutcome
 
@@ -112,7 +112,7 @@ class CapturedStep:
         self._graphs.clear()
         self._num_eager.clear()
 
-    @opaque
+    @disable_dynamo
     @torch.no_grad()
     def __call__(self) -> None:
         """Make one step. All ranks that share parameters must call it.
@@ -128,62 +128,64 @@ class CapturedStep:
             self._captured = fingerprint
         # Two steps: `inside` the graph, and `outside` it for sparse tables. For each group, 0 means that it is due in
         # this step; the groups of the other step count as not due.
-        pending_steps = optimizer.next_pending_steps()
+        steps_until_due = optimizer.next_steps_until_due()
         sparse = self._sparse_groups()
-        inside = [pending or int(number in sparse) for number, pending in enumerate(pending_steps)]
-        outside = [pending or int(number not in sparse) for number, pending in enumerate(pending_steps)]
-        due = tuple(pending == 0 for pending in pending_steps)
+        inside = [pending or int(number in sparse) for number, pending in enumerate(steps_until_due)]
+        outside = [pending or int(number not in sparse) for number, pending in enumerate(steps_until_due)]
+        due = tuple(pending == 0 for pending in steps_until_due)
         # Averages of clipping, which the graph must have been captured with or without.
-        early = {number: one for number, one in optimizer.current.early.fresh().items() if inside[number] == 0}
+        precomputed = {
+            number: one for number, one in optimizer.plan_cache.precomputed.fresh().items() if inside[number] == 0
+        }
         recorded = self._graphs.get(due)
-        is_other = recorded is not None and recorded.early.keys() != early.keys()
+        is_other = recorded is not None and recorded.precomputed.keys() != precomputed.keys()
         if 0 not in inside or self._num_eager[due] < _EAGER_STEPS or is_other:
             optimizer.step()
             self._num_eager[due] += 1
             return
         # Capture, or bring everything that a replay reads to the captured addresses.
         if recorded is None:
-            recorded = self._graphs[due] = self._capture(inside, early)
+            recorded = self._graphs[due] = self._capture(inside, precomputed)
         else:
             _bring_gradients(recorded.gradients)
-            for number, averages in early.items():
-                recorded.early[number].copy_from(averages)
+            for number, averages in precomputed.items():
+                recorded.precomputed[number].copy_from(averages)
             optimizer.upload_hyperparameters()
         recorded.graph.replay()
         # The sparse tables, then the host's record of both.
         outcome = recorded.outcome
         if 0 in outside:
             outcome = outcome._replace(counts=[*outcome.counts, *optimizer.step_part(outside).counts])
-        optimizer.note_step(outcome, pending_steps, is_replayed=True)
-        optimizer.current.rows.check(wait=False)
+        optimizer.record_step(outcome, steps_until_due, is_replayed=True)
+        optimizer.plan_cache.rows.check(wait=False)
 
-    def _capture(self, pending_steps: Sequence[int], early: dict[int, OfGroup]) -> _Recorded:
+    def _capture(self, steps_until_due: Sequence[int], precomputed: dict[int, GroupAverages]) -> _Recorded:
         """Capture a step of the groups whose pending steps are 0; capturing records the step and does not make it."""
         self._check()
         optimizer = self._optimizer
-        gradients = [(name, param, param.grad) for name, param in self._read(pending_steps)]
+        gradients = [(name, param, param.grad) for name, param in self._read(steps_until_due)]
         optimizer.upload_hyperparameters()
 
         def work() -> StepOutcome:
-            outcome = optimizer.step_part(pending_steps)
-            optimizer.steps_made.count_skips(outcome)
+            outcome = optimizer.step_part(steps_until_due)
+            optimizer.step_history.count_skips(outcome)
             return outcome
 
         graph, outcome = capture(work)
-        return _Recorded(graph, gradients, early, outcome)
+        return _Recorded(graph, gradients, precomputed, outcome)
 
-    def _read(self, pending_steps: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    def _read(self, steps_until_due: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) for the gradients that a step reads, those of tied copies included."""
         for group in self._optimizer.typed_groups:
-            if pending_steps[group.number] == 0:
+            if steps_until_due[group.number] == 0:
                 yield from zip(group.param_names, group.params, strict=True)
         for tie in self._optimizer.runner.ties:
-            if pending_steps[tie.head_group] == 0:
+            if steps_until_due[tie.head_group] == 0:
                 yield tie.copy_name, tie.copy
 
     def _sparse_groups(self) -> set[int]:
         """Return the numbers of groups with a table whose touched rows are sent, not all of its rows."""
-        return {table.group for table in self._optimizer.current.rows.tables.values()}
+        return {table.group for table in self._optimizer.plan_cache.rows.tables.values()}
 
     def _params(self) -> list[Tensor]:
         return [param for group in self._optimizer.param_groups for param in group["params"]]

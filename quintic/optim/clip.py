@@ -19,14 +19,20 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import ProcessGroup, group_ranks, has_process_group, start_all_gather
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.comms.sharing import AVERAGING, dividing_ranks, layouts_of
-from quintic.optim.layout.layouts import local_tensor, placed_as, reject_sparse, reject_uncut, writable_gradient
+from quintic.optim.comms.sharing import AVERAGING, layouts_of, sharding_ranks
+from quintic.optim.layout.layouts import (
+    local_tensor,
+    placed_as,
+    reject_plain_gradient,
+    reject_sparse,
+    writable_gradient,
+)
 from quintic.optim.muon import Muon, muon_in
-from quintic.optim.rules.batches import alike, scale_
-from quintic.optim.rules.device_memory import host_tensor, upload
+from quintic.optim.rules.batches import group_by_device_dtype, scale_
+from quintic.optim.rules.device import host_tensor, upload
+from quintic.optim.rules.dynamo import disable_dynamo
 from quintic.optim.rules.numbers import is_number
-from quintic.optim.rules.opaque import opaque
-from quintic.optim.step.averaging import OfGroup
+from quintic.optim.step.averaging import GroupAverages
 
 if TYPE_CHECKING:  # importing it takes a second; avoid it when DTensor is unused
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,7 +45,7 @@ _SCOPES = ("adamw", "all")
 _NORM_EPS = 1e-6
 
 
-@opaque
+@disable_dynamo
 @torch.no_grad()
 def clip_grad_norm_(
     optimizer: torch.optim.Optimizer,
@@ -106,16 +112,16 @@ def clip_grad_norm_(
     if not (is_infinite or is_number(max_norm, least=math.ulp(0.0))):
         raise ValueError(f"max_norm must be a positive number, got {max_norm!r}; math.inf measures without clipping")
     # Collect, and square.
-    gradients, divided = _gradients_in(optimizer, scope)
+    gradients, sharded = _collect_gradients(optimizer, scope)
     device = _device_of(optimizer, gradients)
-    current, runner = optimizer.current, optimizer.runner
-    names, squares = _squared_norms(gradients, device, current.communicators)
+    plan_cache, runner = optimizer.plan_cache, optimizer.runner
+    names, squares = _squared_norms(gradients, device, plan_cache.communicators)
     # Sharded averages: each rank has some pieces of every parameter.
-    for ranks, parts in divided.items():
-        names += [part.name for part in parts]
-        squares.append(_squared_norms_of_parts(parts, current.communicators[ranks], len(ranks), device))
+    for ranks, shards in sharded.items():
+        names += [shard.name for shard in shards]
+        squares.append(_squared_norms_of_shards(shards, plan_cache.communicators[ranks], len(ranks), device))
     # Total, () over all connected ranks, and over the stages of a pipeline.
-    squared = runner.agreements.connected.total(names, torch.cat(squares))
+    squared = runner.consensus.connected.total(names, torch.cat(squares))
     if process_group is not None:
         squared = _gathered(squared.view(1), process_group, len(group_ranks(process_group))).sum()
     norm = squared.sqrt()
@@ -126,10 +132,10 @@ def clip_grad_norm_(
         )
     # Scale; averages that were made for the step count as unchanged.
     if math.isfinite(max_norm):
-        of_parts = [part for parts in divided.values() for part in parts]
-        pieces = [one.local for one in (*gradients, *of_parts) if one.local is not None]
+        of_shards = [shard for shards in sharded.values() for shard in shards]
+        pieces = [one.local for one in (*gradients, *of_shards) if one.local is not None]
         scale_(pieces, (max_norm / (norm + _NORM_EPS)).clamp(max=1.0))
-        current.early.renew()
+        plan_cache.precomputed.accept_gradients()
     return norm.float()
 
 
@@ -143,34 +149,34 @@ class _Gradient(NamedTuple):
     local: Tensor | None
 
 
-def _gradients_in(optimizer: Muon, scope: str) -> tuple[list[_Gradient], dict[tuple[int, ...], list[_Gradient]]]:
+def _collect_gradients(optimizer: Muon, scope: str) -> tuple[list[_Gradient], dict[tuple[int, ...], list[_Gradient]]]:
     """Return the gradients in scope: those in their parameters' layouts, and sharded averages by their ranks.
 
     Computes the averages of groups that are due. All ranks that share parameters must call it.
     """
     gradients: list[_Gradient] = []
-    divided: dict[tuple[int, ...], list[_Gradient]] = {}
+    sharded: dict[tuple[int, ...], list[_Gradient]] = {}
     runner = optimizer.connected() if has_process_group() else optimizer.runner
-    current = optimizer.current
+    plan_cache = optimizer.plan_cache
     # Only groups that the next step steps.
-    pending_steps = optimizer.next_pending_steps()
+    steps_until_due = optimizer.next_steps_until_due()
     due = [
         group
-        for group, pending in zip(current.groups, pending_steps, strict=True)
+        for group, pending in zip(plan_cache.groups, steps_until_due, strict=True)
         if pending == 0 and scope in ("all", group.algorithm)
     ]
     numbers = [group.number for group in due]
     for tie in runner.ties:
-        if pending_steps[tie.head_group] == 0:
+        if steps_until_due[tie.head_group] == 0:
             tie.add_gradient()  # the head's gradient then includes its copy's, as in the step
     # Drop averages of gradients that have changed since, before this function changes gradients itself.
-    current.early.fresh()
+    plan_cache.precomputed.fresh()
     if has_process_group():
-        runner.agreements.sum_early(numbers)
+        runner.consensus.reduce_partial_gradients(numbers)
     # Averages by group number, for the groups that the optimizer averages.
-    averages: Mapping[int, OfGroup] = {}
+    averages: Mapping[int, GroupAverages] = {}
     if any(group.comms in AVERAGING for group in due):
-        averages = runner.average_early(numbers)
+        averages = runner.precompute_averages(numbers)
     for group in due:
         # The gradient is final on this rank.
         if group.number not in averages:
@@ -179,10 +185,10 @@ def _gradients_in(optimizer: Muon, scope: str) -> tuple[list[_Gradient], dict[tu
             continue
         # An average, whole on every rank ("replicated") or sharded over `ranks`.
         averaged = zip(group.param_names, averages[group.number].tensors(), strict=True)
-        ranks = dividing_ranks(group, layouts_of(group))
-        target = divided.setdefault(ranks, []) if ranks else gradients
+        ranks = sharding_ranks(group, layouts_of(group))
+        target = sharded.setdefault(ranks, []) if ranks else gradients
         target += [_Gradient(name, param, average) for name, (param, average) in averaged]
-    return gradients, divided
+    return gradients, sharded
 
 
 def _own_gradient(name: str, param: Any) -> Tensor | None:
@@ -191,7 +197,7 @@ def _own_gradient(name: str, param: Any) -> Tensor | None:
     if gradient is None:
         return None
     reject_sparse(name, gradient)
-    reject_uncut(name, param, gradient)
+    reject_plain_gradient(name, param, gradient)
     cut, wanted = getattr(gradient, "placements", None), getattr(param, "placements", None)
     if cut != wanted and cut is not None and wanted is not None:
         # Stored as the gradient, so that `step` need not redistribute it again.
@@ -228,7 +234,7 @@ def _squared_norms(
         if mesh is None or mesh.get_coordinate() is not None:
             places.setdefault((mesh, param.device), []).append(place)
     names: list[str] = []
-    parts = [torch.zeros(0, dtype=_wide(device), device=device)]
+    shards = [torch.zeros(0, dtype=_wide(device), device=device)]
     # Meshes in one order on all ranks, since a rank of several meshes runs a collective in each.
     for (mesh, where), members in sorted(places.items(), key=lambda item: _ranks(item[0][0])):
         # (n,) for the n parameters of this mesh and device.
@@ -237,22 +243,22 @@ def _squared_norms(
         if mesh is not None:
             squares = _over_mesh(squares, mesh, [gradients[place].param for place in members], communicators)
         names += [gradients[place].name for place in members]
-        parts.append(squares.to(device))
-    return names, parts
+        shards.append(squares.to(device))
+    return names, shards
 
 
 def _ranks(mesh: "DeviceMesh | None") -> list[int]:
     return [] if mesh is None else sorted(mesh.mesh.flatten().tolist())
 
 
-def _squared_norms_of_parts(
-    parts: Sequence[_Gradient], group: ProcessGroup, num_ranks: int, device: torch.device
+def _squared_norms_of_shards(
+    shards: Sequence[_Gradient], group: ProcessGroup, num_ranks: int, device: torch.device
 ) -> Tensor:
     """Return the (n,) squared norms of sharded averages, summed over the ranks of a group. All of them must call it."""
     # A rank without a piece of a parameter adds zero.
-    norms = _norms(parts)
+    norms = _norms(shards)
     zero = torch.zeros((), dtype=_wide(device), device=device)
-    squares = torch.stack([norms.get(place, zero).to(device) for place in range(len(parts))]).square()
+    squares = torch.stack([norms.get(place, zero).to(device) for place in range(len(shards))]).square()
     return _gathered(squares, group, num_ranks).sum(dim=0)
 
 
@@ -261,7 +267,7 @@ def _norms(gradients: Sequence[_Gradient]) -> dict[int, Tensor]:
     norms: dict[int, Tensor] = {}
     pieces = [gradient.local for gradient in gradients]
     # One fused call per device and dtype.
-    for (device, _), places in alike(pieces).items():
+    for (device, _), places in group_by_device_dtype(pieces).items():
         together = [piece for place in places if (piece := pieces[place]) is not None]
         norms |= zip(places, torch._foreach_norm(together, 2, dtype=_wide(device)), strict=True)
     return norms

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from quintic.optim.groups.options import Group
-from quintic.optim.rules.device_memory import HostCopy
+from quintic.optim.rules.device import HostCopy
 
 __all__ = ["FirstGradients"]
 
@@ -33,14 +33,14 @@ class FirstGradients:
         # Whether any rank had a gradient, for each set of ranks that share parameters; None before they are asked.
         self._present: list[HostCopy] | None = None
 
-    def look(self, groups: Sequence[Group], *, may_lack: bool) -> None:
+    def check(self, groups: Sequence[Group], *, allow_missing: bool) -> None:
         """Before a step: check, if it is the first, whether this rank has a gradient; warn if answers have arrived.
 
-        With `may_lack` gradients may be missing for a good reason, and the next step counts as the first one. A
+        With `allow_missing` gradients may be missing for a good reason, and the next step counts as the first one. A
         gradient on the meta device is a ValueError.
         """
         self._warn()
-        if self._is_over or may_lack:
+        if self._is_over or allow_missing:
             return
         rows = [row for group in groups for row in zip(group.param_names, group.params, strict=True)]
         # Meta parameters have no values; their gradients show that someone tries to train them.
@@ -55,17 +55,17 @@ class FirstGradients:
         if any(param.grad is not None for _, param in rows):
             return
         # Frozen parameters lack gradients for good reason.
-        wanting = [name for name, param in rows if param.requires_grad]
-        if wanting:
-            others = f" and {len(wanting) - 1} others" if len(wanting) > 1 else ""
+        trained = [name for name, param in rows if param.requires_grad]
+        if trained:
+            others = f" and {len(trained) - 1} others" if len(trained) > 1 else ""
             self._suspect = (
-                f"no parameter had a gradient in the first step, including {wanting[0]}{others} with "
+                f"no parameter had a gradient in the first step, including {trained[0]}{others} with "
                 f"requires_grad=True; if the model got new parameters after the optimizer was made (to_empty, "
                 f"fully_shard, PEFT), this optimizer has the old ones: make it after that; "
                 f"quintic.verify(model, optimizer) names them"
             )
 
-    def ask_others(self, present: Iterable[Tensor]) -> bool:
+    def start_rank_check(self, present: Iterable[Tensor]) -> bool:
         """After a step: start to copy other ranks' answers to the host, if needed; return whether all checks are over.
 
         Args:

@@ -134,6 +134,10 @@ def with_algorithm(number: int, group: dict[str, Any]) -> dict[str, Any]:
     return group
 
 
+# Keywords of the constructor that are no options of a group: old name -> name now.
+_OLD_KEYWORDS = {"launch_order": "comm_order", "work_order": "compute_order"}
+
+
 def suggests_options(init: Init) -> Init:
     """Let a constructor say which of its keywords is nearest to one that it does not have."""
     known = list(inspect.signature(init).parameters)[1:]
@@ -141,6 +145,16 @@ def suggests_options(init: Init) -> Init:
     @functools.wraps(init)
     def checked(*args: Any, **options: Any) -> None:
         options = with_new_names(options, "quintic.Muon", stacklevel=2)
+        for old, new in _OLD_KEYWORDS.items():
+            if old in options:
+                if new in options:
+                    raise ValueError(
+                        f"quintic.Muon: {old} is the old name of {new}, and both are given; leave {old} out"
+                    )
+                warnings.warn(
+                    f"quintic.Muon: {old} is called {new} now; the old name will go", DeprecationWarning, stacklevel=2
+                )
+                options[new] = options.pop(old)
         for key in options:
             if key in OLD_NAMES:
                 raise TypeError(

@@ -19,8 +19,8 @@ from quintic.optim.plan.plan import Plan
 from quintic.optim.polar.coefficients import DEFAULT_STEPS
 from quintic.optim.polar.forms import Polynomials
 from quintic.optim.qk_clip.clip import QKClip
-from quintic.optim.rules.device_memory import is_capturing
-from quintic.optim.rules.opaque import opaque, opaque_step
+from quintic.optim.rules.device import is_capturing
+from quintic.optim.rules.dynamo import disable_dynamo, disable_dynamo_with_hooks
 from quintic.optim.rules.rates import ADAMW_LR
 from quintic.optim.rules.update import AdjustLr, Cautious, DecayCoupling
 from quintic.optim.step.runner import StepOutcome
@@ -32,7 +32,7 @@ __all__ = ["Muon", "Orthogonalizer", "muon_in"]
 Loss = TypeVar("Loss")
 
 # Names in the constructor that are no options of a group.
-_NOT_OF_GROUPS = frozenset({"self", "params", "launch_order", "work_order", "__class__"})
+_NOT_OF_GROUPS = frozenset({"self", "params", "comm_order", "compute_order", "__class__"})
 
 
 class Muon(OptimizerBase):
@@ -122,9 +122,9 @@ class Muon(OptimizerBase):
             of it, and nothing of it is sent between copies, which may be nodes with slow links between them; `"auto"`:
             whichever is estimated to be faster from the plan and the ranks' hosts, see
             `docs/explanation/several-ranks.md`. The bits are the same.
-        launch_order: names of parameters whose messages are sent first, in this order, where ranks divide the work;
+        comm_order: names of parameters whose messages are sent first, in this order, where ranks divide the work;
             the same on all ranks. None for the largest bucket, then AdamW's.
-        work_order: names of parameters that are stepped first once they have arrived, likewise.
+        compute_order: names of parameters that are stepped first once they have arrived, likewise.
 
     Args: Safety
         on_nonfinite: `"propagate"`; `"skip"`: a non-finite gradient in any group with this option leaves all their
@@ -185,14 +185,14 @@ class Muon(OptimizerBase):
         max_workspace_bytes: int | None = 2**31,
         kernels: KernelsOption = "auto",
         telemetry_every: int | None = None,
-        launch_order: Sequence[str] | None = None,
-        work_order: Sequence[str] | None = None,
+        comm_order: Sequence[str] | None = None,
+        compute_order: Sequence[str] | None = None,
     ) -> None:
         defaults = {name: value for name, value in locals().items() if name not in _NOT_OF_GROUPS}
         if adamw_lr_ratio is not None and adamw_lr != ADAMW_LR:
             raise ValueError(f"adamw_lr={adamw_lr!r} and adamw_lr_ratio={adamw_lr_ratio!r}: give one of them")
         defaults |= {"algorithm": "muon", "view": Matrix(), "pending_steps": 0, "tied_to": None}
-        super().__init__(params, defaults, orders_of(launch_order, work_order))
+        super().__init__(params, defaults, orders_of(comm_order, compute_order))
 
     def offload(self, on: bool = True) -> None:
         """Move the state of all groups to host memory now, or back, and set their option, also of groups added later.
@@ -207,7 +207,7 @@ class Muon(OptimizerBase):
         """
         for options in (self.defaults, *self.param_groups):
             options["offload"] = bool(on)
-        self._current.outdate()
+        self._plan_cache.invalidate()
         if self._home["state"]:
             self._needed_state()
 
@@ -221,7 +221,7 @@ class Muon(OptimizerBase):
     @overload
     def step(self, closure: Callable[[], Loss], *, qk_logits: Mapping[str | int, Tensor] | None = None) -> Loss: ...
 
-    @opaque_step
+    @disable_dynamo_with_hooks
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Loss] | None = None, *, qk_logits: Mapping[str | int, Tensor] | None = None
@@ -249,50 +249,49 @@ class Muon(OptimizerBase):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runner, first = self.connected(), self._steps_made.first_gradients
+        runner, first = self.connected(), self._step_history.first_gradients
         is_scaled = "found_inf" in self._home  # given by GradScaler, see `_step_supports_amp_scaling`
         if is_scaled:
-            unscale_(self._current.groups, self._home["grad_scale"])
-        for group in self._current.groups:
+            unscale_(self._plan_cache.groups, self._home["grad_scale"])
+        for group in self._plan_cache.groups:
             if group.step_every > 1 and any(is_capturing(param.device) for param in group.params):
                 raise RuntimeError(
                     "step_every counts on the host, which a CUDA graph does not: use quintic.CapturedStep"
                 )
-        pending_steps = self._pending_steps()
-        if not runner.context.is_alone:
-            runner.agreements.check_sums(pending_steps)
-        self._current.use_state(self._home["state"])
+        steps_until_due = self._steps_until_due()
+        if not runner.context.is_single_rank:
+            runner.consensus.check_partial(steps_until_due)
+        self._plan_cache.use_state(self._home["state"])
         if first is not None:
-            first.look(self._current.groups, may_lack=closure is not None and loss is None)
+            first.check(self._plan_cache.groups, allow_missing=closure is not None and loss is None)
         logits = {} if qk_logits is None else qk_logits
-        qk_step = self._current.start_qk_step(runner, self._home["state"], logits)
+        qk_step = self._plan_cache.start_qk_step(runner, self._home["state"], logits)
         try:
-            outcome = runner.step(pending_steps, self._steps_made.num_steps, skips_nonfinite=is_scaled)
+            outcome = runner.step(steps_until_due, self._step_history.num_steps, skips_nonfinite=is_scaled)
         except FloatingPointError:
-            self._steps_made.refused = pending_steps
+            self._step_history.rejected_steps = steps_until_due
             raise
-        if first is not None and first.ask_others(runner.agreements.any_present()):
-            self._steps_made.first_gradients = None
+        if first is not None and first.start_rank_check(runner.consensus.any_present()):
+            self._step_history.first_gradients = None
         if qk_step is not None:
             with runner.reachable_state():
                 qk_step.finish(outcome.apply_mask)
-        self.note_step(outcome, pending_steps, qk_layers=len(logits))
-        if self._current.rows.tables:
-            self._current.rows.check(wait=False)
+        self.record_step(outcome, steps_until_due, qk_layers=len(logits))
+        if self._plan_cache.rows.tables:
+            self._plan_cache.rows.check(wait=False)
         return loss
 
-    def step_part(self, pending_steps: Sequence[int]) -> StepOutcome:
+    def step_part(self, steps_until_due: Sequence[int]) -> StepOutcome:
         """Step the groups that wait for 0 more steps, and note nothing of it on the host. For `CapturedStep`."""
         runner = self.connected()
-        if not runner.context.is_alone:
-            runner.agreements.check_sums(pending_steps)
-        self._current.use_state(self._home["state"])
-        outcome = runner.step(pending_steps, self._steps_made.num_steps)
-        for _ in runner.agreements.any_present():
-            pass  # a CUDA graph must wait for all counts of gradients that it has started, needed or not
+        if not runner.context.is_single_rank:
+            runner.consensus.check_partial(steps_until_due)
+        self._plan_cache.use_state(self._home["state"])
+        outcome = runner.step(steps_until_due, self._step_history.num_steps)
+        list(runner.consensus.any_present())  # a CUDA graph must wait for all counts that it has started, needed or not
         return outcome
 
-    @opaque
+    @disable_dynamo
     @torch.no_grad()
     def announce_rows(self, param: Tensor | str, rows: Tensor, *, more: bool = False) -> None:
         """Say which rows of a table the next step's gradient touches, so that ranks exchange them meanwhile.
@@ -316,35 +315,36 @@ class Muon(OptimizerBase):
             IndexError: the table has no such row (for rows on the CPU).
             RuntimeError: the rows of this step were sent before, or rows were missing in the step before.
         """
-        has_agreed = self.runner.agreements.has_agreed
-        self._current.rows.announce(
-            self._current.groups, self._pending_steps(), param, rows, more=more, may_send=has_agreed
+        plans_validated = self.runner.consensus.plans_validated
+        self._plan_cache.rows.announce(
+            self._plan_cache.groups, self._steps_until_due(), param, rows, more=more, may_send=plans_validated
         )
 
     def withdraw_rows(self) -> None:
         """Forget announced rows, where a step is left out. All ranks must call it, also those that announced none."""
-        has_agreed = self.runner.agreements.has_agreed
-        self._current.rows.withdraw(self._pending_steps(), may_have_sent=has_agreed)
+        plans_validated = self.runner.consensus.plans_validated
+        self._plan_cache.rows.withdraw(self._steps_until_due(), may_have_sent=plans_validated)
 
-    @opaque
+    @disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, except of groups that are between two of their steps (`step_every`)."""
-        if self._steps_made.refused is not None:
-            self._advance(self._steps_made.refused)  # what could not be stepped with does not wait
+        if self._step_history.rejected_steps is not None:
+            self._advance(self._step_history.rejected_steps)  # what could not be stepped with does not wait
         waiting = [(p, p.grad) for group in self.param_groups if group["pending_steps"] for p in group["params"]]
         for param, _ in waiting:
             param.grad = None
         super().zero_grad(set_to_none)
         for param, gradient in waiting:
             param.grad = gradient
-        self._current.early.outdate(n for n, group in enumerate(self.param_groups) if not group["pending_steps"])
+        due = (n for n, group in enumerate(self.param_groups) if not group["pending_steps"])
+        self._plan_cache.precomputed.invalidate(due)
 
     def last_step(self) -> StepReport:
         """Return a report of the last step: matrices orthogonalised by method, AdamW parameters, steps skipped.
 
         Reads the count of skipped steps from the device, and so waits for it.
         """
-        return self._steps_made.report()
+        return self._step_history.report()
 
     def telemetry(self) -> dict[str, list[MatrixTelemetry]]:
         """Return the measurements of the last sampled steps: parameter name -> one entry per matrix of its view.
@@ -352,7 +352,7 @@ class Muon(OptimizerBase):
         Parameters that were not stepped then, such as those without a gradient, are absent. Empty until a step was
         sampled (`telemetry_every`). Waits for the device.
         """
-        runner = self._current.runner
+        runner = self._plan_cache.runner
         return collected(runner.context.measured) if runner is not None else {}
 
     def upload_hyperparameters(self) -> None:
@@ -361,30 +361,30 @@ class Muon(OptimizerBase):
         `step` does it by itself; needed only before replaying a captured step. Does not wait for the device.
         """
         self._cycled.follow()
-        if self._current.runner is not None:
+        if self._plan_cache.runner is not None:
             self.runner.upload_hyperparameters()
 
-    def note_step(
-        self, outcome: StepOutcome, pending_steps: Sequence[int], *, qk_layers: int = 0, is_replayed: bool = False
+    def record_step(
+        self, outcome: StepOutcome, steps_until_due: Sequence[int], *, qk_layers: int = 0, is_replayed: bool = False
     ) -> None:
         """Note for each group how many steps it waits for, and for `last_step` the outcome of this one.
 
         QK-clip had logits of some attention layers. Where a CUDA graph is replayed, it has counted skipped steps.
         """
         if OPENED:
-            self._current.close_wrappers(pending_steps)
-        self._advance(pending_steps)
-        waiting = sum(len(g["params"]) for g, n in zip(self._home["param_groups"], pending_steps, strict=True) if n)
-        self._steps_made.count(outcome, waiting=waiting, qk_layers=qk_layers, is_replayed=is_replayed)
+            self._plan_cache.close_wrappers(steps_until_due)
+        self._advance(steps_until_due)
+        waiting = sum(len(g["params"]) for g, n in zip(self._home["param_groups"], steps_until_due, strict=True) if n)
+        self._step_history.count(outcome, waiting=waiting, qk_layers=qk_layers, is_replayed=is_replayed)
 
-    def _advance(self, pending_steps: Sequence[int]) -> None:
+    def _advance(self, steps_until_due: Sequence[int]) -> None:
         """Let the next step come, for each group, after the steps that it still waits for."""
-        runner = self._current.runner
-        if runner is not None and (runner.ties or self._current.early.groups):
-            runner.end_step(pending_steps)
-        for dictionary, pending in zip(self._home["param_groups"], pending_steps, strict=True):
+        runner = self._plan_cache.runner
+        if runner is not None and (runner.ties or self._plan_cache.precomputed.groups):
+            runner.end_step(steps_until_due)
+        for dictionary, pending in zip(self._home["param_groups"], steps_until_due, strict=True):
             dictionary["pending_steps"] = pending % dictionary["step_every"]
-        self._steps_made.refused = None
+        self._step_history.rejected_steps = None
 
 
 def muon_in(optimizer: Any, caller: str) -> Muon:

@@ -1,6 +1,6 @@
 """The base class of `Muon`: parameter groups and state as PyTorch keeps them, checked, saved and loaded.
 
-Groups and state belong to PyTorch, and users and libraries change both. What follows from them (`current.py`) is
+Groups and state belong to PyTorch, and users and libraries change both. What follows from them (`plan_cache.py`) is
 brought up to date whenever it is asked for.
 """
 
@@ -15,18 +15,19 @@ from torch.optim import Optimizer
 
 from quintic.optim.checkpoint.loading import check_is_state_dict, load_state
 from quintic.optim.checkpoint.saving import saved_state, with_mantissas
-from quintic.optim.current import Current, CycledMomentum, SharedRates, States, StepsMade
+from quintic.optim.deprecated import renamed_method
 from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.grad_scaler import leaves_overflow_to_step
 from quintic.optim.group_keys import check_keys, check_loaded, check_supported, with_algorithm
 from quintic.optim.groups.names import made_up, without_wrappers
 from quintic.optim.groups.options import Group, adopt_old_names, found_parameter, with_new_names
 from quintic.optim.plan.order import Orders
-from quintic.optim.rules.numbers import plain
-from quintic.optim.rules.opaque import opaque
+from quintic.optim.plan_cache import CycledMomentum, PlanCache, SharedRates, States, StepHistory
+from quintic.optim.rules.dynamo import disable_dynamo
+from quintic.optim.rules.numbers import to_python_scalar
 from quintic.optim.rules.rates import fill_adamw_rates
 from quintic.optim.rules.table import orthogonalizes
-from quintic.optim.state.parameters import carry, whole_states
+from quintic.optim.state.parameters import copy_state, whole_states
 from quintic.optim.step.runner import Runner
 from quintic.optim.undecided import Undecided
 from quintic.optim.validate import check_apart, check_is_group, check_members, check_params
@@ -52,11 +53,11 @@ class OptimizerBase(Optimizer):
     _home: dict[str, Any]
     """State and groups, which wrappers share that borrow the class or copy attributes. It is not the `__dict__`, which
     would then hold itself, and keep the state in memory until Python collects its garbage."""
-    _current: Current
+    _plan_cache: PlanCache
     _cycled: CycledMomentum
     _shared_rates: SharedRates
     _undecided: Undecided
-    _steps_made: StepsMade
+    _step_history: StepHistory
 
     def __init__(self, params: Any, defaults: dict[str, Any], orders: Orders) -> None:
         self._forget_steps(orders)
@@ -85,7 +86,7 @@ class OptimizerBase(Optimizer):
             del self.param_groups[number:]
             self._undecided.forget_guesses()
             self._cycled.watch(self.param_groups)
-            self._current.outdate()
+            self._plan_cache.invalidate()
             raise
         self._shared_rates.watch(self.param_groups)
         self._undecided.warn(stacklevel=2)
@@ -100,10 +101,10 @@ class OptimizerBase(Optimizer):
         super().add_param_group(group)
         added = self.param_groups[-1]
         # Options or groups may share one array: a schedule that writes to it would change all of them.
-        added.update({key: plain(value) for key, value in added.items()})
+        added.update({key: to_python_scalar(value) for key, value in added.items()})
         try:
             check_supported(number, added)
-            self._current.add(number, added)
+            self._plan_cache.add(number, added)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -139,40 +140,40 @@ class OptimizerBase(Optimizer):
         Other keys than parameters are the user's, and saved with the rest.
         """
         state: defaultdict[Tensor, Any] = self._own("state")
-        self._current.give_state(self.param_groups, state)
+        self._plan_cache.give_state(self.param_groups, state)
         return state
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         self.__dict__["state"] = self._home["state"] = value
-        self._current.outdate()
+        self._plan_cache.invalidate()
 
     @property
     def typed_groups(self) -> Sequence[Group]:
         """The parameter groups as a step sees them now: checked, frozen and typed."""
-        self._current.look(self._home["param_groups"])
-        return self._current.groups
+        self._plan_cache.refresh(self._home["param_groups"])
+        return self._plan_cache.groups
 
     @property
-    def current(self) -> Current:
+    def plan_cache(self) -> PlanCache:
         """Typed groups, the plan and the ranks' communicators, as they follow from the groups now.
 
         For the other files of the library, as `runner` and `connected`; use the methods instead.
         """
-        self._current.planned(self.param_groups, self._home["state"])
-        return self._current
+        self._plan_cache.planned(self.param_groups, self._home["state"])
+        return self._plan_cache
 
     @property
     def runner(self) -> Runner:
         """The runner of the current plan; changed groups are checked first. No state is made."""
-        return self._current.planned(self.param_groups, self._home["state"])
+        return self._plan_cache.planned(self.param_groups, self._home["state"])
 
     def connected(self) -> Runner:
         """Return the runner with ranks connected; the plan may depend on their hosts.
 
         All ranks that share parameters must call it.
         """
-        return self._current.connected(self.param_groups, self._home["state"])
+        return self._plan_cache.connected(self.param_groups, self._home["state"])
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -180,26 +181,28 @@ class OptimizerBase(Optimizer):
         return leaves_overflow_to_step(self._home["param_groups"])
 
     @property
-    def steps_made(self) -> StepsMade:
+    def step_history(self) -> StepHistory:
         """The record of the steps made. For the other files of the library; use `last_step` instead."""
-        return self._steps_made
+        return self._step_history
 
-    def next_pending_steps(self) -> list[int]:
+    def next_steps_until_due(self) -> list[int]:
         """Return for each group how many steps it will wait for after the next one; 0 if that steps it."""
-        self._current.planned(self.param_groups, self._home["state"])
-        return self._pending_steps()
+        self._plan_cache.planned(self.param_groups, self._home["state"])
+        return self._steps_until_due()
+
+    next_pending_steps = renamed_method("next_pending_steps", next_steps_until_due)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded).
 
-        All ranks must call it if a `DTensor` has `normalize="neuron"`, and where `comms` divides state, which
+        All ranks must call it if a `DTensor` has `normalize="neuron"`, and where `comms` shards state, which
         it returns whole; see `state/parameters.py` and `docs/how-to/checkpoints.md`.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        self._current.rows.check(wait=True)
+        self._plan_cache.rows.check(wait=True)
         state = self._needed_state()
-        whole = whole_states(self._current.groups, self._current.communicators, state)
+        whole = whole_states(self._plan_cache.groups, self._plan_cache.communicators, state)
         saved = saved_state(self.param_groups, {**state, **whole})
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, saved)
@@ -230,17 +233,17 @@ class OptimizerBase(Optimizer):
                 state_dict = replaced
         check_is_state_dict(state_dict)
         state = self._needed_state()
-        groups, typed = self.param_groups, self._current.groups
+        groups, typed = self.param_groups, self._plan_cache.groups
         loaded = load_state(groups, state, typed, state_dict, check_loaded, strict=strict)
         self._cycled.watch(self._home["param_groups"])
         self._shared_rates.watch(self._home["param_groups"])
-        self._current.end_load(state, loaded.without, loaded.names)
+        self._plan_cache.end_load(state, loaded.without, loaded.names)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    @opaque
+    @disable_dynamo
     @torch.no_grad()
-    def carry_state(self, source: Tensor | str, target: Tensor | str, *, transposed: bool = False) -> None:
+    def copy_state(self, source: Tensor | str, target: Tensor | str, *, transposed: bool = False) -> None:
         """Give a parameter the state of another: moments, counts of steps, masters; in place, to the last bit.
 
         For a copy of a weight that goes its own way, such as an embedding that was tied to the output head. Both may be
@@ -259,11 +262,13 @@ class OptimizerBase(Optimizer):
         """
         states = self._needed_state()
         self.connected()
-        groups, communicators = self._current.groups, self._current.communicators
-        carry(groups, communicators, states, source, target, transposed=transposed)
-        self._current.use_state(states)
+        groups, communicators = self._plan_cache.groups, self._plan_cache.communicators
+        copy_state(groups, communicators, states, source, target, transposed=transposed)
+        self._plan_cache.use_state(states)
 
-    @opaque
+    carry_state = renamed_method("carry_state", copy_state)
+
+    @disable_dynamo
     @torch.no_grad()
     def tie(self, head: Tensor | str, embedding: Tensor | str, *, transposed: bool = False) -> None:
         """Let one parameter be the copy of another, from now on and until `untie`.
@@ -298,7 +303,7 @@ class OptimizerBase(Optimizer):
                 tie.write()
 
     def untie(self, embedding: Tensor | str) -> None:
-        """Let a tied parameter go its own way, with the state of the one that it was a copy of (`carry_state`).
+        """Let a tied parameter go its own way, with the state of the one that it was a copy of (`copy_state`).
 
         All ranks that share the parameters must call it.
 
@@ -312,7 +317,7 @@ class OptimizerBase(Optimizer):
         if group.tied_to is None:
             raise ValueError(f"{group.param_names[index]} is not tied to another parameter")
         head, transposed = group.tied_to
-        self.carry_state(head, embedding, transposed=transposed)
+        self.copy_state(head, embedding, transposed=transposed)
         self.param_groups[group.number]["tied_to"] = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -321,8 +326,8 @@ class OptimizerBase(Optimizer):
             memo[id(group["process_group"])] = group["process_group"]
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(deepcopy(self.__getstate__(), memo))
-        twin._steps_made = self._steps_made.copy()
-        twin._steps_made.first_gradients = FirstGradients()  # its parameters are others
+        twin._step_history = self._step_history.copy()
+        twin._step_history.first_gradients = FirstGradients()  # its parameters are others
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -341,7 +346,7 @@ class OptimizerBase(Optimizer):
             "defaults": self.defaults,
             "state": with_mantissas(self._needed_state(), torch.int16) if state else state,
             "param_groups": self.param_groups,
-            "_orders": self._current.orders,
+            "_orders": self._plan_cache.orders,
             "_decided_by": self._undecided.decided_by,
         }
 
@@ -357,23 +362,23 @@ class OptimizerBase(Optimizer):
 
     def _needed_state(self) -> States:
         """Return the state of all parameters; missing state is made, and transfers have ended."""
-        return self._current.needed_state(self.param_groups, self._home["state"])
+        return self._plan_cache.needed_state(self.param_groups, self._home["state"])
 
-    def _pending_steps(self) -> list[int]:
+    def _steps_until_due(self) -> list[int]:
         """Return for each group how many steps it waits for after this one; 0 if it is stepped now."""
         return [
             # Tied copies are never stepped on their own.
             (dictionary["pending_steps"] + 1) % group.step_every or (group.step_every if group.tied_to else 0)
-            for dictionary, group in zip(self._home["param_groups"], self._current.groups, strict=True)
+            for dictionary, group in zip(self._home["param_groups"], self._plan_cache.groups, strict=True)
         ]
 
     def _forget_steps(self, orders: Orders) -> None:
         """Forget the steps made, and all that follows from the groups."""
         self._home = {key: value for key, value in vars(self).items() if key in ("param_groups", "state")}
-        self._current = Current(orders)
+        self._plan_cache = PlanCache(orders)
         self._cycled = CycledMomentum()
         self._shared_rates, self._undecided = SharedRates(), Undecided()
-        self._steps_made = StepsMade()
+        self._step_history = StepHistory()
 
 
 def _add_names(number: int, group: dict[str, Any]) -> None:

@@ -21,10 +21,10 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from quintic import hooks
-from quintic.optim.current import ADDED_WITH
 from quintic.optim.groups.assignment import Algorithm, Assignment, Classifier
 from quintic.optim.groups.names import made_up, without_wrappers
 from quintic.optim.layout.views import Matrix
+from quintic.optim.plan_cache import ADDED_WITH
 from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["Undecided"]

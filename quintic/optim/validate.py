@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from quintic.kernels.dispatch import choose_kernels, is_dense
-from quintic.optim.comms.sharing import DIVIDING
+from quintic.optim.comms.sharing import SHARDED_MODES
 from quintic.optim.groups.flattened import check_group_is_whole
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.layout.wrappers import check_wrapper
 from quintic.optim.polar.forms import check_orthogonalizer
 from quintic.optim.qk_clip.clip import QKClip
-from quintic.optim.rules.narrow_state import MOST_OF_BF16
+from quintic.optim.rules.bf16_state import MAX_BF16_BETA
 from quintic.optim.rules.numbers import is_count, is_number
 from quintic.optim.rules.rates import first_name
 from quintic.optim.rules.table import ALGORITHMS, orthogonalizes, rule_of
@@ -197,7 +197,7 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
                 f"{name}: master='mantissa' completes bfloat16 weights to float32, this one is float16; "
                 f"use master='fp32'"
             )
-        if group["comms"] in DIVIDING and not is_dense(local_tensor(param)):
+        if group["comms"] in SHARDED_MODES and not is_dense(local_tensor(param)):
             raise ValueError(
                 f"{name}: comms={group['comms']!r} sends runs of memory, and this parameter of shape "
                 f"{tuple(param.shape)} and strides {param.stride()} has gaps in it; make it contiguous"
@@ -246,14 +246,14 @@ def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
     _check_option(number, group, "betas", are_betas, "two numbers in [0, 1), such as (0.9, 0.95)")
     if group["state_dtype"] is None:
         return
-    above = math.nextafter(MOST_OF_BF16, 1)
+    above = math.nextafter(MAX_BF16_BETA, 1)
     for key in rule_of(group["algorithm"], group["normalize"]).averages:
         values = group[key] if isinstance(group[key], tuple | list) else (group[key],)
         if not all(is_number(value, below=above) for value in values):
             raise ValueError(
                 f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} with state_dtype='bf16': above "
-                f"{MOST_OF_BF16} an average moves by less than bfloat16 resolves; lower {key}, or set state_dtype=None "
-                f"for this group"
+                f"{MAX_BF16_BETA} an average moves by less than bfloat16 resolves; lower {key}, or set "
+                f"state_dtype=None for this group"
             )
 
 

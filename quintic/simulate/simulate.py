@@ -21,19 +21,19 @@ import torch
 from torch import Tensor
 
 from quintic.errors import ConfigError
-from quintic.optim.comms.sharing import travelling
+from quintic.optim.comms.sharing import gather_layouts
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, numel_of, size_of
 from quintic.optim.muon import Muon
 from quintic.optim.plan.bucket import Gathered, Local, ParameterUnit
-from quintic.optim.plan.exchange import Cargo, traffic_of
+from quintic.optim.plan.exchange import ExchangeBytes, traffic_of
 from quintic.optim.plan.gathered import SharedBucket, gathered_buckets, shared_buckets
-from quintic.optim.plan.memory.buckets import needs_of
-from quintic.optim.plan.order import arranged
+from quintic.optim.plan.order import order_buckets
 from quintic.optim.plan.plan import small_bytes
 from quintic.optim.plan.planning import local_buckets
-from quintic.optim.plan.replicas import ReplicaChoice, choose_ways, divided_layouts, renumbered
+from quintic.optim.plan.replicas import ReplicaChoice, choose_replica_strategies, layouts_for_work, renumbered
 from quintic.optim.plan.schedule import Schedule, Stages, overlapping_bytes
+from quintic.optim.plan.workspace.buckets import memory_keys
 from quintic.optim.state.owners import balance
 from quintic.simulate.parallelism import layouts_by_name
 
@@ -59,7 +59,7 @@ class BucketLoad:
     bytes_received: Tensor
     bytes_between: Tensor
     """Bytes sent to ranks of other nodes; zeros without `node_size`."""
-    cargo: Cargo | None = None
+    exchange_bytes: ExchangeBytes | None = None
     """The bucket's exchange with the bytes of its messages; None without messages."""
 
 
@@ -142,11 +142,11 @@ def simulate_plan(
     num_ranks = math.prod(mesh)
     everywhere = layouts_by_name(groups, mesh, names)
     layouts: list[list[Layout | None]] = [
-        travelling(group, whole) if num_ranks > 1 else [None] * len(whole)
+        gather_layouts(group, whole) if num_ranks > 1 else [None] * len(whole)
         for group, whole in zip(groups, everywhere, strict=True)
     ]
     nodes = [rank // (node_size or num_ranks) for rank in range(num_ranks)]
-    choices = choose_ways(groups, layouts, {} if node_size is None else {tuple(range(num_ranks)): nodes})
+    choices = choose_replica_strategies(groups, layouts, {} if node_size is None else {tuple(range(num_ranks)): nodes})
     # Each class of ranks with the buckets that its ranks share.
     classes = [(one, shared_buckets(groups, one.layouts)[0]) for one in _rank_classes(groups, layouts, choices, nodes)]
     loads: list[BucketLoad] = []
@@ -164,10 +164,10 @@ def simulate_plan(
                     comms += [_CommBucket(bucket, stages) for bucket in buckets]
         still = [index for index, layout in enumerate(sent) if layout is None]
         loads += _local_loads(number, group, still, whole, num_ranks, stand_ins)
-    orders = optimizer.current.orders.resolved(groups)
+    orders = optimizer.plan_cache.orders.resolved(groups)
     workspaces = torch.zeros(num_ranks, dtype=torch.int64)
     for (ranks, _), comms in zip(classes, comm_buckets, strict=True):
-        in_order, schedule = arranged([one.bucket for one in comms], groups, orders)
+        in_order, schedule = order_buckets([one.bucket for one in comms], groups, orders)
         stages_of = {id(one.bucket): dict(zip(one.bucket.ranks, one.stages, strict=True)) for one in comms}
         _fill_workspaces_(workspaces, [stages_of[id(bucket)] for bucket in in_order], schedule, loads, ranks.like)
     workspaces += small_bytes(param.device for group in groups for param in group.params)
@@ -195,7 +195,7 @@ def _rank_classes(
     left = dict.fromkeys(range(len(nodes)))
     known = {tuple(left): nodes}
     while left:
-        divided = divided_layouts(groups, layouts, choices, known, next(iter(left)))
+        divided = layouts_for_work(groups, layouts, choices, known, next(iter(left)))
         distinct = list(dict.fromkeys(layout for of_group in divided for layout in of_group if layout is not None))
         everyone = sorted({rank for layout in distinct for rank in layout.ranks}) or list(left)
         numbers = {rank: number for number, rank in enumerate(everyone)}
@@ -263,7 +263,7 @@ def _comm_load(
         nodes: node of each rank.
         counted: (group, unit) pairs whose matrices earlier loads include; the bucket's units are added.
     """
-    exchange, kinds, cargo = shared.exchange, shared.units.kinds, shared.cargo
+    exchange, kinds, exchange_bytes = shared.exchange, shared.units.kinds, shared.exchange_bytes
     positions = torch.tensor([exchange.ranks.index(rank) for rank in like.values()])
 
     def to_all_ranks(values: Tensor) -> Tensor:
@@ -273,31 +273,31 @@ def _comm_load(
     counts = torch.tensor(exchange.counts)
     present = counts > 0 if exchange.is_local else torch.ones_like(counts, dtype=torch.bool)
     sent = received = between = torch.zeros_like(counts)
-    if cargo is not None:
-        sent, received = traffic_of(cargo)
-        between = traffic_of(cargo, torch.tensor(renumbered(nodes[rank] for rank in exchange.ranks))).sent
-    units = {(shared.key.group, unit) for unit in shared.units.everywhere} - counted
+    if exchange_bytes is not None:
+        sent, received = traffic_of(exchange_bytes)
+        between = traffic_of(exchange_bytes, torch.tensor(renumbered(nodes[rank] for rank in exchange.ranks))).sent
+    units = {(shared.key.group, unit) for unit in shared.units.all} - counted
     counted |= units
     return BucketLoad(
         group=shared.key.group,
         method="function" if kinds[0].form is None else str(kinds[0].form),
         shapes=tuple(kind.shape for kind in kinds),
         num_matrices=len(kinds) * len(units),
-        dtype=shared.key.of.dtype,
+        dtype=shared.key.spec.dtype,
         present=to_all_ranks(present),
         flops=to_all_ranks(counts * shared.units.flops),
         workspace_bytes=to_all_ranks(torch.tensor([stage.most for stage in stages]) * present),
         bytes_sent=to_all_ranks(sent),
         bytes_received=to_all_ranks(received),
         bytes_between=to_all_ranks(between),
-        cargo=cargo,
+        exchange_bytes=exchange_bytes,
     )
 
 
 def _stages_of_ranks(shared: SharedBucket) -> list[Stages]:
     """Return the temporary memory of each of a bucket's ranks, computed once for ranks with equal needs."""
     alike: dict[Hashable, Stages] = {}
-    needs = needs_of(shared.exchange)
+    needs = memory_keys(shared.exchange)
     for position, need in enumerate(needs):
         if need not in alike:
             alike[need] = shared.stages(replace(shared.exchange, position=position))
@@ -316,7 +316,7 @@ def _fill_workspaces_(
     `stages` has rank -> temporary memory for each bucket with collectives, in the order of execution. Ranks with equal
     memory are computed once.
     """
-    local = [load.workspace_bytes.tolist() for load in loads if load.cargo is None]
+    local = [load.workspace_bytes.tolist() for load in loads if load.exchange_bytes is None]
     alike: dict[Any, int] = {}
     for rank, other in like.items():
         key = tuple(of_bucket[other] for of_bucket in stages), max((sizes[rank] for sizes in local), default=0)

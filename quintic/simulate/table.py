@@ -64,7 +64,7 @@ def table(simulation: Simulation) -> str:
     ]
     kinds: dict[Any, list[BucketLoad]] = {}
     for load in simulation.bucket_loads:
-        kinds.setdefault((load.method, load.shapes, load.dtype, load.cargo is None), []).append(load)
+        kinds.setdefault((load.method, load.shapes, load.dtype, load.exchange_bytes is None), []).append(load)
     for (method, shapes, _, is_local), loads in kinds.items():
         matrices = f"{sum(load.num_matrices for load in loads):,} x {'+'.join(f'{m}x{n}' for m, n in shapes)}"
         sent = _most_and_mean(_sum_loads(load.bytes_sent for load in loads), 1e6)

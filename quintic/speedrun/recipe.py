@@ -92,8 +92,8 @@ def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
         normalize="neuron",
         normalize_beta=0.9,
         eps=1e-10,
-        launch_order=[name for role in options for name in names[role]],
-        work_order=[name for role in _WORK_ORDER for name in names[role]],
+        comm_order=[name for role in options for name in names[role]],
+        compute_order=[name for role in _WORK_ORDER for name in names[role]],
     )
     if sizes.tied:
         optimizer.tie(names["head"][0], names["embedding"][0], transposed=True)

@@ -186,11 +186,11 @@ class OptimConfig:
             if not 0 <= value < 1:
                 raise ConfigError(f"{_option(name)} {value}: must be at least 0 and below 1")
         if self.state_dtype is not None:
-            from quintic.optim.rules.narrow_state import MOST_OF_BF16
+            from quintic.optim.rules.bf16_state import MAX_BF16_BETA
 
             for name, value in averages.items():
-                if value > MOST_OF_BF16:
-                    raise ConfigError(f"{_option(name)} {value}: must be at most {MOST_OF_BF16} with bfloat16 state")
+                if value > MAX_BF16_BETA:
+                    raise ConfigError(f"{_option(name)} {value}: must be at most {MAX_BF16_BETA} with bfloat16 state")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from trajectories import fused_adamw_tolerance
 
 import quintic
-from quintic.optim.plan import divided
-from quintic.optim.state import parts
+from quintic.optim.plan import sharded
+from quintic.optim.state import shards
 from quintic.optim.step import averaging
 
 # Matrices of different shapes are different buckets.
@@ -41,7 +41,7 @@ def check_partial_membership(rank, world_size):
             params[name] = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None))
     options = {"lr": 0.1, "compute_dtype": torch.float32, "normalize": "neuron"}
     optimizer, alone = quintic.Muon(params.items(), **options), quintic.Muon(plain.items(), **options)
-    assert sum(bucket.travels for bucket in optimizer.plan()) == len(params)
+    assert sum(bucket.needs_comm for bucket in optimizer.plan()) == len(params)
     for step in range(3):
         for name, param in params.items():
             plain[name].grad = gradient(name, param.shape, step).to(DEVICE)
@@ -84,9 +84,9 @@ def steps(comms, rank, world_size, *, dtype=torch.float32, least_alone=2**20, mi
         )
     ]
     with (
-        mock.patch.object(divided, "_LEAST_ALONE", least_alone),
-        mock.patch.object(parts, "_LEAST_ENTRIES", 16),
-        mock.patch.object(averaging, "_LEAST_ALONE", least_alone),
+        mock.patch.object(sharded, "_LEAST_DIRECT", least_alone),
+        mock.patch.object(shards, "_LEAST_ENTRIES", 16),
+        mock.patch.object(averaging, "_LEAST_DIRECT", least_alone),
     ):
         optimizer = quintic.Muon(groups, lr=0.1, adamw_lr=0.1, compute_dtype=torch.float32, comms=comms, **options)
         for step in range(4):
@@ -137,10 +137,10 @@ def test_large_parameters_travel_from_where_they_are(world_size, comms, dtype, m
 def check_orders(rank, world_size):
     expected, usual = steps("sharded", rank, world_size)
     names = ["tall", "odd bank", "bias"]
-    found, optimizer = steps("sharded", rank, world_size, launch_order=names[::-1], work_order=names)
+    found, optimizer = steps("sharded", rank, world_size, comm_order=names[::-1], compute_order=names)
     # deepcopy keeps the orders.
     for plan in (optimizer.plan(), copy.deepcopy(optimizer).plan()):
-        buckets = [bucket for bucket in plan if bucket.travels]
+        buckets = [bucket for bucket in plan if bucket.needs_comm]
         assert [bucket.names[0] for bucket in buckets] != [bucket.names[0] for bucket in usual.plan()]
         worked = [next((name for name in names if name in bucket.names), None) for bucket in buckets]
         assert worked[:3] == names
@@ -149,7 +149,7 @@ def check_orders(rank, world_size):
 
 
 def check_different_orders(rank, world_size):
-    steps("sharded", rank, world_size, work_order=["tall", "bias"] if rank else ["bias", "tall"])
+    steps("sharded", rank, world_size, compute_order=["tall", "bias"] if rank else ["bias", "tall"])
 
 
 def test_messages_in_the_order_that_is_asked_for():

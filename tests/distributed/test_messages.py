@@ -18,8 +18,8 @@ from trajectories import CASES, Layout
 
 import quintic
 from quintic.optim.comms import collectives as comms
-from quintic.optim.plan import row_division
-from quintic.optim.step.agreements import Agreements
+from quintic.optim.plan import row_sharding
+from quintic.optim.step.consensus import RankConsensus
 
 NUM_STEPS = 3
 
@@ -144,14 +144,14 @@ class Connections:
 
     def of_steps(self):
         """Count as a step what follows the comparison of plans, which comes first in it."""
-        original = Agreements.agree
+        original = RankConsensus.validate_plans
 
         def agree(agreements):
             self._is_step = False
             original(agreements)
             self._is_step = True
 
-        return mock.patch.object(Agreements, "agree", agree)
+        return mock.patch.object(RankConsensus, "validate_plans", agree)
 
 
 def find_connections(rank, world_size):
@@ -159,7 +159,7 @@ def find_connections(rank, world_size):
     late, kinds = {}, set()
     for title in TITLES[world_size]:
         found = Connections()
-        with logged(found.note), mock.patch.object(row_division, "_LEAST_BYTES", 0):
+        with logged(found.note), mock.patch.object(row_sharding, "_LEAST_BYTES", 0):
             _, step = SCENARIOS[title][1]()
             with found.of_steps():
                 for number in range(NUM_STEPS):
@@ -182,7 +182,7 @@ def compare_late_messages(rank, world_size):
     for title in TITLES[world_size]:
         results = []
         for is_late in (False, True):
-            with mock.patch.object(row_division, "_LEAST_BYTES", 0):
+            with mock.patch.object(row_sharding, "_LEAST_BYTES", 0):
                 optimizer, step = SCENARIOS[title][1]()
                 problems = []
                 for number in range(NUM_STEPS):

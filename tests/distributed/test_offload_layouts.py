@@ -219,7 +219,7 @@ def test_checkpoints_go_both_ways_in_every_way_to_save():
         run(check_ways_to_save, 2, folder, timeout=100)
 
 
-def check_divided_state(rank, world_size):
+def check_sharded_state(rank, world_size):
     layout = Layout((world_size,), comms="sharded")
     with delayed("late"):
         plain, hosted = (Run(rank, world_size, layout, on) for on in (False, True))
@@ -242,8 +242,8 @@ def check_divided_state(rank, world_size):
         assert_same(plain, hosted)
 
 
-def test_divided_state_is_saved_whole_and_loaded_in_parts():
-    run(check_divided_state, 2, timeout=100)
+def test_sharded_state_is_saved_whole_and_loaded_in_parts():
+    run(check_sharded_state, 2, timeout=100)
 
 
 def check_dtensors_elsewhere(rank, world_size):

@@ -145,7 +145,7 @@ def gathered_changes(rank, world_size, layouts):
 
 
 def owned_by(bucket):
-    return [unit.name for unit in bucket.units.own] if isinstance(bucket, Gathered) else []
+    return [unit.name for unit in bucket.units.local] if isinstance(bucket, Gathered) else []
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

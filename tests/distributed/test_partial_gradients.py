@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import quintic
 from quintic.optim.comms import collectives as comms
-from quintic.optim.step import agreements
+from quintic.optim.step import consensus
 from quintic.optim.verify.reference import reference_step
 
 # Of each parameter: shape, placements of the parameter and of its gradient on a mesh of 2 x (ranks / 2).
@@ -198,7 +198,7 @@ def check_late(rank, world_size, earlier, lacking, act):
     if rank not in lacking:
         # Before anything is sent: these calls return although no other rank waits for the same collectives.
         with (
-            mock.patch.object(agreements, "start_sum", side_effect=AssertionError),
+            mock.patch.object(consensus, "start_sum", side_effect=AssertionError),
             mock.patch.object(dist, "all_gather_object", side_effect=AssertionError),
             pytest.raises(RuntimeError, match=LATE),
         ):
@@ -359,7 +359,7 @@ def check_nothing_is_added(rank, world_size):
     give_cut_gradients(0)
     optimizer.step()
     with (
-        mock.patch.object(agreements, "start_sum", wraps=agreements.start_sum) as counts,
+        mock.patch.object(consensus, "start_sum", wraps=consensus.start_sum) as counts,
         mock.patch.object(dist, "all_gather_object", side_effect=AssertionError),
     ):
         give_cut_gradients(1)

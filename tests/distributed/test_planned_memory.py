@@ -81,7 +81,7 @@ def measured(rank, world_size, cases):
             optimizer.step()
             peak = peak_bytes(optimizer.step, DEVICE)
         plan = optimizer.plan()
-        found.append((peak, plan.peak_workspace_bytes, sum(bucket.travels for bucket in plan)))
+        found.append((peak, plan.peak_workspace_bytes, sum(bucket.needs_comm for bucket in plan)))
     return found
 
 

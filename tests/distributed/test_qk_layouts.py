@@ -121,7 +121,7 @@ def given_by(step, rank, world_size):
 
 
 def states_of(optimizer, model, held):
-    """This rank's entries of every state, and their places; of divided state all entries."""
+    """This rank's entries of every state, and their places; of sharded state all entries."""
     if any(group["comms"] == "sharded" for group in optimizer.param_groups):
         saved = optimizer.state_dict()
         keys = [key for group in saved["param_groups"] for key in group["params"]]

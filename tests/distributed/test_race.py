@@ -16,7 +16,7 @@ from host_graphs import capture_on_hosts
 from torch import nn
 
 import quintic
-from quintic.optim.plan import row_division
+from quintic.optim.plan import row_sharding
 
 WIDTH, VOCABULARY, NUM_LAYERS = 32, 144, 3
 LR, ADAMW_LR, EPS, DECAY = 0.023, 0.008, 1e-10, 1.2
@@ -96,8 +96,8 @@ def race(dtype):
         cautious=True,
         master="mantissa" if dtype == torch.bfloat16 else None,
         compute_dtype=torch.float64 if dtype == torch.float64 else None,
-        launch_order=[*MATRICES, *VECTORS],
-        work_order=ORDER,
+        comm_order=[*MATRICES, *VECTORS],
+        compute_order=ORDER,
     )
     return params, optimizer
 
@@ -108,7 +108,7 @@ def steps(rank, world_size, dtype, is_captured):
     rates, num_graphs = [group["lr"] for group in optimizer.param_groups], []
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(row_division, "_LEAST_BYTES", 0)
+        patch.setattr(row_sharding, "_LEAST_BYTES", 0)
         optimizer.tie("head", "embed", transposed=True)
         step_once = optimizer.step
         if is_captured:
@@ -129,7 +129,7 @@ def steps(rank, world_size, dtype, is_captured):
             step_once()
             optimizer.zero_grad(set_to_none=False)
             num_graphs.append(len(step_once._graphs) if is_captured else 0)
-        assert len(optimizer.current.rows.tables) == (world_size > 1)
+        assert len(optimizer.plan_cache.rows.tables) == (world_size > 1)
         saved = optimizer.state_dict()
     assert num_graphs == ([0] * 4 + [1] + [2] * 4 + [0] * 4 + [1] + [2] * 2 if is_captured else [0] * NUM_STEPS)
     names = [name for group in saved["param_groups"] for name in group["param_names"]]

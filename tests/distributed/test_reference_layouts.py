@@ -52,7 +52,7 @@ def everything(optimizer):
     params = [param for group in optimizer.param_groups for param in group["params"]]
     tensors = [on_host(t.detach()) for p in params for t in (p, *optimizer.state[p].values())]
     gradients = [None if p.grad is None else on_host(p.grad) for p in params]
-    counts = [group["pending_steps"] for group in optimizer.param_groups], optimizer.steps_made.num_steps
+    counts = [group["pending_steps"] for group in optimizer.param_groups], optimizer.step_history.num_steps
     return tensors, gradients, counts, str(optimizer.last_step())
 
 
@@ -130,7 +130,7 @@ def check_broken(rank, world_size):
     text = said_by_all(report)
     assert not report.ok
     assert text.startswith("THE STEP IS WRONG")
-    owned = {unit.name for bucket in optimizer.plan() if isinstance(bucket, Gathered) for unit in bucket.units.own}
+    owned = {unit.name for bucket in optimizer.plan() if isinstance(bucket, Gathered) for unit in bucket.units.local}
     of_rank_1 = [owned]
     dist.broadcast_object_list(of_rank_1, src=1)
     assert {wrong.name for wrong in report.wrong} <= of_rank_1[0]
@@ -140,13 +140,13 @@ def check_broken(rank, world_size):
     assert quintic.verify(model, optimizer).ok
 
     # Rank 2 computes another learning-rate scale.
-    optimizer.current.forget_plan()
+    optimizer.plan_cache.drop_plan()
     scale = mock.patch.object(operands, "adjust_lr_factor", return_value=1.5) if rank == 2 else mock.MagicMock()
     with scale:
         report = quintic.verify(model, optimizer)
     said_by_all(report)
     assert {difference.ranks for difference in report.wrong} == {(2,)}
-    optimizer.current.forget_plan()
+    optimizer.plan_cache.drop_plan()
     assert quintic.verify(model, optimizer).ok
 
     # Rank 0 was given another option, and so step and reference agree.
@@ -264,11 +264,11 @@ def check_spoilt(rank, world_size, comms, master):
         text = said_by_all(report)
         assert {(wrong.name, wrong.tensor) for wrong in report.wrong} == {(name, tensor)}, text
         alone = {("stack.3.weight", "weight"): (2,), ("norm.bias", "weight"): (1,)}
-        is_divided = comms == "sharded" and tensor != "weight"
+        is_sharded = comms == "sharded" and tensor != "weight"
         if not master and (name, tensor) in alone:
             assert report.worst.ranks == alone[name, tensor], text
         else:
-            assert len(report.worst.ranks) == (1 if is_divided else world_size), text
+            assert len(report.worst.ranks) == (1 if is_sharded else world_size), text
         assert is_same(before, everything(optimizer))
     assert quintic.verify(model, optimizer).ok
 

@@ -63,7 +63,7 @@ def saved(rank, world_size, dtype):
 
 
 @pytest.mark.parametrize("dtype", ODD_BITS, ids=str)
-def test_divided_state_is_saved_to_the_bit(dtype):
+def test_sharded_state_is_saved_to_the_bit(dtype):
     for expected, found in run(saved, 2, dtype):
         assert {name for _, name in expected} == {"momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq"}
         for place, bits in expected.items():
@@ -151,7 +151,7 @@ def exported(rank, world_size, comms):
 
 @needs_torch("2.9", "torch.optim.Muon")
 @pytest.mark.parametrize("comms", ["sharded", "replicated"])
-def test_divided_state_is_exported_whole(comms):
+def test_sharded_state_is_exported_whole(comms):
     [alone] = run(exported, 1, "none")
     for found in run(exported, 2, comms):
         for algorithm in ("muon", "adamw"):

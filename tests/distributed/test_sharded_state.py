@@ -121,7 +121,7 @@ def loaded_regrouped(rank, world_size, state_dict):
     return {name: saved["state"][key] for name, key in keys.items()}, options
 
 
-def test_divided_state_finds_its_owner_in_other_groups():
+def test_sharded_state_finds_its_owner_in_other_groups():
     _, state_dict, _, _ = run(saved_by, 2, torch.float32, None, "sharded")[0]
     keys = {n: key for g in state_dict["param_groups"] for n, key in zip(g["param_names"], g["params"], strict=True)}
     for states, options in run(loaded_regrouped, 2, state_dict):

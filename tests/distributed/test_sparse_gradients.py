@@ -9,7 +9,7 @@ from harness import DEVICE, run
 from torch import nn
 
 import quintic
-from quintic.optim.plan import row_division
+from quintic.optim.plan import row_sharding
 from quintic.optim.step import operands, sparse_rows
 from quintic.optim.step.operands import dense_gradient
 
@@ -42,7 +42,7 @@ def steps(rank, turned, announces):
     """Return the table after some steps, and the copies made in each."""
     table = nn.Parameter(torch.linspace(-1, 1, SHAPE[0] * SHAPE[1], device=DEVICE).view(SHAPE))
     group = {"params": [("table", table)], "algorithm": "adamw", "comms": "sharded_sparse"}
-    with mock.patch.object(row_division, "_LEAST_BYTES", 0):
+    with mock.patch.object(row_sharding, "_LEAST_BYTES", 0):
         optimizer = quintic.Muon([group], adamw_lr=0.1)
         counts = []
         for step in range(4):

@@ -19,7 +19,7 @@ from harness import DEVICE, ON_GPUS, run
 from torch import nn
 
 import quintic
-from quintic.optim.plan import row_division
+from quintic.optim.plan import row_sharding
 from quintic.optim.step import sparse_rows, transports
 
 NUM_STEPS = 5
@@ -30,7 +30,7 @@ def on_rank(function):
 
     @functools.wraps(function)
     def on_its_device(*args):
-        with torch.device(DEVICE), mock.patch.object(row_division, "_LEAST_BYTES", 0):
+        with torch.device(DEVICE), mock.patch.object(row_sharding, "_LEAST_BYTES", 0):
             return function(*args)
 
     return on_its_device
@@ -49,7 +49,7 @@ SHAPES = {
 }
 
 # On how many ranks which of these may travel by rows.
-DIVIDED = {
+SHARDED = {
     2: ["even", "few", "odd", "stack", "uneven"],
     3: ["even", "few", "odd", "stack", "uneven"],
     4: ["even", "odd", "stack", "uneven"],
@@ -254,12 +254,12 @@ SIZES = {1: ["announced"], 2: ["announced", "gaps", "bf16"], 3: CASES, 4: ["foun
 def test_the_bits_are_those_of_sharded(name, world_size):
     results = run(trajectory, world_size, CASES[name], timeout=100)
     assert all(result == results[0] for result in results)
-    divided = DIVIDED.get(world_size, [])
+    sharded = SHARDED.get(world_size, [])
     assert any(results[0]) == (world_size > 1)
     if name in ("found", "announced"):
         # The table of three rows has more than a half of them touched if two ranks touch another one each.
         few, nothing, everything, *_ = ([name for name in tables if name != "few"] for tables in results[0])
-        assert few == nothing == [name for name in divided if name != "few"]
+        assert few == nothing == [name for name in sharded if name != "few"]
         assert everything == []
 
 

@@ -123,8 +123,8 @@ def order(rank, world_size):
     tie.write = lambda: (seen.append("copy"), write())
     for step in steps:
 
-        def followed(go, step=step, own=step.run):
-            yield from own(go)
+        def followed(apply_mask, step=step, own=step.run):
+            yield from own(apply_mask)
             seen.append(step.bucket.name)
 
         step.run = followed

@@ -36,7 +36,7 @@ def test_fsdp2_has_the_losses_of_the_plain_loop_and_resumes_to_the_last_bit(plai
     assert begun + resumed == whole
 
 
-def test_divided_state_has_the_losses_of_the_plain_loop(plain):
+def test_sharded_state_has_the_losses_of_the_plain_loop(plain):
     assert run_example("sharded", ranks=2)[0] == pytest.approx(plain, **SAME)
 
 

@@ -7,7 +7,7 @@ triton = pytest.importorskip("triton")
 import compiling  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from quintic.kernels import runs  # noqa: E402
+from quintic.kernels import spans  # noqa: E402
 from quintic.kernels.products import normalize, symmetric  # noqa: E402
 from quintic.kernels.update import adamw, matrix_update, neuron, row_means  # noqa: E402
 
@@ -25,7 +25,7 @@ POINTERS = {
     "places": "*i64",
     "tensor_of_program": "*i32",
     "tile_of_program": "*i32",
-    "go": "*i32",
+    "apply_mask": "*i32",
     "exponents": "*i32",
     "hyperparameters": "*fp64",
     "directions": "*bf16",
@@ -53,7 +53,7 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("weight", "master"), PRECISIONS, ids=str)
 @pytest.mark.parametrize(("contiguous", "grouped"), [(True, False), (False, True), (False, False)])
 def test_matrices(weight, master, contiguous, grouped):
-    flags = {"CONTIGUOUS": contiguous, "GROUPED": grouped, "ALIGNED": contiguous, "GUARDED": grouped}
+    flags = {"CONTIGUOUS": contiguous, "GROUPED": grouped, "ALIGNED": contiguous, "HAS_MASK": grouped}
     where = flags | {"BLOCK": matrix_update._BLOCK}
     for momentum in (tl.float32, tl.bfloat16):
         constants = {"MU": 2, "GRADIENT": weight, "MOMENTUM": momentum, "NESTEROV": contiguous, **where}
@@ -73,7 +73,7 @@ def test_adamw(weight, master, alone):
         "ALONE": alone,
         "CAUTIOUS": "strict" if alone else False,
         "SQUARED": alone,
-        "GUARDED": not alone,
+        "HAS_MASK": not alone,
         "ALIGNED": alone,
     }
     for moments in (tl.float32, tl.bfloat16):
@@ -118,7 +118,7 @@ def compile_sums_of_neurons(update, known, aligned):
 @pytest.mark.parametrize("block", [neuron._MIN_FACTOR_BLOCK, neuron._MAX_FACTOR_BLOCK])
 @pytest.mark.parametrize("known", [{}, {"neurons": 1, "segments": 1, "scale_stride": 1}], ids=["many", "one"])
 def test_factors_of_neurons(guarded, block, known):
-    flags = {"GUARDED": guarded, "LOG_SEGMENTS": neuron._LOG_SEGMENTS, "LOG_BLOCK": block.bit_length() - 1}
+    flags = {"HAS_MASK": guarded, "LOG_SEGMENTS": neuron._LOG_SEGMENTS, "LOG_BLOCK": block.bit_length() - 1}
     types = {"moments": "*i64", "scale": "*fp32", **dict.fromkeys(("entries", "rest", "eps"), "fp32")}
     compile_kernel(neuron._factor_kernel, flags | known, block // neuron._NEURONS_PER_WARP, **types)
 
@@ -142,17 +142,17 @@ def test_symmetric_products(dtype, even, add):
 
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("packs", [True, False])
-def test_runs(packs, aligned):
+def test_spans(packs, aligned):
     for alone in (True, False):
         constants = {"ALONE": alone, "DTYPE": tl.float32, "PACKS": packs, "ALIGNED": aligned, "BLOCK": 4096}
-        compile_kernel(runs._copy_kernel, constants, num_warps=4, buffer="*bf16")
+        compile_kernel(spans._copy_kernel, constants, num_warps=4, buffer="*bf16")
 
 
 @pytest.mark.parametrize("dtype", ["*fp32", "*bf16", "*fp16"])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_means(ranks, dtype):
     constants = {"RANKS": ranks, "BLOCK": 2048}
-    compile_kernel(runs._mean_kernel, constants, num_warps=4, received=dtype, mean=dtype)
+    compile_kernel(spans._mean_kernel, constants, num_warps=4, received=dtype, mean=dtype)
 
 
 @pytest.mark.parametrize("dtype", ["*fp32", "*bf16", "*fp16"])
@@ -165,5 +165,5 @@ def test_means_of_rows(rows, columns, dtype):
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_counts_of_steps(guarded):
-    constants = {"BETA1": 3, "BETA2": 4, "GUARDED": guarded, "BLOCK": adamw._COUNT_BLOCK}
+    constants = {"BETA1": 3, "BETA2": 4, "HAS_MASK": guarded, "BLOCK": adamw._COUNT_BLOCK}
     compile_kernel(adamw._count_kernel, constants, num_warps=4)

@@ -17,15 +17,15 @@ from quintic.kernels.products.normalize import can_normalize, normalize_matrices
 from quintic.kernels.products.symmetric import can_multiply, symmetric_multiply
 from quintic.kernels.update import adamw, matrix_update
 from quintic.kernels.update.matrix_update import MatrixLayout
-from quintic.optim.plan.members import Member
+from quintic.optim.plan.members import BucketMember
 from quintic.optim.polar.forms import resolve
 from quintic.optim.polar.orthogonalize import apply_form
-from quintic.optim.rules.device_memory import DeviceHyperparameters
+from quintic.optim.rules.device import DeviceHyperparameters
 from quintic.optim.rules.precision import full_precision
 from quintic.optim.step import bucket_step
-from quintic.optim.step.device_passes import DevicePasses
-from quintic.optim.step.operands import BucketMemory, Operands
-from quintic.optim.step.plain_passes import PlainPasses
+from quintic.optim.step.operands import BucketCache, Operands
+from quintic.optim.step.torch_backend import TorchBackend
+from quintic.optim.step.triton_backend import TritonBackend
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
@@ -481,7 +481,7 @@ def test_some_matrices_of_a_launch_stay_as_they_are():
     before = momentum.clone(), weight.clone()
     table = torch.tensor([[t[i].data_ptr() for i in range(3)] for t in (gradient, momentum, weight, weight)]).to(DEVICE)
     hyperparameters = torch.tensor([0.1, 0.0, 0.9], dtype=torch.float64, device=DEVICE)
-    go = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
+    apply_mask = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
     directions = torch.empty(3, 5, 7, device=DEVICE)
     matrix_update.momentum_directions_(
         table[:2],
@@ -491,7 +491,7 @@ def test_some_matrices_of_a_launch_stay_as_they_are():
         gradient_dtype=torch.float32,
         mu_index=2,
         nesterov=False,
-        go=go,
+        apply_mask=apply_mask,
         aligned=False,
     )
     matrix_update.apply_updates_(
@@ -506,7 +506,7 @@ def test_some_matrices_of_a_launch_stay_as_they_are():
         weight_decay_index=1,
         cautious=False,
         squared_lr_decay=False,
-        go=go,
+        apply_mask=apply_mask,
         aligned=False,
     )
     for found, kept in zip((momentum, weight), before, strict=True):
@@ -523,7 +523,7 @@ def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
     # By columns, twice by rows, within longer rows, by columns.
     pieces, by_columns = [whole, whole, whole, middle, whole], [True, False, False, False, True]
     values = [torch.randn(2, 12, 12 if piece is middle else 8) for piece in pieces]
-    members = tuple(Member(name=str(i), index=i, num_matrices=1, piece=piece) for i, piece in enumerate(pieces))
+    members = tuple(BucketMember(name=str(i), index=i, num_matrices=1, piece=piece) for i, piece in enumerate(pieces))
     stepped = flags or [True] * 5
     found = []
     for kernels in ("triton", "torch"):
@@ -539,10 +539,10 @@ def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
         if kernels == "triton":
             hyperparameters = DeviceHyperparameters(torch.device(DEVICE))
             hyperparameters.update(group.hyperparameters, 1.0)
-            go = None if flags is None else torch.tensor(flags, dtype=torch.int32, device=DEVICE)
-            passes = DevicePasses(bucket, group, active, BucketMemory(), hyperparameters, go)
+            apply_mask = None if flags is None else torch.tensor(flags, dtype=torch.int32, device=DEVICE)
+            passes = TritonBackend(bucket, group, active, BucketCache(), hyperparameters, apply_mask)
         else:
-            passes = PlainPasses(bucket, group, active, flags)
+            passes = TorchBackend(bucket, group, active, flags)
         directions = passes.directions()
         decays = torch.arange(60, device=DEVICE).view(5, 12, 1) / 6 if group.scale_decay else factors[:0]
         passes.apply(update, torch.cat([factors, decays]))

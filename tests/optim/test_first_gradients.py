@@ -127,14 +127,14 @@ def test_the_host_does_not_wait_for_other_ranks(present, monkeypatch):
     groups, found = optimizer_of(model_of()).typed_groups, FirstGradients()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found.look(groups, may_lack=False)
-        found.ask_others([False, present])
-        found.look(groups, may_lack=False)
+        found.check(groups, allow_missing=False)
+        found.start_rank_check([False, present])
+        found.check(groups, allow_missing=False)
         for answer in made:
             answer.is_there = True
         if present:
-            found.look(groups, may_lack=False)
-            found.ask_others([])
+            found.check(groups, allow_missing=False)
+            found.start_rank_check([])
             return
     with pytest.warns(UserWarning, match=MATCH):
-        found.look(groups, may_lack=False)
+        found.check(groups, allow_missing=False)

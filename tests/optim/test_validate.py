@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import quintic
-from quintic.optim import current
+from quintic.optim import plan_cache
 from quintic.optim.comms.comparing import PLANNED_OPTIONS
 from quintic.optim.groups.options import CHECKED_OPTIONS, Group
 
@@ -105,7 +105,7 @@ def test_what_a_schedule_sets_must_be_numbers_in_range(key, value, need, number)
 def test_a_schedule_is_checked_when_it_changes_something_and_not_at_every_step(monkeypatch):
     optimizer, _ = optimizer_of()
     checked = []
-    monkeypatch.setattr(current, "check_scheduled", lambda number, group: checked.append(number))
+    monkeypatch.setattr(plan_cache, "check_scheduled", lambda number, group: checked.append(number))
     optimizer.step()
     for lr in (0.1, 0.1, 0.1, 0.2):
         optimizer.param_groups[1]["lr"] = lr
@@ -273,12 +273,12 @@ def test_checking_costs_a_steady_step_nothing():
 def test_schedules_do_not_make_the_plan_anew():
     optimizer, _ = optimizer_of()
     optimizer.step()
-    runner, (group, other) = optimizer.current.runner, optimizer.param_groups
+    runner, (group, other) = optimizer.plan_cache.runner, optimizer.param_groups
     for value in (0.1, torch.tensor(0.2)):
         group.update(lr=value, momentum=0.5, weight_decay=0.3, normalize_beta=0.5, initial_lr=1.0)
         other.update(lr=value, betas=(0.5, 0.6), eps=1e-3)
         optimizer.step()
-        assert optimizer.current.runner is runner
+        assert optimizer.plan_cache.runner is runner
 
 
 # -- options that decide which state there is --------------------------------------------------------------------------

@@ -13,12 +13,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import quintic
 from quintic.errors import ConfigError
-from quintic.optim.comms.sharing import travelling
+from quintic.optim.comms.sharing import gather_layouts
 from quintic.optim.layout.layouts import mesh_layout
 from quintic.optim.plan.exchange import traffic_of
 from quintic.optim.plan.members import direction_dtype, update_dtype
 from quintic.optim.plan.planning import build_plan
-from quintic.optim.plan.replicas import choose_ways, divided_layouts
+from quintic.optim.plan.replicas import choose_replica_strategies, layouts_for_work
 from quintic.optim.plan.schedule import overlapping_bytes
 from quintic.simulate.parallelism import layouts_by_name
 from quintic.simulate.planned_models import Decoder, Sizes, planned_model
@@ -78,11 +78,11 @@ def plans_of(optimizer, mesh, names, node_size):
     found = layouts_by_name(groups, mesh, names)
     if len(found[0][0].ranks) == 1:
         found = [[None] * len(layouts) for layouts in found]
-    layouts = [travelling(group, of_group) for group, of_group in zip(groups, found, strict=True)]
+    layouts = [gather_layouts(group, of_group) for group, of_group in zip(groups, found, strict=True)]
     ranks = tuple(range(torch.Size(mesh).numel()))
     hosts = {} if node_size is None else {ranks: [rank // node_size for rank in ranks]}
-    choices = choose_ways(groups, layouts, hosts)
-    return [build_plan(groups, divided_layouts(groups, layouts, choices, hosts, rank), rank) for rank in ranks]
+    choices = choose_replica_strategies(groups, layouts, hosts)
+    return [build_plan(groups, layouts_for_work(groups, layouts, choices, hosts, rank), rank) for rank in ranks]
 
 
 def bytes_sent(bucket, normalizes, nodes=None):
@@ -119,17 +119,17 @@ def test_all_ranks_at_a_time_are_the_plans_of_each_rank(where, sizes, options, n
             (one.method, *(int(of_ranks[rank]) for of_ranks in (one.flops, one.workspace_bytes, one.bytes_sent)))
             for one in loads
         ) == sorted(
-            (one.method, one.flops, one.workspace_bytes, bytes_sent(one, normalizes) if one.travels else 0)
+            (one.method, one.flops, one.workspace_bytes, bytes_sent(one, normalizes) if one.needs_comm else 0)
             for one in buckets
         )
-        assert sum(load.cargo is not None for load in loads) == sum(bucket.travels for bucket in buckets)
+        assert sum(load.exchange_bytes is not None for load in loads) == sum(bucket.needs_comm for bucket in buckets)
         nodes = [other // (node_size or 64) for other in range(simulation.num_ranks)]
-        crossing = sum(bytes_sent(bucket, normalizes, nodes) for bucket in buckets if bucket.travels)
+        crossing = sum(bytes_sent(bucket, normalizes, nodes) for bucket in buckets if bucket.needs_comm)
         assert simulation.bytes_between[rank] == crossing
         # Of what AdamW updates these plans have the whole.
         sizes = [int(load.workspace_bytes[rank]) for load in simulation.bucket_loads if not load.shapes]
-        alone = max([*sizes, *(bucket.workspace_bytes for bucket in buckets if not bucket.travels)], default=0)
-        stages = [bucket.stages for bucket in buckets if bucket.travels]
+        alone = max([*sizes, *(bucket.workspace_bytes for bucket in buckets if not bucket.needs_comm)], default=0)
+        stages = [bucket.stages for bucket in buckets if bucket.needs_comm]
         assert simulation.workspace_bytes[rank] == overlapping_bytes(stages, plan.schedule, alone)
 
 
@@ -138,10 +138,10 @@ def test_what_is_sent_is_received(where, sizes, options):
     simulation = simulate_plan(optimizer_of(decoder(**sizes), **options), *where)
     assert simulation.bytes_sent.sum() == simulation.bytes_received.sum()
     for load in simulation.bucket_loads:
-        if load.cargo is None:
+        if load.exchange_bytes is None:
             assert not load.bytes_sent.any()
             continue
-        traffic = traffic_of(load.cargo)
+        traffic = traffic_of(load.exchange_bytes)
         assert traffic.sent.sum() == traffic.received.sum()
         assert all((moved >= 0).all() for moved in traffic)
 
@@ -150,14 +150,14 @@ def test_what_is_sent_is_received(where, sizes, options):
 def test_traffic_is_that_between_all_ranks(mesh):
     names = ("fsdp",) if len(mesh) == 1 else ("replicate", "fsdp")
     for load in simulate_plan(optimizer_of(decoder()), mesh, names).bucket_loads:
-        if load.cargo is None:
+        if load.exchange_bytes is None:
             continue
         sent = torch.zeros(6, dtype=torch.int64)
         for rank, other in itertools.permutations(range(6), 2):
-            exchange = replace(load.cargo.exchange, position=rank)
-            sent[rank] += exchange.gathering.sends[other] * load.cargo.direction
-            sent[rank] += exchange.scattering.sends[other] * load.cargo.update
-        assert torch.equal(traffic_of(load.cargo).sent, sent)
+            exchange = replace(load.exchange_bytes.exchange, position=rank)
+            sent[rank] += exchange.gathering.sends[other] * load.exchange_bytes.direction
+            sent[rank] += exchange.scattering.sends[other] * load.exchange_bytes.update
+        assert torch.equal(traffic_of(load.exchange_bytes).sent, sent)
 
 
 @pytest.mark.parametrize(("mesh", "names"), [where for where in MESHES if {"fsdp", "dp"} & set(where[1])], ids=str)

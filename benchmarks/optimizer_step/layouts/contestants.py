@@ -170,7 +170,7 @@ def _speedrun(weights: Weights, place: Place) -> Any:
         [(param.label, param) for param in weights.all],
         param_table=table,
         scatter_order=list(table),
-        work_order=[*sorted(divides, key=divides.__getitem__), *(bank.label for bank in weights.matrices)],
+        compute_order=[*sorted(divides, key=divides.__getitem__), *(bank.label for bank in weights.matrices)],
         adam_defaults={"lr": shapes.ADAMW_LR, "eps": 1e-10, "weight_decay": shapes.WEIGHT_DECAY},
         normuon_defaults={"lr": shapes.LR, "momentum": 0.95, "beta2": 0.9, "weight_decay": shapes.WEIGHT_DECAY},
     )

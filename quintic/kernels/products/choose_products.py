@@ -18,7 +18,7 @@ there (`hopper.py`), or symmetric products anywhere (`symmetric.py`), with cuBLA
 _QUEUE_LIMIT = 5e10
 
 
-def queued_matrices(m: int, n: int, dtype: torch.dtype, device: torch.device, *, anywhere: bool = False) -> int:
+def queued_matrices(m: int, n: int, dtype: torch.dtype, device: torch.device, *, worst_case: bool = False) -> int:
     """Return the largest batch of (m, n) matrices that runs as one queued launch; 0 if none does.
 
     Args:
@@ -26,11 +26,11 @@ def queued_matrices(m: int, n: int, dtype: torch.dtype, device: torch.device, *,
         n: columns.
         dtype: of the products.
         device: need not be there: then it counts as one that has the queue.
-        anywhere: answer by the type of device alone, which is the same in every process.
+        worst_case: answer by the type of device alone, which is the same in every process.
     """
     if device.type != "cuda" or not fits_copy_engine(m, n, dtype):
         return 0
-    is_there = not anywhere and torch.cuda.is_available()
+    is_there = not worst_case and torch.cuda.is_available()
     if is_there and not (gluon_is_known() and torch.cuda.get_device_capability(device) == (9, 0)):
         return 0
     return int(_QUEUE_LIMIT // (min(m, n) ** 2 * max(m, n)))
@@ -47,7 +47,7 @@ def choose_products(shape: torch.Size, dtype: torch.dtype, device: torch.device)
         from quintic.kernels.products.hopper import can_multiply_on_hopper
 
         if can_multiply_on_hopper(shape, dtype, device):
-            small = shape[0] <= queued_matrices(shape[1], shape[2], dtype, device, anywhere=True)
+            small = shape[0] <= queued_matrices(shape[1], shape[2], dtype, device, worst_case=True)
             # A captured graph launches for nothing, and could not upload the queue's tables.
             return "queue" if small and not torch.cuda.is_current_stream_capturing() else "hopper"
     return "symmetric" if can_multiply(shape, dtype) else None

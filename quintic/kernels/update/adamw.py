@@ -44,20 +44,20 @@ def _count_kernel(
     steps,
     corrections,
     hyperparameters,
-    go,
-    go_stride,
+    apply_mask,
+    mask_stride,
     num_tensors,
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
-    GUARDED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tensor < num_tensors
     place = tl.load(steps + tensor, mask=inside, other=0).to(tl.pointer_type(tl.float32))
     step = tl.load(place, mask=inside, other=0.0)
-    if GUARDED:
-        step += tl.load(go + tensor * go_stride, mask=inside, other=0).to(tl.float32)
+    if HAS_MASK:
+        step += tl.load(apply_mask + tensor * mask_stride, mask=inside, other=0).to(tl.float32)
     else:
         step += 1.0
     tl.store(place, step, mask=inside)
@@ -80,8 +80,8 @@ def _adamw_kernel(
     tile_of_program,
     corrections,
     hyperparameters,
-    go,
-    go_stride,
+    apply_mask,
+    mask_stride,
     num_tensors,
     only_tensor,
     ALONE: tl.constexpr,
@@ -96,7 +96,7 @@ def _adamw_kernel(
     MASTER: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     SQUARED: tl.constexpr,
-    GUARDED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -126,8 +126,8 @@ def _adamw_kernel(
     lr = tl.load(hyperparameters + LR)
     weight_decay = tl.load(hyperparameters + WEIGHT_DECAY)
     keep = inside
-    if GUARDED:
-        keep = element < numel * tl.load(go + tensor * go_stride)
+    if HAS_MASK:
+        keep = element < numel * tl.load(apply_mask + tensor * mask_stride)
     value = load_full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
     value = stepped_weight(value, update, 1.0, 1.0, lr, weight_decay, CAUTIOUS, SQUARED)
     tl.store(exp_avgs, exp_avg.to(MOMENTS), mask=keep)
@@ -149,7 +149,7 @@ def adamw_tensors_(
     indices: tuple[int, int, int, int, int],
     cautious: bool | str,
     squared_lr_decay: bool,
-    go: Tensor | None,
+    apply_mask: Tensor | None,
     aligned: bool,
 ) -> None:
     """Advance AdamW on many tensors at once, and the counts of their steps.
@@ -169,12 +169,12 @@ def adamw_tensors_(
         indices: where learning rate, weight decay, beta1, beta2 and eps stand in `hyperparameters`.
         cautious: as in `matrix_update.apply_updates_`.
         squared_lr_decay: as in `matrix_update.apply_updates_`.
-        go: () or (t,) int32, as in `matrix_update.apply_updates_`.
+        apply_mask: () or (t,) int32, as in `matrix_update.apply_updates_`.
         aligned: as in `matrix_update.apply_updates_`.
     """
     lr, weight_decay, beta1, beta2, eps = indices
     num_tensors = addresses.shape[1]
-    flags = flags_of(go, hyperparameters)
+    flags = flags_of(apply_mask, hyperparameters)
     corrections = torch.empty((2, num_tensors), dtype=torch.float32, device=addresses.device)
     launch(
         _count_kernel,
@@ -186,7 +186,7 @@ def adamw_tensors_(
         num_tensors,
         BETA1=beta1,
         BETA2=beta2,
-        GUARDED=go is not None,
+        HAS_MASK=apply_mask is not None,
         BLOCK=_COUNT_BLOCK,
         num_warps=4,
     )
@@ -215,7 +215,7 @@ def adamw_tensors_(
             MASTER=MASTER[master_dtype],
             CAUTIOUS=cautious,
             SQUARED=squared_lr_decay,
-            GUARDED=go is not None,
+            HAS_MASK=apply_mask is not None,
             ALIGNED=aligned,
             BLOCK=_BLOCK,
             num_warps=_NUM_WARPS,

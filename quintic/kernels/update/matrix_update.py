@@ -127,8 +127,8 @@ def _momentum_kernel(
     addresses,
     directions,
     hyperparameters,
-    go,
-    go_stride,
+    apply_mask,
+    mask_stride,
     addresses_stride,
     numel,
     columns,
@@ -142,7 +142,7 @@ def _momentum_kernel(
     GRADIENT: tl.constexpr,
     MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr,
-    GUARDED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     GROUPED: tl.constexpr,
     FILTERS: tl.constexpr,
@@ -173,8 +173,8 @@ def _momentum_kernel(
     momentum = tl.load(momenta, mask=inside, other=0.0).to(tl.float32)
     momentum += (gradient - momentum) * rest
     keep = inside
-    if GUARDED:
-        keep = element < numel * tl.load(go + matrix * go_stride)
+    if HAS_MASK:
+        keep = element < numel * tl.load(apply_mask + matrix * mask_stride)
     tl.store(momenta, momentum.to(MOMENTUM), mask=keep)
     direction = momentum
     if NESTEROV:
@@ -189,8 +189,8 @@ def _apply_kernel(
     updates,
     factors,
     hyperparameters,
-    go,
-    go_stride,
+    apply_mask,
+    mask_stride,
     addresses_stride,
     numel,
     columns,
@@ -213,7 +213,7 @@ def _apply_kernel(
     MASTER: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     SQUARED: tl.constexpr,
-    GUARDED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     UPDATE_CONTIGUOUS: tl.constexpr,
     PER_MATRIX: tl.constexpr,
@@ -261,8 +261,8 @@ def _apply_kernel(
         decay_factor = tl.load(places + decay_stride, mask=known, other=0.0)
     lr, weight_decay = tl.load(hyperparameters + LR), tl.load(hyperparameters + WEIGHT_DECAY)
     keep = inside
-    if GUARDED:
-        keep = element < numel * tl.load(go + matrix * go_stride)
+    if HAS_MASK:
+        keep = element < numel * tl.load(apply_mask + matrix * mask_stride)
     value = load_full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
     value = stepped_weight(value, update, factor, decay_factor, lr, weight_decay, CAUTIOUS, SQUARED)
     store_weight(weights, masters, value, keep, MASTER)
@@ -278,7 +278,7 @@ def momentum_directions_(
     momentum_dtype: torch.dtype = torch.float32,
     mu_index: int,
     nesterov: bool,
-    go: Tensor | None,
+    apply_mask: Tensor | None,
     aligned: bool,
 ) -> None:
     """Advance the momentum of a bucket's matrices and write their update directions.
@@ -293,7 +293,7 @@ def momentum_directions_(
         momentum_dtype: float32 or bfloat16, to which the momentum is rounded when it is stored.
         mu_index: where the momentum coefficient stands in `hyperparameters`.
         nesterov: whether the direction looks one gradient ahead.
-        go: () or (b,) int32 on the device, 1 or 0: at 0 no momentum is written. None for always.
+        apply_mask: () or (b,) int32 on the device, 1 or 0: at 0 no momentum is written. None for always.
         aligned: whether all addresses are multiples of 16.
     """
     count = addresses.shape[1]
@@ -304,7 +304,7 @@ def momentum_directions_(
         addresses,
         directions,
         hyperparameters,
-        *flags_of(go, hyperparameters),
+        *flags_of(apply_mask, hyperparameters),
         addresses.stride(0),
         layout.numel,
         *geometry,
@@ -312,7 +312,7 @@ def momentum_directions_(
         GRADIENT=TRITON_DTYPE[gradient_dtype],
         MOMENTUM=TRITON_DTYPE[momentum_dtype],
         NESTEROV=nesterov,
-        GUARDED=go is not None,
+        HAS_MASK=apply_mask is not None,
         CONTIGUOUS=layout.contiguous,
         GROUPED=layout.groups > 1,
         FILTERS=layout.kernel > 1,
@@ -335,7 +335,7 @@ def apply_updates_(
     weight_decay_index: int,
     cautious: bool | str,
     squared_lr_decay: bool,
-    go: Tensor | None,
+    apply_mask: Tensor | None,
     aligned: bool,
 ) -> None:
     """Decay a bucket's weights and step against their updates.
@@ -352,7 +352,7 @@ def apply_updates_(
         weight_decay_index: where the weight decay stands there.
         cautious: decay only entries where update and weight agree in sign; see optim/rules/update.py `apply_`.
         squared_lr_decay: decay by lr^2 weight_decay instead of lr weight_decay.
-        go: () or (b,) int32 on the device, 1 or 0: at 0 nothing is written. None for always.
+        apply_mask: () or (b,) int32 on the device, 1 or 0: at 0 nothing is written. None for always.
         aligned: whether all addresses are multiples of 16.
     """
     count = addresses.shape[1]
@@ -368,7 +368,7 @@ def apply_updates_(
         updates,
         factors,
         hyperparameters,
-        *flags_of(go, hyperparameters),
+        *flags_of(apply_mask, hyperparameters),
         addresses.stride(0),
         layout.numel,
         columns,
@@ -381,7 +381,7 @@ def apply_updates_(
         MASTER=MASTER[master_dtype],
         CAUTIOUS=cautious,
         SQUARED=squared_lr_decay,
-        GUARDED=go is not None,
+        HAS_MASK=apply_mask is not None,
         CONTIGUOUS=layout.contiguous,
         UPDATE_CONTIGUOUS=update.stride()[1:] == (columns, 1),
         PER_MATRIX=factors.shape[2:] == (1, 1),

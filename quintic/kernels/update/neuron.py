@@ -107,15 +107,15 @@ def _factor_kernel(
     moments,
     scale,
     factors,
-    go,
+    apply_mask,
     scale_stride,
-    go_stride,
+    mask_stride,
     neurons,
     segments,
     entries,
     rest,
     eps,
-    GUARDED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     LOG_SEGMENTS: tl.constexpr,
     LOG_BLOCK: tl.constexpr,
 ):
@@ -141,8 +141,8 @@ def _factor_kernel(
         places = pointers_at(base, neuron, tl.float32, False)
         moment = _lerp(tl.load(places, mask=known, other=0.0), mean_square, rest)
         keep = known
-        if GUARDED:
-            keep = neuron < neurons * tl.load(go + matrix * go_stride)
+        if HAS_MASK:
+            keep = neuron < neurons * tl.load(apply_mask + matrix * mask_stride)
         tl.store(places, moment, mask=keep)
         # The maximum keeps NaN, as the twin does.
         inverse_root = tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(moment, eps, propagate_nan=tl.PropagateNan.ALL)))
@@ -164,7 +164,7 @@ def _factor_kernel(
 
 
 def advance_neuron_factors_(
-    update: Tensor, moments: Tensor, scale: Tensor, *, beta: float, go: Tensor | None
+    update: Tensor, moments: Tensor, scale: Tensor, *, beta: float, apply_mask: Tensor | None
 ) -> Tensor:
     """Advance NorMuon's second moments; return the factors that even out the neurons, times the learning-rate scale.
 
@@ -178,10 +178,10 @@ def advance_neuron_factors_(
             which are changed.
         scale: (b, 1, 1) float32.
         beta: averaging coefficient in [0, 1).
-        go: () or (b,) int32 on the device, 1 or 0: at 0 no second moment is written. None for always.
+        apply_mask: () or (b,) int32 on the device, 1 or 0: at 0 no second moment is written. None for always.
 
     Returns:
-        (b, m, 1), or (b, 1, n) where m < n, float32. The bits of a matrix do not depend on b, on strides or on `go`.
+        (b, m, 1), or (b, 1, n) where m < n, float32. A matrix' bits depend neither on b nor strides nor `apply_mask`.
     """
     count, m, n = update.shape
     is_tall = m >= n
@@ -208,7 +208,7 @@ def advance_neuron_factors_(
         BLOCK=_SUM_BLOCK,
         num_warps=_SUM_WARPS,
     )
-    flags, flags_stride = flags_of(go, moments)
+    flags, flags_stride = flags_of(apply_mask, moments)
     launch(
         _factor_kernel,
         (count,),
@@ -224,7 +224,7 @@ def advance_neuron_factors_(
         float(entries),
         1.0 - beta,
         _EPS,
-        GUARDED=go is not None,
+        HAS_MASK=apply_mask is not None,
         LOG_SEGMENTS=_LOG_SEGMENTS,
         LOG_BLOCK=factor_block.bit_length() - 1,
         num_warps=factor_block // _NEURONS_PER_WARP,

@@ -1,4 +1,4 @@
-"""The mean over ranks of a table's rows of which each rank sent only some. The twin is in `optim/plan/row_division.py`.
+"""The mean over ranks of a table's rows of which each rank sent only some. The twin is in `optim/plan/row_sharding.py`.
 
 Import this module only where Triton is installed (see `dispatch.py`).
 """

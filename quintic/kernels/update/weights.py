@@ -21,12 +21,12 @@ MASTER = {None: 0, torch.float32: 1, torch.uint16: 2}
 """Dtype of masters -> value of a kernel's constant MASTER; see optim/rules/precision.py."""
 
 
-def flags_of(go: Tensor | None, unread: Tensor) -> tuple[Tensor, int]:
-    """Return a kernel's argument for `go`, () or one entry for each tensor, and the stride of its entries.
+def flags_of(apply_mask: Tensor | None, unread: Tensor) -> tuple[Tensor, int]:
+    """Return a kernel's argument for `apply_mask`, () or one entry for each tensor, and the stride of its entries.
 
     None becomes `unread`, any tensor at hand: the kernel does not read it.
     """
-    return (unread, 0) if go is None else (go, 0 if go.ndim == 0 else go.stride(0))
+    return (unread, 0) if apply_mask is None else (apply_mask, 0 if apply_mask.ndim == 0 else apply_mask.stride(0))
 
 
 @triton.jit

@@ -30,8 +30,8 @@ from quintic.optim.groups.options import OPTIONS, Group, is_old_option
 from quintic.optim.groups.ties import ties_of
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
-from quintic.optim.state.parts import DividedState, divided_parameters, part_of_saved
 from quintic.optim.state.placement import init_state
+from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
 from quintic.optim.state.state import CODE_KEYS, copy_, piece_of, saved_tensor
 
 __all__ = ["Loaded", "check_is_state_dict", "load_state"]
@@ -105,7 +105,7 @@ def load_state(
         raise ValueError("the saved optimizer state has no parameter groups, or one of them has no 'params'")
     # Match parameters.
     matches = matched(groups, saved_groups, strict=strict)
-    divided, frozen = divided_parameters(typed), state_dict.get("frozen") or ()
+    sharded, frozen = sharded_parameters(typed), state_dict.get("frozen") or ()
     copies: list[tuple[Tensor, Tensor]] = []  # (target, source)
     made: dict[Tensor, dict[str, Tensor]] = {}  # new state of parameters that have none here
     matched_params = {match.param for match in matches}
@@ -133,11 +133,11 @@ def load_state(
         own = state.get(param, {})
         # The parameter is frozen here and has no state: make some, to keep the saved values for when it is unfrozen.
         if own.keys().isdisjoint(STATE_KEYS):
-            parts = divided[param].own if param in divided else None
+            shards = sharded[param].local if param in sharded else None
             # Outside inference mode, since its tensors could not be changed by later steps.
             with torch.inference_mode(False), torch.no_grad():
-                own = made[param] = init_state(param, typed[number], parts)
-        copies += _matched_state(name, param, own, saved, saved_key, divided.get(param))
+                own = made[param] = init_state(param, typed[number], shards)
+        copies += _matched_state(name, param, own, saved, saved_key, sharded.get(param))
     # Restore options, on copies of the groups, and check them; renamed parameters may be named in `tied_to`.
     names = adopted_names(groups, matches)
     restored = _restored_options(groups, saved_groups, matches)
@@ -277,7 +277,7 @@ def _matched_state(
     state: Mapping[str, Tensor],
     saved: Mapping[str, Any],
     saved_key: Any,
-    divided: DividedState | None,
+    sharded: ShardedState | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (tensor of this rank's state, saved tensor to copy into it) of a parameter; a ValueError if one misfits."""
     needed = {key: state[key] for key in state if key in STATE_KEYS}  # other keys are the user's
@@ -290,8 +290,8 @@ def _matched_state(
         what = f"{name}: saved {key}"
         source = saved_tensor(saved[key], what)
         # Sharded state: this rank owns ranges of the parameter's memory.
-        if divided is not None and key in PARAM_SHAPED_STATE:
-            yield from part_of_saved(what, param, divided, target, source)
+        if sharded is not None and key in PARAM_SHAPED_STATE:
+            yield from shard_of_saved(what, param, sharded, target, source)
             continue
         if source.shape != target.shape:
             message = f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(target.shape)}"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import has_process_group
 from quintic.optim.layout.layouts import is_dtensor
-from quintic.optim.rules.numbers import plain
+from quintic.optim.rules.numbers import to_python_scalar
 from quintic.optim.rules.rule import MANTISSA
 from quintic.optim.rules.table import STATE_KEYS
 from quintic.optim.state.state import CODE_KEYS
@@ -67,7 +67,7 @@ def _plain(value: Any) -> Any:
     """Return an option, or a tuple of them, with Python's numbers in place of NumPy's."""
     if type(value) is tuple:
         return tuple(map(_plain, value))
-    return plain(value)
+    return to_python_scalar(value)
 
 
 def with_mantissas(states: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:

@@ -23,7 +23,7 @@ from quintic.optim.comms.collectives import (
     this_rank,
     warm_up,
 )
-from quintic.optim.comms.sharing import bound_ranks
+from quintic.optim.comms.sharing import user_linked_ranks
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout
 
@@ -36,7 +36,7 @@ class Communicators:
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         # Second groups of the same ranks, for the row masks of `sparse_rows.py`, whose collectives run concurrently.
-        self._groups_of_marks: dict[tuple[int, ...], ProcessGroup] = {}
+        self._sparse_groups: dict[tuple[int, ...], ProcessGroup] = {}
         # (process group, device type) whose ranks are connected.
         self._warm: set[tuple[ProcessGroup, str]] = set()
         # Ranks of a group -> a number for each of them, equal for ranks on the same host.
@@ -49,7 +49,7 @@ class Communicators:
         """
         for group, of_group in zip(groups, layouts, strict=True):
             # Ranks that the user links although they share no parameter.
-            bound = bound_ranks(group)
+            bound = user_linked_ranks(group)
             if bound:
                 self._find(bound, group.params[0].device, _candidates(group.params[0], group))
             for param, layout in zip(group.params, of_group, strict=True):
@@ -60,9 +60,9 @@ class Communicators:
                 self._find(ranks, param.device, _candidates(param, group))
                 # Sparse tables need a second group, see above.
                 if group.comms == "sharded_sparse":
-                    if ranks not in self._groups_of_marks:
-                        self._groups_of_marks[ranks] = new_group(ranks)
-                    self._warm_up(self._groups_of_marks[ranks], param.device)
+                    if ranks not in self._sparse_groups:
+                        self._sparse_groups[ranks] = new_group(ranks)
+                    self._warm_up(self._sparse_groups[ranks], param.device)
 
     def _find(
         self, ranks: tuple[int, ...], device: torch.device, candidates: Iterable[ProcessGroup | None]
@@ -97,9 +97,9 @@ class Communicators:
         """
         return self._find(ranks, device, [default_group()])
 
-    def of_marks(self, ranks: tuple[int, ...]) -> ProcessGroup:
+    def sparse_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """Return the process group of these ranks that only `sparse_rows.py` uses."""
-        return self._groups_of_marks[ranks]
+        return self._sparse_groups[ranks]
 
 
 def _candidates(param: Tensor, group: Group) -> Iterable[ProcessGroup | None]:

@@ -22,22 +22,22 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import ProcessGroup, all_agree_, all_gather_values, start_all_max, this_rank
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.comms.sharing import bound_ranks
+from quintic.optim.comms.sharing import user_linked_ranks
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, local_tensor
-from quintic.optim.rules.device_memory import host_tensor, upload
+from quintic.optim.rules.device import host_tensor, upload
 
-__all__ = ["Connected", "Facts", "exchanged", "facts_of", "num_rounds"]
+__all__ = ["Connected", "RankInfo", "gather_rank_info", "local_rank_info", "num_rounds"]
 
 Ranks: TypeAlias = tuple[int, ...]
 
 
-class Facts(NamedTuple):
+class RankInfo(NamedTuple):
     """The facts about one rank that all ranks connected with it must know."""
 
     sets: tuple[Ranks, ...]
     """The sets of ranks that it shares parameters with, or that its user links, in ascending order."""
-    asks: bool
+    guards_nonfinite: bool
     """Whether `on_nonfinite` of one of its groups is "skip" or "raise"."""
     raises: bool
     """Whether `on_nonfinite` of one of its groups is "raise"."""
@@ -51,17 +51,19 @@ class Facts(NamedTuple):
     """Why it cannot step, as an error message; None if it can."""
 
 
-def facts_of(groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]], problem: str | None = None) -> Facts:
+def local_rank_info(
+    groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]], problem: str | None = None
+) -> RankInfo:
     """Return the facts about this rank, with the problem that prevents its step, if any; nothing is communicated."""
     of_params = [layout for of_group in layouts for layout in of_group]  # None for a parameter of this rank only
     sharing = {tuple(sorted(layout.ranks)) for layout in of_params if layout and this_rank() in layout.ranks}
     # Ranks that the user links although they share no parameter.
-    bound = {bound_ranks(group) for group in groups} - {()}
-    asking = [group.on_nonfinite for group in groups if group.on_nonfinite != "propagate" and group.params]
-    return Facts(
+    bound = {user_linked_ranks(group) for group in groups} - {()}
+    policies = [group.on_nonfinite for group in groups if group.on_nonfinite != "propagate" and group.params]
+    return RankInfo(
         sets=tuple(sorted(sharing | bound)),
-        asks=bool(asking),
-        raises="raise" in asking,
+        guards_nonfinite=bool(policies),
+        raises="raise" in policies,
         devices=tuple(_devices(groups)),
         has_own=None in of_params,
         names=hashlib.sha256("\n".join(_names(groups)).encode()).hexdigest(),
@@ -69,19 +71,19 @@ def facts_of(groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]]
     )
 
 
-def exchanged(own: Facts, communicators: Communicators) -> dict[int, Facts]:
+def gather_rank_info(own: RankInfo, communicators: Communicators) -> dict[int, RankInfo]:
     """Return the facts about all connected ranks, by rank, this one included. All of these ranks must call it."""
     known = {this_rank(): own}
     rounds, is_over = 0, not own.sets
     while not is_over:
         # Groups in ascending order on all ranks, so that ranks cannot wait for each other in a circle.
         for ranks in own.sets:
-            for theirs in all_gather_values(known, communicators[ranks]):
-                known |= theirs
+            for info in all_gather_values(known, communicators[ranks]):
+                known |= info
             known = _interned(known)
         rounds += 1
         # Complete once every rank that a known set mentions is known itself.
-        sets_of = {rank: facts.sets for rank, facts in known.items()}
+        sets_of = {rank: info.sets for rank, info in known.items()}
         is_closed = all(rank in known for sets in sets_of.values() for ranks in sets for rank in ranks)
         # A rank may know everything before others do, and must then go on with the rounds that they need. All ranks
         # compute the same number of rounds, from the same facts.
@@ -90,7 +92,7 @@ def exchanged(own: Facts, communicators: Communicators) -> dict[int, Facts]:
 
 
 def num_rounds(sets_of: Mapping[int, Sequence[Ranks]]) -> int:
-    """Return the number of rounds of `exchanged` after which every rank knows the facts about all connected ranks.
+    """Return how many rounds of `gather_rank_info` it takes until every rank knows the facts about all others.
 
     `sets_of` has the sets of every connected rank. The rounds are simulated here, without messages.
     """
@@ -109,38 +111,38 @@ def num_rounds(sets_of: Mapping[int, Sequence[Ranks]]) -> int:
 class Connected:
     """The ranks that this rank skips steps and clips with, and what all of them know; equal on all of them."""
 
-    def __init__(self, facts: Mapping[int, Facts], groups: Sequence[Group], communicators: Communicators) -> None:
+    def __init__(self, infos: Mapping[int, RankInfo], groups: Sequence[Group], communicators: Communicators) -> None:
         self._groups, self._communicators = groups, communicators
         # Global ranks, in ascending order.
-        self.ranks = tuple(sorted(facts))
+        self.ranks = tuple(sorted(infos))
         # Whether this rank is connected with no other.
-        self.is_alone = len(facts) == 1
+        self.is_single_rank = len(infos) == 1
         # Whether a non-finite gradient on any of them skips the step, or raises.
-        self.asks = any(theirs.asks for theirs in facts.values())
+        self.guards_nonfinite = any(info.guards_nonfinite for info in infos.values())
         # Whether it raises on any of them: then it raises on all.
-        self.may_raise = any(theirs.raises for theirs in facts.values())
+        self.may_raise = any(info.raises for info in infos.values())
         # Whether every parameter is on all of them, so that their numbers are equal anyway.
-        self._all_share_all = all(theirs.sets == (self.ranks,) and not theirs.has_own for theirs in facts.values())
-        self._have_equal_names = len({theirs.names for theirs in facts.values()}) == 1
+        self._all_share_all = all(info.sets == (self.ranks,) and not info.has_own for info in infos.values())
+        self._have_equal_names = len({info.names for info in infos.values()}) == 1
         self._slots: dict[str, int] | None = None
-        own, shared = _devices(groups), set.intersection(*(set(theirs.devices) for theirs in facts.values()))
+        own, shared = _devices(groups), set.intersection(*(set(info.devices) for info in infos.values()))
         # They communicate on a type of device that all of them have; preferably not the CPU, where the host would wait.
         kind = min(shared, key=lambda name: (name == "cpu", name), default="cpu")
         self.device = own.get(kind, torch.device("cpu"))
 
     def connect(self) -> None:
         """Make the process group of the connected ranks now if steps will need it. All of them must call it."""
-        if self.asks and not self.is_alone:
+        if self.guards_nonfinite and not self.is_single_rank:
             self._process_group()
 
     def all_agree_(self, flags: Tensor) -> None:
         """Replace each int32 flag on `device` by the smallest of all connected ranks. All of them must call it."""
-        if not self.is_alone:
+        if not self.is_single_rank:
             all_agree_(flags, self._process_group())
 
-    def every(self, value: str | None) -> dict[int, str | None]:
+    def all_gather(self, value: str | None) -> dict[int, str | None]:
         """Return the values of all connected ranks, by rank; waits. All of them must call it."""
-        if self.is_alone:
+        if self.is_single_rank:
             return {this_rank(): value}
         return dict(zip(self.ranks, all_gather_values(value, self._process_group()), strict=True))
 
@@ -154,7 +156,7 @@ class Connected:
         The sum has the same bits on all ranks. Where several ranks have a parameter of one name, the largest value
         counts: ranks that share the parameter have equal values, and of others it is unknown whether they are copies.
         """
-        if self.is_alone or self._all_share_all:
+        if self.is_single_rank or self._all_share_all:
             return values.sum()
         # One slot for each name on any rank, and one that tells of a NaN: (slots + 1,).
         slots = self._slots_of_names()
@@ -196,10 +198,10 @@ def _devices(groups: Sequence[Group]) -> dict[str, torch.device]:
     return dict(sorted(by_type.items()))
 
 
-def _interned(known: Mapping[int, Facts]) -> dict[int, Facts]:
+def _interned(known: Mapping[int, RankInfo]) -> dict[int, RankInfo]:
     """Return the facts with equal sets of ranks made one object, which pickle then writes once."""
     distinct: dict[Ranks, Ranks] = {}
     return {
-        rank: facts._replace(sets=tuple(distinct.setdefault(ranks, ranks) for ranks in facts.sets))
-        for rank, facts in known.items()
+        rank: info._replace(sets=tuple(distinct.setdefault(ranks, ranks) for ranks in info.sets))
+        for rank, info in known.items()
     }

@@ -15,12 +15,20 @@ from quintic.optim.comms.collectives import group_ranks, has_process_group, this
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, layout_of, replicated_layout
 
-__all__ = ["AVERAGING", "DIVIDING", "bound_ranks", "dividing_ranks", "layouts_of", "ranks_of", "travelling"]
+__all__ = [
+    "AVERAGING",
+    "SHARDED_MODES",
+    "gather_layouts",
+    "layouts_of",
+    "ranks_of",
+    "sharding_ranks",
+    "user_linked_ranks",
+]
 
-DIVIDING = ("sharded", "sharded_sparse")
+SHARDED_MODES = ("sharded", "sharded_sparse")
 """Values of `comms` with which state is sharded among ranks."""
 
-AVERAGING = ("replicated", *DIVIDING)
+AVERAGING = ("replicated", *SHARDED_MODES)
 """Values of `comms` with which the optimizer averages gradients over ranks."""
 
 
@@ -46,7 +54,7 @@ def layouts_of(group: Group) -> list[Layout | None]:
     return layouts
 
 
-def bound_ranks(group: Group) -> tuple[int, ...]:
+def user_linked_ranks(group: Group) -> tuple[int, ...]:
     """Return the ranks, in ascending order, that a user links by `process_group` although `comms` is "none".
 
     They skip steps and clip as one, like ranks that share parameters. Empty if the group links none.
@@ -64,12 +72,12 @@ def ranks_of(layouts: Sequence[Layout | None]) -> tuple[int, ...]:
     return next((tuple(sorted(layout.ranks)) for layout in layouts if layout is not None), ())
 
 
-def dividing_ranks(group: Group, layouts: Sequence[Layout | None]) -> tuple[int, ...]:
+def sharding_ranks(group: Group, layouts: Sequence[Layout | None]) -> tuple[int, ...]:
     """Return the ranks that a group's state is sharded over, in ascending order; empty if each rank has it whole."""
-    return ranks_of(layouts) if group.comms in DIVIDING else ()
+    return ranks_of(layouts) if group.comms in SHARDED_MODES else ()
 
 
-def travelling(group: Group, layouts: Sequence[Layout | None]) -> list[Layout | None]:
+def gather_layouts(group: Group, layouts: Sequence[Layout | None]) -> list[Layout | None]:
     """Return the layout of each parameter whose matrices are sent to an owner; None for the others.
 
     The others are stepped where they are: AdamW's parameters, `DTensor`s that every rank of the mesh holds whole, and

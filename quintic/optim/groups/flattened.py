@@ -16,7 +16,7 @@ __all__ = ["FLATTENED_REMEDY", "check_group_is_whole", "check_is_not_flattened"]
 
 FLATTENED_REMEDY = (
     "matrices cannot be orthogonalised from such pieces; shard the model with "
-    "torch.distributed.fsdp.fully_shard (FSDP2), or keep it whole on all ranks, without any wrapper, and divide state "
+    "torch.distributed.fsdp.fully_shard (FSDP2), or keep it whole on all ranks, without any wrapper, and shard state "
     "and work with quintic.Muon(..., comms='sharded'), which averages gradients, too"
 )
 

@@ -19,7 +19,7 @@ from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.groups.names import resolve_name
 from quintic.optim.layout.views import View
 from quintic.optim.polar.forms import Method, Polynomials
-from quintic.optim.rules.numbers import host_value
+from quintic.optim.rules.numbers import cpu_scalar_or_none
 from quintic.optim.rules.rule import Algorithm, UpdateRule
 from quintic.optim.rules.table import rule_of
 from quintic.optim.rules.update import AdjustLr, Cautious, DecayCoupling
@@ -117,7 +117,7 @@ class Group:
         params, names = tuple(group["params"]), tuple(group["param_names"])
         options = dict(zip(_OPTIONS, values, strict=True))
         scheduled = chain.from_iterable(v if isinstance(v, tuple | list) else (v,) for v in map(group.get, _SCHEDULED))
-        numbers = [(value, host_value(value)) for value in scheduled]
+        numbers = [(value, cpu_scalar_or_none(value)) for value in scheduled]
         host_values = tuple((value, number) for value, number in numbers if number is not None)
         idle = frozenset(i for i, param in enumerate(params) if not needs_state(param) and param not in awake)
         return cls(
@@ -150,7 +150,7 @@ class Group:
 
     @property
     def hyperparameters(self) -> tuple[Number, ...]:
-        """Return the hyperparameters that schedules change, in the order of `device_memory.HYPERPARAMETERS`."""
+        """Return the hyperparameters that schedules change, in the order of `device.HYPERPARAMETERS`."""
         return (self.lr, self.weight_decay, self.momentum, *self.betas, self.eps)
 
     @property

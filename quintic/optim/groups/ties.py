@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quintic.optim.groups.options import Group, found_parameter
 from quintic.optim.layout.layouts import gradient_dtype, is_dtensor, reject_sparse, writable_gradient
-from quintic.optim.rules.device_memory import is_capturing
+from quintic.optim.rules.device import is_capturing
 
 __all__ = ["Tie", "check_shapes", "ties_of"]
 

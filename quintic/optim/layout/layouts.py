@@ -35,8 +35,8 @@ __all__ = [
     "mesh_layout",
     "numel_of",
     "placed_as",
+    "reject_plain_gradient",
     "reject_sparse",
-    "reject_uncut",
     "relative",
     "replicated_layout",
     "size_of",
@@ -49,7 +49,7 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 """A range (start, stop) for each dimension of the logical tensor; empty where start == stop."""
 
 # How one mesh dimension splits a tensor: (tensor dimension, split factor), see `mesh_layout`; None if it replicates.
-_Cut: TypeAlias = tuple[int, int] | None
+_MeshSplit: TypeAlias = tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +169,9 @@ def mesh_layout(shape: Sequence[int], mesh_ranks: Tensor | Sequence[Any], placem
     if len(placements) != mesh.ndim:
         raise ValueError(f"{len(placements)} placements {_text(placements)} on a mesh of {mesh.ndim} dimensions")
     # Placements become plain tuples, which `lru_cache` can hash.
-    cuts = tuple(_cut(placement, shape) for placement in placements)
+    splits = tuple(_split_of(placement, shape) for placement in placements)
     try:
-        return _mesh_layout(shape, tuple(mesh.shape), tuple(mesh.flatten().tolist()), cuts)
+        return _mesh_layout(shape, tuple(mesh.shape), tuple(mesh.flatten().tolist()), splits)
     except ValueError as error:
         raise ValueError(f"{error} (placements {_text(placements)}, mesh of shape {tuple(mesh.shape)})") from None
 
@@ -244,12 +244,16 @@ def reject_sparse(name: str, gradient: Tensor) -> None:
         raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
 
 
-def reject_uncut(name: str, param: Tensor, gradient: Tensor) -> None:
+def reject_plain_gradient(name: str, param: Tensor, gradient: Tensor) -> None:
     """Raise a ValueError that names the parameter if it is sharded and its gradient is a plain tensor.
 
     PyTorch lets users set `p.grad` to a whole plain tensor, but nothing tells whether all ranks have set equal ones.
     """
-    if is_dtensor(param) and not is_dtensor(gradient) and not all(cut.is_replicate() for cut in param.placements):
+    if (
+        is_dtensor(param)
+        and not is_dtensor(gradient)
+        and not all(placement.is_replicate() for placement in param.placements)
+    ):
         raise ValueError(
             f"{name}: its gradient is a plain tensor, and the parameter a DTensor with placements "
             f"{_text(param.placements)}; make it a DTensor as well, with torch.distributed.tensor.distribute_tensor if "
@@ -274,7 +278,7 @@ def local_gradients(params: Sequence[Tensor], names: Sequence[str]) -> list[Tens
         # A plain gradient stays as it is; for a sharded parameter it is an error.
         if not isinstance(gradient, kind) or not isinstance(param, kind):
             if gradient is not None:
-                reject_uncut(names[number], param, gradient)
+                reject_plain_gradient(names[number], param, gradient)
             continue
         # Hundreds in every step: nearly all have the placements of their parameters, most even the same `_spec` object,
         # which is the quickest test.
@@ -326,7 +330,7 @@ def _text(placements: "Sequence[Placement]") -> str:
     return f"({', '.join(repr(placement) for placement in placements)})"
 
 
-def _cut(placement: "Placement", shape: tuple[int, ...]) -> _Cut:
+def _split_of(placement: "Placement", shape: tuple[int, ...]) -> _MeshSplit:
     """Return the tensor dimension that a placement splits, and its split factor; None for `Replicate`."""
     from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
@@ -343,7 +347,7 @@ def _cut(placement: "Placement", shape: tuple[int, ...]) -> _Cut:
 
 @lru_cache(maxsize=1024)
 def _mesh_layout(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], ranks: tuple[int, ...], cuts: tuple[_Cut, ...]
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], ranks: tuple[int, ...], splits: tuple[_MeshSplit, ...]
 ) -> Layout:
     # Integer arithmetic on tensors of the mesh's shape, one entry per rank. On the CPU explicitly, since the user may
     # have set another default device.
@@ -353,7 +357,7 @@ def _mesh_layout(
     for dim, size in enumerate(shape):
         # Each split narrows the range [start, start + length) of a rank to one chunk of it.
         start, length = torch.tensor(0, device=cpu), torch.tensor(size, device=cpu)
-        for mesh_dim in _cut_order(dim, mesh_shape, cuts):
+        for mesh_dim in _split_order(dim, mesh_shape, splits):
             # As torch.chunk: ceil(length / ranks) entries each, fewer or none on the last ranks.
             chunk = (length + (mesh_shape[mesh_dim] - 1)) // mesh_shape[mesh_dim]
             offset = torch.minimum(chunk * coordinates[mesh_dim], length)
@@ -363,28 +367,28 @@ def _mesh_layout(
         columns.append(list(zip(starts, stops, strict=True)))
     # The number of a copy: the coordinates in the mesh dimensions that replicate, in row-major order.
     copies = torch.tensor(0, device=cpu)
-    for mesh_dim, cut in enumerate(cuts):
-        if cut is None:
+    for mesh_dim, split in enumerate(splits):
+        if split is None:
             copies = copies * mesh_shape[mesh_dim] + coordinates[mesh_dim]
     # From a list per dimension to a box per rank; a 0-d tensor's box has no ranges.
     boxes = tuple(zip(*columns, strict=True)) if columns else ((),) * len(ranks)
     return Layout(shape, ranks, boxes, tuple(copies.expand(mesh_shape).flatten().tolist()))
 
 
-def _cut_order(dim: int, mesh_shape: tuple[int, ...], cuts: tuple[_Cut, ...]) -> list[int]:
+def _split_order(dim: int, mesh_shape: tuple[int, ...], splits: tuple[_MeshSplit, ...]) -> list[int]:
     """Return the mesh dimensions that split tensor dimension `dim`, in the order in which they are applied."""
     order: list[int] = []
     # From the last mesh dimension to the first, each inserted after the later ones that its split factor counts.
-    for mesh_dim in reversed(range(len(cuts))):
-        cut = cuts[mesh_dim]
-        if cut is None or cut[0] != dim or mesh_shape[mesh_dim] == 1:
+    for mesh_dim in reversed(range(len(splits))):
+        split = splits[mesh_dim]
+        if split is None or split[0] != dim or mesh_shape[mesh_dim] == 1:
             continue
         # The number of pieces after the first `count` splits; `Shard` has split factor 1 and so comes first.
         parts = [math.prod(mesh_shape[earlier] for earlier in order[:count]) for count in range(len(order) + 1)]
-        if cut[1] not in parts:
+        if split[1] not in parts:
             raise ValueError(
-                f"_StridedShard with split_factor {cut[1]} of mesh dimension {mesh_dim} must follow splits by later "
-                f"mesh dimensions that make {cut[1]} pieces of dimension {dim}, possible are {parts}"
+                f"_StridedShard with split_factor {split[1]} of mesh dimension {mesh_dim} must follow splits by later "
+                f"mesh dimensions that make {split[1]} pieces of dimension {dim}, possible are {parts}"
             )
-        order.insert(parts.index(cut[1]), mesh_dim)
+        order.insert(parts.index(split[1]), mesh_dim)
     return order

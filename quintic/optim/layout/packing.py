@@ -2,10 +2,10 @@
 
     pack      tensors, dense in any memory order  ->  buffer (entries,), cast to its dtype
     send      by `collectives.py`, buffer -> (ranks, entries)
-    mean      (ranks, entries)  ->  (entries,): summed in rank order in float32 or wider, divided, and rounded once
+    mean      (ranks, entries)  ->  (entries,): summed in rank order in float32 or wider, sharded, and rounded once
     unpack    buffer  ->  tensors
 
-Plain PyTorch here; the Triton twin is in `quintic/kernels/runs.py`.
+Plain PyTorch here; the Triton twin is in `quintic/kernels/spans.py`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
 from quintic.optim.layout.tables import ALIGNMENT, AddressTable, upload_programs
-from quintic.optim.rules.device_memory import host_tensor, upload
+from quintic.optim.rules.device import host_tensor, upload
 
-__all__ = ["Packing", "Run", "in_memory_order", "mean_in_order", "mean_of_ranks", "run_of"]
+__all__ = ["MemorySpan", "Packing", "in_memory_order", "mean_in_order", "mean_of_ranks", "span_of"]
 
 
-class Run(NamedTuple):
+class MemorySpan(NamedTuple):
     """A range of one tensor's memory, counted in entries, and its place in a buffer."""
 
     tensor: int
@@ -38,20 +38,20 @@ class Packing:
     The ranges must not overlap. The tensors may be others at each call, of the same sizes.
     """
 
-    def __init__(self, runs: Sequence[Run], kernels: Kernels, device: torch.device) -> None:
-        self._runs = [run for run in runs if run.stop > run.start]
-        self._sizes = [run.stop - run.start for run in self._runs]
-        self._tensors = list(dict.fromkeys(run.tensor for run in self._runs))
+    def __init__(self, spans: Sequence[MemorySpan], kernels: Kernels, device: torch.device) -> None:
+        self._spans = [span for span in spans if span.stop > span.start]
+        self._sizes = [span.stop - span.start for span in self._spans]
+        self._tensors = list(dict.fromkeys(span.tensor for span in self._spans))
         self._kernels, self._device = kernels, device
         self._table = AddressTable()
         # The kernels' tables that do not change, uploaded once: a place, a length and the programs of each range.
-        if kernels == "triton" and self._runs:
-            from quintic.kernels.runs import run_programs
+        if kernels == "triton" and self._spans:
+            from quintic.kernels.spans import span_programs
 
-            self._places = upload(host_tensor([run.place for run in self._runs]), device)
+            self._places = upload(host_tensor([span.place for span in self._spans]), device)
             self._numels = upload(host_tensor(self._sizes), device)
-            self._programs = upload_programs(run_programs(self._sizes), device)
-            self._alignments = {run.place % ALIGNMENT for run in self._runs}
+            self._programs = upload_programs(span_programs(self._sizes), device)
+            self._alignments = {span.place % ALIGNMENT for span in self._spans}
 
     def pack(self, tensors: Sequence[Tensor | None], buffer: Tensor) -> None:
         """Copy the ranges of dense tensors, None meaning zeros, into a contiguous (entries,) buffer of any dtype."""
@@ -59,7 +59,7 @@ class Packing:
             self._copy(tensors, buffer, packs=True)
             return
         # Plain PyTorch: one copy per range. The kernels copy all of them in one launch.
-        for (number, start, _, place), size in zip(self._runs, self._sizes, strict=True):
+        for (number, start, _, place), size in zip(self._spans, self._sizes, strict=True):
             source, target = tensors[number], buffer[place : place + size]
             # A range of memory is (size,) with stride one, for any shape and memory order of the tensor.
             if source is None:
@@ -73,14 +73,14 @@ class Packing:
             self._copy(tensors, buffer, packs=False)
             return
         flat = buffer.view(-1)  # also of a buffer (ranks, entries)
-        for (number, start, _, place), size in zip(self._runs, self._sizes, strict=True):
+        for (number, start, _, place), size in zip(self._spans, self._sizes, strict=True):
             target = tensors[number]
             target.as_strided((size,), (1,), target.storage_offset() + start).copy_(flat[place : place + size])
 
     def _copy(self, tensors: Sequence[Tensor | None], buffer: Tensor, *, packs: bool) -> None:
-        from quintic.kernels.runs import copy_runs_
+        from quintic.kernels.spans import copy_spans_
 
-        if not self._runs:
+        if not self._spans:
             return
         # All tensors have one dtype; address 0 stands for a missing tensor.
         dtype = next((tensor.dtype for tensor in tensors if tensor is not None), buffer.dtype)
@@ -88,7 +88,7 @@ class Packing:
 
         # (ranges,) int64: the address of the first entry of each range.
         def addresses() -> Tensor:
-            rows = ((bases[run.tensor], run.start) for run in self._runs)
+            rows = ((bases[span.tensor], span.start) for span in self._spans)
             return host_tensor([base + start * dtype.itemsize if base else 0 for base, start in rows])
 
         # Uploaded only if a tensor has moved since the last call.
@@ -96,7 +96,7 @@ class Packing:
         # Both ends of every copy must be aligned for the faster kernel: the tensors' ranges and their places.
         base, width = buffer.data_ptr(), buffer.itemsize
         is_aligned = all((base + place * width) % ALIGNMENT == 0 for place in self._alignments)
-        copy_runs_(
+        copy_spans_(
             table,
             self._places,
             self._numels,
@@ -111,10 +111,10 @@ class Packing:
 def in_memory_order(tensor: Tensor) -> Tensor:
     """Return the entries of a tensor without gaps as a (numel,) view, in the order of its memory."""
     # Unlike `flatten`, this copies no transposed or channels_last tensor.
-    return run_of(tensor, 0, tensor.numel())
+    return span_of(tensor, 0, tensor.numel())
 
 
-def run_of(tensor: Tensor, start: int, numel: int) -> Tensor:
+def span_of(tensor: Tensor, start: int, numel: int) -> Tensor:
     """Return `in_memory_order(tensor)[start : start + numel]`, (numel,), in one operation."""
     return tensor.as_strided((numel,), (1,), tensor.storage_offset() + start)
 
@@ -124,7 +124,7 @@ def mean_of_ranks(received: Tensor, kernels: Kernels, out: Tensor | None = None)
     if out is None:
         out = received.new_empty(received.shape[1:])
     if kernels == "triton":
-        from quintic.kernels.runs import mean_of_ranks_
+        from quintic.kernels.spans import mean_of_ranks_
 
         return mean_of_ranks_(received, out)
     return mean_in_order(received.unbind(), out)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quintic.optim.rules.device_memory import is_capturing, upload
+from quintic.optim.rules.device import is_capturing, upload
 
 if TYPE_CHECKING:  # needs Triton
     from quintic.kernels.programs import TilePrograms

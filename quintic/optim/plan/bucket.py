@@ -3,7 +3,7 @@
 Local       this rank has weights, gradients and state whole
 Gathered    matrices lie in pieces on several ranks, or every rank has them and ranks divide the work: directions come
             to an owner, updates go back to the pieces (FSDP2, tensor parallelism, `comms="averaged"`)
-Divided     every rank has the weights and a gradient of its own, state lies with owners: gradients come to the owners,
+Sharded     every rank has the weights and a gradient of its own, state lies with owners: gradients come to the owners,
             new weights go back to all ranks (`comms="sharded"`)
 
 Buckets are frozen, follow from the groups alone, and hold no tensors. `step/bucket_step.py` steps them.
@@ -22,15 +22,15 @@ from quintic.kernels.dispatch import Kernels
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.views import Unit, View, is_plain, is_transposed
 from quintic.optim.plan.exchange import Exchange
-from quintic.optim.plan.members import Kind, Member, direction_dtype, update_dtype
+from quintic.optim.plan.members import BucketMember, Kind, direction_dtype, update_dtype
 from quintic.optim.plan.offload_size import Offloaded
-from quintic.optim.plan.row_division import RowDivision
+from quintic.optim.plan.row_sharding import RowSharding
 from quintic.optim.plan.schedule import Stages
 from quintic.optim.polar.forms import Form
 from quintic.optim.rules.rule import UpdateRule
-from quintic.optim.state.parts import Part
+from quintic.optim.state.shards import StateShard
 
-__all__ = ["Bucket", "Divided", "DividedMatrices", "DividedTable", "Gathered", "Local", "ParameterUnit", "Units"]
+__all__ = ["Bucket", "Gathered", "Local", "ParameterUnit", "Sharded", "ShardedMatrices", "ShardedTable", "Units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class Units:
     """How a unit is divided into matrices."""
     kinds: tuple[Kind, ...]
     """One for each matrix of a unit."""
-    everywhere: tuple[ParameterUnit, ...]
+    all: tuple[ParameterUnit, ...]
     """The units of all ranks, in the order of their owners."""
-    owned: slice
+    local_slice: slice
     """The places of the units that this rank orthogonalises."""
 
     @cached_property
@@ -86,17 +86,17 @@ class Units:
         return max((update_dtype(kind.form, dtype) for kind in self.kinds), key=lambda one: one.itemsize)
 
     @cached_property
-    def own(self) -> tuple[ParameterUnit, ...]:
+    def local(self) -> tuple[ParameterUnit, ...]:
         """The units that this rank orthogonalises."""
-        return self.everywhere[self.owned]
+        return self.all[self.local_slice]
 
     @cached_property
-    def own_matrices(self) -> list[list[Member]]:
+    def local_matrices(self) -> list[list[BucketMember]]:
         """For each kind the matrices of the units that this rank orthogonalises, as entries of a bucket."""
         return [
             [
-                Member(name=unit.name, index=unit.index, num_matrices=1, first_matrix=unit.first_matrices[number])
-                for unit in self.own
+                BucketMember(name=unit.name, index=unit.index, num_matrices=1, first_matrix=unit.first_matrices[number])
+                for unit in self.local
             ]
             for number, _ in enumerate(self.kinds)
         ]
@@ -118,13 +118,13 @@ class Units:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Common:
+class _BucketBase:
     """The base of all kinds of buckets."""
 
     rule: UpdateRule
     group: int
     """Position of the parameter group in `optimizer.param_groups`."""
-    members: tuple[Member, ...]
+    members: tuple[BucketMember, ...]
     """This rank's entries of the bucket: matrices, pieces or whole parameters."""
     shape: tuple[int, int] | None = None
     """(m, n) of every matrix; None for AdamW."""
@@ -179,17 +179,17 @@ class _Common:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local(_Common):
+class Local(_BucketBase):
     """A bucket that this rank has whole: matrices of parameters, or for AdamW whole parameters."""
 
     workspace_bytes: int
     """Upper bound of the temporary memory this bucket's batched computation needs."""
-    travels = False
+    needs_comm = False
     ranks = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shared(_Common):
+class _Shared(_BucketBase):
     """A bucket shared with other ranks, stepped in three stages with a message between each two."""
 
     stages: Stages
@@ -211,7 +211,7 @@ class Gathered(_Shared):
     exchange: Exchange
 
     @cached_property
-    def travels(self) -> bool:
+    def needs_comm(self) -> bool:
         """Whether stepping it needs collectives, which all ranks run in the same order."""
         return not self.exchange.is_local
 
@@ -228,56 +228,58 @@ class Gathered(_Shared):
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the bucket's parameters, of all ranks."""
-        return tuple(unit.name for unit in self.units.everywhere)
+        return tuple(unit.name for unit in self.units.all)
 
     @property
     def num_parts(self) -> int:
         """Return the number of units in the bucket."""
-        return len(self.units.everywhere)
+        return len(self.units.all)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divided(_Shared):
+class Sharded(_Shared):
     """Pieces of parameters, each with an owner that has their state; `members` are this rank's pieces."""
 
     ranks: tuple[int, ...]
     position: int
     """This rank's place among them."""
-    parts: tuple[Part, ...]
+    shards: tuple[StateShard, ...]
     """In the order of their owners."""
     is_direct: bool
     """Whether the pieces are one whole parameter, in the order of its memory: then messages need no packing."""
-    travels = True
+    needs_comm = True
 
     @cached_property
     def of_owners(self) -> list[slice]:
         """For each rank the places of the pieces that it owns."""
-        stops = list(accumulate(Counter(part.owner for part in self.parts)[owner] for owner in range(len(self.ranks))))
+        stops = list(
+            accumulate(Counter(shard.owner for shard in self.shards)[owner] for owner in range(len(self.ranks)))
+        )
         return [slice(start, stop) for start, stop in pairwise([0, *stops])]
 
     @cached_property
-    def owned(self) -> slice:
+    def local_slice(self) -> slice:
         """The places of the pieces that this rank owns."""
         return self.of_owners[self.position]
 
     @cached_property
-    def own(self) -> tuple[Part, ...]:
+    def local(self) -> tuple[StateShard, ...]:
         """The pieces that this rank owns."""
-        return self.parts[self.owned]
+        return self.shards[self.local_slice]
 
     @cached_property
     def entries(self) -> list[int]:
         """The number of entries that each rank owns."""
-        return [sum(part.numel for part in self.parts[of_owner]) for of_owner in self.of_owners]
+        return [sum(shard.numel for shard in self.shards[of_owner]) for of_owner in self.of_owners]
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the bucket's parameters, of all ranks."""
-        return tuple(part.name for part in self.parts)
+        return tuple(shard.name for shard in self.shards)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DividedMatrices(Divided):
+class ShardedMatrices(Sharded):
     """Sharded parameters of a Muon group: each piece is a unit."""
 
     units: Units
@@ -285,14 +287,14 @@ class DividedMatrices(Divided):
     @property
     def num_parts(self) -> int:
         """Return the number of units in the bucket."""
-        return len(self.units.everywhere)
+        return len(self.units.all)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DividedTable(Divided):
+class ShardedTable(Sharded):
     """A sharded embedding table whose gradient travels by touched rows only (`comms="sharded_sparse"`)."""
 
-    rows: RowDivision
+    rows: RowSharding
 
     @property
     def method(self) -> str:
@@ -300,4 +302,4 @@ class DividedTable(Divided):
         return f"{super().method}, sparse"
 
 
-Bucket: TypeAlias = Local | Gathered | Divided
+Bucket: TypeAlias = Local | Gathered | Sharded

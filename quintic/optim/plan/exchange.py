@@ -26,7 +26,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
 from quintic.optim.layout.layouts import Box, numel_of, relative, size_of
 
-__all__ = ["Cargo", "Exchange", "Traffic", "per_key", "traffic_of"]
+__all__ = ["Exchange", "ExchangeBytes", "RankTraffic", "segment_sum", "traffic_of"]
 
 
 class Amounts(NamedTuple):
@@ -69,7 +69,7 @@ class Exchange:
         return self.counts[self.position]
 
     @cached_property
-    def owned(self) -> slice:
+    def local_slice(self) -> slice:
         """Return the places, among all units, of the units that this rank orthogonalises."""
         first = sum(self.counts[: self.position])
         return slice(first, first + self.num_owned)
@@ -144,7 +144,7 @@ class Exchange:
         """
         if self.is_local or self.is_replicated:
             # The units are among the pieces, which they keep alive.
-            own = pieces[self.owned].view(self.num_owned, *self.unit_shape)
+            own = pieces[self.local_slice].view(self.num_owned, *self.unit_shape)
             return lambda: own
         send = pieces
         if not all(self._same_copy):
@@ -195,7 +195,7 @@ class Exchange:
             return lambda: owned
         if self.is_sparse:
             received = owned.new_empty((self.num_units, *owned.shape[1:]))
-            received[self.owned] = owned
+            received[self.local_slice] = owned
             return start_broadcasts(received, self.counts, group).wait
         # An all-gather takes equally many units of every rank: those with fewer send padding.
         most = max(self.counts)
@@ -214,7 +214,7 @@ class Exchange:
         return without_padding
 
 
-class Cargo(NamedTuple):
+class ExchangeBytes(NamedTuple):
     """An exchange, and the bytes of each entry and unit that it moves."""
 
     exchange: Exchange
@@ -226,49 +226,54 @@ class Cargo(NamedTuple):
     """Bytes of one unit's factors and second moments with NorMuon, which every rank gets with a scatter; else 0."""
 
 
-class Traffic(NamedTuple):
+class RankTraffic(NamedTuple):
     """Bytes that each rank sends and receives, gathering and scattering, (ranks,) int64."""
 
     sent: Tensor
     received: Tensor
 
 
-def traffic_of(cargo: Cargo, places: Tensor | None = None) -> Traffic:
+def traffic_of(exchange_bytes: ExchangeBytes, places: Tensor | None = None) -> RankTraffic:
     """Return the bytes that each rank sends to other places, and receives from them, in an exchange that is not local.
 
     Args:
-        cargo: the exchange.
+        exchange_bytes: the exchange.
         places: (ranks,) int64, whole numbers from 0, such as the host of each rank; None if every rank is a place of
             its own.
     """
-    exchange = cargo.exchange
+    exchange = exchange_bytes.exchange
     counts, copies = (torch.tensor(values, device="cpu") for values in (exchange.counts, exchange.copies))
     pieces = torch.tensor(exchange.numels, device="cpu")
     places = torch.arange(len(counts), device="cpu") if places is None else places
-    elsewhere, owned_elsewhere = len(counts) - per_key(torch.ones_like(counts), places), _elsewhere(counts, places)
+    elsewhere, owned_elsewhere = (
+        len(counts) - segment_sum(torch.ones_like(counts), places),
+        _off_rank_sum(counts, places),
+    )
     if exchange.is_sparse:  # broadcasts, without padding
         given, taken = counts * elsewhere, owned_elsewhere
     else:  # all-gathers, in which every rank sends as much as the one with most units
         given = taken = max(exchange.counts) * elsewhere
     if exchange.is_replicated:
-        each = math.prod(exchange.unit_shape) * cargo.update + cargo.factors
-        return Traffic(each * given, each * taken)
+        each = math.prod(exchange.unit_shape) * exchange_bytes.update + exchange_bytes.factors
+        return RankTraffic(each * given, each * taken)
     # A gather stays within a copy of the parameters, a scatter reaches all of them.
     of_copy = copies * (int(places.max()) + 1) + places
-    gather_sent = pieces * (per_key(counts, copies) - per_key(counts, of_copy))
-    gather_received = counts * (per_key(pieces, copies) - per_key(pieces, of_copy))
-    scatter_sent, scatter_received = counts * _elsewhere(pieces, places), pieces * owned_elsewhere
-    return Traffic(
-        gather_sent * cargo.direction + scatter_sent * cargo.update + given * cargo.factors,
-        gather_received * cargo.direction + scatter_received * cargo.update + taken * cargo.factors,
+    gather_sent = pieces * (segment_sum(counts, copies) - segment_sum(counts, of_copy))
+    gather_received = counts * (segment_sum(pieces, copies) - segment_sum(pieces, of_copy))
+    scatter_sent, scatter_received = counts * _off_rank_sum(pieces, places), pieces * owned_elsewhere
+    return RankTraffic(
+        gather_sent * exchange_bytes.direction + scatter_sent * exchange_bytes.update + given * exchange_bytes.factors,
+        gather_received * exchange_bytes.direction
+        + scatter_received * exchange_bytes.update
+        + taken * exchange_bytes.factors,
     )
 
 
-def per_key(values: Tensor, keys: Tensor) -> Tensor:
+def segment_sum(values: Tensor, keys: Tensor) -> Tensor:
     """Return for each position the sum of the values whose keys, whole numbers from 0, are that position's."""
     return values.new_zeros(int(keys.max()) + 1).index_add_(0, keys, values)[keys]
 
 
-def _elsewhere(values: Tensor, places: Tensor) -> Tensor:
+def _off_rank_sum(values: Tensor, places: Tensor) -> Tensor:
     """Return for each position the sum of the values whose place is another one."""
-    return values.sum() - per_key(values, places)
+    return values.sum() - segment_sum(values, places)

@@ -24,12 +24,12 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Box, Layout, intersection, local_tensor, relative, size_of
 from quintic.optim.layout.views import Unit, View
 from quintic.optim.plan.bucket import Gathered, ParameterUnit, Units
-from quintic.optim.plan.exchange import Cargo, Exchange
-from quintic.optim.plan.members import Member, kinds_of
-from quintic.optim.plan.memory.buckets import different, piece_entries, stages_of_units
-from quintic.optim.plan.memory.workspace import Matrices, width_of
-from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
+from quintic.optim.plan.exchange import Exchange, ExchangeBytes
+from quintic.optim.plan.members import BucketMember, kinds_of
+from quintic.optim.plan.offload_size import POOL_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.schedule import Stages
+from quintic.optim.plan.workspace.buckets import distinct_by_memory, piece_entries, stages_of_units
+from quintic.optim.plan.workspace.matrices import WorkspaceSpec, width_of
 from quintic.optim.state.owners import assign_owners, balance, loads_of
 
 __all__ = ["SharedBucket", "gathered_buckets", "shared_buckets"]
@@ -38,23 +38,23 @@ __all__ = ["SharedBucket", "gathered_buckets", "shared_buckets"]
 _TOLERANCE = 1.25
 
 
-class Key(NamedTuple):
+class BucketKey(NamedTuple):
     """The properties that all units of a bucket share."""
 
     group: int
     exchange: Exchange
     """As the first rank sees it, without units."""
     view: View
-    of: Matrices
+    spec: WorkspaceSpec
     in_order: bool
     """Whether parameters lie in memory row by row."""
 
 
-class _Share(NamedTuple):
+class _UnitAssignment(NamedTuple):
     """A unit, and the bucket that it belongs to."""
 
     unit: ParameterUnit
-    key: Key
+    key: BucketKey
     holders: tuple[int, ...]
     """Positions of the ranks that hold it whole."""
 
@@ -63,28 +63,28 @@ class _Share(NamedTuple):
 class SharedBucket:
     """A bucket with messages as all ranks see it; units and exchange are as the first rank has them."""
 
-    key: Key
+    key: BucketKey
     units: Units
     exchange: Exchange
 
     @property
-    def cargo(self) -> Cargo | None:
+    def exchange_bytes(self) -> ExchangeBytes | None:
         """Return the exchange and its bytes; None if nothing is sent."""
         if self.exchange.is_local:
             return None
-        units, of = self.units, self.key.of
-        factors = 2 * width_of(of.dtype) * units.num_neurons if of.normalizes else 0
-        direction, update = units.direction_dtype(of.dtype).itemsize, units.update_dtype(of.dtype).itemsize
-        return Cargo(self.exchange, direction, update, factors)
+        units, spec = self.units, self.key.spec
+        factors = 2 * width_of(spec.dtype) * units.num_neurons if spec.normalizes else 0
+        direction, update = units.direction_dtype(spec.dtype).itemsize, units.update_dtype(spec.dtype).itemsize
+        return ExchangeBytes(self.exchange, direction, update, factors)
 
     @cached_property
     def most(self) -> Stages:
         """Return the most temporary bytes of any rank on any device of the type, by stage."""
-        return Stages(*map(max, zip(*_stages_anywhere(self.key, self.units, self.exchange), strict=True)))
+        return Stages(*map(max, zip(*_worst_case_stages(self.key, self.units, self.exchange), strict=True)))
 
     def stages(self, exchange: Exchange) -> Stages:
         """Return upper bounds of the temporary bytes on a rank, given the exchange as that rank sees it."""
-        return stages_of_units(self.units, exchange, self.key.of, in_order=self.key.in_order)
+        return stages_of_units(self.units, exchange, self.key.spec, in_order=self.key.in_order)
 
 
 def shared_buckets(
@@ -98,41 +98,44 @@ def shared_buckets(
         param_groups: the groups, as all ranks have them.
         layouts: for each group and parameter the layout of a parameter with messages; None for one without.
     """
-    shares: list[_Share] = []
+    assignments: list[_UnitAssignment] = []
     for number, (group, of_group) in enumerate(zip(param_groups, layouts, strict=True)):
         for index, layout in enumerate(of_group):
             if layout is not None:
-                shares += _shares(number, group, index, layout)
-    units_of = {key: _units_of(key, param_groups[key.group]) for key in dict.fromkeys(share.key for share in shares)}
-    owners, worst = _owners(shares, units_of)
-    together: dict[Key, list[tuple[int, ParameterUnit]]] = {}
-    for share, owner in zip(shares, owners, strict=True):
-        together.setdefault(share.key, []).append((owner, share.unit))
+                assignments += _assignments(number, group, index, layout)
+    units_of = {
+        key: _units_of(key, param_groups[key.group])
+        for key in dict.fromkeys(assignment.key for assignment in assignments)
+    }
+    owners, worst = _owners(assignments, units_of)
+    together: dict[BucketKey, list[tuple[int, ParameterUnit]]] = {}
+    for assignment, owner in zip(assignments, owners, strict=True):
+        together.setdefault(assignment.key, []).append((owner, assignment.unit))
     buckets: list[SharedBucket] = []
     for key, units in together.items():
         buckets += _shared_buckets(key, units_of[key], param_groups[key.group], units)
     return buckets, worst
 
 
-def _shares(number: int, group: Group, index: int, layout: Layout) -> Iterator[_Share]:
+def _assignments(number: int, group: Group, index: int, layout: Layout) -> Iterator[_UnitAssignment]:
     param = group.params[index]
     local = local_tensor(param)
-    of = Matrices.of_group(group, local.dtype, local.device, choose_kernels(group.kernels, local))
+    spec = WorkspaceSpec.of_group(group, local.dtype, local.device, choose_kernels(group.kernels, local))
     for unit, exchange, holders in _cuts(layout, group.view):
-        key = Key(number, exchange, unit.view, of, param.is_contiguous())
-        yield _Share(ParameterUnit.of(group, index, unit, layout.shape), key, holders)
+        key = BucketKey(number, exchange, unit.view, spec, param.is_contiguous())
+        yield _UnitAssignment(ParameterUnit.of(group, index, unit, layout.shape), key, holders)
 
 
-def _units_of(key: Key, group: Group) -> Units:
+def _units_of(key: BucketKey, group: Group) -> Units:
     """Return the shape and kinds of matrices of a bucket's units, without the units."""
     shape = key.exchange.unit_shape
-    return Units(shape, key.view, kinds_of(key.view, shape, group, key.of.dtype, key.of.device), (), slice(0))
+    return Units(shape, key.view, kinds_of(key.view, shape, group, key.spec.dtype, key.spec.device), (), slice(0))
 
 
 # Models have many parameters of one shape, whose units and pieces are the same.
 @lru_cache(maxsize=64)
 def _cuts(layout: Layout, view: View) -> tuple[tuple[Unit, Exchange, tuple[int, ...]], ...]:
-    """Return the units that are not empty, each with the exchange of `Key` and the holders of `_Share`."""
+    """Return the units that are not empty, each with `BucketKey.exchange` and `_UnitAssignment.holders`."""
     # Process groups have their ranks in ascending order, layouts those of the mesh.
     order = sorted(range(len(layout.ranks)), key=lambda position: layout.ranks[position])
     ranks = tuple(layout.ranks[position] for position in order)
@@ -155,19 +158,19 @@ def _piece(box: Box, unit: Box) -> Box | None:
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(common, unit, strict=True))
 
 
-def _owners(shares: Sequence[_Share], units_of: Mapping[Key, Units]) -> tuple[list[int], float]:
+def _owners(assignments: Sequence[_UnitAssignment], units_of: Mapping[BucketKey, Units]) -> tuple[list[int], float]:
     """Return the owner of each unit, as a position among the ranks that share it, and the balance of the work.
 
     The balance is the busiest rank's work over the mean, in the set of ranks where that is largest. Only the work
     depends on owners, so they may be others in the next plan.
     """
     together: dict[tuple[int, ...], list[int]] = {}
-    for number, share in enumerate(shares):
-        together.setdefault(share.key.exchange.ranks, []).append(number)
+    for number, assignment in enumerate(assignments):
+        together.setdefault(assignment.key.exchange.ranks, []).append(number)
     cost_of = {key: sum(kind.cost for kind in units.kinds) for key, units in units_of.items()}
-    owners, worst = [0] * len(shares), 1.0
+    owners, worst = [0] * len(assignments), 1.0
     for ranks, members in together.items():
-        costs, holders = [cost_of[shares[i].key] for i in members], [shares[i].holders for i in members]
+        costs, holders = [cost_of[assignments[i].key] for i in members], [assignments[i].holders for i in members]
         assigned = assign_owners(costs, holders, len(ranks))
         for i, owner in zip(members, assigned, strict=True):
             owners[i] = owner
@@ -176,7 +179,7 @@ def _owners(shares: Sequence[_Share], units_of: Mapping[Key, Units]) -> tuple[li
 
 
 def _shared_buckets(
-    key: Key, units: Units, group: Group, owned: Sequence[tuple[int, ParameterUnit]]
+    key: BucketKey, units: Units, group: Group, owned: Sequence[tuple[int, ParameterUnit]]
 ) -> Iterator[SharedBucket]:
     per_owner: list[list[ParameterUnit]] = [[] for _ in key.exchange.ranks]
     for owner, unit in owned:
@@ -191,10 +194,10 @@ def _shared_buckets(
             if any(parts):
                 exchange = _exchange_of(key, map(len, parts))
                 everywhere = tuple(unit for part in parts for unit in part)
-                yield SharedBucket(key, replace(units, everywhere=everywhere, owned=exchange.owned), exchange)
+                yield SharedBucket(key, replace(units, all=everywhere, local_slice=exchange.local_slice), exchange)
 
 
-def _exchange_of(key: Key, counts: Iterable[int]) -> Exchange:
+def _exchange_of(key: BucketKey, counts: Iterable[int]) -> Exchange:
     """Return the bucket's exchange, given the number of units of each owner."""
     return replace(key.exchange, counts=tuple(counts))
 
@@ -206,26 +209,26 @@ def gathered_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], ran
     if exchange.is_local and not exchange.num_owned:
         return
     yield Gathered(
-        rule=key.of.rule,
+        rule=key.spec.rule,
         group=key.group,
-        members=tuple(_members(units.everywhere, exchange, layouts, rank)),
+        members=tuple(_members(units.all, exchange, layouts, rank)),
         shape=units.kinds[0].shape,
-        dtype=key.of.dtype,
-        device=key.of.device,
-        kernels=key.of.kernels,
+        dtype=key.spec.dtype,
+        device=key.spec.device,
+        kernels=key.spec.kernels,
         form=units.kinds[0].form,
         numel=math.prod(units.shape) * exchange.num_units,
         flops=exchange.num_owned * units.flops,
         stages=shared.stages(exchange),
         shared_stages=shared.most,
-        units=replace(units, owned=exchange.owned),
+        units=replace(units, local_slice=exchange.local_slice),
         exchange=exchange,
     )
 
 
 def _members(
     units: Iterable[ParameterUnit], exchange: Exchange, layouts: Sequence[Layout | None], rank: int
-) -> Iterator[Member]:
+) -> Iterator[BucketMember]:
     """Yield this rank's pieces, one of each unit, or none."""
     if exchange.piece is None:
         return
@@ -235,7 +238,7 @@ def _members(
         box = layout.box_of(rank)
         common = intersection(unit.unit.box, box)
         assert common is not None
-        yield Member(
+        yield BucketMember(
             name=unit.name,
             index=unit.index,
             num_matrices=1,
@@ -244,7 +247,7 @@ def _members(
         )
 
 
-def _at_a_time(key: Key, units: Units, group: Group, counts: Sequence[int]) -> tuple[int, int]:
+def _at_a_time(key: BucketKey, units: Units, group: Group, counts: Sequence[int]) -> tuple[int, int]:
     """Return (owners per bucket, units per owner) that fit the workspace; a single unit may exceed it.
 
     Args:
@@ -255,15 +258,15 @@ def _at_a_time(key: Key, units: Units, group: Group, counts: Sequence[int]) -> t
     """
     budget, num_ranks = group.max_workspace_bytes, len(counts)
     one = _exchange_of(key, (min(count, 1) for count in counts))
-    pieces = max(map(piece_entries, different(one)))
-    entries = offloaded_entries(group, key.of.dtype)
+    pieces = max(map(piece_entries, distinct_by_memory(one)))
+    entries = offloaded_entries(group, key.spec.dtype)
     limit = 2**62 if entries is None else max(1, entries // max(1, pieces))
     if budget is None:
         return num_ranks, limit
-    ring = RING_BUFFERS * offloaded_bytes(group, key.of.dtype) * pieces
+    pool = POOL_BUFFERS * offloaded_bytes(group, key.spec.dtype) * pieces
 
     def peak_of_each(limit: int) -> int:
-        return _peak(key, units, (min(count, limit) for count in counts)) + limit * ring
+        return _peak(key, units, (min(count, limit) for count in counts)) + limit * pool
 
     fitting = bisect_right(range(1, max(counts) + 1), budget, key=peak_of_each)
     if fitting:
@@ -280,16 +283,16 @@ def _at_a_time(key: Key, units: Units, group: Group, counts: Sequence[int]) -> t
     return owners, 1
 
 
-def _stages_anywhere(key: Key, units: Units, exchange: Exchange) -> list[Stages]:
+def _worst_case_stages(key: BucketKey, units: Units, exchange: Exchange) -> list[Stages]:
     """Return the temporary bytes of each distinct view of the exchange, on the worst device of the type.
 
     They follow only from the plan that all ranks have, so that all ranks decide alike.
     """
-    of = key.of._replace(anywhere=True)
-    return [stages_of_units(units, one, of, in_order=key.in_order) for one in different(exchange)]
+    spec = key.spec._replace(worst_case=True)
+    return [stages_of_units(units, one, spec, in_order=key.in_order) for one in distinct_by_memory(exchange)]
 
 
-def _peak(key: Key, units: Units, counts: Iterable[int]) -> int:
+def _peak(key: BucketKey, units: Units, counts: Iterable[int]) -> int:
     """Return the most temporary memory of any rank, with the bucket before and the one after like this one."""
-    stages = _stages_anywhere(key, units, _exchange_of(key, counts))
+    stages = _worst_case_stages(key, units, _exchange_of(key, counts))
     return max(stage.scattering + stage.most + stage.gathering for stage in stages)

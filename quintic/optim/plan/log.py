@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from quintic.optim.groups.options import Group
-from quintic.optim.plan.bucket import Bucket, Divided, Gathered
+from quintic.optim.plan.bucket import Bucket, Gathered, Sharded
 from quintic.optim.plan.plan import Plan
 
 __all__ = ["log_plan"]
@@ -41,17 +41,17 @@ def log_plan(plan: Plan, groups: Sequence[Group], rank: int) -> None:
             bucket.flops / 1e9,
         )
         for owner, names in _owners_of(bucket, rank):
-            counted = [name if count == 1 else f"{name} ({count} parts)" for name, count in Counter(names).items()]
+            counted = [name if count == 1 else f"{name} ({count} shards)" for name, count in Counter(names).items()]
             _logger.debug("bucket %d: rank %d owns %s", number, owner, ", ".join(counted) or "nothing")
 
 
 def _owners_of(bucket: Bucket, rank: int) -> Iterator[tuple[int, Sequence[str]]]:
-    """Yield each rank of a bucket with the parameters that it updates or orthogonalises, one name for each part."""
-    if isinstance(bucket, Divided):
+    """Yield each rank of a bucket with the parameters that it updates or orthogonalises, one name for each shard."""
+    if isinstance(bucket, Sharded):
         for owner, places in zip(bucket.ranks, bucket.of_owners, strict=True):
-            yield owner, [part.name for part in bucket.parts[places]]
+            yield owner, [shard.name for shard in bucket.shards[places]]
     elif isinstance(bucket, Gathered):
-        units = iter(bucket.units.everywhere)
+        units = iter(bucket.units.all)
         for owner, count in zip(bucket.ranks, bucket.exchange.counts, strict=True):
             yield owner, [next(units).name for _ in range(count)]
     else:

@@ -18,8 +18,8 @@ from quintic.optim.state.owners import shape_cost
 
 __all__ = [
     "ADAMW_BYTES",
+    "BucketMember",
     "Kind",
-    "Member",
     "adamw_entries",
     "block_of",
     "direction_dtype",
@@ -33,7 +33,7 @@ ADAMW_BYTES = 7 * 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
+class BucketMember:
     """Consecutive matrices of one parameter, or a piece of one matrix (AdamW: the whole parameter)."""
 
     name: str
@@ -113,7 +113,7 @@ def update_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
     return direction_dtype(form, dtype) if form is None else form.compute_dtype
 
 
-def block_of(tensor: Tensor, member: Member, view: View) -> Tensor:
+def block_of(tensor: Tensor, member: BucketMember, view: View) -> Tensor:
     """Return the entry's matrices, (b, m, n) or (b, g, r, n), or its piece of one, (1, 1, m, n) or (1, g, r, n).
 
     The result shares memory with the tensor, which is like the parameter: its weight, gradient or state.

@@ -10,7 +10,7 @@ from quintic.optim.rules.rule import MASTER_SPECS
 
 __all__ = [
     "OFFLOAD_BYTES",
-    "RING_BUFFERS",
+    "POOL_BUFFERS",
     "Offloaded",
     "buffer_bytes",
     "buffers",
@@ -22,7 +22,7 @@ OFFLOAD_BYTES = 128 * 2**20
 """State that is brought from the host at a time (a single matrix may have more): little beside what offload saves, much
 beside what a copy costs at least."""
 
-RING_BUFFERS = 3
+POOL_BUFFERS = 3
 """Buffers that this state takes turns in: one is loaded, one used and one stored."""
 
 
@@ -55,7 +55,7 @@ def offloaded_entries(group: Group, dtype: torch.dtype) -> int | None:
     if not per_entry:
         return None
     budget = group.max_workspace_bytes
-    return max(1, min(OFFLOAD_BYTES, OFFLOAD_BYTES if budget is None else budget // RING_BUFFERS) // per_entry)
+    return max(1, min(OFFLOAD_BYTES, OFFLOAD_BYTES if budget is None else budget // POOL_BUFFERS) // per_entry)
 
 
 def buffers(offloaded: Sequence[Offloaded], kind: int) -> tuple[int, int]:
@@ -65,7 +65,7 @@ def buffers(offloaded: Sequence[Offloaded], kind: int) -> tuple[int, int]:
     """
     sizes = [one.weights if kind else one.directions for one in offloaded]
     number = sum(one.num_loads for one, size in zip(offloaded, sizes, strict=True) if size)
-    return min(number, RING_BUFFERS), max(sizes, default=0)
+    return min(number, POOL_BUFFERS), max(sizes, default=0)
 
 
 def buffer_bytes(offloaded: Sequence[Offloaded]) -> int:

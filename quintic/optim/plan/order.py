@@ -6,19 +6,19 @@ from typing import NamedTuple, TypeAlias
 
 from quintic.optim.groups.names import resolve_name
 from quintic.optim.groups.options import Group
-from quintic.optim.plan.bucket import Divided, Gathered
-from quintic.optim.plan.schedule import Schedule, one_ahead, overlapping
+from quintic.optim.plan.bucket import Gathered, Sharded
+from quintic.optim.plan.schedule import Schedule, overlapping, prefetch_one_schedule
 
-__all__ = ["Orders", "arranged", "orders_of"]
+__all__ = ["Orders", "order_buckets", "orders_of"]
 
-_Shared: TypeAlias = Gathered | Divided
+_Shared: TypeAlias = Gathered | Sharded
 
 
 class Orders(NamedTuple):
-    """Names of the parameters that a user wants to come first; None for the order of `arranged`."""
+    """Names of the parameters that a user wants to come first; None for the order of `order_buckets`."""
 
-    launch: tuple[str, ...] | None = None
-    work: tuple[str, ...] | None = None
+    comm: tuple[str, ...] | None = None
+    compute: tuple[str, ...] | None = None
 
     def renamed(self, names: Mapping[str, str]) -> "Orders":
         """Return the orders after parameters got other names: {old name: new name}."""
@@ -30,29 +30,31 @@ class Orders(NamedTuple):
         A name of no parameter, or one that stands in an order twice, is a ValueError.
         """
         known = {name for group in groups for name in group.param_names}
-        asked = {name: resolve_name(name, known) for name in (*(self.launch or ()), *(self.work or ()))}
+        asked = {name: resolve_name(name, known) for name in (*(self.comm or ()), *(self.compute or ()))}
         unknown = set(asked.values()) - known
         if unknown:
             raise ValueError(
-                f"launch_order, work_order: no parameter is called {', '.join(sorted(map(repr, unknown)))}; names are "
+                f"comm_order, compute_order: no parameter is called {', '.join(sorted(map(repr, unknown)))}; names are "
                 f"those of named_parameters(), see optimizer.plan()"
             )
         return orders_of(*(None if names is None else [asked[name] for name in names] for names in self))
 
 
-def orders_of(launch_order: Sequence[str] | None, work_order: Sequence[str] | None) -> Orders:
+def orders_of(comm_order: Sequence[str] | None, compute_order: Sequence[str] | None) -> Orders:
     """Return the orders that a user gave; an error if one is no sequence of names, or has a name twice."""
-    for option, names in (("launch_order", launch_order), ("work_order", work_order)):
+    for option, names in (("comm_order", comm_order), ("compute_order", compute_order)):
         if names is None:
             continue
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"{option}={names!r}: give a list of names of parameters")
         if len(set(names)) < len(names):
             raise ValueError(f"{option} names a parameter twice: {names!r}")
-    return Orders(*(None if names is None else tuple(names) for names in (launch_order, work_order)))
+    return Orders(*(None if names is None else tuple(names) for names in (comm_order, compute_order)))
 
 
-def arranged(buckets: Iterable[_Shared], groups: Sequence[Group], orders: Orders) -> tuple[list[_Shared], Schedule]:
+def order_buckets(
+    buckets: Iterable[_Shared], groups: Sequence[Group], orders: Orders
+) -> tuple[list[_Shared], Schedule]:
     """Return one rank's buckets with collectives in the order in which they are worked on, and when each starts.
 
     Buckets of one process group stay together, in the order of `_largest_first` where the user wants no other.
@@ -60,10 +62,10 @@ def arranged(buckets: Iterable[_Shared], groups: Sequence[Group], orders: Orders
     in_order: list[_Shared] = []
     schedule: list[int | None] = []
     for _, of_ranks in groupby(sorted(buckets, key=lambda bucket: bucket.ranks), key=lambda bucket: bucket.ranks):
-        ordered = _by_names(_largest_first(of_ranks), orders.work)
+        ordered = _by_names(_largest_first(of_ranks), orders.compute)
         first = len(in_order)
         in_order += ordered
-        numbered = [None if step is None else first + step for step in _overlapping(ordered, groups, orders.launch)]
+        numbered = [None if step is None else first + step for step in _overlapping(ordered, groups, orders.comm)]
         if first:
             # Its first steps start before the last one of the process group before it ends.
             place = numbered.index(None)
@@ -86,7 +88,7 @@ def _largest_first(buckets: Iterable[_Shared]) -> list[_Shared]:
 def _overlapping(buckets: Sequence[_Shared], groups: Sequence[Group], names: Sequence[str] | None) -> list[int | None]:
     if names is None and any(groups[bucket.group].offload and isinstance(bucket, Gathered) for bucket in buckets):
         # Their state comes from the host before they start: of many at once the device would wait for it.
-        return one_ahead(len(buckets))
+        return prefetch_one_schedule(len(buckets))
     memory = [bucket.shared_stages for bucket in buckets]
     budgets = [groups[bucket.group].max_workspace_bytes for bucket in buckets]
     budget = min((value for value in budgets if value is not None), default=None)

@@ -59,9 +59,9 @@ class Plan:
     @property
     def peak_workspace_bytes(self) -> int:
         """Return the most temporary memory of a step on this rank, see `overlapping_bytes`."""
-        stages = [bucket.stages for bucket in self.buckets if not isinstance(bucket, Local) and bucket.travels]
-        alone = max((bucket.workspace_bytes for bucket in self.buckets if not bucket.travels), default=0)
-        peak = overlapping_bytes(stages, self.schedule, alone)
+        stages = [bucket.stages for bucket in self.buckets if not isinstance(bucket, Local) and bucket.needs_comm]
+        local_bytes = max((bucket.workspace_bytes for bucket in self.buckets if not bucket.needs_comm), default=0)
+        peak = overlapping_bytes(stages, self.schedule, local_bytes)
         small = small_bytes(bucket.device for bucket in self.buckets)
         return max(peak + self.offload_buffer_bytes, self.averaging_bytes) + small
 

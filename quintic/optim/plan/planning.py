@@ -1,4 +1,4 @@
-"""Makes the plan of one rank: the buckets that it steps by itself, those that travel, and those with divided state."""
+"""Makes the plan of one rank: the buckets that it steps by itself, those that travel, and those with sharded state."""
 
 import functools
 from bisect import bisect_right
@@ -12,15 +12,15 @@ from quintic.kernels.dispatch import Kernels, choose_kernels, is_dense
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, local_tensor
 from quintic.optim.plan.bucket import Bucket, Local
-from quintic.optim.plan.divided import divided_buckets
 from quintic.optim.plan.gathered import gathered_buckets, shared_buckets
-from quintic.optim.plan.members import Kind, Member, form_of
-from quintic.optim.plan.memory.buckets import batch_bytes, is_put_in_order, vectors_bytes
-from quintic.optim.plan.memory.workspace import Matrices
-from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
-from quintic.optim.plan.order import Orders, arranged
+from quintic.optim.plan.members import BucketMember, Kind, form_of
+from quintic.optim.plan.offload_size import POOL_BUFFERS, offloaded_bytes, offloaded_entries
+from quintic.optim.plan.order import Orders, order_buckets
 from quintic.optim.plan.plan import Plan
 from quintic.optim.plan.replicas import ReplicaChoice
+from quintic.optim.plan.sharded import sharded_buckets
+from quintic.optim.plan.workspace.buckets import adamw_workspace_bytes, batch_bytes, is_put_in_order
+from quintic.optim.plan.workspace.matrices import WorkspaceSpec
 
 __all__ = ["build_plan", "local_buckets"]
 
@@ -33,7 +33,7 @@ def build_plan(
     param_groups: Sequence[Group],
     layouts: Sequence[Sequence[Layout | None]],
     rank: int = 0,
-    divided: Mapping[int, tuple[int, ...]] | None = None,
+    sharded: Mapping[int, tuple[int, ...]] | None = None,
     orders: Orders | None = None,
     choices: Iterable[ReplicaChoice] = (),
 ) -> Plan:
@@ -41,27 +41,27 @@ def build_plan(
 
     Args:
         param_groups: validated (see `Muon.add_param_group`).
-        layouts: for each group and each of its parameters where it travels, or None; from `divided_layouts` if there
+        layouts: for each group and each of its parameters where it travels, or None; from `layouts_for_work` if there
             were choices.
         rank: whose plan this is.
-        divided: of the groups whose state is divided (`comms="sharded"`) position and ranks.
+        sharded: of the groups whose state is sharded (`comms="sharded"`) position and ranks.
         orders: in which buckets with collectives start and are worked on, where the user wants another.
-        choices: from `choose_ways`, to be told.
+        choices: from `choose_replica_strategies`, to be told.
     """
     shared, balance = shared_buckets(param_groups, layouts)
     buckets: list[Bucket] = []
     for number, (group, of_group) in enumerate(zip(param_groups, layouts, strict=True)):
-        if divided and number in divided:
-            buckets += divided_buckets(number, group, divided[number], rank)
+        if sharded and number in sharded:
+            buckets += sharded_buckets(number, group, sharded[number], rank)
             continue
         for one in shared:
             if one.key.group == number and rank in one.exchange.ranks:
                 buckets += gathered_buckets(one, of_group, rank)
         here = [index for index, layout in enumerate(of_group) if layout is None and index not in group.idle]
         buckets += local_buckets(number, group, here)
-    moving = [bucket for bucket in buckets if not isinstance(bucket, Local) and bucket.travels]
-    in_order, schedule = arranged(moving, param_groups, orders or Orders())
-    still = [bucket for bucket in buckets if not bucket.travels]
+    moving = [bucket for bucket in buckets if not isinstance(bucket, Local) and bucket.needs_comm]
+    in_order, schedule = order_buckets(moving, param_groups, orders or Orders())
+    still = [bucket for bucket in buckets if not bucket.needs_comm]
     return Plan((*in_order, *still), balance, schedule, choices=tuple(choices))
 
 
@@ -72,11 +72,11 @@ def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> lis
 
 
 def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Local]:
-    members: dict[tuple[torch.dtype, torch.device, Kernels, bool], list[Member]] = {}
+    members: dict[tuple[torch.dtype, torch.device, Kernels, bool], list[BucketMember]] = {}
     for index in indices:
         name, param = group.param_names[index], local_tensor(group.params[index])
         key = (param.dtype, param.device, choose_kernels(group.kernels, param), is_dense(param))
-        members.setdefault(key, []).append(Member(name=name, index=index))
+        members.setdefault(key, []).append(BucketMember(name=name, index=index))
     for (dtype, device, kernels, dense), alike in members.items():
         numels = [local_tensor(group.params[member.index]).numel() for member in alike]
         yield Local(
@@ -87,13 +87,13 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> It
             device=device,
             kernels=kernels,
             numel=sum(numels),
-            workspace_bytes=vectors_bytes(max(numels), group, dtype, device, kernels, dense=dense),
+            workspace_bytes=adamw_workspace_bytes(max(numels), group, dtype, device, kernels, dense=dense),
         )
 
 
 def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Local]:
     # Shape and strides of each matrix in memory: what one launch of a kernel can handle.
-    by_kind: dict[tuple[Any, ...], list[Member]] = {}
+    by_kind: dict[tuple[Any, ...], list[BucketMember]] = {}
     for index in indices:
         name, param = group.param_names[index], local_tensor(group.params[index])
         kernels = choose_kernels(group.kernels, param)
@@ -101,19 +101,24 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
         for number, block in enumerate(group.view.blocks(param.detach())):
             b = block.shape[0]
             key = (block.shape[1:], block.stride()[1:], param.dtype, param.device, kernels)
-            member = Member(name=name, index=index, block=number, num_matrices=b, first_matrix=first)
+            member = BucketMember(name=name, index=index, block=number, num_matrices=b, first_matrix=first)
             by_kind.setdefault(key, []).append(member)
             first += b
     for (block_shape, strides, dtype, device, kernels), members in by_kind.items():
         m, n = block_shape[:2].numel(), block_shape[2:].numel()
         form = form_of(group, m, n, dtype, device)
-        of = Matrices.of_group(group, dtype, device, kernels)
+        spec = WorkspaceSpec.of_group(group, dtype, device, kernels)
         total = sum(member.num_matrices for member in members)
         largest = max(member.num_matrices for member in members)
 
         is_copied = kernels == "triton" and is_put_in_order(block_shape, strides, form)
         most = functools.partial(
-            batch_bytes, largest=largest, shape=(m, n), form=form, of=of._replace(anywhere=True), is_copied=is_copied
+            batch_bytes,
+            largest=largest,
+            shape=(m, n),
+            form=form,
+            spec=spec._replace(worst_case=True),
+            is_copied=is_copied,
         )
         at_a_time = _matrices_at_a_time(group, total, m * n, dtype, most)
         if device.type == "cpu":
@@ -132,7 +137,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
                 form=form,
                 numel=count * m * n,
                 flops=count * Kind((m, n), form).flops,
-                workspace_bytes=batch_bytes(count, max(counts), (m, n), form, of, is_copied),
+                workspace_bytes=batch_bytes(count, max(counts), (m, n), form, spec, is_copied),
             )
 
 
@@ -146,8 +151,8 @@ def _matrices_at_a_time(
     entries, budget = offloaded_entries(group, dtype), group.max_workspace_bytes
     limit = max(1, total)
     if budget is not None:
-        ring = RING_BUFFERS * offloaded_bytes(group, dtype) * numel
-        limit = max(1, bisect_right(range(1, limit + 1), budget, key=lambda count: workspace(count) + ring * count))
+        pool = POOL_BUFFERS * offloaded_bytes(group, dtype) * numel
+        limit = max(1, bisect_right(range(1, limit + 1), budget, key=lambda count: workspace(count) + pool * count))
     if entries is not None:
         # Alike, as one is loaded while another is computed.
         number = -(-total // min(limit, max(1, entries // max(1, numel))))
@@ -155,9 +160,9 @@ def _matrices_at_a_time(
     return limit
 
 
-def _chunks(members: Sequence[Member], limit: int) -> Iterator[list[Member]]:
+def _chunks(members: Sequence[BucketMember], limit: int) -> Iterator[list[BucketMember]]:
     """Divide members so that no chunk has more than `limit` matrices."""
-    chunk: list[Member] = []
+    chunk: list[BucketMember] = []
     free = limit
     for member in members:
         start, left = member.start, member.num_matrices

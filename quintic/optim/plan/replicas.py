@@ -24,20 +24,20 @@ __all__ = [
     "SPEEDS",
     "Links",
     "ReplicaChoice",
-    "Way",
-    "choose_ways",
-    "divided_layouts",
-    "dividing_sets",
+    "ReplicaStrategy",
+    "choose_replica_strategies",
     "has_replicas",
+    "layouts_for_work",
     "renumbered",
     "speed_of",
+    "work_sets",
 ]
 
-Way: TypeAlias = Literal["divide", "repeat", "host"]
+ReplicaStrategy: TypeAlias = Literal["divide", "repeat", "host"]
 """The ranks that divide the work on a matrix: all, those of one copy, or those of the copies of one host."""
 
 # In the order in which equal ones, and equally fast ones, are preferred: the first repeats nothing.
-_WAYS: tuple[Way, ...] = ("divide", "repeat", "host")
+_STRATEGIES: tuple[ReplicaStrategy, ...] = ("divide", "repeat", "host")
 
 
 class Links(NamedTuple):
@@ -71,9 +71,9 @@ class ReplicaChoice(NamedTuple):
 
     ranks: tuple[int, ...]
     """The ranks that share them, in ascending order."""
-    way: Way
-    seconds: Mapping[Way, float]
-    """Estimated time of one step, for each way that differs from those before."""
+    strategy: ReplicaStrategy
+    seconds: Mapping[ReplicaStrategy, float]
+    """Estimated time of one step, for each strategy that differs from those before."""
 
     def __str__(self) -> str:
         """Return the choice and the estimates in one line."""
@@ -82,8 +82,8 @@ class ReplicaChoice(NamedTuple):
             "repeat": "those of each copy divide the work, which others repeat",
             "host": "those of each host's copies divide the work, which others repeat",
         }
-        estimates = ", ".join(f"{way} {seconds * 1e3:.3g} ms" for way, seconds in self.seconds.items())
-        return f"copies on {len(self.ranks)} ranks: {texts[self.way]} (estimated: {estimates})"
+        estimates = ", ".join(f"{strategy} {seconds * 1e3:.3g} ms" for strategy, seconds in self.seconds.items())
+        return f"copies on {len(self.ranks)} ranks: {texts[self.strategy]} (estimated: {estimates})"
 
 
 def has_replicas(layout: Layout) -> bool:
@@ -91,19 +91,19 @@ def has_replicas(layout: Layout) -> bool:
     return layout.num_copies > 1 and not layout.is_replicated
 
 
-def dividing_sets(layout: Layout, way: Way, hosts: Sequence[int]) -> list[tuple[int, ...]]:
+def work_sets(layout: Layout, strategy: ReplicaStrategy, hosts: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the sets of ranks, in ascending order, that each do all of the work on a tensor; every rank is in one.
 
     Hosts are a number for each rank, in ascending order of the ranks, equal for ranks of one host. They are read for
     "host" only: copies that share a host are worked on together.
     """
-    if way == "divide":
+    if strategy == "divide":
         return [tuple(sorted(layout.ranks))]
     of_copy: dict[int, set[int]] = {}
     for rank, copy in zip(layout.ranks, layout.copies, strict=True):
         of_copy.setdefault(copy, set()).add(rank)
     sets = list(of_copy.values())
-    if way == "host":
+    if strategy == "host":
         host_of = dict(zip(sorted(layout.ranks), hosts, strict=True))
         sets = _joined([(ranks, {host_of[rank] for rank in ranks}) for ranks in sets])
     return sorted(tuple(sorted(ranks)) for ranks in sets)
@@ -125,7 +125,7 @@ def _joined(sets: Sequence[tuple[set[int], set[int]]]) -> list[set[int]]:
     return [ranks for ranks, _ in joined]
 
 
-def choose_ways(
+def choose_replica_strategies(
     param_groups: Sequence[Group],
     layouts: Sequence[Sequence[Layout | None]],
     hosts: Mapping[tuple[int, ...], Sequence[int]],
@@ -146,18 +146,18 @@ def choose_ways(
         undecided = dict.fromkeys(one for group, one in shared if group.replicas == "auto" and has_replicas(one))
         if not undecided or ranks not in hosts:
             continue
-        seconds: dict[Way, float] = {}
+        seconds: dict[ReplicaStrategy, float] = {}
         seen: list[object] = []
-        for way in _WAYS:
-            sets = [dividing_sets(layout, way, hosts[ranks]) for layout in undecided]
+        for strategy in _STRATEGIES:
+            sets = [work_sets(layout, strategy, hosts[ranks]) for layout in undecided]
             if sets not in seen:
                 seen.append(sets)
-                seconds[way] = _seconds(param_groups, layouts, ReplicaChoice(ranks, way, {}), hosts[ranks])
-        choices[ranks] = ReplicaChoice(ranks, min(seconds, key=lambda way: seconds[way]), seconds)
+                seconds[strategy] = _seconds(param_groups, layouts, ReplicaChoice(ranks, strategy, {}), hosts[ranks])
+        choices[ranks] = ReplicaChoice(ranks, min(seconds, key=lambda strategy: seconds[strategy]), seconds)
     return choices
 
 
-def divided_layouts(
+def layouts_for_work(
     param_groups: Sequence[Group],
     layouts: Sequence[Sequence[Layout | None]],
     choices: Mapping[tuple[int, ...], ReplicaChoice],
@@ -166,31 +166,31 @@ def divided_layouts(
 ) -> list[list[Layout | None]]:
     """Return each layout among those ranks alone that divide the work with one global rank.
 
-    Where `choose_ways` chose nothing all ranks divide the work. What the rank has no part in is left as it is.
+    Where `choose_replica_strategies` chose nothing, all ranks divide the work. Layouts without this rank stay.
     """
 
     @functools.cache
-    def divided(layout: Layout, replicas: str) -> Layout | None:
+    def among_workers(layout: Layout, replicas: str) -> Layout | None:
         if rank not in layout.ranks or not has_replicas(layout):
             return layout
         ranks = tuple(sorted(layout.ranks))
-        way: Way = "repeat" if replicas == "repeat" else "divide"
+        strategy: ReplicaStrategy = "repeat" if replicas == "repeat" else "divide"
         if replicas == "auto" and ranks in choices:
-            way = choices[ranks].way
-        own = next(members for members in dividing_sets(layout, way, hosts.get(ranks, ())) if rank in members)
+            strategy = choices[ranks].strategy
+        own = next(members for members in work_sets(layout, strategy, hosts.get(ranks, ())) if rank in members)
         return layout.among(own) if len(own) > 1 else None
 
     return [
-        [None if layout is None else divided(layout, group.replicas) for layout in of_group]
+        [None if layout is None else among_workers(layout, group.replicas) for layout in of_group]
         for group, of_group in zip(param_groups, layouts, strict=True)
     ]
 
 
 def _unit_seconds(shared: SharedBucket) -> float:
     """Return the seconds that the orthogonalisation of one unit of a bucket takes, by `SPEEDS`."""
-    of, seconds = shared.key.of, 0.0
+    spec, seconds = shared.key.spec, 0.0
     for kind in shared.units.kinds:
-        seconds += kind.cost / speed_of(of.device.type, of.dtype if kind.form is None else kind.form.compute_dtype)
+        seconds += kind.cost / speed_of(spec.device.type, spec.dtype if kind.form is None else kind.form.compute_dtype)
     return seconds
 
 
@@ -206,16 +206,16 @@ def _seconds(
     """
     ranks = choice.ranks
     of_ranks = [[one if one is not None and tuple(sorted(one.ranks)) == ranks else None for one in f] for f in layouts]
-    of_first = divided_layouts(param_groups, of_ranks, {ranks: choice}, {ranks: hosts}, ranks[0])
+    of_first = layouts_for_work(param_groups, of_ranks, {ranks: choice}, {ranks: hosts}, ranks[0])
     places = dict(zip(ranks, renumbered(hosts), strict=True))
     busy, within, between = (torch.zeros(2, len(ranks), dtype=torch.float64, device="cpu") for _ in range(3))
     for shared in shared_buckets(param_groups, of_first)[0]:
         where = torch.tensor([ranks.index(rank) for rank in shared.exchange.ranks], device="cpu")
         busy[:, where] += _unit_seconds(shared) * torch.tensor(shared.exchange.counts, device="cpu")
-        if shared.cargo is not None:
-            everywhere = torch.stack(traffic_of(shared.cargo))
+        if shared.exchange_bytes is not None:
+            everywhere = torch.stack(traffic_of(shared.exchange_bytes))
             hosts_of_these = torch.tensor([places[rank] for rank in shared.exchange.ranks], device="cpu")
-            away = torch.stack(traffic_of(shared.cargo, hosts_of_these))
+            away = torch.stack(traffic_of(shared.exchange_bytes, hosts_of_these))
             between[:, where] += away
             within[:, where] += everywhere - away
     return max(float(busy.max()), float(within.max()) / LINKS.within_host, float(between.max()) / LINKS.between_hosts)

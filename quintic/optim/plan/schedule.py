@@ -18,10 +18,10 @@ __all__ = [
     "NO_STAGES",
     "Schedule",
     "Stages",
-    "one_ahead",
+    "filter_schedule",
     "overlapping",
     "overlapping_bytes",
-    "restricted",
+    "prefetch_one_schedule",
 ]
 
 Schedule = Sequence[int | None]
@@ -58,7 +58,7 @@ class Stages(NamedTuple):
 NO_STAGES = Stages(0, 0, 0, 0)
 
 
-def one_ahead(count: int) -> list[int | None]:
+def prefetch_one_schedule(count: int) -> list[int | None]:
     """Return a schedule in which each step starts before, and is finished after, the work on a neighbour."""
     schedule: list[int | None] = [*range(min(count, 1)), None]
     for number in range(count):
@@ -66,19 +66,19 @@ def one_ahead(count: int) -> list[int | None]:
     return [*schedule, *range(max(count - 1, 0), count)]
 
 
-def overlapping(launch_order: Sequence[int], memory: Sequence[Stages], budget: int | None) -> list[int | None]:
+def overlapping(comm_order: Sequence[int], memory: Sequence[Stages], budget: int | None) -> list[int | None]:
     """Return a schedule that starts buckets as early, and finishes them as late, as memory allows.
 
     Waiting on a collective stalls the device, so each wait is put off until after the next bucket has been computed, if
     memory allows.
 
     Args:
-        launch_order: the numbers of the buckets in the order in which they start; they are computed in ascending order.
+        comm_order: the numbers of the buckets in the order in which they start; they are computed in ascending order.
         memory: the bytes of each bucket, by stage.
         budget: bytes, exceeded only for the bucket that is computed next; None for no bound.
     """
     schedule: list[int | None] = []
-    waiting = list(launch_order)
+    waiting = list(comm_order)
     unfinished: list[int] = []
     held = 0
     # A bucket that starts early leaves room for the results of the one before, so that these need not be waited for.
@@ -111,10 +111,10 @@ def overlapping(launch_order: Sequence[int], memory: Sequence[Stages], budget: i
             else:
                 return
 
-    if launch_order:
+    if comm_order:
         start(0)
     schedule.append(None)
-    for number in range(len(launch_order)):
+    for number in range(len(comm_order)):
         start(number)
         while unfinished and budget is not None and held_at_work(number) > budget:
             finish()
@@ -124,7 +124,7 @@ def overlapping(launch_order: Sequence[int], memory: Sequence[Stages], budget: i
     return schedule + unfinished
 
 
-def restricted(schedule: Schedule, kept: Sequence[int]) -> Schedule:
+def filter_schedule(schedule: Schedule, kept: Sequence[int]) -> Schedule:
     """Return the schedule of some of the buckets, given their numbers in ascending order; they become 0, 1, ..."""
     new = {number: place for place, number in enumerate(kept)}
     order = [None if number is None else new[number] for number in schedule if number is None or number in new]
@@ -134,20 +134,20 @@ def restricted(schedule: Schedule, kept: Sequence[int]) -> Schedule:
     return order
 
 
-def overlapping_bytes(stages: Sequence[Stages], schedule: Schedule, alone: int) -> int:
+def overlapping_bytes(stages: Sequence[Stages], schedule: Schedule, local_bytes: int) -> int:
     """Return the peak of temporary memory, in bytes, of a step that follows the schedule.
 
     Args:
         stages: the bytes of each bucket with collectives, in the order in which they are computed.
         schedule: their schedule.
-        alone: the most bytes that one of the other buckets needs; they run one after the other, while buckets with
+        local_bytes: the most bytes that one of the other buckets needs; they run one after the other, while buckets with
             collectives hold what they have in that moment.
     """
     parts = [0] * len(stages)
     peak = held = 0
     for number in schedule:
         if number is None:
-            peak = max(peak, held + alone)
+            peak = max(peak, held + local_bytes)
             continue
         stage = stages[number]
         if parts[number] == 0:

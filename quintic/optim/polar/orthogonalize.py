@@ -40,11 +40,11 @@ from quintic.optim.polar.cpu_orthogonalize import iterate_on_cpu, iterates_on_cp
 from quintic.optim.polar.forms import Form, Method, Polynomials, resolve
 from quintic.optim.polar.products import padded_side
 from quintic.optim.polar.program import multiplier, products_of, run_products, run_queue
-from quintic.optim.rules.opaque import opaque
+from quintic.optim.rules.dynamo import disable_dynamo
 from quintic.optim.rules.sums import norms
 from quintic.versions import Float32Products, can_forbid_splits, float32_products
 
-__all__ = ["apply_form", "apply_function", "nothing_ambient", "orthogonalize"]
+__all__ = ["apply_form", "apply_function", "ieee_matmul", "orthogonalize"]
 
 # Frobenius norm that matrices enter the products with, instead of one: in float16 the entries of a large matrix of norm
 # one would be subnormal numbers with few digits, above all in its smaller rows. R = X X^T can have entries up to the
@@ -61,10 +61,10 @@ _CAN_FORBID_SPLITS = can_forbid_splits()
 _FLOAT32_PRODUCTS = {device_type: float32_products(device_type) for device_type in ("cpu", "cuda")}
 
 # torch.compile must not trace the functions below: its graphs would run under the global settings that
-# `nothing_ambient` switches off.
+# `ieee_matmul` switches off.
 
 
-@opaque
+@disable_dynamo
 def orthogonalize(
     x: Tensor,
     method: Method = "polar_express",
@@ -119,7 +119,7 @@ def orthogonalize(
     return apply_form(x, form, dtype=x.dtype)
 
 
-@opaque
+@disable_dynamo
 def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype: torch.dtype | None = None) -> Tensor:
     """Return the polar factors of `x`, (..., m, n), computed as `form` says; never an alias of `x`.
 
@@ -138,7 +138,7 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype:
     on_device = kernels != "torch" and choose_kernels(kernels, x) == "triton" and not x.requires_grad
     if x.numel() == 0:
         return torch.zeros(x.shape, dtype=dtype or form.compute_dtype, device=x.device)
-    with nothing_ambient(x.device.type, form.compute_dtype):
+    with ieee_matmul(x.device.type, form.compute_dtype):
         if form.method == "svd":
             return _svd(_normalized(x, 1.0, form.compute_dtype)).to(dtype or form.compute_dtype)
         matrices = x.reshape(-1, *x.shape[-2:])  # (batch, m, n)
@@ -252,7 +252,7 @@ def _svd_of_batch(x: Tensor) -> Tensor:
     return factor.masked_fill(bad, math.nan)
 
 
-def nothing_ambient(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
+def ieee_matmul(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
     """Make products of `dtype` on a device accumulate in float32 and round once, within the `with` block.
 
     PyTorch has process-wide switches that change the result of a product: TF32 and bfloat16 for float32 operands,

@@ -26,7 +26,7 @@ from torch import Tensor
 from quintic.kernels.products.choose_products import ProductKernels
 from quintic.optim.polar.coefficients import Coefficients
 from quintic.optim.polar.products import Multiply, multiply
-from quintic.optim.rules.device_memory import upload
+from quintic.optim.rules.device import upload
 
 __all__ = ["Product", "Program", "multiplier", "products_of", "run_products", "run_queue"]
 

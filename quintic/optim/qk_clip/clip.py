@@ -57,7 +57,7 @@ class RowFactors(NamedTuple):
         start, stop = box[self.dim]
         return RowFactors(self.factor[start:stop], self.dim)
 
-    def of_run(self, start: int, stop: int, param: Tensor) -> Tensor:
+    def factor_for_range(self, start: int, stop: int, param: Tensor) -> Tensor:
         """Return the factors of the entries [start, stop) of a parameter without gaps, in memory order.
 
         The result is (stop - start,). Temporary memory is that of the result plus less than two strides and two sizes

@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms.collectives import Pending, ProcessGroup, all_gather_values, group_ranks, start_all_max
-from quintic.optim.rules.device_memory import HostCopy, host_tensor, is_capturing, upload
+from quintic.optim.rules.device import HostCopy, host_tensor, is_capturing, upload
 
-__all__ = ["Layer", "Maxima", "Seen", "Slot"]
+__all__ = ["Layer", "LayerSpec", "LocalMaxima", "Maxima"]
 
 Layer: TypeAlias = str | int
 
 
-class Slot(NamedTuple):
+class LayerSpec(NamedTuple):
     """The facts about a layer that ranks must agree on."""
 
     num_heads: int
@@ -44,12 +44,12 @@ class Slot(NamedTuple):
     """The dtype of the maxima: float32, or float64 if a parameter is float64."""
 
 
-class Seen(NamedTuple):
+class LocalMaxima(NamedTuple):
     """The largest logits of a layer's heads that this rank has seen."""
 
-    slot: Slot
+    spec: LayerSpec
     maxima: Tensor
-    """(num_heads,) in the slot's dtype, -inf for heads that this rank has not seen."""
+    """(num_heads,) in the spec's dtype, -inf for heads that this rank has not seen."""
 
 
 class Maxima:
@@ -58,21 +58,21 @@ class Maxima:
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         self._group, self._device = group, device
         # The agreed list of layers that every step reduces; the same on all ranks.
-        self.slots: dict[Layer, Slot] = {}
+        self.specs: dict[Layer, LayerSpec] = {}
         # (num_heads,) of -inf for each layer of the list.
-        self._unseen: dict[Layer, Tensor] = {}
+        self._neg_inf: dict[Layer, Tensor] = {}
         # Maxima of new layers, kept for the step in which the list is extended.
-        self._late: dict[Layer, Seen] = {}
+        self._deferred: dict[Layer, LocalMaxima] = {}
         # Whether a rank had a new layer in the last step.
-        self._news: HostCopy | None = None
+        self._new_layer_flag: HostCopy | None = None
         # The two numbers at the end of the vector, without and with a new layer on this rank.
         self._flags = tuple(upload(host_tensor(flags, torch.float32), device) for flags in ([0, 1], [1, 0]))
         self._pending: Pending | None = None
         self._received: Tensor | None = None
         # Without a group, the maxima of this rank.
-        self._alone: dict[Layer, Tensor] = {}
+        self._local: dict[Layer, Tensor] = {}
 
-    def start(self, seen: Mapping[Layer, Seen], problem: ValueError | None = None) -> ValueError | None:
+    def start(self, seen: Mapping[Layer, LocalMaxima], problem: ValueError | None = None) -> ValueError | None:
         """Begin to reduce the maxima that this rank has seen. All ranks must call it in every step, with logits or not.
 
         Waits for the device only if this rank has seen a layer that is not in the list yet. Returns an error of any
@@ -81,19 +81,21 @@ class Maxima:
         """
         # One rank: nothing to reduce.
         if self._group is None:
-            self.slots = {layer: one.slot for layer, one in seen.items()}
-            self._alone = {layer: one.maxima for layer, one in seen.items()}
+            self.specs = {layer: one.spec for layer, one in seen.items()}
+            self._local = {layer: one.maxima for layer, one in seen.items()}
             return problem
         self._take()  # finish the reduction of a step that raised before its end
-        seen = _together(self._late, seen)
+        seen = _together(self._deferred, seen)
         # Case 2: the last step's number says that a rank had a new layer. All ranks read it here, and extend the list.
-        is_news_old = self._news is not None and not is_capturing(self._device) and any(self._news.read())
+        is_news_old = (
+            self._new_layer_flag is not None and not is_capturing(self._device) and any(self._new_layer_flag.read())
+        )
         if is_news_old:
             problem = self._agree(seen, problem, self._group)
             if problem is not None:
                 return problem
         # An error counts as news, so that the ranks come to exchange it in `_agree`.
-        new = {layer: one for layer, one in seen.items() if layer not in self.slots}
+        new = {layer: one for layer, one in seen.items() if layer not in self.specs}
         has_news = bool(new) or problem is not None
         if has_news and is_capturing(self._device):
             raise RuntimeError(
@@ -111,29 +113,29 @@ class Maxima:
                 self._reduce(seen, False, self._group)
         # New layers that could not be reduced now take part in the next step.
         if problem is None:
-            self._late = new
+            self._deferred = new
         return problem
 
     def finish(self) -> dict[Layer, Tensor]:
         """Return each layer's (num_heads,) maxima over all ranks. All ranks must call it after `start`; none waits."""
         if self._group is None:
-            return self._alone
+            return self._local
         values = self._take()
         if values is None:
             return {}
-        sizes = [slot.num_heads for slot in self.slots.values()]
-        rows = zip(self.slots.items(), values[:-2].split(sizes), strict=True)
+        sizes = [spec.num_heads for spec in self.specs.values()]
+        rows = zip(self.specs.items(), values[:-2].split(sizes), strict=True)
         # The vector has the widest dtype of all layers; give each layer its own again.
-        return {layer: maxima.to(slot.dtype) for (layer, slot), maxima in rows}
+        return {layer: maxima.to(spec.dtype) for (layer, spec), maxima in rows}
 
-    def _reduce(self, seen: Mapping[Layer, Seen], has_news: bool, group: ProcessGroup) -> None:
+    def _reduce(self, seen: Mapping[Layer, LocalMaxima], has_news: bool, group: ProcessGroup) -> None:
         """Start the all-reduce of the vector that the head of this module shows."""
         # NaN and +inf become +inf; -inf stays.
         maxima = [
-            (seen[layer].maxima if layer in seen else self._unseen[layer])
-            .to(self._device, slot.dtype)
+            (seen[layer].maxima if layer in seen else self._neg_inf[layer])
+            .to(self._device, spec.dtype)
             .nan_to_num(math.inf, math.inf, -math.inf)
-            for layer, slot in self.slots.items()
+            for layer, spec in self.specs.items()
         ]
         self._pending = start_all_max(torch.cat([*maxima, self._flags[has_news]]), group)
 
@@ -144,7 +146,7 @@ class Maxima:
             values, self._pending = self._pending.wait(), None
         # A CUDA graph's replay copies nothing to the host, so a capture must not set this.
         if values is not None and not is_capturing(values.device):
-            self._news = HostCopy(values[-2:-1])
+            self._new_layer_flag = HostCopy(values[-2:-1])
         return values
 
     def _have_all_news(self) -> bool:
@@ -154,43 +156,45 @@ class Maxima:
         # The last number is the maximum of "has no new layer".
         return bool(self._received[-1] == 0)
 
-    def _agree(self, seen: Mapping[Layer, Seen], problem: ValueError | None, group: ProcessGroup) -> ValueError | None:
+    def _agree(
+        self, seen: Mapping[Layer, LocalMaxima], problem: ValueError | None, group: ProcessGroup
+    ) -> ValueError | None:
         """Extend the list of layers by the new ones of all ranks. All ranks must call it; waits for all of them.
 
         Returns an error of any rank, or one about a layer that ranks describe differently; the list is unchanged then.
         """
         # Exchange errors and new layers through the host; an error of any rank is an error on all.
-        new = {layer: one.slot for layer, one in seen.items() if layer not in self.slots}
+        new = {layer: one.spec for layer, one in seen.items() if layer not in self.specs}
         text = None if problem is None else str(problem)
         everyone = dict(zip(group_ranks(group), all_gather_values((text, new), group), strict=True))
         for rank, (theirs, _) in everyone.items():
             if theirs is not None:
                 return problem or ValueError(f"on rank {rank}: {theirs}")
         # Compare each layer with the first rank that has it.
-        first_slots: dict[Layer, tuple[int, Slot]] = {}
-        for rank, (_, slots) in everyone.items():
-            for layer, slot in slots.items():
-                first, expected = first_slots.setdefault(layer, (rank, slot))
-                if slot.num_heads != expected.num_heads:
+        first_specs: dict[Layer, tuple[int, LayerSpec]] = {}
+        for rank, (_, specs) in everyone.items():
+            for layer, spec in specs.items():
+                first, expected = first_specs.setdefault(layer, (rank, spec))
+                if spec.num_heads != expected.num_heads:
                     return ValueError(
-                        f"qk_logits[{layer!r}] has {expected.num_heads} maxima on rank {first} and {slot.num_heads} on "
+                        f"qk_logits[{layer!r}] has {expected.num_heads} maxima on rank {first} and {spec.num_heads} on "
                         f"rank {rank}; every rank must give one for each query head of the layer, or a DTensor if it "
                         f"has only some of the heads"
                     )
-                if slot.names != expected.names:
+                if spec.names != expected.names:
                     return ValueError(
                         f"qk_logits[{layer!r}] means {', '.join(expected.names)} on rank {first} and "
-                        f"{', '.join(slot.names)} on rank {rank}; name parameters alike on all ranks"
+                        f"{', '.join(spec.names)} on rank {rank}; name parameters alike on all ranks"
                     )
         # Sorted, since the list and thus the vector must have one order on all ranks.
-        for layer in sorted(first_slots, key=lambda layer: (isinstance(layer, int), str(layer))):
-            slot = first_slots[layer][1]
-            self.slots[layer] = slot
-            self._unseen[layer] = upload(host_tensor([-math.inf] * slot.num_heads, slot.dtype), self._device)
+        for layer in sorted(first_specs, key=lambda layer: (isinstance(layer, int), str(layer))):
+            spec = first_specs[layer][1]
+            self.specs[layer] = spec
+            self._neg_inf[layer] = upload(host_tensor([-math.inf] * spec.num_heads, spec.dtype), self._device)
         return None
 
 
-def _together(late: Mapping[Layer, Seen], seen: Mapping[Layer, Seen]) -> dict[Layer, Seen]:
+def _together(late: Mapping[Layer, LocalMaxima], seen: Mapping[Layer, LocalMaxima]) -> dict[Layer, LocalMaxima]:
     """Return kept and new maxima, by layer; where a layer has both, the larger of the two for each head."""
     together = {**late, **seen}
     for layer in late.keys() & seen.keys():

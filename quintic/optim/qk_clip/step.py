@@ -23,10 +23,10 @@ from quintic.optim.layout.layouts import is_dtensor, local_tensor, mesh_layout, 
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.qk_clip.clip import LayerClip, QKClip, RowFactors
 from quintic.optim.qk_clip.layers import is_projection
-from quintic.optim.qk_clip.maxima import Layer, Maxima, Seen, Slot
+from quintic.optim.qk_clip.maxima import Layer, LayerSpec, LocalMaxima, Maxima
 from quintic.optim.rules.precision import full_precision, store_
-from quintic.optim.state.parameters import Parameter, all_parameters, share_parts
-from quintic.optim.state.parts import shaped
+from quintic.optim.state.parameters import Parameter, all_parameters, broadcast_shards
+from quintic.optim.state.shards import view_as_shard
 from quintic.optim.state.state import master_of
 
 __all__ = ["QKStep"]
@@ -53,7 +53,7 @@ class QKStep:
         `qk_logits` maps a layer to the (num_heads,) maxima of its heads. All ranks that share parameters must call it.
         """
         # Sort the maxima by the ranks that they are reduced over. An error is kept until the reductions have started.
-        seen: dict[tuple[int, ...], dict[Layer, Seen]] = {ranks: {} for ranks in self._maxima}
+        seen: dict[tuple[int, ...], dict[Layer, LocalMaxima]] = {ranks: {} for ranks in self._maxima}
         known = dict(self._layers)
         problem = None
         try:
@@ -69,8 +69,8 @@ class QKStep:
                 clip.check(maxima)
                 ranks = self._ranks_of(clip)
                 dtypes = (self._held[name].param.dtype for name in clip.names)
-                slot = Slot(clip.num_heads, clip.names, reduce(torch.promote_types, dtypes, torch.float32))
-                seen[ranks][layer] = Seen(slot, _own_maxima(layer, maxima, ranks, slot.dtype))
+                spec = LayerSpec(clip.num_heads, clip.names, reduce(torch.promote_types, dtypes, torch.float32))
+                seen[ranks][layer] = LocalMaxima(spec, _own_maxima(layer, maxima, ranks, spec.dtype))
         except ValueError as error:
             problem = error
         # Start every reduction, with the error if there is one, so that other ranks hear of it instead of waiting.
@@ -81,13 +81,13 @@ class QKStep:
                 raise problem
         # Layers that only other ranks gave logits of, but whose parameters this rank has, too.
         for reduction in self._maxima.values():
-            for layer, slot in reduction.slots.items():
-                if layer not in self._layers and not self._held.keys().isdisjoint(slot.names):
-                    self._resolved(layer, slot.num_heads)
+            for layer, spec in reduction.specs.items():
+                if layer not in self._layers and not self._held.keys().isdisjoint(spec.names):
+                    self._resolved(layer, spec.num_heads)
 
     @torch.no_grad()
-    def finish(self, go: Tensor | None) -> None:
-        """Scale this rank's pieces, unless `go`, () int32, is zero. All ranks that share parameters must call it."""
+    def finish(self, apply_mask: Tensor | None) -> None:
+        """Scale this rank's pieces, unless `apply_mask`, () int32, is zero. Collective: ranks that share parameters."""
         scaled: list[str] = []
         for reduction in self._maxima.values():
             for layer, maxima in reduction.finish().items():
@@ -95,9 +95,9 @@ class QKStep:
                     continue  # only other ranks of the group have parameters of this layer
                 for name, factors in self._layers[layer].factors(maxima).items():
                     # Factors of one instead of a branch, which would wait for the device.
-                    if go is not None:
+                    if apply_mask is not None:
                         factor = factors.factor
-                        stays = go.to(factor.device) == 0
+                        stays = apply_mask.to(factor.device) == 0
                         factors = factors._replace(factor=factor.masked_fill(stays, 1.0))
                     self._scale(self._held[name], factors)
                     scaled.append(name)
@@ -179,38 +179,38 @@ class QKStep:
         if not weight.numel():
             return
         # There is no master, or one of the weight's own shape: scale this rank's whole box.
-        if held.divided is None or master is None:
+        if held.sharded is None or master is None:
             if held.layout is not None:
                 factors = factors.within(held.layout.box_of(this_rank()))
             _multiply(weight, None if master is None else local_tensor(master), factors.over(weight))
             return
         # The master is sharded: scale only the shards that this rank owns. `master` is (entries,), one shard after the
         # other; a shard is a unit's box, or a range of the parameter's memory.
-        for part in held.divided.own:
-            runs = in_memory_order(weight)[part.start : part.stop], master[part.offset : part.offset + part.numel]
-            weight_part, master_part = (shaped(run, part, weight) for run in runs)
-            if part.unit is None:
-                factor = factors.of_run(part.start, part.stop, weight)
+        for shard in held.sharded.local:
+            runs = in_memory_order(weight)[shard.start : shard.stop], master[shard.offset : shard.offset + shard.numel]
+            weight_shard, master_shard = (view_as_shard(run, shard, weight) for run in runs)
+            if shard.unit is None:
+                factor = factors.factor_for_range(shard.start, shard.stop, weight)
             else:
-                factor = factors.within(part.unit.box).over(weight_part)
-            _multiply(weight_part, master_part, factor)
+                factor = factors.within(shard.unit.box).over(weight_shard)
+            _multiply(weight_shard, master_shard, factor)
 
     def _send_again(self, names: Iterable[str]) -> None:
         """Broadcast weights that only their masters' owners could scale. All ranks must call it, with equal names."""
         together: dict[tuple[tuple[int, ...], torch.dtype, torch.device], list[Parameter]] = {}
         for name in names:
             held = self._held[name]
-            if held.divided is not None and master_of(self._state.get(held.param, {})) is not None:
+            if held.sharded is not None and master_of(self._state.get(held.param, {})) is not None:
                 # One message per set of ranks, dtype and device.
-                key = held.divided.ranks, held.param.dtype, held.param.device
+                key = held.sharded.ranks, held.param.dtype, held.param.device
                 together.setdefault(key, []).append(held)
         # A few parameters at a time keep the temporary memory within the smallest `max_workspace_bytes` of the groups.
         for (ranks, dtype, _), parameters in together.items():
             limits = [held.group.max_workspace_bytes for held in parameters]
             limit = min((value for value in limits if value is not None), default=2**62)
             for some in _runs_within(parameters, limit // dtype.itemsize):
-                wholes = [(held.param.detach(), held.divided) for held in some if held.divided is not None]
-                share_parts(wholes, self._communicators[ranks])
+                wholes = [(held.param.detach(), held.sharded) for held in some if held.sharded is not None]
+                broadcast_shards(wholes, self._communicators[ranks])
 
 
 def _own_maxima(layer: Layer, maxima: Any, ranks: Sequence[int], dtype: torch.dtype) -> Tensor:

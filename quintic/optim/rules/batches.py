@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["alike", "scale_"]
+__all__ = ["group_by_device_dtype", "scale_"]
 
 
-def alike(tensors: Sequence[Tensor | None]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+def group_by_device_dtype(tensors: Sequence[Tensor | None]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
     """Return (device, dtype) -> positions of the tensors that have entries; None has none."""
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for position, tensor in enumerate(tensors):
@@ -19,7 +19,7 @@ def alike(tensors: Sequence[Tensor | None]) -> dict[tuple[torch.device, torch.dt
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors on any devices by a () tensor in place; each product is rounded once."""
-    for (device, dtype), positions in alike(tensors).items():
+    for (device, dtype), positions in group_by_device_dtype(tensors).items():
         together = [tensors[position] for position in positions]
         wide = factor.to(device, torch.promote_types(dtype, torch.float32))
         if wide.dtype == dtype:

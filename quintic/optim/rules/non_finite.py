@@ -1,4 +1,4 @@
-"""Whether all gradients are finite, without asking the device."""
+"""Whether all gradients are finite, without policies the device."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quintic.optim.rules.batches import alike
+from quintic.optim.rules.batches import group_by_device_dtype
 
 __all__ = ["all_finite", "first_non_finite"]
 
@@ -17,7 +17,7 @@ def all_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     Gradients may be on any devices.
     """
     flags = []
-    for positions in alike(gradients).values():
+    for positions in group_by_device_dtype(gradients).values():
         largest = torch.stack(torch._foreach_norm([gradients[position] for position in positions], math.inf))
         flags.append(torch.isfinite(largest).all().to(device, non_blocking=True))
     return torch.stack(flags).all().int() if flags else torch.ones((), dtype=torch.int32, device=device)

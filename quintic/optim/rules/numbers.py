@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["host_value", "is_count", "is_number", "plain"]
+__all__ = ["cpu_scalar_or_none", "is_count", "is_number", "to_python_scalar"]
 
 
 def is_number(value: object, least: float = -math.inf, below: float = math.inf) -> bool:
     """Whether a value is one number in [least, below). A tensor on a device is not read: that would wait for it."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and (value.device.type != "cpu" or least <= float(value) < below)
-    number = plain(value)
+    number = to_python_scalar(value)
     if not isinstance(number, Real):
         return False
     try:
@@ -27,14 +27,14 @@ def is_count(value: object, least: int = 1) -> bool:
     return type(value) is not bool and isinstance(value, Integral) and int(value) >= least
 
 
-def plain(value: Any) -> Any:
+def to_python_scalar(value: Any) -> Any:
     """Return Python's number for one of NumPy's, and for an array without dimensions; other values as they are."""
     if isinstance(value, Tensor) or getattr(value, "shape", None) != ():
         return value
     return value.item() if hasattr(value, "item") else value
 
 
-def host_value(value: Any) -> float | None:
+def cpu_scalar_or_none(value: Any) -> float | None:
     """Return the number in a tensor on the CPU or an array, which may be changed in place; None for other values."""
     if isinstance(value, Tensor):
         is_readable = value.device.type == "cpu" and value.numel() == 1 and not value.is_complex()

@@ -22,7 +22,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from quintic.optim.rules.narrow_state import dtype_of_averages
+from quintic.optim.rules.bf16_state import moment_dtype_of
 from quintic.optim.rules.update import AdjustLr, adjust_lr_factor, second_moment_shape
 
 __all__ = [
@@ -63,7 +63,7 @@ class StateSpec:
     def dtype_for(self, weights: torch.dtype, state_dtype: Literal["bf16"] | None) -> torch.dtype:
         """Return the dtype beside weights of a dtype; the option `state_dtype` is that of their group."""
         if self.dtype == "average":
-            return dtype_of_averages(weights, state_dtype)
+            return moment_dtype_of(weights, state_dtype)
         if self.dtype == "wide":
             return torch.promote_types(weights, torch.float32)
         return torch.float32 if self.dtype == "float32" else torch.uint16

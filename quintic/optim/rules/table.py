@@ -62,7 +62,9 @@ class NeuronSecondMoment(MatrixStage):
         """See `MatrixStage`."""
         from quintic.kernels.update.neuron import advance_neuron_factors_
 
-        return advance_neuron_factors_(matrices, addresses, factors, beta=float(options.normalize_beta), go=mask)
+        return advance_neuron_factors_(
+            matrices, addresses, factors, beta=float(options.normalize_beta), apply_mask=mask
+        )
 
 
 MUON = UpdateRule(title="Muon", algorithm="muon", direction=_MOMENTUM)

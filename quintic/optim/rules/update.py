@@ -8,7 +8,7 @@ momentum coefficient mu. Muon's step for one batch of matrices is
     u <- polar factor of u                            orthogonalize.py
     f  = adjust_lr(m, n)                              adjust_lr_factor
     f <- f / neuron-wise root mean square of u        neuron_factors_   (NorMuon only)
-    w <- w - lr wd w [u w >= 0] - lr f u              apply_
+    w <- w - lr wd w [u w >= 0] - lr f u              decay_and_step_
 
 and an element-wise tensor has `adamw_` instead. Weights are of any floating dtype and changed in place, as are masters
 (`precision.py`; None for weights without one), momenta and moments, which are float32, float64 or bfloat16. Arithmetic
@@ -35,7 +35,7 @@ __all__ = [
     "DecayCoupling",
     "adamw_",
     "adjust_lr_factor",
-    "apply_",
+    "decay_and_step_",
     "in_pieces",
     "momentum_",
     "neuron_factors_",
@@ -180,7 +180,7 @@ def neuron_factors_(update: Tensor, second_moment: Tensor, *, beta: float) -> Te
     return factors
 
 
-def apply_(
+def decay_and_step_(
     weights: Sequence[Tensor],
     masters: Sequence[Tensor | None],
     updates: Sequence[Tensor],
@@ -250,12 +250,12 @@ def adamw_(
 
     The plain twin of PyTorch's fused kernel, for what that kernel cannot do: low-precision weights with float32 state,
     cautious decay, decay coupled to lr squared. `step`, 0-D float32, counts the updates made, this one included after
-    the call; `eps` is added to the root of the second moment; other arguments are as for `apply_`.
+    the call; `eps` is added to the root of the second moment; other arguments are as for `decay_and_step_`.
 
     Source: Loshchilov & Hutter, arXiv 1711.05101, algorithm 2.
     """
     beta1, beta2 = betas
-    # Copies where they are kept in bfloat16 (`narrow_state.py`).
+    # Copies where they are kept in bfloat16 (`bf16_state.py`).
     mean, mean_square = (one if one.itemsize >= 4 else one.float() for one in (exp_avg, exp_avg_sq))
     g = gradient.to(mean.dtype)
     step += 1
@@ -269,7 +269,7 @@ def adamw_(
     if mean is not exp_avg:
         exp_avg.copy_(mean)
         exp_avg_sq.copy_(mean_square)
-    apply_(
+    decay_and_step_(
         [weight],
         [master],
         [update],

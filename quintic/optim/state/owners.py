@@ -13,7 +13,7 @@ __all__ = ["assign_owners", "balance", "loads_of", "shape_cost"]
 def shape_cost(m: int, n: int) -> int:
     """Floating-point operations of one (m, n) matrix in the default form on GPUs, whatever form it really gets.
 
-    So work, and divided state with it, has the same owner whatever the options are.
+    So work, and sharded state with it, has the same owner whatever the options are.
     """
     return resolve("auto", m, n, device_type="cuda").flops(m, n)
 

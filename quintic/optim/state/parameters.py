@@ -14,18 +14,18 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_uneven, group_ranks, start_broadcasts, this_rank
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.comms.sharing import DIVIDING, layouts_of
+from quintic.optim.comms.sharing import SHARDED_MODES, layouts_of
 from quintic.optim.groups.options import Group, found_parameter
 from quintic.optim.groups.ties import check_shapes
 from quintic.optim.layout.layouts import Layout, intersection, local_tensor, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
 from quintic.optim.rules.table import NEURON_MOMENT, PARAM_SHAPED_STATE, STATE_KEYS
-from quintic.optim.state.parts import DividedState, divided_parameters, own_runs
 from quintic.optim.state.placement import state_forms, state_on_device
+from quintic.optim.state.shards import ShardedState, local_shard_pairs, sharded_parameters
 from quintic.optim.state.state import second_moments
 
-__all__ = ["Parameter", "all_parameters", "carry", "connected_parameters", "share_parts", "whole_states"]
+__all__ = ["Parameter", "all_parameters", "broadcast_shards", "connected_parameters", "copy_state", "whole_states"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Parameter:
     group: Group
     layout: Layout | None
     """None where this rank has all there is."""
-    divided: DividedState | None
-    """The owners of the parts of the state; None where state lies as the parameter does."""
+    sharded: ShardedState | None
+    """The owners of the shards of the state; None where state lies as the parameter does."""
     communicators: Communicators
 
     @property
@@ -70,36 +70,36 @@ class Parameter:
         if layout is None or self.process_group is None or layout.is_replicated:
             return local.clone()
         boxes = [layout.box_of(rank) for rank in self.ranks]
-        parts = all_gather_uneven(local.reshape(-1), [numel_of(box) for box in boxes], self.process_group)
+        shards = all_gather_uneven(local.reshape(-1), [numel_of(box) for box in boxes], self.process_group)
         whole = local.new_empty(layout.shape)
-        for rank, box, part in zip(self.ranks, boxes, parts, strict=True):
-            if rank in self.own_copy and part.numel():
-                self.piece(whole, rank).copy_(part.view(size_of(box)))
+        for rank, box, shard in zip(self.ranks, boxes, shards, strict=True):
+            if rank in self.own_copy and shard.numel():
+                self.piece(whole, rank).copy_(shard.view(size_of(box)))
         return whole
 
     def whole_of(self, key: str, local: Tensor) -> Tensor:
         """Return the whole of `"weight"` or of a state of the parameter's shape."""
-        if self.divided is None or key not in PARAM_SHAPED_STATE:
+        if self.sharded is None or key not in PARAM_SHAPED_STATE:
             return self.whole(local)
-        return self.whole_of_parts(local)
+        return self.whole_of_shards(local)
 
-    def whole_of_parts(self, local: Tensor) -> Tensor:
-        """Return the whole tensor of which each rank has some parts."""
-        assert self.divided is not None
+    def whole_of_shards(self, local: Tensor) -> Tensor:
+        """Return the whole tensor of which each rank has some shards."""
+        assert self.sharded is not None
         assert self.process_group is not None
         whole = torch.empty_like(self.param, dtype=local.dtype)
-        for part in self.divided.own:
-            in_memory_order(whole)[part.start : part.stop] = local[part.offset : part.offset + part.numel]
-        share_parts([(whole, self.divided)], self.process_group)
+        for shard in self.sharded.local:
+            in_memory_order(whole)[shard.start : shard.stop] = local[shard.offset : shard.offset + shard.numel]
+        broadcast_shards([(whole, self.sharded)], self.process_group)
         return whole
 
     def local_of(self, key: str, whole: Tensor) -> Tensor:
-        """Return this rank's piece or parts of a whole weight or state."""
-        if self.divided is None or key not in PARAM_SHAPED_STATE:
+        """Return this rank's piece or shards of a whole weight or state."""
+        if self.sharded is None or key not in PARAM_SHAPED_STATE:
             return self.piece(whole, this_rank())
-        own = self.divided.own
-        flat = whole.new_empty(sum(part.numel for part in own))
-        for run, of_whole in own_runs(flat, whole, own, self.param):
+        own = self.sharded.local
+        flat = whole.new_empty(sum(shard.numel for shard in own))
+        for run, of_whole in local_shard_pairs(flat, whole, own, self.param):
             run.copy_(of_whole)
         return flat
 
@@ -125,11 +125,11 @@ class Parameter:
     def holders(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
         """Return the ranks that have a matrix' state, of matrices (block of the view, number in it) that others lack.
 
-        Those with divided state, or whole on one rank of each copy, which may step them alone (`replicas="repeat"`).
+        Those with sharded state, or whole on one rank of each copy, which may step them alone (`replicas="repeat"`).
         """
-        if self.divided is not None:
-            parts, ranks = self.divided.parts, self.divided.ranks
-            return {matrix: (ranks[part.owner],) for part in parts if part.unit for matrix in part.unit.matrices}
+        if self.sharded is not None:
+            shards, ranks = self.sharded.shards, self.sharded.ranks
+            return {matrix: (ranks[shard.owner],) for shard in shards if shard.unit for matrix in shard.unit.matrices}
         return {} if self.layout is None else _holders(self.layout, self.group.view)
 
 
@@ -147,15 +147,15 @@ def _holders(layout: Layout, view: View) -> Mapping[tuple[int, int], tuple[int, 
     return of_matrices
 
 
-def share_parts(wholes: Sequence[tuple[Tensor, DividedState]], group: ProcessGroup) -> None:
-    """Give all ranks of a group the parts of some tensors, of one dtype, that their owners alone have right.
+def broadcast_shards(wholes: Sequence[tuple[Tensor, ShardedState]], group: ProcessGroup) -> None:
+    """Give all ranks of a group the shards of some tensors, of one dtype, that their owners alone have right.
 
     All of these ranks must call it. Temporary memory: that of the tensors.
     """
-    parts = [(part, in_memory_order(whole)) for whole, divided in wholes for part in divided.parts]
-    parts.sort(key=lambda row: row[0].owner)
+    shards = [(shard, in_memory_order(whole)) for whole, sharded in wholes for shard in sharded.shards]
+    shards.sort(key=lambda row: row[0].owner)
     # As bytes: backends do not know every dtype.
-    runs = [(part.owner, entries[part.start : part.stop].view(torch.uint8)) for part, entries in parts]
+    runs = [(shard.owner, entries[shard.start : shard.stop].view(torch.uint8)) for shard, entries in shards]
     if not runs:
         return
     rows = torch.cat([run for _, run in runs])
@@ -170,9 +170,9 @@ def share_parts(wholes: Sequence[tuple[Tensor, DividedState]], group: ProcessGro
 
 def all_parameters(groups: Sequence[Group], communicators: Communicators) -> list[Parameter]:
     """Return all parameters, by group, also those that this rank has no part in; nothing is communicated."""
-    divided = divided_parameters(groups)
+    sharded = sharded_parameters(groups)
     return [
-        Parameter(name, param, group, layout, divided.get(param), communicators)
+        Parameter(name, param, group, layout, sharded.get(param), communicators)
         for group in groups
         for name, param, layout in zip(group.param_names, group.params, layouts_of(group), strict=True)
     ]
@@ -187,9 +187,9 @@ def connected_parameters(groups: Sequence[Group], communicators: Communicators) 
 def whole_states(
     groups: Sequence[Group], communicators: Communicators, states: Mapping[Tensor, Mapping[str, Tensor]]
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return the state that ranks divide, whole, and give every rank NorMuon's second moments of all matrices.
+    """Return the state that ranks shard, whole, and give every rank NorMuon's second moments of all matrices.
 
-    The latter are changed in place where no state is divided. All ranks that share parameters with such state must
+    The latter are changed in place where no state is sharded. All ranks that share parameters with such state must
     call it; without any, nothing is communicated. Temporary memory: one parameter's state, besides the result.
     """
     apart = [one for one in all_parameters(groups, communicators) if _has_state_apart(one) and states.get(one.param)]
@@ -201,7 +201,7 @@ def whole_states(
     # In one order everywhere: ranks of several process groups wait for each other.
     for one in sorted((parameter for parameter in apart if parameter.is_here), key=lambda one: one.ranks):
         state = states[one.param]
-        if one.divided is None:
+        if one.sharded is None:
             moments = state[NEURON_MOMENT]
             moments.copy_(one.whole_second_moments(moments))
             continue
@@ -217,12 +217,12 @@ def whole_states(
 def _has_state_apart(one: Parameter) -> bool:
     """Return whether a rank may have state of a shared parameter that others need for a whole one, and lack."""
     group, layout = one.group, one.layout
-    if layout is None or group.comms in DIVIDING:
+    if layout is None or group.comms in SHARDED_MODES:
         return layout is not None
     return group.rule.neuron_state is not None and bool(_holders(layout, group.view))
 
 
-def carry(
+def copy_state(
     groups: Sequence[Group],
     communicators: Communicators,
     states: Mapping[Tensor, Mapping[str, Tensor]],
@@ -231,44 +231,44 @@ def carry(
     *,
     transposed: bool,
 ) -> None:
-    """Do as `Muon.carry_state`, given the state of all parameters, which is changed."""
+    """Do as `Muon.copy_state`, given the state of all parameters, which is changed."""
     by_param = {parameter.param: parameter for parameter in all_parameters(groups, communicators)}
-    places = [found_parameter(groups, param, "carry_state was given") for param in (source, target)]
-    given, taken = (by_param[group.params[index]] for group, index in places)
-    _check_carried(given, taken, transposed=transposed)
-    for one in (given, taken):
+    places = [found_parameter(groups, param, "copy_state was given") for param in (source, target)]
+    origin, destination = (by_param[group.params[index]] for group, index in places)
+    _check_copied(origin, destination, transposed=transposed)
+    for one in (origin, destination):
         if states.get(one.param, {}).keys().isdisjoint(STATE_KEYS):
             raise ValueError(
-                f"the state of {given.name} cannot be carried to {taken.name}: {one.name} is frozen and has no state; "
-                f"call requires_grad_(True) on it before"
+                f"the state of {origin.name} cannot be copied to {destination.name}: {one.name} is frozen and has "
+                f"no state; call requires_grad_(True) on it before"
             )
     communicators.connect(groups, list(map(layouts_of, groups)))
-    if not given.is_here and not taken.is_here:
+    if not origin.is_here and not destination.is_here:
         return
-    if given.ranks != taken.ranks:
+    if origin.ranks != destination.ranks:
         raise ValueError(
-            f"{given.name} and {taken.name} are on different ranks: carry_state needs both on all ranks that have one "
-            f"of them"
+            f"{origin.name} and {destination.name} are on different ranks: copy_state needs both on all ranks that "
+            f"have one of them"
         )
     with (
-        state_on_device(given.param, states[given.param]) as values,
-        state_on_device(taken.param, states[taken.param]) as kept,
+        state_on_device(origin.param, states[origin.param]) as values,
+        state_on_device(destination.param, states[destination.param]) as kept,
     ):
         for key, value in kept.items():
             if key in PARAM_SHAPED_STATE:
-                whole = given.whole_of(key, local_tensor(values[key]))
-                piece = taken.local_of(key, whole.mT if transposed else whole)
+                whole = origin.whole_of(key, local_tensor(values[key]))
+                piece = destination.local_of(key, whole.mT if transposed else whole)
                 if piece.numel():
                     local_tensor(value).copy_(piece)
             elif key == NEURON_MOMENT:
-                value.copy_(given.whole_second_moments(values[key]))
+                value.copy_(origin.whole_second_moments(values[key]))
             else:
                 value.copy_(values[key])
 
 
-def _check_carried(source: Parameter, target: Parameter, *, transposed: bool) -> None:
+def _check_copied(source: Parameter, target: Parameter, *, transposed: bool) -> None:
     """Reject two parameters of which one cannot have the state of the other; a ValueError names both."""
-    what = f"the state of {source.name} cannot be carried to {target.name}"
+    what = f"the state of {source.name} cannot be copied to {target.name}"
     group, other_group = source.group, target.group
     if source.param is target.param:
         raise ValueError(f"{what}: they are the same parameter")
@@ -285,6 +285,6 @@ def _check_carried(source: Parameter, target: Parameter, *, transposed: bool) ->
         )
     if NEURON_MOMENT in needed and (transposed or group.view != other_group.view):
         raise ValueError(
-            f"{what}: NorMuon's second moments belong to rows or columns of the matrices of a view; carry them to a "
+            f"{what}: NorMuon's second moments belong to rows or columns of the matrices of a view; copy them to a "
             f"parameter of the same view, which is not transposed, or set normalize=None for both"
         )

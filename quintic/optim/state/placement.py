@@ -19,9 +19,9 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.rules.rule import MASTER, MASTER_SPECS
 from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
-from quintic.optim.state.parts import Part, own_runs
+from quintic.optim.state.shards import StateShard, local_shard_pairs
 
-__all__ = ["StateForm", "fits", "init_state", "planned_state", "state_bytes", "state_forms", "state_on_device"]
+__all__ = ["StateForm", "init_state", "matches_spec", "planned_state", "state_bytes", "state_forms", "state_on_device"]
 
 
 class StateForm(NamedTuple):
@@ -49,8 +49,8 @@ def state_bytes(param: Tensor, group: Group) -> int:
     return sum(form.dtype.itemsize * (param.numel() if form.shape is None else math.prod(form.shape)) for form in forms)
 
 
-def init_state(param: Tensor, group: Group, own: Sequence[Part] | None = None) -> dict[str, Tensor]:
-    """Return state that no step has used: zeros, and masters. Where ranks divide it, `own` is what this one has."""
+def init_state(param: Tensor, group: Group, own: Sequence[StateShard] | None = None) -> dict[str, Tensor]:
+    """Return state that no step has used: zeros, and masters. Where ranks shard it, `own` is what this one has."""
     state = {}
     for key, form in state_forms(param, group).items():
         device, pinned = _place(key, param, group)
@@ -61,18 +61,18 @@ def init_state(param: Tensor, group: Group, own: Sequence[Part] | None = None) -
         elif own is None:
             local_tensor(value).copy_(weights)
         else:
-            for run, of_weights in own_runs(value, weights, own, weights):
+            for run, of_weights in local_shard_pairs(value, weights, own, weights):
                 run.copy_(of_weights)
     return state
 
 
-def planned_state(param: Tensor, group: Group, own: Sequence[Part] | None = None) -> dict[str, Tensor]:
+def planned_state(param: Tensor, group: Group, own: Sequence[StateShard] | None = None) -> dict[str, Tensor]:
     """Return tensors without memory in the form of what this rank has of a state; arguments as for `init_state`."""
     local, meta = local_tensor(param), torch.device("meta")
     return {key: _empty(form, local, own, meta, False) for key, form in state_forms(param, group).items()}
 
 
-def fits(state: Mapping[str, Any], param: Tensor, group: Group, own: Sequence[Part] | None) -> bool:
+def matches_spec(state: Mapping[str, Any], param: Tensor, group: Group, own: Sequence[StateShard] | None) -> bool:
     """Return whether a parameter's state has the form and the place it would be made in; `own` as for `init_state`."""
     forms = state_forms(param, group)
     if state.keys() & STATE_KEYS != forms.keys():
@@ -116,7 +116,9 @@ def _place(key: str, param: Tensor, group: Group) -> tuple[torch.device, bool]:
     return device, False
 
 
-def _empty(form: StateForm, param: Tensor, own: Sequence[Part] | None, device: torch.device, pinned: bool) -> Tensor:
+def _empty(
+    form: StateForm, param: Tensor, own: Sequence[StateShard] | None, device: torch.device, pinned: bool
+) -> Tensor:
     dtype, shape = form
     if shape is None and own is None:
         order, like = torch.preserve_format, param if is_dtensor(param) else local_tensor(param)
@@ -126,8 +128,8 @@ def _empty(form: StateForm, param: Tensor, own: Sequence[Part] | None, device: t
     return torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
 
 
-def _numel(own: Sequence[Part]) -> int:
-    return sum(part.numel for part in own)
+def _numel(own: Sequence[StateShard]) -> int:
+    return sum(shard.numel for shard in own)
 
 
 def _lies_as(value: Tensor, param: Tensor) -> bool:

@@ -11,7 +11,7 @@
 | any       | `mantissa`               | of the parameter                  | uint16, `master="mantissa"`    |
 
 Masters belong to parameters of less than float32 only, see `precision.py`; float64 parameters keep float64 state.
-As soon as one parameter's state is needed all have theirs, so that every checkpoint has the same keys (`upkeep.py`).
+As soon as one parameter's state is needed all have theirs, so that every checkpoint has the same keys (`sync.py`).
 State of a parameter's shape is a `DTensor` in the parameter's layout where the parameter is one; everything else is
 whole on every rank (`placement.py`). `checkpoint/` saves and loads it.
 """

@@ -6,8 +6,8 @@
 
 The bits of an average are the same on all ranks and in every layout; a library's own reduction promises neither.
 
-With divided state a bucket averages by way of its transport (`transports.Shard`), within the step; or earlier, for the
-norm of the gradients, and then the step takes what `EarlyAverages` has.
+With sharded state a bucket averages by way of its transport (`transports.Shard`), within the step; or earlier, for the
+norm of the gradients, and then the step takes what `PrecomputedAverages` has.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
 from quintic.optim.comms.collectives import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
-from quintic.optim.layout.packing import Packing, Run, in_memory_order, mean_of_ranks
-from quintic.optim.plan.bucket import Divided
+from quintic.optim.layout.packing import MemorySpan, Packing, in_memory_order, mean_of_ranks
+from quintic.optim.plan.bucket import Sharded
 
-__all__ = ["Averaging", "EarlyAverages", "Entries", "OfGroup", "messages_of"]
+__all__ = ["Entries", "GroupAverages", "PrecomputedAverages", "ReduceScatterPlan", "messages_of"]
 
 # From this number of entries on a tensor is sent from its own memory, and received there. Smaller ones are packed into
 # one buffer.
-_LEAST_ALONE = 2**24
+_LEAST_DIRECT = 2**24
 
 # The most entries of one message: while the gradients of one are added up, those of the next are under way.
 _MOST_TOGETHER = 2**25
@@ -37,7 +37,7 @@ Entries = tuple[int, int, int]
 """(Number of the tensor, start, stop): a range of its entries in the order of memory."""
 
 
-class Averaging:
+class ReduceScatterPlan:
     """One message of gradients to the owners of their entries, and one of the owners' entries to all ranks.
 
     Args:
@@ -69,13 +69,13 @@ class Averaging:
         self._own = slice(sum(counts[:position]), sum(counts[: position + 1]))
 
         def packing(owners: Iterable[int], starts: Sequence[int]) -> Packing:
-            runs = []
+            spans = []
             for owner in owners:
                 place = starts[owner]
                 for tensor, start, stop in owned[owner]:
-                    runs.append(Run(tensor, start, stop, place))
+                    spans.append(MemorySpan(tensor, start, stop, place))
                     place += stop - start
-            return Packing(runs, kernels, device)
+            return Packing(spans, kernels, device)
 
         all_ranks = range(len(counts))
         self._to_owners = packing(all_ranks, list(accumulate(counts, initial=0)))
@@ -103,10 +103,10 @@ class Averaging:
 
         return lambda: mean_of_ranks(pending.wait().view(len(counts), own), self._kernels, out)
 
-    def start_giving(
+    def start_all_gather(
         self, tensors: Sequence[Tensor], group: ProcessGroup, own: Tensor | None = None
     ) -> Callable[[], None]:
-        """Send this rank's entries to all ranks; wait for the entries of the others, which go into the tensors.
+        """Send this rank's entries to all ranks; wait for the entries of the others, which apply_mask into the tensors.
 
         All ranks must call it. `own`, (entries,), is copied into the tensors and sent; without it, and with
         `is_direct`, the entries are those of the tensors already.
@@ -142,13 +142,13 @@ class Averaging:
         yield
         mean = wait_for_mean()
         del wait_for_mean  # and the gradients that were sent
-        wait_for_others = self.start_giving(tensors, group, mean)
+        wait_for_others = self.start_all_gather(tensors, group, mean)
         del mean
         yield
         wait_for_others()
 
 
-class OfGroup:
+class GroupAverages:
     """The averages of one parameter group's gradients.
 
     With `comms="replicated"` they stand in `p.grad`, or in `lent` for parameters without a gradient on this rank. Where
@@ -156,16 +156,16 @@ class OfGroup:
     """
 
     def __init__(
-        self, params: Sequence[Tensor], lent: Mapping[Tensor, Tensor], own: Mapping[Tensor, Tensor] | None = None
+        self, params: Sequence[Tensor], zero_filled: Mapping[Tensor, Tensor], own: Mapping[Tensor, Tensor] | None = None
     ) -> None:
-        self.lent, self.own = lent, own
+        self.zero_filled, self.local = zero_filled, own
         self._params = params
         self._seen: list[tuple[Tensor | None, int]] = []
-        self.renew()
+        self.accept_gradients()
 
-    def copy_from(self, other: "OfGroup") -> None:
+    def copy_from(self, other: "GroupAverages") -> None:
         """Copy averages of the next gradients to the place of these, where `p.grad` has none: for CUDA graphs."""
-        mine, theirs = (self.lent, other.lent) if self.own is None else (self.own, other.own or {})
+        mine, theirs = (self.zero_filled, other.zero_filled) if self.local is None else (self.local, other.local or {})
         if theirs:
             torch._foreach_copy_([mine[param] for param in theirs], list(theirs.values()))
 
@@ -175,7 +175,7 @@ class OfGroup:
         rows = zip(self._seen, self._gradients(), strict=True)
         return all(before is now and seen == version for (before, seen), (now, version) in rows)
 
-    def renew(self) -> None:
+    def accept_gradients(self) -> None:
         """Note that the averages belong to the gradients as they are now."""
         self._seen = self._gradients()
 
@@ -186,43 +186,43 @@ class OfGroup:
 
     def tensors(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield each parameter and its average: whole, or of this rank's pieces; None for frozen parameters."""
-        if self.own is not None:
-            yield from self.own.items()
+        if self.local is not None:
+            yield from self.local.items()
             return
         for param in self._params:
-            yield param, self.lent.get(param) if param.grad is None else param.grad
+            yield param, self.zero_filled.get(param) if param.grad is None else param.grad
 
-    def of_bucket(self, bucket: Divided) -> Tensor:
+    def of_bucket(self, bucket: Sharded) -> Tensor:
         """Return the averages of the pieces of a bucket that this rank owns, one after the other, (entries,)."""
         return torch.cat([torch.empty(0, dtype=bucket.dtype, device=bucket.device), *self._runs(bucket)])
 
-    def keep_bucket(self, bucket: Divided, mean: Tensor) -> None:
+    def keep_bucket(self, bucket: Sharded, mean: Tensor) -> None:
         """Keep the averages of a bucket's pieces, (entries,), which `of_bucket` then returns."""
         runs = list(self._runs(bucket))
-        for run, part in zip(runs, mean.split([run.numel() for run in runs]), strict=True):
-            run.copy_(part)
+        for run, shard in zip(runs, mean.split([run.numel() for run in runs]), strict=True):
+            run.copy_(shard)
 
-    def _runs(self, bucket: Divided) -> Iterator[Tensor]:
-        assert self.own is not None
-        for part in bucket.own:
-            yield self.own[self._params[part.index]][part.offset : part.offset + part.numel]
+    def _runs(self, bucket: Sharded) -> Iterator[Tensor]:
+        assert self.local is not None
+        for shard in bucket.local:
+            yield self.local[self._params[shard.index]][shard.offset : shard.offset + shard.numel]
 
 
-class EarlyAverages:
+class PrecomputedAverages:
     """The averages that clipping has made for an optimizer's next step, by the position of the parameter group."""
 
     def __init__(self) -> None:
-        self.groups: dict[int, OfGroup] = {}
+        self.groups: dict[int, GroupAverages] = {}
         """All cached averages, stale ones included."""
-        self.of_step: Mapping[int, OfGroup] = {}
+        self.of_step: Mapping[int, GroupAverages] = {}
         """The averages that the running step uses in place of messages."""
 
-    def of_bucket(self, bucket: Divided) -> Tensor | None:
+    def of_bucket(self, bucket: Sharded) -> Tensor | None:
         """Return the averages of the pieces of a bucket that this rank owns, if the step uses them; else None."""
         averages = self.of_step.get(bucket.group)
         return None if averages is None else averages.of_bucket(bucket)
 
-    def fresh(self) -> dict[int, OfGroup]:
+    def fresh(self) -> dict[int, GroupAverages]:
         """Return the averages that are still valid.
 
         If gradients of one group were touched, all are dropped: a rank without gradients in that group cannot see it,
@@ -232,17 +232,17 @@ class EarlyAverages:
             self.groups = {}
         return dict(self.groups)
 
-    def keep(self, groups: Mapping[int, OfGroup]) -> None:
+    def keep(self, groups: Mapping[int, GroupAverages]) -> None:
         """Keep averages for the next step, for gradients as they are now."""
         self.groups = dict(groups)
-        self.renew()
+        self.accept_gradients()
 
-    def renew(self) -> None:
+    def accept_gradients(self) -> None:
         """Note that the averages belong to the gradients as they are now."""
         for averages in self.groups.values():
-            averages.renew()
+            averages.accept_gradients()
 
-    def outdate(self, numbers: Iterable[int]) -> None:
+    def invalidate(self, numbers: Iterable[int]) -> None:
         """Drop the averages: all ranks change gradients of these groups, which a rank without any cannot detect."""
         if not self.groups.keys().isdisjoint(numbers):
             self.groups = {}
@@ -264,10 +264,10 @@ def messages_of(
         limit: the most entries of one message, None for any number; a single tensor may exceed it.
     """
     limit = _MOST_TOGETHER if limit is None else max(1, min(limit, _MOST_TOGETHER))
-    alone = [n for n, numel in enumerate(numels) if numel >= _LEAST_ALONE and numel % num_ranks == 0]
-    for number in alone:
+    direct = [n for n, numel in enumerate(numels) if numel >= _LEAST_DIRECT and numel % num_ranks == 0]
+    for number in direct:
         yield [number], _evenly_divided([numels[number]], num_ranks, 1), True
-    for numbers in _chunks(sorted({*range(len(numels))} - {*alone}), numels, limit):
+    for numbers in _chunks(sorted({*range(len(numels))} - {*direct}), numels, limit):
         yield numbers, _evenly_divided([numels[number] for number in numbers], num_ranks, _MULTIPLE), False
 
 
@@ -294,7 +294,7 @@ def _evenly_divided(numels: Sequence[int], num_ranks: int, multiple: int) -> lis
 
     def between(first: int, last: int) -> Iterator[Entries]:
         for number, (start, stop) in enumerate(pairwise(starts)):
-            # The part of tensor `number` between `first` and `last`, counted within the tensor.
+            # The shard of tensor `number` between `first` and `last`, counted within the tensor.
             if max(start, first) < min(stop, last):
                 yield number, max(start, first) - start, min(stop, last) - start
 

@@ -34,25 +34,25 @@ from torch import Tensor
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.options import Group
 from quintic.optim.groups.ties import Tie
-from quintic.optim.plan.bucket import Bucket, Divided, DividedMatrices, Gathered, ParameterUnit
-from quintic.optim.plan.members import Member, update_dtype
-from quintic.optim.plan.schedule import Schedule, one_ahead
+from quintic.optim.plan.bucket import Bucket, Gathered, ParameterUnit, Sharded, ShardedMatrices
+from quintic.optim.plan.members import BucketMember, update_dtype
+from quintic.optim.plan.schedule import Schedule, prefetch_one_schedule
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.orthogonalize import apply_form, apply_function
-from quintic.optim.rules.device_memory import DeviceHyperparameters, is_capturing
+from quintic.optim.rules.device import DeviceHyperparameters, is_capturing
 from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.rules.update import neuron_factors_, second_moment_shape
-from quintic.optim.state.parts import Part
+from quintic.optim.state.shards import StateShard
 from quintic.optim.state.state import second_moments
-from quintic.optim.step.agreements import Agreements
-from quintic.optim.step.averaging import EarlyAverages
-from quintic.optim.step.device_passes import DevicePasses, step_adamw_on_device
+from quintic.optim.step.averaging import PrecomputedAverages
+from quintic.optim.step.consensus import RankConsensus
 from quintic.optim.step.offload.offload import Offload, OffloadedPart
-from quintic.optim.step.operands import BucketMemory, Operands, State
-from quintic.optim.step.plain_passes import Passes, PlainPasses, step_adamw
+from quintic.optim.step.operands import BucketCache, Operands, State
 from quintic.optim.step.ranges import NO_RANGES, Ranges, ranges_of
 from quintic.optim.step.telemetry import Counts, Measured, measure
+from quintic.optim.step.torch_backend import TorchBackend, UpdateBackend, step_adamw
 from quintic.optim.step.transports import Gather, Shard, Transport, as_rows, factors_of_pieces, join_units, split_units
+from quintic.optim.step.triton_backend import TritonBackend, step_adamw_triton
 
 __all__ = ["NO_OPERANDS", "BucketStep", "StepContext", "orthogonalized", "run_overlapping"]
 
@@ -68,12 +68,12 @@ class StepContext:
     """As they are now."""
     state: State
     communicators: Communicators
-    agreements: Agreements
-    early: EarlyAverages
+    consensus: RankConsensus
+    precomputed: PrecomputedAverages
     """Averages of gradients that clipping made before the step."""
     offload: Offload | None = None
     """None if no state is in host memory."""
-    is_alone: bool = False
+    is_single_rank: bool = False
     """Whether this rank can step without other ranks' gradients or decisions; False until ranks have agreed."""
     num_steps: int = 0
     """Steps made before this one."""
@@ -110,12 +110,12 @@ class BucketStep:
     """
 
     def __init__(
-        self, number: int, bucket: Bucket, transport: Transport | None, cache: BucketMemory, context: StepContext
+        self, number: int, bucket: Bucket, transport: Transport | None, cache: BucketCache, context: StepContext
     ) -> None:
         self.number, self.bucket, self.cache, self._context = number, bucket, cache, context
         self.transport = transport
         self._orthogonalizes = bucket.rule.orthogonalizes
-        self.units = units = bucket.units if isinstance(bucket, Gathered | DividedMatrices) else None
+        self.units = units = bucket.units if isinstance(bucket, Gathered | ShardedMatrices) else None
         """The units of all ranks; None for whole matrices, and for AdamW."""
         self._shapes = [bucket.shape or (0, 0)] if units is None else units.shapes
         """The (m, n) of each kind of matrix."""
@@ -153,7 +153,7 @@ class BucketStep:
         has_work = self.transport is not None or (
             bool(active.params) and (bucket.numel > 0 or not self._orthogonalizes)
         )
-        self.has_local_work = has_work and not bucket.travels
+        self.has_local_work = has_work and not bucket.needs_comm
         self.counts = Counts(bucket, len(active.members), active.num_matrices, active.missing)
         self.ranges = ranges_of(self.number, bucket) if context.is_profiled else NO_RANGES
         self.is_guarded = context.skips_nonfinite or group.on_nonfinite != "propagate"
@@ -185,12 +185,12 @@ class BucketStep:
             mask = self._step_mask(apply_mask)
             assert mask is not None
             mask = transport.guarded(mask)  # (pieces of all ranks,)
-            own_mask: Tensor | None = mask[transport.bucket.owned]
+            own_mask: Tensor | None = mask[transport.bucket.local_slice]
             active = transport.owned_operands(group, context.state, mean)
             del mean
         else:
-            is_whole = apply_mask is None and context.is_alone  # all entries are stepped
-            mask = own_mask = None if is_whole else self._step_mask(apply_mask)
+            is_reduced = apply_mask is None and context.is_single_rank  # all entries are stepped
+            mask = own_mask = None if is_reduced else self._step_mask(apply_mask)
 
         if not self._orthogonalizes:
             if active.params:
@@ -200,15 +200,15 @@ class BucketStep:
                 transport.count_elsewhere(group, context.state, mask)
         elif active.params or isinstance(transport, Gather):
             # momentum. A rank without pieces takes part in the messages: it may own units.
-            passes: Passes | None = None
+            backend: UpdateBackend | None = None
             if active.params and self._offload is None:
-                passes = self._passes(active, group, self.cache, own_mask)
+                backend = self._backend(active, group, self.cache, own_mask)
             elif active.params and self._offload is not None:
-                passes = self._offload.passes(self.number, active, group, own_mask, self._passes)
+                backend = self._offload.backend(self.number, active, group, own_mask, self._backend)
             directions: Tensor | None = None
-            if passes is not None:
+            if backend is not None:
                 with self.ranges["momentum"]:
-                    directions = passes.directions()  # (b, m, n), or pieces of units (units, rows, columns)
+                    directions = backend.directions()  # (b, m, n), or pieces of units (units, rows, columns)
                     if units is not None:
                         directions = directions.contiguous()
             # gather
@@ -232,7 +232,7 @@ class BucketStep:
                 factors = [factor]
             else:
                 # (units of all ranks, kinds)
-                scales = self.cache.scales(bucket, group, units.everywhere, self._shapes, _numbers_of_units)
+                scales = self.cache.scales(bucket, group, units.all, self._shapes, _numbers_of_units)
                 update, factors = self._compute_units(directions, scales, mask)
             del directions
             # scatter
@@ -246,13 +246,13 @@ class BucketStep:
                     update, factors = wait_for_pieces()  # (units, *piece shape)
                 del wait_for_pieces
             # write
-            if passes is not None:
+            if backend is not None:
                 with self.ranges["update weights"]:
                     if units is not None or group.scale_decay:
-                        passes.apply(as_rows(update), self._factors_of_pieces(factors, scales))
+                        backend.apply(as_rows(update), self._factors_of_pieces(factors, scales))
                     else:
-                        passes.apply(update, factors[0])
-            del passes, update, factors
+                        backend.apply(update, factors[0])
+            del backend, update, factors
 
         # publish
         if isinstance(transport, Shard):
@@ -276,27 +276,27 @@ class BucketStep:
             apply_mask = None
         elif apply_mask is not None:
             apply_mask = apply_mask.to(self.bucket.device, non_blocking=True)
-        if self._context.is_alone:
+        if self._context.is_single_rank:
             return apply_mask
-        entries: Sequence[Member | Part | ParameterUnit] = self.active.members
-        if isinstance(self.bucket, Divided):
-            entries = self.bucket.parts
+        entries: Sequence[BucketMember | StateShard | ParameterUnit] = self.active.members
+        if isinstance(self.bucket, Sharded):
+            entries = self.bucket.shards
         elif self.units is not None:
-            entries = self.units.everywhere
+            entries = self.units.all
         # (n,) int32: 1 where enough ranks have a gradient.
-        present = self._context.agreements.stepped(self.number, self.bucket, entries, self._flagged)
+        present = self._context.consensus.step_mask(self.number, self.bucket, entries, self._flagged)
         if present is None or apply_mask is None:
             return apply_mask if present is None else present
         return present * apply_mask
 
-    def _flagged(self, entries: Sequence[Member | Part | ParameterUnit]) -> list[int]:
+    def _flagged(self, entries: Sequence[BucketMember | StateShard | ParameterUnit]) -> list[int]:
         """Return the position in the group of the parameter that each flag of the mask is for."""
         # Local matrices have a flag each, because the kernels read one for each matrix.
         if self.transport is None and self._orthogonalizes:
             return [member.index for member in self.active.members for _ in range(member.num_matrices)]
         return [entry.index for entry in entries]
 
-    def _passes(self, active: Operands, group: Group, cache: BucketMemory, mask: Tensor | None) -> Passes:
+    def _backend(self, active: Operands, group: Group, cache: BucketCache, mask: Tensor | None) -> UpdateBackend:
         """Return the element-wise passes over operands whose state is on the device; the mask is () or (matrices,).
 
         The cache belongs to the operands, and the group has their view: offloaded state has its own of both.
@@ -304,9 +304,9 @@ class BucketStep:
         bucket = self.bucket
         if bucket.kernels == "torch":
             present = None if mask is None or mask.ndim == 0 else _present(active, mask)
-            return PlainPasses(bucket, group, active, present, cache.places)
+            return TorchBackend(bucket, group, active, present, cache.places)
         hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
-        return DevicePasses(bucket, group, active, cache, hyperparameters, mask)
+        return TritonBackend(bucket, group, active, cache, hyperparameters, mask)
 
     def _step_adamw(self, active: Operands, mask: Tensor | None) -> None:
         """Step AdamW parameters, or pieces of them; the mask is () or (members,)."""
@@ -324,7 +324,7 @@ class BucketStep:
                 step_adamw(bucket, group, operands)
             else:
                 hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
-                step_adamw_on_device(bucket, group, piece.active, piece.memory, hyperparameters, own_mask)
+                step_adamw_triton(bucket, group, piece.active, piece.cache, hyperparameters, own_mask)
 
     def _unit_moments(self) -> list[list[Tensor]]:
         """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), sharing memory."""
@@ -333,7 +333,7 @@ class BucketStep:
 
         def make() -> list[list[Tensor]]:
             moments: list[list[Tensor]] = [[] for _ in units.kinds]
-            for unit in units.everywhere:
+            for unit in units.all:
                 param = self.group.params[unit.index]
                 state = self._context.state[param][NEURON_MOMENT]
                 blocks = second_moments(state, param.shape, self.group.view)
@@ -341,7 +341,7 @@ class BucketStep:
                     moments[kind].append(blocks[block][matrix : matrix + 1])
             return moments
 
-        return self.cache.once("moments", None, make)
+        return self.cache.cached("moments", None, make)
 
     def _compute_units(self, directions: Tensor, scales: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Return the updates of this rank's units, like the directions, and for each kind factors (b, m or 1, n or 1).
@@ -353,7 +353,7 @@ class BucketStep:
         """
         bucket, units = self.bucket, self.units
         assert units is not None
-        normalizes, owned = self.group.normalize is not None, units.owned
+        normalizes, owned = self.group.normalize is not None, units.local_slice
         directions = directions.view(len(directions), *units.shape)
         scales, mask = scales[owned], None if mask is None else mask[owned]
         moments = [of_kind[owned] for of_kind in self._unit_moments()] if normalizes else None
@@ -367,7 +367,7 @@ class BucketStep:
             factor = scales[:, number].view(-1, 1, 1)
             if len(matrices):
                 of_kind = None if moments is None else moments[number]
-                members = units.own_matrices[number]
+                members = units.local_matrices[number]
                 update, factor = self.compute_update(members, matrices, kind.form, factor, of_kind, mask, number)
             else:
                 # A new tensor: a view would keep the directions alive.
@@ -387,7 +387,7 @@ class BucketStep:
         """
         units, transport = self.units, self.transport
         if isinstance(transport, Shard) and units is not None:
-            scales = scales[units.owned]
+            scales = scales[units.local_slice]
         columns = scales.view(*scales.shape, 1, 1).unbind(1)  # for each kind (b, 1, 1)
         # Without NorMuon nothing came with the updates: every rank has the scales.
         factors = factors or columns
@@ -401,7 +401,7 @@ class BucketStep:
 
     def compute_update(
         self,
-        members: Sequence[Member],
+        members: Sequence[BucketMember],
         directions: Tensor,
         form: Form | None,
         scales: Tensor,
@@ -448,7 +448,7 @@ def _neuron_factors(
     if table is not None:
         from quintic.kernels.update.neuron import advance_neuron_factors_
 
-        return advance_neuron_factors_(update, table, scales, beta=beta, go=mask)
+        return advance_neuron_factors_(update, table, scales, beta=beta, apply_mask=mask)
     before = torch.cat(list(moments))
     after = before.clone()
     factors = neuron_factors_(update, after, beta=beta)
@@ -458,7 +458,7 @@ def _neuron_factors(
     return scales * factors
 
 
-def _numbers_of(members: Sequence[Member]) -> list[tuple[int]]:
+def _numbers_of(members: Sequence[BucketMember]) -> list[tuple[int]]:
     return [(member.first_matrix + i,) for member in members for i in range(member.num_matrices)]
 
 
@@ -492,7 +492,7 @@ def run_overlapping(
             after the work on the next.
         local: generators without messages, which run one after the other where the schedule has None.
     """
-    for number in one_ahead(len(steps)) if schedule is None else schedule:
+    for number in prefetch_one_schedule(len(steps)) if schedule is None else schedule:
         if number is not None:
             next(steps[number], None)
             continue

@@ -22,9 +22,9 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, ranks_of
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, gradient_dtype, writable_gradient
-from quintic.optim.plan.memory.buckets import averaged_entries, averaging_stages
-from quintic.optim.plan.schedule import one_ahead, overlapping_bytes
-from quintic.optim.step.averaging import Averaging, EarlyAverages, OfGroup, messages_of
+from quintic.optim.plan.schedule import overlapping_bytes, prefetch_one_schedule
+from quintic.optim.plan.workspace.buckets import averaged_entries, averaging_stages
+from quintic.optim.step.averaging import GroupAverages, PrecomputedAverages, ReduceScatterPlan, messages_of
 from quintic.optim.step.bucket_step import run_overlapping
 from quintic.optim.step.operands import dense_gradient
 from quintic.optim.step.ranges import range_of
@@ -50,9 +50,9 @@ class GradientAverages:
         groups: Sequence[Group],
         layouts: Sequence[Sequence[Layout | None]],
         communicators: Communicators,
-        early: EarlyAverages,
+        precomputed: PrecomputedAverages,
     ) -> None:
-        self._groups, self._communicators, self._early = groups, communicators, early
+        self._groups, self._communicators, self._precomputed = groups, communicators, precomputed
         self._shards = shards
         self.ranks = {
             number: ranks_of(of_group)
@@ -60,58 +60,60 @@ class GradientAverages:
             if group.comms in AVERAGING and any(of_group)
         }
         """The ranks of each group whose gradients differ among ranks; empty where there is nothing to average."""
-        self._lent: list[Tensor] = []
+        self._zero_filled: list[Tensor] = []
         """Parameters without a gradient of this rank, which have one until the step is over, because other ranks do."""
-        self._averagings: dict[object, list[list[tuple[Averaging, list[int]]]]] = {}
+        self._reduce_scatters: dict[object, list[list[tuple[ReduceScatterPlan, list[int]]]]] = {}
         self.workspace_bytes = 0
         """Upper bound of the temporary bytes of averaging whole gradients."""
         self._whole = [number for number in self.ranks if groups[number].comms == "replicated"]
         """Groups whose averages stand in `p.grad`."""
         for together in self._of_same_ranks(self._whole):
             # Most gradients have the dtype of their parameter.
-            self._averagings_of(together, [param for number in together for _, param in _stepped(groups[number])])
+            self._reduce_scatters_of(together, [param for number in together for _, param in _stepped(groups[number])])
 
     @contextmanager
-    def of_step(self, pending_steps: Sequence[int]) -> Iterator[None]:
+    def of_step(self, steps_until_due: Sequence[int]) -> Iterator[None]:
         """Put whole averages in `p.grad` while a step runs. All ranks that share parameters must call it."""
-        self._early.of_step = of_step = self._early.fresh()
+        self._precomputed.of_step = of_step = self._precomputed.fresh()
         try:
-            due = [number for number in self._whole if pending_steps[number] == 0]
+            due = [number for number in self._whole if steps_until_due[number] == 0]
             self._average([number for number in due if number not in of_step])
-            for param, average in chain.from_iterable(of_step[n].lent.items() for n in due if n in of_step):
+            for param, average in chain.from_iterable(of_step[n].zero_filled.items() for n in due if n in of_step):
                 param.grad = average
-                self._lent.append(param)
+                self._zero_filled.append(param)
             yield
         finally:
-            self._take_back()
-            self._early.of_step = {}
+            self._drop_zero_filled()
+            self._precomputed.of_step = {}
 
-    def make_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
-        """Average gradients before the next step, see `Runner.average_early`."""
-        averages = self._early.fresh()
+    def precompute(self, numbers: Iterable[int]) -> Mapping[int, GroupAverages]:
+        """Average gradients before the next step, see `Runner.precompute_averages`."""
+        averages = self._precomputed.fresh()
         due = [number for number in numbers if number in self.ranks]
         missing = [number for number in due if number not in averages]
         whole = [number for number in missing if number in self._whole]
         try:
             self._average(whole)
-            lent = {param: param.grad for param in self._lent if param.grad is not None}
+            zero_filled = {param: param.grad for param in self._zero_filled if param.grad is not None}
         finally:
-            self._take_back()
+            self._drop_zero_filled()
         for number in whole:
             params = self._groups[number].params
-            averages[number] = OfGroup(params, {param: lent[param] for param in params if param in lent})
+            averages[number] = GroupAverages(
+                params, {param: zero_filled[param] for param in params if param in zero_filled}
+            )
         for number in [number for number in missing if number not in whole]:
             params = self._groups[number].params
             for param in params:
                 writable_gradient(param)  # PyTorch counts changes in place only of such gradients
             shards = [shard for shard in self._shards if shard.bucket.group == number]
             numels = [0] * len(params)
-            for part in chain.from_iterable(shard.bucket.own for shard in shards):
-                numels[part.index] += part.numel
+            for shard in chain.from_iterable(shard.bucket.local for shard in shards):
+                numels[shard.index] += shard.numel
             own = {param: param.new_zeros(numel) for param, numel in zip(params, numels, strict=True)}
-            averages[number] = OfGroup(params, {}, own)
+            averages[number] = GroupAverages(params, {}, own)
             run_overlapping([_average_bucket(shard, averages[number]) for shard in shards])
-        self._early.keep(averages)
+        self._precomputed.keep(averages)
         return {number: averages[number] for number in due}
 
     def _average(self, numbers: Sequence[int]) -> None:
@@ -120,10 +122,10 @@ class GradientAverages:
             groups = [self._groups[number] for number in together]
             gradients = [self._dense(param, name) for group in groups for name, param in _stepped(group)]
             process_group = self._communicators[self.ranks[together[0]]]
-            for averagings in self._averagings_of(together, gradients):
+            for reduce_scatters in self._reduce_scatters_of(together, gradients):
                 with range_of("average gradients"):
                     run_overlapping(
-                        [one.average([gradients[n] for n in each], process_group) for one, each in averagings]
+                        [one.average([gradients[n] for n in each], process_group) for one, each in reduce_scatters]
                     )
 
     def _of_same_ranks(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -139,34 +141,34 @@ class GradientAverages:
         if gradient is None:
             # It has the dtype of other ranks' gradients, because messages must be equally long.
             param.grad = gradient = torch.zeros_like(param, dtype=gradient_dtype(param))
-            self._lent.append(param)
+            self._zero_filled.append(param)
         dense = dense_gradient(param, gradient, name)
         if dense is not gradient:
             param.grad = dense
         return dense
 
-    def _averagings_of(
+    def _reduce_scatters_of(
         self, numbers: Sequence[int], tensors: Sequence[Tensor]
-    ) -> list[list[tuple[Averaging, list[int]]]]:
+    ) -> list[list[tuple[ReduceScatterPlan, list[int]]]]:
         """Return the messages of groups of equal ranks, each with the numbers of its gradients.
 
         There is a list for each dtype, device, kernels and limit. The tensors are like the gradients of all parameters
         that are stepped, in the order of the groups.
         """
         key = tuple(numbers), tuple([tensor.dtype for tensor in tensors])
-        if key not in self._averagings:
+        if key not in self._reduce_scatters:
             members = [(self._groups[n], param) for n in numbers for _, param in _stepped(self._groups[n])]
             together: dict[tuple[torch.dtype, torch.device, Kernels, int | None], list[int]] = {}
             for n, ((group, param), tensor) in enumerate(zip(members, tensors, strict=True)):
                 kernels, limit = choose_kernels(group.kernels, param), averaged_entries(group, tensor.dtype)
                 together.setdefault((tensor.dtype, tensor.device, kernels, limit), []).append(n)
-            self._averagings[key] = [
-                self._new_averagings(self.ranks[numbers[0]], *alike, {n: members[n][1].numel() for n in chosen})
+            self._reduce_scatters[key] = [
+                self._new_reduce_scatters(self.ranks[numbers[0]], *alike, {n: members[n][1].numel() for n in chosen})
                 for alike, chosen in together.items()
             ]
-        return self._averagings[key]
+        return self._reduce_scatters[key]
 
-    def _new_averagings(
+    def _new_reduce_scatters(
         self,
         ranks: tuple[int, ...],
         dtype: torch.dtype,
@@ -174,23 +176,27 @@ class GradientAverages:
         kernels: Kernels,
         limit: int | None,
         numels: Mapping[int, int],
-    ) -> list[tuple[Averaging, list[int]]]:
-        chosen, averagings, stages = list(numels), [], []
+    ) -> list[tuple[ReduceScatterPlan, list[int]]]:
+        chosen, reduce_scatters, stages = list(numels), [], []
         for places, owned, is_direct in messages_of(list(numels.values()), len(ranks), limit):
-            averaging = Averaging(owned, ranks.index(this_rank()), dtype, device, kernels, is_direct=is_direct)
-            averagings.append((averaging, [chosen[place] for place in places]))
-            counts, most = averaging.counts, averaging.most
+            reduce_scatter = ReduceScatterPlan(
+                owned, ranks.index(this_rank()), dtype, device, kernels, is_direct=is_direct
+            )
+            reduce_scatters.append((reduce_scatter, [chosen[place] for place in places]))
+            counts, most = reduce_scatter.counts, reduce_scatter.most
             stages.append(averaging_stages(counts, most, dtype, kernels, is_direct=is_direct, is_in_place=is_direct))
-        self.workspace_bytes = max(self.workspace_bytes, overlapping_bytes(stages, one_ahead(len(stages)), 0))
-        return averagings
+        self.workspace_bytes = max(
+            self.workspace_bytes, overlapping_bytes(stages, prefetch_one_schedule(len(stages)), 0)
+        )
+        return reduce_scatters
 
-    def _take_back(self) -> None:
-        for param in self._lent:
+    def _drop_zero_filled(self) -> None:
+        for param in self._zero_filled:
             param.grad = None
-        self._lent = []
+        self._zero_filled = []
 
 
-def _average_bucket(shard: Shard, averages: OfGroup) -> Iterator[None]:
+def _average_bucket(shard: Shard, averages: GroupAverages) -> Iterator[None]:
     wait_for_mean = shard.start_mean(shard.local_operands())
     yield
     mean = wait_for_mean()

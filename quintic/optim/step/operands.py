@@ -15,8 +15,8 @@ from quintic.optim.layout.layouts import gradient_dtype, is_dtensor, local_gradi
 from quintic.optim.layout.tables import AddressTable, upload_programs
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import Member, block_of
-from quintic.optim.rules.device_memory import host_tensor, upload
+from quintic.optim.plan.members import BucketMember, block_of
+from quintic.optim.rules.device import host_tensor, upload
 from quintic.optim.rules.rule import MANTISSA, MASTER
 from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.state.state import master_key, second_moments
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # needs Triton
     from quintic.kernels.programs import TilePrograms
     from quintic.kernels.update.matrix_update import MatrixLayout
 
-__all__ = ["GRADIENT", "BlockPlaces", "BucketMemory", "Operands", "State", "are_contiguous", "dense_gradient"]
+__all__ = ["GRADIENT", "BlockPlaces", "BucketCache", "Operands", "State", "are_contiguous", "dense_gradient"]
 
 GRADIENT = attrgetter("grad")
 """Return the gradient of a parameter."""
@@ -39,7 +39,7 @@ class Operands(NamedTuple):
     All of a bucket's parameters have the same state, and so all or none have a master.
     """
 
-    members: tuple[Member, ...]
+    members: tuple[BucketMember, ...]
     params: list[Tensor]
     gradients: list[Tensor]
     states: list[Mapping[str, Tensor]]
@@ -76,7 +76,7 @@ class BlockPlaces:
     """
 
     def __init__(self) -> None:
-        self._members: tuple[Member, ...] = ()
+        self._members: tuple[BucketMember, ...] = ()
         self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []
 
     def blocks(self, active: "Operands", view: View, *lists: Sequence[Tensor]) -> list[Sequence[Tensor]]:
@@ -108,7 +108,7 @@ _T = TypeVar("_T")
 _PLACED = ("moments", "owned", "elsewhere")
 
 
-class BucketMemory:
+class BucketCache:
     """Memory of one bucket on its device between steps, besides state."""
 
     def __init__(self, *, fills_missing: bool = False) -> None:
@@ -119,7 +119,7 @@ class BucketMemory:
         self._owners: list[Tensor] = []
         self._names: list[str] = []
         """The parameter of each member."""
-        self._contiguous = self._are_cut = False
+        self._contiguous = self._are_sharded = False
         self._kept: dict[str, tuple[object, Any]] = {}
         """Name -> what a value was made for, and the value: it is made again when that is another one."""
         self.places = BlockPlaces()
@@ -128,14 +128,14 @@ class BucketMemory:
         """The layouts of the members' matrices, and how many in a row have each; nearly always one."""
         self._neuron_tables: dict[int, AddressTable] = {}
 
-    def renew(self) -> None:
+    def invalidate_views(self) -> None:
         """Forget where weights and state are: they may have other memory now."""
         self.everything = None
         self.places = BlockPlaces()
         for name in _PLACED:
             self._kept.pop(name, None)
 
-    def once(self, name: str, key: object, make: Callable[[], _T]) -> _T:
+    def cached(self, name: str, key: object, make: Callable[[], _T]) -> _T:
         """Return the value kept under a name, made anew where its key is another one."""
         kept = self._kept.get(name)
         if kept is None or kept[0] != key:
@@ -153,12 +153,12 @@ class BucketMemory:
             self._owners = [group.params[member.index] for member in bucket.members]
             params = [local_tensor(owner) for owner in self._owners]
             self._names = [member.name for member in bucket.members]
-            self._are_cut = any(map(is_dtensor, self._owners))
+            self._are_sharded = any(map(is_dtensor, self._owners))
             states = [_local_state(state[owner]) for owner in self._owners]
             everything = self.everything = Operands(bucket.members, params, [], states, bucket.num_matrices)
             self._contiguous = all(param.is_contiguous() for param in params)
         owners = self._owners
-        gradients = local_gradients(owners, self._names) if self._are_cut else list(map(GRADIENT, owners))
+        gradients = local_gradients(owners, self._names) if self._are_sharded else list(map(GRADIENT, owners))
         if self._contiguous and are_contiguous(gradients):
             return everything._replace(gradients=gradients)
         return self.of_those(everything, gradients)
@@ -200,7 +200,7 @@ class BucketMemory:
                 scales *= host_tensor(each, dtype).view_as(scales)
             return upload(scales, bucket.device)
 
-        return self.once("scales", (group.adjust_lr, group.lr_multipliers, parts), make)
+        return self.cached("scales", (group.adjust_lr, group.lr_multipliers, parts), make)
 
     def moments(self, view: View, active: Operands) -> list[Tensor]:
         """Return the second moments of each member's matrices, (matrices, m, 1) or (matrices, 1, n), sharing memory."""
@@ -214,7 +214,7 @@ class BucketMemory:
             ]
 
         key = active.members, list(map(id, buffers)), list(map(Tensor.data_ptr, buffers))
-        return self.once("moments", key, make)
+        return self.cached("moments", key, make)
 
     def check_state(self, active: Operands, dtypes: Mapping[str, torch.dtype], addresses: tuple[int, ...]) -> None:
         """Reject state of another device, dtype or memory order, where kernels see addresses alone."""
@@ -228,7 +228,7 @@ class BucketMemory:
                         right = f"{wanted[key]} on {param.device} with strides {param.stride()}"
                         raise _misread(member.name, key, value, right)
 
-        self.once("checked", (active.members, addresses), check)
+        self.cached("checked", (active.members, addresses), check)
 
     def matrix_places(self, view: View, active: Operands) -> tuple[Tensor, Tensor]:
         """Return for each matrix which operand it belongs to, and where it starts in the parameter, in entries."""
@@ -243,7 +243,7 @@ class BucketMemory:
                 owners.append(torch.full_like(offsets[-1], number))
             return torch.cat(owners), torch.cat(offsets)
 
-        return self.once("matrix_places", active.members, make)
+        return self.cached("matrix_places", active.members, make)
 
     def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, TilePrograms]":
         """Return on the device the entries of each tensor, and how programs are divided among them."""
@@ -253,7 +253,7 @@ class BucketMemory:
             numels = [param.numel() for param in active.params]
             return upload(host_tensor(numels), device), upload_programs(adamw_programs(numels), device)
 
-        return self.once("programs", active.members, make)
+        return self.cached("programs", active.members, make)
 
     def neuron_table(
         self, bucket: Bucket, moments: Sequence[Tensor], names: Iterable[str], kind: int = 0

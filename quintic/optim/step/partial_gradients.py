@@ -8,7 +8,7 @@ whoever has one. Without such gradients nothing is sent, and no rank waits.
 A gradient that is a sum for the first time later is an error on the ranks that have it, before they send anything:
 others cannot know of it, and to ask them would make every step wait. One that was a sum, and now is none on this rank,
 may have been added up by the user: then it is so on all ranks. This rank joins the others' sum with zeros all the same,
-so that no rank waits for it, and says so with the counts of gradients (`agreements.py`).
+so that no rank waits for it, and says so with the counts of gradients (`consensus.py`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,10 +25,10 @@ if TYPE_CHECKING:  # importing it takes a second; avoid it when DTensor is unuse
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Cut", "PartialGradients", "cut_of", "zeros"]
+__all__ = ["PartialGradients", "PartialSpec", "partial_spec", "zero_addend"]
 
 
-class Cut(NamedTuple):
+class PartialSpec(NamedTuple):
     """How a gradient that is a sum still to be made lies on the mesh of its parameter."""
 
     placements: "tuple[Placement, ...]"
@@ -43,24 +43,26 @@ class Cut(NamedTuple):
         )
 
 
-def cut_of(param: Any) -> Cut | None:
+def partial_spec(param: Any) -> PartialSpec | None:
     """Return the cut of a `DTensor`'s gradient; None where it is no sum still to be made, or not there."""
     gradient = param.grad
     placements = getattr(gradient, "placements", ())
     if not any(placement.is_partial() for placement in placements):
         return None
-    return Cut(tuple(placements), gradient.dtype)
+    return PartialSpec(tuple(placements), gradient.dtype)
 
 
-def zeros(param: Any, cut: Cut) -> "DTensor":
+def zero_addend(param: Any, partial: PartialSpec) -> "DTensor":
     """Return a gradient of zeros for a `DTensor`, cut so: what a rank adds that has none. Nothing is communicated."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = param.device_mesh
-    pieces = [Replicate() if placement.is_partial() else placement for placement in cut.placements]
+    pieces = [Replicate() if placement.is_partial() else placement for placement in partial.placements]
     shape = size_of(mesh_layout(param.shape, mesh.mesh, pieces).box_of(this_rank()))
-    local = torch.zeros(shape, dtype=cut.dtype, device=param.device)
-    return DTensor.from_local(local, mesh, cut.placements, run_check=False, shape=param.shape, stride=param.stride())
+    local = torch.zeros(shape, dtype=partial.dtype, device=param.device)
+    return DTensor.from_local(
+        local, mesh, partial.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 class PartialGradients:
@@ -68,10 +70,10 @@ class PartialGradients:
 
     def __init__(self) -> None:
         self._names: dict[Tensor, str] = {}
-        self._known: dict[Tensor, Cut] = {}
+        self._known: dict[Tensor, PartialSpec] = {}
         self._stand_ins: dict[Tensor, Tensor] = {}
         """Sums in the place of gradients that this rank does not have."""
-        self._made: dict[Tensor, bool] = {}
+        self._reduced: dict[Tensor, bool] = {}
         """Parameters whose gradients `replace` has added up since the last step -> whether this rank's was whole."""
 
     def is_stand_in(self, param: Tensor) -> bool:
@@ -82,18 +84,18 @@ class PartialGradients:
         """Return whether missing addends may count as zeros; false until every rank knows that there is a sum."""
         return param in self._known and not self._known[param].has_copies(param)
 
-    def is_sum(self, param: Tensor) -> bool:
+    def is_partial(self, param: Tensor) -> bool:
         """Return whether all ranks know that the gradient of a parameter is a sum."""
         return param in self._known
 
-    def is_whole(self, param: Any) -> bool:
+    def is_reduced(self, param: Any) -> bool:
         """Return whether this rank has no addend of a sum, but a gradient that is none."""
-        return self._made.get(param, self._is_made(param))
+        return self._reduced.get(param, self._has_param_placements(param))
 
-    def _is_made(self, param: Any) -> bool:
+    def _has_param_placements(self, param: Any) -> bool:
         return bool(getattr(param.grad, "placements", None) == param.placements)
 
-    def not_a_sum(self, param: Tensor) -> str:
+    def partial_mismatch_message(self, param: Tensor) -> str:
         """Return the message that some ranks have a sum and others a gradient that is none."""
         return (
             f"{self._names[param]}: its gradient is a sum still to be made over ranks (Partial) on some ranks, and "
@@ -111,18 +113,18 @@ class PartialGradients:
             that have a gradient have it as a sum, which the others would not join.
         """
         # Of every gradient that there is: how it is cut if it is a sum, else None.
-        own = {number: cut_of(param) for number, param in enumerate(names) if param.grad is not None}
+        own = {number: partial_spec(param) for number, param in enumerate(names) if param.grad is not None}
         of_ranks = all_gather_values(own, group)
         self._names |= names
         for number, param in enumerate(names):
-            cuts = dict.fromkeys(theirs[number] for theirs in of_ranks if number in theirs)
-            sums = [cut for cut in cuts if cut is not None]
+            specs = dict.fromkeys(theirs[number] for theirs in of_ranks if number in theirs)
+            sums = [partial for partial in specs if partial is not None]
             if not sums:
                 continue
             if len(sums) > 1:
                 return self._disagreement(param, "on one rank it is", sums[0], "on another one", sums[1])
-            if None in cuts:
-                return self.not_a_sum(param)
+            if None in specs:
+                return self.partial_mismatch_message(param)
             self._known[param] = sums[0]
         return None
 
@@ -138,11 +140,11 @@ class PartialGradients:
             spec = getattr(gradient, "_spec", None)
             if gradient is None or spec is param._spec or (spec and spec.placements == param._spec.placements):
                 continue
-            cut, known = cut_of(param), self._known.get(param)
-            if cut is None or cut == known:
+            partial, known = partial_spec(param), self._known.get(param)
+            if partial is None or partial == known:
                 continue
             if known is not None:
-                raise RuntimeError(self._disagreement(param, "in the steps before it was", known, "now it is", cut))
+                raise RuntimeError(self._disagreement(param, "in the steps before it was", known, "now it is", partial))
             raise RuntimeError(
                 f"{self._names[param]}: its gradient is a sum still to be made over ranks (Partial), and was none on "
                 f"any rank in the first step, before which ranks tell each other; make it Partial in the first step "
@@ -155,16 +157,16 @@ class PartialGradients:
         for param in params:
             if param not in self._known:
                 continue
-            is_missing, is_whole = param.grad is None, self.is_whole(param)
+            is_missing, is_reduced = param.grad is None, self.is_reduced(param)
             total = self._sum(param)
-            self._made.setdefault(param, is_whole)
+            self._reduced.setdefault(param, is_reduced)
             if total is not None:
                 param.grad = total
                 if is_missing:
                     self._stand_ins[param] = total
 
     @contextmanager
-    def summed(self, params: Iterable[Tensor]) -> Iterator[None]:
+    def reduced(self, params: Iterable[Tensor]) -> Iterator[None]:
         """Put known sums in the place of gradients meanwhile. All ranks of the meshes must call it."""
         kept: list[tuple[Tensor, Tensor | None]] = []
         try:
@@ -179,24 +181,24 @@ class PartialGradients:
             for param, gradient in kept:
                 param.grad = gradient
             self._stand_ins.clear()
-            self._made.clear()
+            self._reduced.clear()
 
     def _sum(self, param: Any) -> Tensor | None:
         """Return the sum of all ranks' addends; None if this rank's gradient is none of them."""
-        is_made = self._is_made(param)
-        if is_made and param in self._made:  # on all ranks
+        has_param_placements = self._has_param_placements(param)
+        if has_param_placements and param in self._reduced:  # on all ranks
             return None
-        addend = zeros(param, self._known[param]) if is_made or param.grad is None else param.grad
+        addend = zero_addend(param, self._known[param]) if has_param_placements or param.grad is None else param.grad
         total: Tensor = placed_as(self._names[param], param, addend)
-        return None if is_made else total
+        return None if has_param_placements else total
 
-    def _disagreement(self, param: Tensor, first: str, known: Cut, second: str, cut: Cut) -> str:
+    def _disagreement(self, param: Tensor, first: str, known: PartialSpec, second: str, partial: PartialSpec) -> str:
         return (
             f"{self._names[param]}: its gradient is a sum still to be made over ranks, and not always the same one: "
-            f"{first} {_text(known)}, {second} {_text(cut)}; redistribute it to the parameter's placements before "
+            f"{first} {_text(known)}, {second} {_text(partial)}; redistribute it to the parameter's placements before "
             f"the step, on all ranks"
         )
 
 
-def _text(cut: Cut) -> str:
-    return f"({', '.join(map(repr, cut.placements))}) of {cut.dtype}"
+def _text(partial: PartialSpec) -> str:
+    return f"({', '.join(map(repr, partial.placements))}) of {partial.dtype}"

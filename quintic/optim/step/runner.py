@@ -3,7 +3,7 @@
 The phases of a step:
 
     copies      gradients of tied copies are added to those of their originals
-    presence    ranks start to count who has which gradient (`agreements.py`)
+    presence    ranks start to count who has which gradient (`consensus.py`)
     averages    `comms="replicated"`: whole gradients become averages (`gradient_averages.py`)
     tensors     every bucket finds its gradients, weights and state
     policy      on_nonfinite="skip" or "raise": are all gradients of all connected ranks finite?
@@ -24,23 +24,23 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.comms.sharing import dividing_ranks, layouts_of, travelling
+from quintic.optim.comms.sharing import gather_layouts, layouts_of, sharding_ranks
 from quintic.optim.groups.options import Group
 from quintic.optim.groups.ties import Tie, ties_of
-from quintic.optim.plan.bucket import Bucket, Divided, Gathered
+from quintic.optim.plan.bucket import Bucket, Gathered, Sharded
 from quintic.optim.plan.log import log_plan
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.planning import build_plan
-from quintic.optim.plan.replicas import choose_ways, divided_layouts
-from quintic.optim.plan.schedule import Schedule, restricted
-from quintic.optim.rules.device_memory import is_capturing
+from quintic.optim.plan.replicas import choose_replica_strategies, layouts_for_work
+from quintic.optim.plan.schedule import Schedule, filter_schedule
+from quintic.optim.rules.device import is_capturing
 from quintic.optim.rules.non_finite import all_finite, first_non_finite
-from quintic.optim.step.agreements import Agreements
-from quintic.optim.step.averaging import EarlyAverages, OfGroup
+from quintic.optim.step.averaging import GroupAverages, PrecomputedAverages
 from quintic.optim.step.bucket_step import NO_OPERANDS, BucketStep, StepContext, run_overlapping
+from quintic.optim.step.consensus import RankConsensus
 from quintic.optim.step.gradient_averages import GradientAverages
-from quintic.optim.step.offload.offload import Offload, Visit
-from quintic.optim.step.operands import BucketMemory, State
+from quintic.optim.step.offload.offload import Offload, ScheduledStage
+from quintic.optim.step.operands import BucketCache, State
 from quintic.optim.step.ranges import is_profiled
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.step.telemetry import Counts
@@ -83,21 +83,21 @@ class Runner:
         communicators: Communicators,
         orders: Orders,
         rows: AnnouncedRows,
-        early: EarlyAverages,
+        precomputed: PrecomputedAverages,
     ) -> None:
         orders = orders.resolved(groups)
         layouts = [layouts_of(group) for group in groups]
-        travels = [travelling(group, of_group) for group, of_group in zip(groups, layouts, strict=True)]
-        choices = choose_ways(groups, travels, communicators.hosts)
-        travels = divided_layouts(groups, travels, choices, communicators.hosts, this_rank())
-        self.agreements = Agreements(groups, layouts, travels, choices, communicators, orders)
-        divided = [dividing_ranks(group, of_group) for group, of_group in zip(groups, layouts, strict=True)]
-        dividing = {number: ranks for number, ranks in enumerate(divided) if ranks}
-        told = [choice for choice in choices.values() if this_rank() in choice.ranks]
-        self.plan = build_plan(groups, travels, this_rank(), dividing, orders, told)
+        gathered = [gather_layouts(group, of_group) for group, of_group in zip(groups, layouts, strict=True)]
+        choices = choose_replica_strategies(groups, gathered, communicators.hosts)
+        gathered = layouts_for_work(groups, gathered, choices, communicators.hosts, this_rank())
+        self.consensus = RankConsensus(groups, layouts, gathered, choices, communicators, orders)
+        sharded = [sharding_ranks(group, of_group) for group, of_group in zip(groups, layouts, strict=True)]
+        sharded_groups = {number: ranks for number, ranks in enumerate(sharded) if ranks}
+        choices_to_report = [choice for choice in choices.values() if this_rank() in choice.ranks]
+        self.plan = build_plan(groups, gathered, this_rank(), sharded_groups, orders, choices_to_report)
         self._rows = rows
-        rows.adopt(self.plan, groups)
-        self.context = StepContext(groups, state, communicators, self.agreements, early)
+        rows.sync_tables(self.plan, groups)
+        self.context = StepContext(groups, state, communicators, self.consensus, precomputed)
         if any(group.offload for group in groups):
             self.context.offload = Offload(self.plan, groups, state)
             self.plan = self.context.offload.plan
@@ -110,7 +110,7 @@ class Runner:
         for tie in self.ties:
             of_head = [s for s in self._steps if s.bucket.group == tie.head_group and tie.head_name in s.bucket.names]
             (of_head[0].copies if len(of_head) == 1 else self.written).append(tie)
-        self._averages = GradientAverages(shards, groups, layouts, communicators, early)
+        self._averages = GradientAverages(shards, groups, layouts, communicators, precomputed)
         self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
         self._schedules: dict[tuple[int, ...], Schedule] = {}
         """The plan's schedule of each set of buckets with messages that has been stepped, by their numbers."""
@@ -126,20 +126,20 @@ class Runner:
         if self.context.offload is not None:
             self.context.offload.finish()
 
-    def renew(self) -> None:
+    def invalidate_views(self) -> None:
         """Look up weights and state again at the next step, because their memory may have changed."""
         for step in self._steps:
-            step.cache.renew()
+            step.cache.invalidate_views()
 
     def reachable_state(self) -> AbstractContextManager[None]:
         """Return a context in which work on the current streams may copy state in host memory, with `non_blocking`."""
         return nullcontext() if self.context.offload is None else self.context.offload.reachable()
 
-    def step(self, pending_steps: Sequence[int], num_steps: int, *, skips_nonfinite: bool = False) -> StepOutcome:
+    def step(self, steps_until_due: Sequence[int], num_steps: int, *, skips_nonfinite: bool = False) -> StepOutcome:
         """Step every bucket whose group does not wait. All ranks that share parameters must call it.
 
         Args:
-            pending_steps: for each group how many steps it waits for after this one; 0 if it is stepped now.
+            steps_until_due: for each group how many steps it waits for after this one; 0 if it is stepped now.
             num_steps: steps made before, by which telemetry is sampled.
             skips_nonfinite: whether gradients that are not finite stop the step of all groups, also of those with
                 `on_nonfinite="propagate"`; the same on all ranks.
@@ -151,43 +151,43 @@ class Runner:
         """
         self.context.num_steps, self.context.skips_nonfinite = num_steps, skips_nonfinite
         for tie in self.ties:
-            if pending_steps[tie.head_group] == 0:
+            if steps_until_due[tie.head_group] == 0:
                 tie.add_gradient()
-        if self.context.is_alone:
-            return self._step(pending_steps)
+        if self.context.is_single_rank:
+            return self._step(steps_until_due)
         # Clipping may have averaged for an earlier plan: a step forgets those averages, too.
-        has_averages = self._averages.ranks or self.context.early.groups
-        averaged = self._averages.of_step(pending_steps) if has_averages else nullcontext()
-        with self.agreements.of_step(pending_steps), averaged:
-            self.context.is_alone = self.agreements.is_alone and not self._averages.ranks
-            return self._step(pending_steps)
+        has_averages = self._averages.ranks or self.context.precomputed.groups
+        averaged = self._averages.of_step(steps_until_due) if has_averages else nullcontext()
+        with self.consensus.of_step(steps_until_due), averaged:
+            self.context.is_single_rank = self.consensus.is_single_rank and not self._averages.ranks
+            return self._step(steps_until_due)
 
-    def end_step(self, pending_steps: Sequence[int]) -> None:
+    def end_step(self, steps_until_due: Sequence[int]) -> None:
         """Forget averages and added gradients of the groups that were stepped; also after a CUDA graph's replay."""
         for tie in self.ties:
-            if pending_steps[tie.head_group] == 0:
+            if steps_until_due[tie.head_group] == 0:
                 tie.end_step()
-        self.context.early.forget(number for number, pending in enumerate(pending_steps) if pending == 0)
+        self.context.precomputed.forget(number for number, pending in enumerate(steps_until_due) if pending == 0)
 
-    def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
+    def precompute_averages(self, numbers: Iterable[int]) -> Mapping[int, GroupAverages]:
         """Average the gradients of some groups before the next step, which then does not; return the averages by group.
 
         All ranks that share parameters must call it. Averages of gradients that no one has touched since are not made
         again; groups whose gradients need no average are left out.
         """
-        self.agreements.agree()
-        return self._averages.make_early(numbers)
+        self.consensus.validate_plans()
+        return self._averages.precompute(numbers)
 
-    def _step(self, pending_steps: Sequence[int]) -> StepOutcome:
+    def _step(self, steps_until_due: Sequence[int]) -> StepOutcome:
         """Step the groups that are due; the phases from `tensors` on."""
-        steps = [step for step in self._steps if pending_steps[step.bucket.group] == 0]
+        steps = [step for step in self._steps if steps_until_due[step.bucket.group] == 0]
         self.context.is_profiled = is_profiled()
-        policies = self._nonfinite_policies(pending_steps)
+        policies = self._nonfinite_policies(steps_until_due)
         try:
             for step in steps:
                 step.begin()
             if self._rows.tables:
-                self._rows.begin_step(pending_steps)
+                self._rows.begin_step(steps_until_due)
             apply_mask = self._nonfinite_mask(steps, policies)
             # All foreseeable errors have been raised; weights change from here on.
             host_mask = True
@@ -196,7 +196,7 @@ class Runner:
             local = [step for step in steps if step.has_local_work and (host_mask or not step.is_guarded)]
             self._run(local, apply_mask, steps)
             for tie in self.written:
-                if pending_steps[tie.head_group] == 0:
+                if steps_until_due[tie.head_group] == 0:
                     tie.write()
         finally:
             for step in steps:
@@ -207,36 +207,36 @@ class Runner:
 
     def _run(self, local: Sequence[BucketStep], apply_mask: Tensor | None, steps: Sequence[BucketStep]) -> None:
         """Run the buckets: local ones while the first message is under way, the others overtaking each other."""
-        travelling = [step for step in steps if step.bucket.travels]  # these come first in the plan
-        numbers = tuple([step.number for step in travelling])
+        with_comm = [step for step in steps if step.bucket.needs_comm]  # these come first in the plan
+        numbers = tuple([step.number for step in with_comm])
         if numbers not in self._schedules:
-            self._schedules[numbers] = restricted(self.plan.schedule, numbers)
+            self._schedules[numbers] = filter_schedule(self.plan.schedule, numbers)
         schedule = self._schedules[numbers]
         if self.context.offload is not None:
-            self.context.offload.begin(_visits(local, travelling, schedule))
+            self.context.offload.begin(_scheduled_stages(local, with_comm, schedule))
         run_overlapping(
-            [step.run(apply_mask) for step in travelling], schedule, [step.run(apply_mask) for step in local]
+            [step.run(apply_mask) for step in with_comm], schedule, [step.run(apply_mask) for step in local]
         )
 
     def _new_step(self, number: int, bucket: Bucket) -> BucketStep:
-        context, cache = self.context, BucketMemory(fills_missing=isinstance(bucket, Gathered))
+        context, cache = self.context, BucketCache(fills_missing=isinstance(bucket, Gathered))
         transport: Transport | None = None
         if isinstance(bucket, Gathered):
             transport = Gather(bucket, context.communicators)
-        elif isinstance(bucket, Divided):
+        elif isinstance(bucket, Sharded):
             params = context.groups[bucket.group].params
-            table = self._rows.tables.get(params[bucket.parts[0].index])
-            transport = Shard(bucket, params, table, cache, context.communicators, context.early)
+            table = self._rows.tables.get(params[bucket.shards[0].index])
+            transport = Shard(bucket, params, table, cache, context.communicators, context.precomputed)
         return BucketStep(number, bucket, transport, cache, context)
 
-    def _nonfinite_policies(self, pending_steps: Sequence[int]) -> list[str]:
+    def _nonfinite_policies(self, steps_until_due: Sequence[int]) -> list[str]:
         """Return `on_nonfinite` of the groups that are stepped now and act on gradients that are not finite."""
         if self.context.skips_nonfinite:
             return ["skip"]
         # The groups are asked, which all ranks have in one order: a rank may have nothing of their buckets.
         return [
             group.on_nonfinite
-            for group, pending in zip(self.context.groups, pending_steps, strict=True)
+            for group, pending in zip(self.context.groups, steps_until_due, strict=True)
             if pending == 0 and group.on_nonfinite != "propagate" and group.params
         ]
 
@@ -247,15 +247,15 @@ class Runner:
             FloatingPointError: it must not happen, and a group that is stepped now has `on_nonfinite="raise"`, be it
                 on another rank: all connected ranks raise.
         """
-        connected = self.agreements.connected
-        if not (policies if connected.is_alone else connected.asks or policies):
+        connected = self.consensus.connected
+        if not (policies if connected.is_single_rank else connected.guards_nonfinite or policies):
             return None
         watched = [step.active for step in steps if step.is_guarded]
         gradients = [gradient for active in watched for gradient in active.gradients]
-        if connected.is_alone and not gradients:
+        if connected.is_single_rank and not gradients:
             return None
         # A non-finite entry in any shard must stop the step on every connected rank.
-        device = gradients[0].device if connected.is_alone else connected.device
+        device = gradients[0].device if connected.is_single_rank else connected.device
         apply_mask = all_finite(gradients, device)
         if not connected.may_raise:
             connected.all_agree_(apply_mask)
@@ -268,17 +268,19 @@ class Runner:
         if flags.tolist() == [0, 0]:
             # All connected ranks come here, with the same flags, and tell each other the first name.
             name = first_non_finite([member.name for active in watched for member in active.members], gradients)
-            told = (f"on rank {rank}: {theirs}" for rank, theirs in connected.every(name).items() if theirs)
-            where = name or next(told, "on another rank")
+            messages = (f"on rank {rank}: {theirs}" for rank, theirs in connected.all_gather(name).items() if theirs)
+            where = name or next(messages, "on another rank")
             raise FloatingPointError(f"{where}: the gradient has an infinite or undefined entry; nothing was updated")
         return flags[0]
 
 
-def _visits(local: Sequence[BucketStep], travelling: Sequence[BucketStep], schedule: Schedule) -> Iterator[Visit]:
+def _scheduled_stages(
+    local: Sequence[BucketStep], with_comm: Sequence[BucketStep], schedule: Schedule
+) -> Iterator[ScheduledStage]:
     """Yield the stages of all buckets in the order in which a step runs them, for state in host memory."""
-    stages = [iter(range(3)) for _ in travelling]
+    stages = [iter(range(3)) for _ in with_comm]
     for number in schedule:
         if number is None:
-            yield from (Visit(step.number, step.active, None) for step in local)
+            yield from (ScheduledStage(step.number, step.active, None) for step in local)
         else:
-            yield Visit(travelling[number].number, travelling[number].active, next(stages[number]))
+            yield ScheduledStage(with_comm[number].number, with_comm[number].active, next(stages[number]))

@@ -11,7 +11,7 @@ What happens when:
 
 Marks travel in a process group of their own: ranks announce when they please, or not at all, and may use their other
 process groups in between. In it, tables come in the order of the parameter groups, once a step. The arithmetic is in
-`row_division.py`.
+`row_sharding.py`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,9 +30,9 @@ from quintic.optim.comms.collectives import (
 )
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.options import Group, found_parameter
-from quintic.optim.plan.bucket import Bucket, DividedTable
-from quintic.optim.plan.row_division import RowDivision, mean_of_rows, places_of, rows_to_send, touched_rows
-from quintic.optim.rules.device_memory import HostCopy, is_capturing, upload
+from quintic.optim.plan.bucket import Bucket, ShardedTable
+from quintic.optim.plan.row_sharding import RowSharding, mean_of_rows, places_of, rows_to_send, touched_rows
+from quintic.optim.rules.device import HostCopy, is_capturing, upload
 from quintic.optim.step.operands import dense_gradient
 
 __all__ = ["AnnouncedRows", "Table", "start_mean_of_rows"]
@@ -41,21 +41,21 @@ __all__ = ["AnnouncedRows", "Table", "start_mean_of_rows"]
 class Table:
     """A parameter whose touched rows travel, and what ranks know of them during one step."""
 
-    def __init__(self, name: str, param: Tensor, group: int, bucket: DividedTable) -> None:
+    def __init__(self, name: str, param: Tensor, group: int, bucket: ShardedTable) -> None:
         self.name, self.param, self.group = name, param, group
         self.device = param.device
         self.ranks, self.position = bucket.ranks, bucket.position
-        self.division: RowDivision = bucket.rows
+        self.sharding: RowSharding = bucket.rows
         self.is_complete = False
         """Whether everything has been announced that will be."""
         self.is_sent = False
         """Whether the marks of this step are on their way."""
         # Of this rank. What is sent is kept until the step is over, also for the stream that copies counts to the host.
-        self._marks = self._counts = torch.empty(0)
+        self._touched_mask = self._counts = torch.empty(0)
         self._is_announced = False
-        self._held: tuple[Tensor | None] | None = None
+        self._pinned: tuple[Tensor | None] | None = None
         # Of all ranks.
-        self._pending_marks: Pending | None = None
+        self._pending_mask: Pending | None = None
         self._read_counts: Callable[[], list[list[int]]] | None = None
         self._stream: Any = None
         # The number of a rank whose announcement was not right, counted from 1.
@@ -70,8 +70,8 @@ class Table:
                 f"all calls of a step but the last, and call withdraw_rows() where a step is left out"
             )
         if not self._is_announced:
-            self._marks, self._is_announced = self._no_marks(), True
-        self._marks[: self.division.num_rows].index_fill_(0, rows, 1)
+            self._touched_mask, self._is_announced = self._empty_mask(), True
+        self._touched_mask[: self.sharding.num_rows].index_fill_(0, rows, 1)
         self.is_complete = is_complete
 
     def send(self, process_group: ProcessGroup) -> None:
@@ -80,16 +80,16 @@ class Table:
         They are those of what was announced, or else of what the gradient has.
         """
         if not self._is_announced:
-            self._marks = self._no_marks()
+            self._touched_mask = self._empty_mask()
             gradient = self.gradient()
             if gradient is not None:
-                self._marks[: self.division.num_rows] = touched_rows(gradient)
-        num_ranks, each = self.division.num_ranks, self.division.rows_per_rank
+                self._touched_mask[: self.sharding.num_rows] = touched_rows(gradient)
+        num_ranks, each = self.sharding.num_ranks, self.sharding.rows_per_rank
         self._counts = torch.empty(1, num_ranks + 1, dtype=torch.int64, device=self.param.device)
-        self._counts[0, :num_ranks] = self._marks.view(num_ranks, each).sum(1)
+        self._counts[0, :num_ranks] = self._touched_mask.view(num_ranks, each).sum(1)
         self._counts[0, num_ranks] = self._is_announced
         pending = start_all_gather(self._counts, num_ranks, process_group)
-        self._pending_marks = start_all_to_all(self._marks, [each] * num_ranks, [each] * num_ranks, process_group)
+        self._pending_mask = start_all_to_all(self._touched_mask, [each] * num_ranks, [each] * num_ranks, process_group)
         if self.param.is_cuda:
             # Beside the computation, which must not wait until the other ranks have come so far.
             self._stream = self._stream or torch.cuda.Stream(self.param.device)
@@ -99,23 +99,23 @@ class Table:
             self._read_counts = cache(lambda: HostCopy(pending.wait()).read())
         self.is_sent = True
 
-    def hold(self, gradient: Tensor | None) -> None:
-        """Keep this rank's gradient of a step that begins, contiguous, or that it has none; until `release`."""
-        self._held = (gradient,)
+    def pin_gradient(self, gradient: Tensor | None) -> None:
+        """Keep this rank's gradient of a step that begins, contiguous, or that it has none; until `unpin`."""
+        self._pinned = (gradient,)
 
-    def release(self) -> None:
-        """Forget what `hold` was given: gradients may be other ones now."""
-        self._held = None
+    def unpin(self) -> None:
+        """Forget what `pin_gradient` was given: gradients may be other ones now."""
+        self._pinned = None
 
     def gradient(self) -> Tensor | None:
         """Return this rank's gradient, contiguous."""
-        gradient = self.param.grad if self._held is None else self._held[0]
+        gradient = self.param.grad if self._pinned is None else self._pinned[0]
         # What is held has the parameter's strides.
         return None if gradient is None else dense_gradient(self.param, gradient, self.name).detach()
 
     def is_sparse(self) -> bool:
         """Return whether touched rows travel in this step, the same on all ranks; waits until all have sent counts."""
-        return self.division.is_sparse([counts[:-1] for counts in self._all_counts()])
+        return self.sharding.is_sparse([counts[:-1] for counts in self._all_counts()])
 
     def sends(self) -> list[int]:
         """Return the number of rows that this rank sends to each owner."""
@@ -127,13 +127,13 @@ class Table:
 
     def rows(self) -> Tensor:
         """Return (n,) int64: the rows that this rank sends."""
-        return rows_to_send(self._marks, sum(self.sends()))
+        return rows_to_send(self._touched_mask, sum(self.sends()))
 
     def places(self) -> Tensor:
         """Return the places of each rank's rows among those that this one receives, see `places_of`."""
-        assert self._pending_marks is not None
-        marks, self._pending_marks = self._pending_marks.wait(), None
-        return places_of(marks.view(self.division.num_ranks, -1)[:, : self.division.rows_of(self.position)])
+        assert self._pending_mask is not None
+        marks, self._pending_mask = self._pending_mask.wait(), None
+        return places_of(marks.view(self.sharding.num_ranks, -1)[:, : self.sharding.rows_of(self.position)])
 
     def start_check(self, gradient: Tensor | None, process_group: ProcessGroup) -> None:
         """Start to find out whether some rank's gradient has rows that its announcement left out."""
@@ -141,17 +141,17 @@ class Table:
             return
         offender = torch.zeros(1, dtype=torch.int32, device=self.param.device)
         if gradient is not None:
-            left_out = touched_rows(gradient) & (self._marks[: self.division.num_rows] == 0)
+            left_out = touched_rows(gradient) & (self._touched_mask[: self.sharding.num_rows] == 0)
             offender += left_out.any() * (self.position + 1)
         self._pending_offender = start_all_max(offender, process_group)
 
-    def guarded(self, go: Tensor) -> Tensor:
+    def guarded(self, apply_mask: Tensor) -> Tensor:
         """Return flags on the device, int32, with zeros instead if some rank's announcement left rows out."""
         if self._pending_offender is None:
-            return go
+            return apply_mask
         offender, self._pending_offender = self._pending_offender.wait(), None
         self._offender = HostCopy(offender)
-        return go * (offender == 0)
+        return apply_mask * (offender == 0)
 
     def check(self, wait: bool) -> None:
         """Raise a RuntimeError on all ranks if the last step found rows that an announcement had left out.
@@ -173,15 +173,15 @@ class Table:
         """Forget everything about the step, once nothing of it is under way."""
         if self.is_sent:
             self._all_counts()
-        for pending in (self._pending_marks, self._pending_offender):
+        for pending in (self._pending_mask, self._pending_offender):
             if pending is not None:
                 pending.wait()
-        self._pending_marks = self._pending_offender = self._read_counts = None
-        self._marks = self._counts = torch.empty(0)
+        self._pending_mask = self._pending_offender = self._read_counts = None
+        self._touched_mask = self._counts = torch.empty(0)
         self.is_complete = self.is_sent = self._is_announced = False
 
-    def _no_marks(self) -> Tensor:
-        return torch.zeros(self.division.padded_rows, dtype=torch.uint8, device=self.param.device)
+    def _empty_mask(self) -> Tensor:
+        return torch.zeros(self.sharding.padded_rows, dtype=torch.uint8, device=self.param.device)
 
     def _all_counts(self) -> list[list[int]]:
         """Return for each rank how many rows it sends to each owner, and whether they were announced."""
@@ -191,7 +191,7 @@ class Table:
 
 def start_mean_of_rows(bucket: Bucket, table: Table, process_group: ProcessGroup) -> Callable[[], Tensor]:
     """Send touched rows once marks were sent; the function returned waits for the mean of this rank's rows."""
-    row_size, gradient = table.division.row_size, table.gradient()
+    row_size, gradient = table.sharding.row_size, table.gradient()
     sends, receives = ([count * row_size for count in counts] for counts in (table.sends(), table.receives()))
     if gradient is None:
         send = torch.zeros(sum(sends), dtype=bucket.dtype, device=bucket.device)
@@ -212,24 +212,24 @@ class AnnouncedRows:
         """By parameter, in the order in which ranks send marks; without those that always travel whole."""
         self._due: list[Table] = []
 
-    def adopt(self, buckets: Iterable[Bucket], groups: Sequence[Group]) -> None:
+    def sync_tables(self, buckets: Iterable[Bucket], groups: Sequence[Group]) -> None:
         """Find the tables of a new plan; those known before keep what was announced."""
         tables: dict[tuple[int, int], Table] = {}
         for bucket in buckets:
-            if isinstance(bucket, DividedTable):
-                part = bucket.parts[0]
-                param = groups[bucket.group].params[part.index]
+            if isinstance(bucket, ShardedTable):
+                shard = bucket.shards[0]
+                param = groups[bucket.group].params[shard.index]
                 table = self.tables.get(param)
                 known = (bucket.rows, bucket.ranks, bucket.device)
-                if table is None or (table.division, table.ranks, table.device) != known:
-                    table = Table(part.name, param, bucket.group, bucket)
-                tables[bucket.group, part.index] = table
+                if table is None or (table.sharding, table.ranks, table.device) != known:
+                    table = Table(shard.name, param, bucket.group, bucket)
+                tables[bucket.group, shard.index] = table
         self.tables = {table.param: table for _, table in sorted(tables.items())}
 
     def announce(
         self,
         groups: Sequence[Group],
-        pending_steps: Sequence[int],
+        steps_until_due: Sequence[int],
         param: Tensor | str,
         rows: Tensor,
         *,
@@ -246,25 +246,25 @@ class AnnouncedRows:
         if table is None:
             return
         _check_no_capture(table)
-        table.announce(_numbers(rows, table), is_complete=not more and pending_steps[table.group] == 0)
+        table.announce(_numbers(rows, table), is_complete=not more and steps_until_due[table.group] == 0)
         if may_send:
-            self._send_complete(pending_steps)
+            self._send_complete(steps_until_due)
 
-    def withdraw(self, pending_steps: Sequence[int], *, may_have_sent: bool) -> None:
+    def withdraw(self, steps_until_due: Sequence[int], *, may_have_sent: bool) -> None:
         """See `Muon.withdraw_rows`; arguments as in `announce`."""
         for table in self.tables.values():
-            if not table.is_sent and may_have_sent and pending_steps[table.group] == 0:
+            if not table.is_sent and may_have_sent and steps_until_due[table.group] == 0:
                 # Other ranks may wait for it.
-                table.send(self._communicators.of_marks(table.ranks))
+                table.send(self._communicators.sparse_group(table.ranks))
             table.reset()
 
-    def begin_step(self, pending_steps: Sequence[int]) -> None:
+    def begin_step(self, steps_until_due: Sequence[int]) -> None:
         """Send the marks of all tables that are stepped now. All ranks that share them must call it.
 
         Raises:
             RuntimeError: the step before found rows that had not been announced, or a CUDA graph is being captured.
         """
-        due = [table for table in self.tables.values() if pending_steps[table.group] == 0]
+        due = [table for table in self.tables.values() if steps_until_due[table.group] == 0]
         for table in due:
             _check_no_capture(table)
         if due:  # a CUDA graph that leaves tables out waits for nothing
@@ -272,14 +272,14 @@ class AnnouncedRows:
         self._due = due
         for table in due:
             if not table.is_sent:
-                table.send(self._communicators.of_marks(table.ranks))
+                table.send(self._communicators.sparse_group(table.ranks))
 
     def end_step(self) -> None:
         """Forget what was announced for the step."""
         for table in self._due:
             table.reset()
         for table in self.tables.values():
-            table.release()
+            table.unpin()
         self._due = []
 
     def check(self, wait: bool) -> None:
@@ -287,14 +287,14 @@ class AnnouncedRows:
         for table in self.tables.values():
             table.check(wait)
 
-    def _send_complete(self, pending_steps: Sequence[int]) -> None:
+    def _send_complete(self, steps_until_due: Sequence[int]) -> None:
         """Send the marks of tables that are announced, and none after one that is not: all ranks keep the order."""
         for table in self.tables.values():
-            if table.is_sent or pending_steps[table.group] != 0:
+            if table.is_sent or steps_until_due[table.group] != 0:
                 continue
             if not table.is_complete:
                 return
-            table.send(self._communicators.of_marks(table.ranks))
+            table.send(self._communicators.sparse_group(table.ranks))
 
 
 def _numbers(rows: Tensor, table: Table) -> Tensor:
@@ -304,9 +304,9 @@ def _numbers(rows: Tensor, table: Table) -> Tensor:
         return rows.to(table.param.device)
     if rows.numel():
         low, high = (int(bound) for bound in rows.aminmax())
-        if low < 0 or high >= table.division.num_rows:
+        if low < 0 or high >= table.sharding.num_rows:
             raise IndexError(
-                f"{table.name}: rows from {low} to {high} were announced, the parameter has {table.division.num_rows}"
+                f"{table.name}: rows from {low} to {high} were announced, the parameter has {table.sharding.num_rows}"
             )
     return upload(rows, table.param.device)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import Member
+from quintic.optim.plan.members import BucketMember
 
 __all__ = ["Counts", "MatrixTelemetry", "Measured", "StepReport", "collected", "measure", "report_of"]
 
@@ -106,18 +106,18 @@ class MatrixTelemetry:
 class Measured(NamedTuple):
     """Measurements of the matrices of one shape in a bucket, on their device."""
 
-    members: Sequence[Member]
+    members: Sequence[BucketMember]
     values: Tensor
     """The values that `measure` returned for the matrices of these members."""
-    stepped: Tensor | None
+    step_mask: Tensor | None
     """() or (matrices,) int32: 0 for matrices that the step left as they were; None if it stepped all."""
 
 
 def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[MatrixTelemetry]]:
     """Return the measurements of all buckets by parameter, in the order of its matrices; waits for the device."""
     by_name: dict[str, dict[int, MatrixTelemetry]] = {}
-    for members, values, stepped in chain.from_iterable(kinds.values() for kinds in measured.values()):
-        flags = repeat(1) if stepped is None else iter(stepped.expand(len(values)).tolist())
+    for members, values, step_mask in chain.from_iterable(kinds.values() for kinds in measured.values()):
+        flags = repeat(1) if step_mask is None else iter(step_mask.expand(len(values)).tolist())
         rows = iter(values.tolist())
         for member in members:
             for number in range(member.first_matrix, member.first_matrix + member.num_matrices):

@@ -14,7 +14,7 @@ whole needs no transport. The two others:
 Every method that starts a message returns a function that waits for it. All ranks of the process group must call both,
 in the same order, with or without gradients. On CUDA devices the current stream waits, and the host does not.
 
-A unit is the smallest box of a parameter that holds whole matrices, one of each kind (`layout/views.py`). Matrices
+A unit is the smallest box of a parameter that holds whole matrices, one of each kind (`layout/views.py`). WorkspaceSpec
 travel as units, (units, *unit shape), and are orthogonalised kind by kind, (units, m, n): `split_units`, `join_units`.
 """
 
@@ -30,15 +30,15 @@ from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Box
-from quintic.optim.layout.packing import Packing, Run, run_of
-from quintic.optim.plan.bucket import Divided, Gathered, Units
-from quintic.optim.plan.members import Member
-from quintic.optim.rules.device_memory import host_tensor, upload
+from quintic.optim.layout.packing import MemorySpan, Packing, span_of
+from quintic.optim.plan.bucket import Gathered, Sharded, Units
+from quintic.optim.plan.members import BucketMember
+from quintic.optim.rules.device import host_tensor, upload
 from quintic.optim.rules.rule import EXP_AVG, STEP
 from quintic.optim.rules.update import second_moment_shape
-from quintic.optim.state.parts import shaped, state_of_part
-from quintic.optim.step.averaging import Averaging, EarlyAverages
-from quintic.optim.step.operands import GRADIENT, BucketMemory, Operands, State, are_contiguous
+from quintic.optim.state.shards import state_of_shard, view_as_shard
+from quintic.optim.step.averaging import PrecomputedAverages, ReduceScatterPlan
+from quintic.optim.step.operands import GRADIENT, BucketCache, Operands, State, are_contiguous
 from quintic.optim.step.sparse_rows import Table, start_mean_of_rows
 
 __all__ = ["Gather", "Shard", "Transport", "as_rows", "factors_of_pieces", "join_units", "split_units"]
@@ -98,7 +98,7 @@ class Gather:
         # a later plan.
         vectors = [factor.flatten(1) for factor in factors]
         for of_kind, factor in zip(moments, factors, strict=True):
-            own = of_kind[units.owned]
+            own = of_kind[units.local_slice]
             own_vectors = torch.cat(own).flatten(1) if own else factor.flatten(1)
             vectors.append(own_vectors.to(factor.dtype))
         # (owned, entries of all factors, then of all moments)
@@ -122,12 +122,12 @@ class Gather:
         numels = [prod(second_moment_shape(*kind.shape)) for kind in bucket.units.kinds]
         half = sum(numels)
         # A unit's row has all factors, then all moments: the moments of unit i begin at (2 i + 1) * half.
-        runs: list[Run] = []
+        spans: list[MemorySpan] = []
         for number, numel in enumerate(numels):
-            for unit in range(len(bucket.units.everywhere)):
+            for unit in range(len(bucket.units.all)):
                 place = (2 * unit + 1) * half + sum(numels[:number])
-                runs.append(Run(len(runs), 0, numel, place))
-        return Packing(runs, bucket.kernels, bucket.device)
+                spans.append(MemorySpan(len(spans), 0, numel, place))
+        return Packing(spans, bucket.kernels, bucket.device)
 
 
 class Shard:
@@ -138,29 +138,29 @@ class Shard:
         params: the parameters of the bucket's group.
         table: which rows of its one parameter travel, with `comms="sharded_sparse"`.
         cache: the bucket's tensors that are kept between steps.
-        early: averages made before the step, by clipping, which then take the place of the message.
+        precomputed: averages made before the step, by clipping, which then take the place of the message.
     """
 
     def __init__(
         self,
-        bucket: Divided,
+        bucket: Sharded,
         params: Sequence[Tensor],
         table: Table | None,
-        cache: BucketMemory,
+        cache: BucketCache,
         communicators: Communicators,
-        early: EarlyAverages,
+        precomputed: PrecomputedAverages,
     ) -> None:
         self.bucket, self._table, self._cache = bucket, table, cache
-        self._communicators, self._early = communicators, early
+        self._communicators, self._precomputed = communicators, precomputed
         # A parameter may have several pieces in the bucket; messages pack its gradient and weights once.
-        names = {part.index: part.name for part in bucket.parts}
+        names = {part.index: part.name for part in bucket.shards}
         places = {index: place for place, index in enumerate(names)}
         self._params = [params[index] for index in names]
-        members = tuple(Member(name=name, index=index) for index, name in names.items())
+        members = tuple(BucketMember(name=name, index=index) for index, name in names.items())
         self._local = Operands(members, self._params, [], [{}] * len(members), bucket.num_matrices)
         self._contiguous = all(param.is_contiguous() for param in self._params)
-        self._averaging = Averaging(
-            [[(places[p.index], p.start, p.stop) for p in bucket.parts[owned]] for owned in bucket.of_owners],
+        self._averaging = ReduceScatterPlan(
+            [[(places[p.index], p.start, p.stop) for p in bucket.shards[owned]] for owned in bucket.of_owners],
             bucket.position,
             bucket.dtype,
             bucket.device,
@@ -186,7 +186,7 @@ class Shard:
         """Return `local_operands` for a step, whose touched rows are read off the same gradients."""
         local = self.local_operands()
         if self._table is not None:
-            self._table.hold(next(iter(local.gradients), None))
+            self._table.pin_gradient(next(iter(local.gradients), None))
         return local
 
     def start_gradients(self, local: Operands) -> Callable[[], Tensor]:
@@ -194,9 +194,9 @@ class Shard:
 
         Nothing travels if clipping has averaged before; of a sparse table only touched rows do.
         """
-        early_mean = self._early.of_bucket(self.bucket)
-        if early_mean is not None:
-            return lambda: early_mean
+        precomputed_mean = self._precomputed.of_bucket(self.bucket)
+        if precomputed_mean is not None:
+            return lambda: precomputed_mean
         if self._table is not None and self._table.is_sparse():
             return start_mean_of_rows(self.bucket, self._table, self.process_group)
         return self.start_mean(local)
@@ -220,14 +220,16 @@ class Shard:
         # Everything but the gradients follows from the plan. Views of weights and state are made once, as are shape,
         # strides and start of each gradient within the mean.
         def make() -> tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]]:
-            owned = [(part, group.params[part.index]) for part in self.bucket.own]
-            pieces = [shaped(run_of(param.detach(), part.start, part.numel), part, param) for part, param in owned]
-            states: list[Mapping[str, Tensor]] = [state_of_part(state[param], part, param) for part, param in owned]
+            owned = [(part, group.params[part.index]) for part in self.bucket.local]
+            pieces = [
+                view_as_shard(span_of(param.detach(), part.start, part.numel), part, param) for part, param in owned
+            ]
+            states: list[Mapping[str, Tensor]] = [state_of_shard(state[param], part, param) for part, param in owned]
             starts = accumulate((part.numel for part, _ in owned), initial=0)
             spans = [(p.shape, p.stride(), start) for p, start in zip(pieces, starts, strict=False)]
             return Operands(self.bucket.members, pieces, [], states, len(owned)), spans
 
-        operands, spans = self._cache.once("owned", None, make)
+        operands, spans = self._cache.cached("owned", None, make)
         first = mean.storage_offset()
         return operands._replace(gradients=[mean.as_strided(shape, stride, first + at) for shape, stride, at in spans])
 
@@ -240,18 +242,18 @@ class Shard:
 
         def make() -> tuple[list[Tensor], Tensor]:
             # A parameter may have pieces in several buckets: it is counted with its first one.
-            rows = [(number, state[params[part.index]]) for number, part in enumerate(bucket.parts) if part.start == 0]
+            rows = [(number, state[params[part.index]]) for number, part in enumerate(bucket.shards) if part.start == 0]
             others = [(number, values[STEP]) for number, values in rows if not values[EXP_AVG].numel()]
             numbers = upload(host_tensor([number for number, _ in others], torch.int64), bucket.device)
             return [step for _, step in others], numbers
 
-        steps, numbers = self._cache.once("elsewhere", None, make)
+        steps, numbers = self._cache.cached("elsewhere", None, make)
         if steps:
             torch._foreach_add_(steps, list(mask[numbers].to(steps[0].dtype).unbind()))
 
     def start_weights(self) -> Callable[[], None]:
         """Send the weights of this rank's pieces to all ranks; wait for the pieces of the others."""
-        return self._averaging.start_giving(self._params, self.process_group)
+        return self._averaging.start_all_gather(self._params, self.process_group)
 
 
 Transport = Gather | Shard

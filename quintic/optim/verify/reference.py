@@ -26,7 +26,7 @@ from quintic.optim.comms.collectives import (
     all_gather_values,
     num_ranks,
 )
-from quintic.optim.comms.sharing import AVERAGING, bound_ranks
+from quintic.optim.comms.sharing import AVERAGING, user_linked_ranks
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import gradient_dtype, local_gradients, local_tensor, placed_as, reject_sparse
 from quintic.optim.layout.views import View
@@ -35,17 +35,17 @@ from quintic.optim.plan.members import direction_dtype, form_of
 from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 from quintic.optim.rules.table import NEURON_MOMENT, PARAM_SHAPED_STATE
-from quintic.optim.rules.update import adamw_, apply_, momentum_, neuron_factors_
+from quintic.optim.rules.update import adamw_, decay_and_step_, momentum_, neuron_factors_
 from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.placement import state_on_device
 from quintic.optim.state.state import master_of, second_moments
-from quintic.optim.step.averaging import OfGroup
-from quintic.optim.step.partial_gradients import Cut, cut_of, zeros
+from quintic.optim.step.averaging import GroupAverages
+from quintic.optim.step.partial_gradients import PartialSpec, partial_spec, zero_addend
 
 __all__ = ["Rounding", "Roundings", "largest", "reference_step", "run_reference"]
 
 # The weight, and state of the parameter's shape: these are gathered to step matrices, and scattered again.
-_WHOLE = ("weight", *PARAM_SHAPED_STATE)
+_NOT_PARTIAL_BIAS = ("weight", *PARAM_SHAPED_STATE)
 
 # The assumed rounding error of a user's orthogonalizer, relative to its result, since its arithmetic is unknown.
 _FUNCTION_ROUNDING = 2.0**-8
@@ -93,32 +93,32 @@ def reference_step(optimizer: torch.optim.Optimizer) -> None:
     muon = muon_in(optimizer, "reference_step")
     run_reference(muon, None)
     # Averages made for this step by clipping are used up, as after `optimizer.step()`.
-    muon.current.early.forget(n for n, group in enumerate(muon.param_groups) if group["pending_steps"] == 0)
+    muon.plan_cache.precomputed.forget(n for n, group in enumerate(muon.param_groups) if group["pending_steps"] == 0)
 
 
 @torch.no_grad()
 def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
     """Make the step of `reference_step`, and store the effect of rounding on every matrix in `roundings`, if given."""
     # The groups that are due, their tied parameters, and the order of parameters.
-    pending_steps = optimizer.next_pending_steps()
-    ties = [tie for tie in optimizer.runner.ties if pending_steps[tie.head_group] == 0]
+    steps_until_due = optimizer.next_steps_until_due()
+    ties = [tie for tie in optimizer.runner.ties if steps_until_due[tie.head_group] == 0]
     for tie in ties:
         tie.add_gradient()
-    optimizer.runner.agreements.check_sums(pending_steps)
-    everything, early = optimizer.current.parameters(), optimizer.current.early.fresh()
+    optimizer.runner.consensus.check_partial(steps_until_due)
+    everything, precomputed = optimizer.plan_cache.parameters(), optimizer.plan_cache.precomputed.fresh()
     # All ranks of a process group go through their common parameters in the same order, so collectives match.
-    parameters = [parameter for parameter in everything if pending_steps[parameter.group.number] == 0]
+    parameters = [parameter for parameter in everything if steps_until_due[parameter.group.number] == 0]
     is_finite = _all_finite(optimizer, everything, parameters)
     states = optimizer.state
     for parameter in parameters:
         # Two collectives, which every rank of the parameter must call.
-        cut = _partial_cut(parameter)
-        is_stepped = _is_stepped(parameter, cut is not None and not cut.has_copies(parameter.param))
+        partial = _partial_spec_of(parameter)
+        is_stepped = _is_stepped(parameter, partial is not None and not partial.has_copies(parameter.param))
         if is_stepped and (is_finite or parameter.group.on_nonfinite == "propagate"):
-            gradient = _gradient_of(parameter, cut, early.get(parameter.group.number))
+            gradient = _gradient_of(parameter, partial, precomputed.get(parameter.group.number))
             with state_on_device(parameter.param, states[parameter.param]) as state:
                 _step_parameter(parameter, gradient, state, roundings)
-    for group, pending in zip(optimizer.param_groups, pending_steps, strict=True):
+    for group, pending in zip(optimizer.param_groups, steps_until_due, strict=True):
         group["pending_steps"] = pending % group["step_every"]
     for tie in ties:
         tie.write()
@@ -130,17 +130,17 @@ def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Paramete
     All of these ranks must call it, with all parameters and with the ones that are due. A FloatingPointError if not,
     and if the policy of any rank is "raise".
     """
-    asking = [parameter for parameter in due if parameter.group.on_nonfinite != "propagate"]
-    bad = [f for f in asking if f.param.grad is not None and not local_tensor(f.param.grad).isfinite().all()]
-    is_raised = any(parameter.group.on_nonfinite == "raise" for parameter in asking)
+    policies = [parameter for parameter in due if parameter.group.on_nonfinite != "propagate"]
+    bad = [f for f in policies if f.param.grad is not None and not local_tensor(f.param.grad).isfinite().all()]
+    is_raised = any(parameter.group.on_nonfinite == "raise" for parameter in policies)
     # The process groups that connect this rank with others: by shared parameters, or because the user links them.
     groups = {
         parameter.ranks: (parameter.process_group, parameter.param)
         for parameter in everything
         if parameter.layout is not None
     }
-    for group in optimizer.current.groups:
-        bound = bound_ranks(group)
+    for group in optimizer.plan_cache.groups:
+        bound = user_linked_ranks(group)
         if bound:
             groups[bound] = group.process_group, group.params[0]
     # 0 on any rank is 0 on all: [all are finite, no rank raises].
@@ -168,12 +168,15 @@ def _least_of_connected(
     return flags
 
 
-def _partial_cut(parameter: Parameter) -> Cut | None:
+def _partial_spec_of(parameter: Parameter) -> PartialSpec | None:
     """Return how a `DTensor`'s gradient is `Partial` on the first rank that has such a gradient; None if none has."""
     if parameter.process_group is None or not hasattr(parameter.param, "device_mesh"):
         return None
     # Ranks without a gradient must learn of it, to take part in the reduction.
-    return next((cut for cut in all_gather_values(cut_of(parameter.param), parameter.process_group) if cut), None)
+    return next(
+        (partial for partial in all_gather_values(partial_spec(parameter.param), parameter.process_group) if partial),
+        None,
+    )
 
 
 def _is_stepped(parameter: Parameter, may_lack_addends: bool) -> bool:
@@ -188,15 +191,15 @@ def _is_stepped(parameter: Parameter, may_lack_addends: bool) -> bool:
     return bool(flag) is not one_is_enough
 
 
-def _gradient_of(parameter: Parameter, cut: Cut | None, early: OfGroup | None) -> Tensor:
+def _gradient_of(parameter: Parameter, partial: PartialSpec | None, precomputed: GroupAverages | None) -> Tensor:
     """Return this rank's box of the gradient, averaged over ranks if the optimizer averages this group's gradients.
 
     `cut` is how the gradient is `Partial` on some rank; `early` are the averages that clipping made for the group.
     """
     # Other ranks have a Partial gradient: take part in its reduction with zeros.
-    if cut is not None and parameter.param.grad is None:
+    if partial is not None and parameter.param.grad is None:
         param: Any = parameter.param
-        return local_tensor(placed_as(parameter.name, param, zeros(param, cut)))
+        return local_tensor(placed_as(parameter.name, param, zero_addend(param, partial)))
     (gradient,) = local_gradients([parameter.param], [parameter.name])
     if gradient is not None:
         reject_sparse(parameter.name, gradient)
@@ -204,14 +207,14 @@ def _gradient_of(parameter: Parameter, cut: Cut | None, early: OfGroup | None) -
         assert gradient is not None
         return gradient
     # Averaged already: sharded over ranks, in place, or in memory of its own where this rank had no gradient.
-    if early is not None and early.own is not None:
-        return parameter.whole_of_parts(early.own[parameter.param])
-    if early is not None:
-        return early.lent[parameter.param] if gradient is None else gradient
+    if precomputed is not None and precomputed.local is not None:
+        return parameter.whole_of_shards(precomputed.local[parameter.param])
+    if precomputed is not None:
+        return precomputed.zero_filled[parameter.param] if gradient is None else gradient
     # Sum all ranks' gradients in rank order, in float32 or wider, divide, and round once.
     if gradient is None:
         gradient = torch.zeros_like(parameter.param, dtype=gradient_dtype(parameter.param))
-    if parameter.divided is not None:
+    if parameter.sharded is not None:
         gradient = gradient.to(parameter.param.dtype)  # the dtype in which the real step sends it
     everyone = all_gather_uneven(
         gradient.reshape(-1), [gradient.numel()] * len(parameter.ranks), parameter.process_group
@@ -231,11 +234,11 @@ def _step_parameter(
     local = {"weight": local_tensor(parameter.param), **{key: local_tensor(value) for key, value in state.items()}}
     is_adamw = not parameter.group.rule.orthogonalizes
     # AdamW is element-wise: step this rank's piece, unless state is sharded otherwise than the weight.
-    if is_adamw and parameter.divided is None:
+    if is_adamw and parameter.sharded is None:
         _step_adamw(local, gradient, parameter.group)
         return
     # Gather: all in the parameter's whole shape, and second moments of all neurons.
-    whole = {key: parameter.whole_of(key, value) for key, value in local.items() if key in _WHOLE}
+    whole = {key: parameter.whole_of(key, value) for key, value in local.items() if key in _NOT_PARTIAL_BIAS}
     # In the memory order of the weight, which the gradient may not have.
     whole["gradient"] = torch.empty_like(whole["weight"], dtype=gradient.dtype).copy_(parameter.whole(gradient))
     buffer = local.get(NEURON_MOMENT)
@@ -246,7 +249,7 @@ def _step_parameter(
         _step_matrices(parameter, whole, second, roundings)
     # Scatter: this rank's pieces.
     for key, value in local.items():
-        if key in _WHOLE and value.numel():
+        if key in _NOT_PARTIAL_BIAS and value.numel():
             value.copy_(parameter.local_of(key, whole[key]))
     if buffer is not None and second is not None:
         buffer.copy_(second)
@@ -318,7 +321,7 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter
     scale = factor
     if before is not None:
         factor = scale * neuron_factors_(update, matrix["second_moment"], beta=float(group.normalize_beta))
-    apply_(
+    decay_and_step_(
         [weight],
         [master_of(matrix)],
         [update],
@@ -341,7 +344,7 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter
     if direction.is_cuda:
         # Kernels may round the momentum's sum, and so the direction, to another neighbour than the reference does.
         terms = matrix["gradient"].abs().to(arithmetic) + momentum.abs()
-        moved = [shaken(direction, terms, pattern) for pattern in range(_PATTERNS)]
+        moved = [perturbed(direction, terms, pattern) for pattern in range(_PATTERNS)]
         # In the form's own dtype, too: for a small matrix a single product may be nearly exact by chance.
         forms += [(nearby, precision) for nearby in moved for precision in (wide, form)]
     changes, moments = [], []
@@ -357,7 +360,7 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter
     return Rounding(_spread([*changes, change]), _spread(moments))
 
 
-def shaken(direction: Tensor, terms: Tensor, pattern: int = 0) -> Tensor:
+def perturbed(direction: Tensor, terms: Tensor, pattern: int = 0) -> Tensor:
     """Return `direction` perturbed as another order of rounding might perturb it.
 
     One in 31 of 16-bit entries becomes the neighbouring number; wider entries all move by a rounding error of the terms

@@ -1,12 +1,12 @@
 """The report of `quintic.verify`: the differences between a step and the reference, merged from all ranks.
 
-Every rank makes an `Answer`; all ranks gather all answers and merge them (`merged`) into the same `Verification`.
+Every rank makes an `RankReport`; all ranks gather all reports and merge them (`merged`) into the same `Verification`.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Answer", "Difference", "Verification", "badness", "merged"]
+__all__ = ["Difference", "RankReport", "Verification", "merge_reports", "severity_key"]
 
 # The most differences that are printed.
 _MOST_PRINTED = 10
@@ -95,7 +95,7 @@ def _count(number: int, word: str, plural: str, singular: str = "") -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankReport:
     """The result of one rank."""
 
     differences: list[Difference]
@@ -108,28 +108,28 @@ class Answer:
     """(name, box and ranks) of each piece of a shared parameter here -> (this rank, checksum of its weights)."""
 
 
-def badness(difference: Difference) -> tuple[float, str, str, int]:
+def severity_key(difference: Difference) -> tuple[float, str, str, int]:
     """Return the sort key of a difference; sorting puts the worst first."""
     return -difference.ratio, difference.name, difference.tensor, difference.matrix or 0
 
 
-def merged(answers: Sequence[Answer]) -> Verification:
-    """Return the report for the answers of all ranks, in rank order."""
+def merge_reports(reports: Sequence[RankReport]) -> Verification:
+    """Return the report for the reports of all ranks, in rank order."""
     # One difference for each tensor of a matrix: ranks may hold different pieces of it.
     differences: dict[tuple[str, str, int | None], Difference] = {}
     num_matrices: dict[str, int] = {}
-    for answer in answers:
-        num_matrices |= answer.num_matrices
+    for rank_report in reports:
+        num_matrices |= rank_report.num_matrices
         # The same tensor of another rank: keep the worse difference, and both ranks if both are wrong.
-        for difference in answer.differences:
+        for difference in rank_report.differences:
             key = (difference.name, difference.tensor, difference.matrix)
             differences[key] = _together(differences[key], difference) if key in differences else difference
-    ordered = sorted(differences.values(), key=badness)
+    ordered = sorted(differences.values(), key=severity_key)
     # Problems of single ranks, and problems that only a comparison of ranks shows.
-    problems = [text for answer in answers for text in answer.problems]
-    problems += [*_disagreements(answers), *_unequal_copies(answers)]
+    problems = [text for rank_report in reports for text in rank_report.problems]
+    problems += [*_disagreements(reports), *_unequal_copies(reports)]
     return Verification(
-        num_ranks=len(answers),
+        num_ranks=len(reports),
         num_parameters=len(num_matrices),
         num_matrices=sum(num_matrices.values()),
         worst=ordered[0] if ordered else None,
@@ -138,11 +138,11 @@ def merged(answers: Sequence[Answer]) -> Verification:
     )
 
 
-def _disagreements(answers: Sequence[Answer]) -> Iterator[str]:
+def _disagreements(reports: Sequence[RankReport]) -> Iterator[str]:
     """Yield a line for each option that differs between ranks that share a parameter."""
     first: dict[tuple[str, tuple[int, ...]], dict[str, str]] = {}  # of the first rank that shares it
-    for answer in answers:
-        for key, options in answer.options.items():
+    for rank_report in reports:
+        for key, options in rank_report.options.items():
             expected = first.setdefault(key, options)
             # A key that only one of them has, a user's own, differs as well.
             for option in sorted(expected.keys() | options.keys()):
@@ -151,12 +151,12 @@ def _disagreements(answers: Sequence[Answer]) -> Iterator[str]:
                     yield f"{key[0]}: the ranks {key[1]} that share it have {option}={one} and {option}={other}"
 
 
-def _unequal_copies(answers: Sequence[Answer]) -> Iterator[str]:
+def _unequal_copies(reports: Sequence[RankReport]) -> Iterator[str]:
     """Yield a line for each parameter whose copies on several ranks are not equal."""
     # Place -> checksum -> the ranks that have it: more than one checksum at a place is an error.
     by_place: dict[tuple[str, str], dict[int, list[int]]] = {}
-    for answer in answers:
-        for place, (rank, checksum) in answer.copies.items():
+    for rank_report in reports:
+        for place, (rank, checksum) in rank_report.copies.items():
             by_place.setdefault(place, {}).setdefault(checksum, []).append(rank)
     # One line for each parameter, though it may have many places.
     seen: set[str] = set()

@@ -6,7 +6,7 @@ restore
 reference one parameter at a time, see `reference.py`; measures the effect of rounding on each matrix
 compare   matrix by matrix, and AdamW's parameters piece by piece
 restore   bit for bit
-report    gather the answers of all ranks and merge them
+report    gather the reports of all ranks and merge them
 """
 
 import math
@@ -25,15 +25,15 @@ from quintic.optim.groups.names import model_parameters
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import gradient_dtype, local_tensor
 from quintic.optim.muon import Muon, muon_in
-from quintic.optim.rules.opaque import without_hooks
+from quintic.optim.rules.dynamo import unwrap_hooks
 from quintic.optim.rules.precision import full_precision
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, STEP
 from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.state import master_key, second_moments
-from quintic.optim.verify.keep import Kept, Values, local_values, named_parameters, snapshot
 from quintic.optim.verify.reference import Rounding, Roundings, largest, run_reference
-from quintic.optim.verify.report import Answer, Difference, Verification, badness, merged
+from quintic.optim.verify.report import Difference, RankReport, Verification, merge_reports, severity_key
+from quintic.optim.verify.snapshot import StepSnapshot, Values, local_values, named_parameters, snapshot
 
 __all__ = ["verify"]
 
@@ -96,7 +96,7 @@ def verify(
     optimizer = muon_in(optimizer, "verify")
     names: dict[Tensor, str] = {param: name for name, param in model_parameters(model)}
     problems = _foreign_problem([name for name, param in named_parameters(optimizer) if param not in names])
-    kept = Kept(optimizer)
+    kept = StepSnapshot(optimizer)
     given: list[Tensor] = []
     roundings: Roundings = {}
     try:
@@ -104,13 +104,13 @@ def verify(
         kept.keep_gradients()
         # The optimizer's step, without the layers in which PyTorch calls hooks and schedulers count steps.
         kept.make_due()
-        without_hooks(type(optimizer).step)(optimizer)
-        taken = snapshot(optimizer)
+        unwrap_hooks(type(optimizer).step)(optimizer)
+        actual = snapshot(optimizer)
         # The reference's step, from the same weights, state and gradients.
         kept.restore()
         kept.make_due()
         run_reference(optimizer, roundings)
-        differences, stepped = _compare(optimizer, kept.values, taken, roundings)
+        differences, stepped = _compare(optimizer, kept.values, actual, roundings)
     finally:
         kept.restore()
         for param in given:
@@ -119,8 +119,8 @@ def verify(
     renamed = {name: names.get(param, name) for name, param in named_parameters(optimizer)}
     differences = [replace(difference, name=renamed[difference.name]) for difference in differences]
     stepped = {renamed[name]: count for name, count in stepped.items()}
-    answer = Answer(differences, stepped, problems, _options(optimizer, names), _copies(optimizer, names))
-    return merged(all_gather_values(answer, process_group))
+    rank_report = RankReport(differences, stepped, problems, _options(optimizer, names), _copies(optimizer, names))
+    return merge_reports(all_gather_values(rank_report, process_group))
 
 
 def _foreign_problem(foreign: Sequence[str]) -> list[str]:
@@ -135,23 +135,23 @@ def _foreign_problem(foreign: Sequence[str]) -> list[str]:
 
 
 def _options(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, tuple[int, ...]], dict[str, str]]:
-    """Return the options, as text, of each parameter that several ranks share, see `Answer`."""
+    """Return the options, as text, of each parameter that several ranks share, see `RankReport`."""
     of_groups = [
         {key: _text(value) for key, value in group.items() if key not in _NO_OPTIONS}
         for group in optimizer.param_groups
     ]
     return {
         (names.get(parameter.param, parameter.name), parameter.ranks): of_groups[parameter.group.number]
-        for parameter in optimizer.current.parameters()
+        for parameter in optimizer.plan_cache.parameters()
         if parameter.layout is not None
     }
 
 
 @torch.no_grad()
 def _copies(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return checksums of this rank's pieces of the parameters that several ranks share, see `Answer`."""
+    """Return checksums of this rank's pieces of the parameters that several ranks share, see `RankReport`."""
     copies = {}
-    for parameter in optimizer.current.parameters():
+    for parameter in optimizer.plan_cache.parameters():
         layout = parameter.layout
         if layout is not None and this_rank() in layout.ranks:
             name = names.get(parameter.param, parameter.name)
@@ -186,7 +186,7 @@ def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list
     if any(all_gather_values(has_gradients, process_group)):
         return []
     given = []
-    for number, parameter in enumerate(optimizer.current.parameters()):
+    for number, parameter in enumerate(optimizer.plan_cache.parameters()):
         # The seed depends on parameter and box, so that copies get equal gradients; where the optimizer averages, also
         # on the rank. A generator of our own does not change the user's random numbers.
         box = None if parameter.layout is None else parameter.layout.box_of(this_rank())
@@ -204,7 +204,7 @@ def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list
 
 @torch.no_grad()
 def _compare(
-    optimizer: Muon, before: Values, taken: Values, roundings: Roundings
+    optimizer: Muon, before: Values, actual: Values, roundings: Roundings
 ) -> tuple[list[Difference], dict[str, int]]:
     """Return this rank's differences, worst first, and the number of matrices of each parameter that was stepped.
 
@@ -213,30 +213,30 @@ def _compare(
     differences: list[Difference] = []
     stepped: dict[str, int] = {}
     states = optimizer.state
-    for parameter in optimizer.current.parameters():
+    for parameter in optimizer.plan_cache.parameters():
         # To the parameter's device: the snapshots are in host memory, and so is state with `offload`.
         expected, first, second = (
             {key: value.to(parameter.param.device) for key, value in values.items()}
-            for values in (local_values(states, parameter.param), before[parameter.param], taken[parameter.param])
+            for values in (local_values(states, parameter.param), before[parameter.param], actual[parameter.param])
         )
         if expected.keys() == {"weight"}:
             continue  # a frozen parameter, without state
         if parameter.group.rule.orthogonalizes:
             differences += _compare_matrices(parameter, expected, second, first, roundings)
-        elif parameter.param.grad is not None or parameter.divided is not None:
+        elif parameter.param.grad is not None or parameter.sharded is not None:
             differences += _compare_adamw(parameter, expected, second, first)
         if parameter.param.grad is not None:
             shapes = parameter.group.view.shapes(parameter.param.shape) if parameter.group.rule.orthogonalizes else ()
             stepped[parameter.name] = sum(count for count, _, _ in shapes)
-    return sorted(differences, key=badness)[:_MOST_REPORTED], stepped
+    return sorted(differences, key=severity_key)[:_MOST_REPORTED], stepped
 
 
 def _compare_adamw(
-    parameter: Parameter, expected: Mapping[str, Tensor], taken: Mapping[str, Tensor], before: Mapping[str, Tensor]
+    parameter: Parameter, expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], before: Mapping[str, Tensor]
 ) -> Iterator[Difference]:
     """Yield the differences of this rank's piece, one per tensor. All ranks that share the parameter must call it."""
     for key in ("weight", EXP_AVG, EXP_AVG_SQ, STEP):
-        old, right, mine = (_value(parameter, values, key) for values in (before, expected, taken))
+        old, right, mine = (_value(parameter, values, key) for values in (before, expected, actual))
         if right.numel() == 0:
             continue
         scale = largest(right - old if key == "weight" else right)
@@ -250,7 +250,7 @@ def _compare_adamw(
 def _compare_matrices(
     parameter: Parameter,
     expected: Mapping[str, Tensor],
-    taken: Mapping[str, Tensor],
+    actual: Mapping[str, Tensor],
     before: Mapping[str, Tensor],
     roundings: Roundings,
 ) -> Iterator[Difference]:
@@ -261,11 +261,11 @@ def _compare_matrices(
     # Matrices are numbered through all blocks of the view; `holders` are the ranks that have state of a matrix.
     view, shape = parameter.group.view, parameter.param.shape
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
-    holders = parameter.holders() if parameter.divided is not None else {}
+    holders = parameter.holders() if parameter.sharded is not None else {}
     # Weight and state of its shape: gathered, since a matrix may lie on several ranks, and compared as (b, m, n).
     for key in ("weight", *(spec.name for spec in parameter.group.rule.state if spec.shape == "param")):
         gather = parameter.whole if key == "weight" else partial(parameter.whole_of, key)
-        wholes = [gather(_value(parameter, values, key)) for values in (before, expected, taken)]
+        wholes = [gather(_value(parameter, values, key)) for values in (before, expected, actual)]
         batches = [view.batches(whole) for whole in wholes]
         for number, (block, index) in enumerate(numbers):
             old, right, mine = (batch[block][index] for batch in batches)
@@ -288,7 +288,7 @@ def _compare_matrices(
     key, holders = NEURON_MOMENT, parameter.holders()
     if key not in expected:
         return
-    all_right, all_mine = (second_moments(values[key], shape, view) for values in (expected, taken))
+    all_right, all_mine = (second_moments(values[key], shape, view) for values in (expected, actual))
     for number, (block, index) in enumerate(numbers):
         right, mine = all_right[block][index], all_mine[block][index]
         # Matrices that only other ranks hold have no second moments here.
@@ -329,7 +329,7 @@ def _value(parameter: Parameter, values: Mapping[str, Tensor], key: str) -> Tens
     if key != "weight":
         return values[key]
     of_master = master_key(values)
-    if of_master is None or parameter.divided is None:
+    if of_master is None or parameter.sharded is None:
         return full_precision(values[key], None if of_master is None else values[of_master])
     # The master is sharded over ranks: gather it for this rank's weight.
     return full_precision(values[key], parameter.whole_of(of_master, values[of_master]))

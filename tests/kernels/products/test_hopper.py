@@ -16,7 +16,7 @@ import quintic  # noqa: E402
 from quintic.kernels.products.choose_products import choose_products  # noqa: E402
 from quintic.kernels.products.hopper import TILE, hopper_multiply  # noqa: E402
 from quintic.optim.polar.forms import resolve  # noqa: E402
-from quintic.optim.polar.orthogonalize import apply_form, nothing_ambient  # noqa: E402
+from quintic.optim.polar.orthogonalize import apply_form, ieee_matmul  # noqa: E402
 from quintic.optim.polar.products import multiply  # noqa: E402
 from quintic.optim.polar.program import products_of, run_products, run_queue  # noqa: E402
 
@@ -75,7 +75,7 @@ def queued(program, x, dtype=None):
 
 
 def plain(program, x, dtype=None):
-    with nothing_ambient("cuda", x.dtype):
+    with ieee_matmul("cuda", x.dtype):
         return run_products(program, [x.clone()], multiply, dtype)
 
 
@@ -199,7 +199,7 @@ def test_products(dtype, batch, a_transposed, b_transposed):
     for factors in ({}, {"alpha": -0.3}, {"alpha": 0.7, "beta": 1.9, "c": c}, {"alpha": 0.0, "beta": 2.0, "c": c}):
         exact_c = {"c": c.double()} if "c" in factors else {}
         exact = multiply(a.double(), b.double(), symmetric=False, **(factors | exact_c))
-        with nothing_ambient("cuda", dtype):
+        with ieee_matmul("cuda", dtype):
             reference = multiply(a, b, symmetric=False, **factors)
         with poisoned():
             out = hopper_multiply(a, b, symmetric=False, **factors)
@@ -224,7 +224,7 @@ def test_symmetric_products(dtype, batch, tall):
     with poisoned():
         gram = hopper_multiply(x, x.mT, symmetric=True)
     exact = x.double() @ x.double().mT
-    with nothing_ambient("cuda", dtype):
+    with ieee_matmul("cuda", dtype):
         assert_as_exact(gram, x @ x.mT, exact)
     assert torch.equal(gram, gram.mT)  # every entry is the same sum as its mirror image
     for factors in (
@@ -236,7 +236,7 @@ def test_symmetric_products(dtype, batch, tall):
     ):
         exact_c = {"c": gram.double()} if "c" in factors else {}
         exact = multiply(gram.double(), gram.double(), symmetric=True, **(factors | exact_c))
-        with nothing_ambient("cuda", dtype):
+        with ieee_matmul("cuda", dtype):
             reference = multiply(gram, gram, symmetric=True, **factors)
         with poisoned():
             out = hopper_multiply(gram, gram, symmetric=True, **factors)

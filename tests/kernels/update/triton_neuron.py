@@ -95,10 +95,10 @@ def scale_of(count):
     return torch.rand(count, 3).add(0.5).to(DEVICE)[:, 1].view(-1, 1, 1)
 
 
-def run(update, moments, scale, beta=0.95, go=None):
+def run(update, moments, scale, beta=0.95, apply_mask=None):
     """Return factors and new second moments; those that were given stay."""
     after = moments.clone()
-    factors = advance_neuron_factors_(update, table_of([after]), scale, beta=beta, go=go)
+    factors = advance_neuron_factors_(update, table_of([after]), scale, beta=beta, apply_mask=apply_mask)
     return factors, after
 
 
@@ -154,12 +154,17 @@ def test_a_matrix_has_the_same_bits_in_any_batch_and_layout(shape, dtype):
     together = [torch.cat(pair).flip(0) for pair in zip((update, moments, scale), others, strict=True)]
     for found, expected in zip(run(*together), (factors, after), strict=True):
         assert torch.equal(found.flip(0)[: shape[0]], expected)
-    go = torch.ones((), dtype=torch.int32, device=DEVICE)
+    apply_mask = torch.ones((), dtype=torch.int32, device=DEVICE)
     for number in range(min(shape[0], 3)):
         one = slice(number, number + 1)
         columns, spread = update[one].mT.contiguous().mT, update.repeat_interleave(2, 2)[one, :, ::2]
-        for stored, guard in ((update[one], None), (update[one], go), (columns, None), (spread, go.view(1))):
-            found = run(stored, moments[one], scale[one], go=guard)
+        for stored, guard in (
+            (update[one], None),
+            (update[one], apply_mask),
+            (columns, None),
+            (spread, apply_mask.view(1)),
+        ):
+            found = run(stored, moments[one], scale[one], apply_mask=guard)
             assert torch.equal(found[0], factors[one])
             assert torch.equal(found[1], after[one])
 
@@ -213,17 +218,17 @@ def test_tiny_updates_and_none(shape):
 
 
 @pytest.mark.parametrize(
-    ("parts", "go"),
+    ("parts", "apply_mask"),
     [([5], None), ([1, 1, 1, 1, 1], 1), ([2, 3], 0), ([2, 3], [1, 0, 1, 1, 0]), ([1, 1, 1, 1, 1], [0, 1, 0, 0, 1])],
 )
 @pytest.mark.parametrize("shape", [(5, 33, 70), (5, 300, 7)], ids=str)
-def test_second_moments_lie_anywhere_and_stay_where_nothing_goes(shape, go, parts):
+def test_second_moments_lie_anywhere_and_stay_where_nothing_goes(shape, apply_mask, parts):
     update, scale = made(shape), scale_of(5)
     buffer, moments = moments_of(shape, parts)
     before = torch.cat(moments)
     expected, advanced = run(update, before, scale)
-    flags = None if go is None else torch.tensor(go, dtype=torch.int32, device=DEVICE)
-    factors = advance_neuron_factors_(update, table_of(moments), scale, beta=0.95, go=flags)
+    flags = None if apply_mask is None else torch.tensor(apply_mask, dtype=torch.int32, device=DEVICE)
+    factors = advance_neuron_factors_(update, table_of(moments), scale, beta=0.95, apply_mask=flags)
     assert torch.equal(factors, expected)
     each = torch.ones(5, dtype=torch.int32, device=DEVICE) if flags is None else flags.expand(5)
     assert torch.equal(torch.cat(moments), torch.where(each.view(-1, 1, 1) != 0, advanced, before))
@@ -246,7 +251,7 @@ def test_not_a_number_stays_in_its_matrix(shape, bad):
     for found, expected in zip((factors, after), clean, strict=True):
         assert torch.equal(found[::2], expected[::2])
     stop = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
-    assert torch.equal(run(update, moments, scale, go=stop)[1][1], moments[1])
+    assert torch.equal(run(update, moments, scale, apply_mask=stop)[1][1], moments[1])
     moments[1].view(-1)[3] = bad
     factors, _ = run(made(shape), moments, scale)
     assert factors[1].isnan().all()
@@ -344,7 +349,7 @@ def test_more_entries_than_32_bits_count(shape, place, transposed):
 def test_another_beta_neither_compiles_nor_waits():
     update, scale, (moments,) = made((3, 100, 70), torch.bfloat16), scale_of(3), moments_of((3, 100, 70))[1]
     table = table_of([moments])
-    advance_neuron_factors_(update, table, scale, beta=0.5, go=None)
+    advance_neuron_factors_(update, table, scale, beta=0.5, apply_mask=None)
 
     def compiled():
         kernels = (neuron._sum_kernel, neuron._factor_kernel)
@@ -355,7 +360,7 @@ def test_another_beta_neither_compiles_nor_waits():
     torch.cuda.set_sync_debug_mode("error")
     try:
         for beta in (0.0, 0.95, 1 - 2**-24):
-            advance_neuron_factors_(update, table, scale, beta=beta, go=None)
+            advance_neuron_factors_(update, table, scale, beta=beta, apply_mask=None)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert compiled() == before
@@ -365,16 +370,16 @@ def test_another_beta_neither_compiles_nor_waits():
 def test_captured_in_a_graph(monkeypatch):
     monkeypatch.undo()
     update, scale, (moments,) = made((4, 200, 500), torch.bfloat16), scale_of(4), moments_of((4, 200, 500))[1]
-    go = torch.tensor([1, 1, 0, 1], dtype=torch.int32, device=DEVICE)
+    apply_mask = torch.tensor([1, 1, 0, 1], dtype=torch.int32, device=DEVICE)
     captured = moments.clone()
     table = table_of([captured])
-    run(update, moments, scale, go=go)
+    run(update, moments, scale, apply_mask=apply_mask)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        factors = advance_neuron_factors_(update, table, scale, beta=0.95, go=go)
+        factors = advance_neuron_factors_(update, table, scale, beta=0.95, apply_mask=apply_mask)
     for _ in range(3):
         update.normal_()
         graph.replay()
-        expected, moments = run(update, moments, scale, go=go)
+        expected, moments = run(update, moments, scale, apply_mask=apply_mask)
         assert torch.equal(factors, expected)
         assert torch.equal(captured, moments)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.update.row_means import mean_of_rows_
 from quintic.optim.layout.packing import mean_of_ranks
-from quintic.optim.plan.row_division import mean_of_rows, places_of, rows_to_send, touched_rows
+from quintic.optim.plan.row_sharding import mean_of_rows, places_of, rows_to_send, touched_rows
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.

@@ -163,7 +163,7 @@ def test_what_goes_by_name_knows_the_names_that_were_loaded():
     optimizer.step()
     assert optimizer.telemetry().keys() == {"a", "b"}
     assert {name for bucket in optimizer.plan() for name in bucket.names} == set(NAMES)
-    optimizer.carry_state("c", "d")
+    optimizer.copy_state("c", "d")
     assert torch.equal(optimizer.state[model["c"]]["exp_avg"], optimizer.state[model["d"]]["exp_avg"])
     optimizer.param_groups[0]["lr"] = float("nan")
     with pytest.raises(ValueError, match=r"parameter group 0 \(a\)"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quintic.optim.comms import connected
-from quintic.optim.comms.connected import Connected, Facts, exchanged, num_rounds
+from quintic.optim.comms.connected import Connected, RankInfo, gather_rank_info, num_rounds
 
 
 class Meeting:
@@ -29,9 +29,9 @@ class Meeting:
         return found
 
 
-def facts_of(sets, rank, **other):
+def local_rank_info(sets, rank, **other):
     found = {"asks": False, "raises": False, "devices": ("cpu",), "has_own": False, "names": "", "problem": None}
-    return Facts(tuple(sorted(ranks for ranks in sets if rank in ranks)), **{**found, **other})
+    return RankInfo(tuple(sorted(ranks for ranks in sets if rank in ranks)), **{**found, **other})
 
 
 def component(sets, rank):
@@ -58,7 +58,7 @@ def run_exchange(sets, num_ranks):
 
     def of_rank(rank):
         local.rank = rank
-        return exchanged(facts_of(sets, rank, names=str(rank)), meetings)
+        return gather_rank_info(local_rank_info(sets, rank, names=str(rank)), meetings)
 
     with (
         mock.patch.object(connected, "all_gather_values", gather),
@@ -93,7 +93,7 @@ def test_every_rank_learns_of_all_that_it_is_connected_with(seed):
         assert set(facts) == expected
         assert {other: found.names for other, found in facts.items()} == {other: str(other) for other in expected}
         # All of them come equally often, and as often as the last of them needs to.
-        own = len(facts_of(sets, rank).sets)
+        own = len(local_rank_info(sets, rank).sets)
         assert counts[rank] == own * num_rounds({other: found.sets for other, found in facts.items()} if own else {})
 
 
@@ -108,12 +108,12 @@ def test_every_rank_learns_of_all_that_it_is_connected_with(seed):
 )
 def test_rounds(sets, expected):
     ranks = {rank for found in sets for rank in found}
-    assert num_rounds({rank: facts_of(sets, rank).sets for rank in ranks}) == expected
+    assert num_rounds({rank: local_rank_info(sets, rank).sets for rank in ranks}) == expected
 
 
 def test_a_rank_alone_asks_nobody():
-    found = Connected({3: facts_of([], 3, asks=True)}, [], {})
-    assert found.is_alone
+    found = Connected({3: local_rank_info([], 3, asks=True)}, [], {})
+    assert found.is_single_rank
     flags = torch.zeros(2, dtype=torch.int32)
     found.connect()
     found.all_agree_(flags)
@@ -125,7 +125,7 @@ def test_the_device_is_one_that_all_ranks_have():
     groups = [SimpleNamespace(params=params)]
 
     def device_of(*devices):
-        facts = {rank: facts_of([], rank, devices=found) for rank, found in enumerate(devices)}
+        facts = {rank: local_rank_info([], rank, devices=found) for rank, found in enumerate(devices)}
         return Connected(facts, groups, {}).device.type
 
     assert device_of(("cpu", "meta"), ("cpu", "meta")) == "meta"

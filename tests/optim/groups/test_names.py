@@ -254,16 +254,16 @@ def test_a_name_with_wrappers_means_the_one_without():
 def test_orders_and_announced_rows_may_have_the_prefixes_of_wrappers():
     model = nn.ModuleDict({"tokens": nn.Embedding(16, 4), "up": nn.Linear(4, 8, bias=False)})
     groups = quintic.param_groups(compiled(model))
-    optimizer = Muon(groups, launch_order=["_orig_mod.up.weight"], work_order=["module.tokens.weight"])
+    optimizer = Muon(groups, comm_order=["_orig_mod.up.weight"], compute_order=["module.tokens.weight"])
     optimizer.plan()
     with pytest.raises(ValueError, match=r"tokens\.weight: rows are announced for comms='sharded_sparse'"):
         optimizer.announce_rows("module._orig_mod.tokens.weight", torch.tensor([1]))
     with pytest.raises(ValueError, match=r"'module\.nothing', which is no parameter"):
         optimizer.announce_rows("module.nothing", torch.tensor([1]))
-    with pytest.raises(ValueError, match=r"launch_order names a parameter twice"):
-        Muon(groups, launch_order=["up.weight", "module.up.weight"]).plan()
+    with pytest.raises(ValueError, match=r"comm_order names a parameter twice"):
+        Muon(groups, comm_order=["up.weight", "module.up.weight"]).plan()
     with pytest.raises(ValueError, match=r"no parameter is called 'module\.nothing'"):
-        Muon(groups, launch_order=["module.nothing"]).plan()
+        Muon(groups, comm_order=["module.nothing"]).plan()
 
 
 def test_state_of_other_optimizers_may_have_the_prefixes_of_wrappers():

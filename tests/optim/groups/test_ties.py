@@ -243,8 +243,8 @@ def test_what_is_no_parameter_is_named(wrong):
     _, _, optimizer = pair()
     with pytest.raises(ValueError, match=rf"tie was given {re.escape(repr(wrong))}, which is no parameter of the opt"):
         optimizer.tie(wrong, "embed")
-    with pytest.raises(ValueError, match=r"carry_state was given .*, which is no parameter of the optimizer"):
-        optimizer.carry_state("head", wrong)
+    with pytest.raises(ValueError, match=r"copy_state was given .*, which is no parameter of the optimizer"):
+        optimizer.copy_state("head", wrong)
 
 
 def test_copies_of_copies_are_refused():

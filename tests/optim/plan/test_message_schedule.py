@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import quintic
-from quintic.optim.plan.order import Orders, arranged
-from quintic.optim.plan.schedule import Stages, one_ahead, overlapping, restricted
+from quintic.optim.plan.order import Orders, order_buckets
+from quintic.optim.plan.schedule import Stages, filter_schedule, overlapping, prefetch_one_schedule
 from quintic.optim.step.bucket_step import run_overlapping
 
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=8)
@@ -51,7 +51,7 @@ def test_every_step_has_three_parts_in_the_orders_asked_for(found):
 
 @given(st.integers(0, 6))
 def test_one_ahead_and_one_behind(count):
-    schedule = one_ahead(count)
+    schedule = prefetch_one_schedule(count)
     check_complete(schedule, count)
     positions = {pair: place for place, pair in enumerate(parts_of(schedule))}
     for number in range(1, count):
@@ -100,7 +100,7 @@ def test_room_for_two_neighbours_lets_everything_overlap(gathering, working, sca
 def test_some_of_the_steps_keep_their_order(found, data):
     order, *_, schedule = found
     kept = [step for step in range(len(order)) if data.draw(st.booleans())]
-    part = restricted(schedule, kept)
+    part = filter_schedule(schedule, kept)
     check_complete(part, len(kept))
     assert [kept[number] for number in part if number is not None] == [step for step in schedule if step in kept]
 
@@ -128,13 +128,13 @@ def test_steps_run_as_scheduled():
 
 def test_names_of_an_order_are_checked():
     params = [("a", nn.Parameter(torch.randn(3, 4)))]
-    with pytest.raises(TypeError, match="launch_order='a': give a list"):
-        quintic.Muon(params, launch_order="a")
-    with pytest.raises(ValueError, match="work_order names a parameter twice"):
-        quintic.Muon(params, work_order=["a", "a"])
+    with pytest.raises(TypeError, match="comm_order='a': give a list"):
+        quintic.Muon(params, comm_order="a")
+    with pytest.raises(ValueError, match="compute_order names a parameter twice"):
+        quintic.Muon(params, compute_order=["a", "a"])
     with pytest.raises(ValueError, match="no parameter is called 'b'"):
-        quintic.Muon(params, work_order=["b"]).plan()
-    assert len(quintic.Muon(params, work_order=["a"]).plan().buckets) == 1
+        quintic.Muon(params, compute_order=["b"]).plan()
+    assert len(quintic.Muon(params, compute_order=["a"]).plan().buckets) == 1
 
 
 def test_the_largest_bucket_of_matrices_comes_first_and_tables_behind_it():
@@ -162,7 +162,7 @@ def test_the_largest_bucket_of_matrices_comes_first_and_tables_behind_it():
     groups = [SimpleNamespace(offload=False, max_workspace_bytes=None)]
 
     def names(**orders):
-        return "".join(found.names[0] for found in arranged(buckets, groups, Orders(**orders))[0])
+        return "".join(found.names[0] for found in order_buckets(buckets, groups, Orders(**orders))[0])
 
     assert names() == "dtsbeca"
     assert names(work=("e", "a")) == "edtsbca"

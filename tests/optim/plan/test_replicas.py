@@ -15,8 +15,8 @@ import quintic
 from quintic.errors import ConfigError
 from quintic.optim.layout.layouts import mesh_layout, replicated_layout
 from quintic.optim.plan import replicas
-from quintic.optim.plan.exchange import Cargo, Exchange, traffic_of
-from quintic.optim.plan.replicas import LINKS, Links, ReplicaChoice, dividing_sets, has_replicas, speed_of
+from quintic.optim.plan.exchange import Exchange, ExchangeBytes, traffic_of
+from quintic.optim.plan.replicas import LINKS, Links, ReplicaChoice, has_replicas, speed_of, work_sets
 from quintic.simulate.simulate import simulate_plan
 
 
@@ -47,7 +47,7 @@ def hsdp(copies, shards, shape=(16, 8), order=None):
 )
 def test_sets_of_ranks(layout, hosts, divide, host, repeat):
     for way, expected in (("divide", divide), ("host", host), ("repeat", repeat)):
-        assert dividing_sets(layout, way, hosts) == [tuple(map(int, text)) for text in expected], way
+        assert work_sets(layout, way, hosts) == [tuple(map(int, text)) for text in expected], way
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
@@ -57,7 +57,7 @@ def test_every_rank_is_in_one_set_of_whole_copies(copies, shards, data):
     hosts = data.draw(st.lists(st.integers(0, 3), min_size=len(order), max_size=len(order)))
     of_copies = [set(order[copy * shards : (copy + 1) * shards]) for copy in range(copies)]
     for way in ("divide", "host", "repeat"):
-        sets = dividing_sets(layout, way, hosts)
+        sets = work_sets(layout, way, hosts)
         assert sorted(itertools.chain(*sets)) == sorted(order)
         for ranks in sets:
             assert all(copy <= set(ranks) or not copy & set(ranks) for copy in of_copies)
@@ -65,7 +65,7 @@ def test_every_rank_is_in_one_set_of_whole_copies(copies, shards, data):
                 layout.box_of(rank) for rank in ranks
             ]
             assert layout.among(ranks).num_copies == len(ranks) // shards
-    by_host = dividing_sets(layout, "host", hosts)
+    by_host = work_sets(layout, "host", hosts)
     for one, other in itertools.combinations(by_host, 2):
         assert not {hosts[rank] for rank in one} & {hosts[rank] for rank in other}
 
@@ -126,7 +126,7 @@ def test_traffic_between_places_is_that_of_all_pairs_of_ranks(copies, shards, da
             if places[other] != places[position]:
                 sent[position] += to_each[other]
                 received[other] += to_each[other]
-    found = traffic_of(Cargo(exchange, direction=4, update=2, factors=0), torch.tensor(places))
+    found = traffic_of(ExchangeBytes(exchange, direction=4, update=2, factors=0), torch.tensor(places))
     assert found.sent.tolist() == sent.tolist()
     assert found.received.tolist() == received.tolist()
 

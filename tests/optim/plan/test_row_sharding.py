@@ -8,15 +8,15 @@ from torch import nn
 
 import quintic
 from quintic.optim.layout.packing import mean_of_ranks
-from quintic.optim.plan.row_division import (
-    RowDivision,
-    divided_rows,
+from quintic.optim.plan.row_sharding import (
+    RowSharding,
     mean_of_rows,
     places_of,
     rows_to_send,
+    sharded_rows,
     touched_rows,
 )
-from quintic.optim.state.parts import parts_of
+from quintic.optim.state.shards import shards_of
 
 
 def bits(tensor):
@@ -28,7 +28,7 @@ def parts_of_table(shape, num_ranks, dtype=torch.float32, turned=False):
     if turned:
         param = nn.Parameter(param.detach().T)
     groups = [{"algorithm": "adamw", "params": [("table", param)]}]
-    [parts] = parts_of(quintic.Muon(groups).typed_groups[0], range(num_ranks))
+    [parts] = shards_of(quintic.Muon(groups).typed_groups[0], range(num_ranks))
     return param, parts
 
 
@@ -38,7 +38,7 @@ def exchanges(draw):
     num_ranks = draw(st.integers(1, 5))
     rows_per_rank = draw(st.integers(1, 6))
     missing = draw(st.integers(0, rows_per_rank - 1))
-    division = RowDivision(num_ranks * rows_per_rank - missing, draw(st.integers(1, 4)), rows_per_rank, num_ranks)
+    division = RowSharding(num_ranks * rows_per_rank - missing, draw(st.integers(1, 4)), rows_per_rank, num_ranks)
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
     size = division.num_rows * division.row_size
     values = st.sampled_from([0.0, 0.0, 0.0, -0.0, 1.0, -1.0, 3e-39, 0.1, 1e30, -1e30])
@@ -92,7 +92,7 @@ def test_owners_receive_touched_rows_and_find_them(found, data):
 )
 def test_tables_are_divided_by_whole_rows_or_not_at_all(num_rows, row_size, num_ranks, dtype):
     param, parts = parts_of_table((num_rows, row_size), num_ranks, dtype)
-    division = divided_rows(param, parts, num_ranks)
+    division = sharded_rows(param, parts, num_ranks)
     if division is None:
         assume(num_rows >= 64 * (num_ranks + 1) * num_ranks and row_size * dtype.itemsize >= 64)
         assert param.numel() * dtype.itemsize < 2**22
@@ -118,7 +118,7 @@ def test_tables_are_divided_by_whole_rows_or_not_at_all(num_rows, row_size, num_
 )
 def test_what_always_travels_whole(shape, dtype, num_ranks, turned):
     param, parts = parts_of_table(shape, num_ranks, dtype, turned)
-    assert divided_rows(param, parts, num_ranks) is None
+    assert sharded_rows(param, parts, num_ranks) is None
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_what_always_travels_whole(shape, dtype, num_ranks, turned):
 )
 def test_what_may_travel_by_rows(shape, dtype, num_ranks):
     param, parts = parts_of_table(shape, num_ranks, dtype)
-    division = divided_rows(param, parts, num_ranks)
+    division = sharded_rows(param, parts, num_ranks)
     assert (division.num_rows, division.row_size) == (shape[0], param[0].numel())
 
 
@@ -151,7 +151,7 @@ def test_what_may_travel_by_rows(shape, dtype, num_ranks):
 )
 def test_rows_travel_up_to_half_of_all(counts, is_sparse):
     # 99 rows and one that is missing.
-    assert RowDivision(99, 8, 50, 2).is_sparse(counts) == is_sparse
+    assert RowSharding(99, 8, 50, 2).is_sparse(counts) == is_sparse
 
 
 def test_minus_zero_and_what_is_not_a_number_are_touched():

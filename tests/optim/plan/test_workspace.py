@@ -14,8 +14,8 @@ from torch import nn
 from quintic import Experts, Heads, Matrix, Muon, Rows
 from quintic.kernels.products.choose_products import choose_products
 from quintic.optim.plan.members import direction_dtype
-from quintic.optim.plan.memory.workspace import Matrices, directions_bytes, polar_work
 from quintic.optim.plan.plan import SMALL_BYTES
+from quintic.optim.plan.workspace.matrices import Matrices, directions_bytes, polar_work
 from quintic.optim.polar.forms import resolve
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.polar.program import products_of, run_products, run_queue

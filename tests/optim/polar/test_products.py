@@ -7,7 +7,7 @@ from polar_factors import polar_factor
 
 import quintic
 from quintic.optim.polar import orthogonalize as module
-from quintic.optim.polar.orthogonalize import nothing_ambient
+from quintic.optim.polar.orthogonalize import ieee_matmul
 from quintic.optim.polar.products import multiply
 from quintic.versions import OneSetting, can_forbid_splits, float32_products
 
@@ -85,7 +85,7 @@ def test_without_the_guard_a_global_setting_would_matter():
     with precision("medium"):
         if torch.equal(torch.bmm(x, x), expected):
             pytest.skip("this CPU multiplies float32 in float32 whatever it is told")
-        with nothing_ambient("cpu", torch.float32):
+        with ieee_matmul("cpu", torch.float32):
             assert torch.equal(torch.bmm(x, x), expected)
 
 
@@ -118,7 +118,7 @@ CUDA = torch.backends.cuda.matmul
 def test_switches_of_cuda_are_off_inside_and_as_before_outside(dtype, name, loose, exact, raises):
     with switch(CUDA, name, loose):
         before = states()
-        with contextlib.suppress(ZeroDivisionError), nothing_ambient("cuda", dtype):
+        with contextlib.suppress(ZeroDivisionError), ieee_matmul("cuda", dtype):
             assert getattr(CUDA, name) == exact
             if raises:
                 raise ZeroDivisionError
@@ -132,7 +132,7 @@ def test_a_forbidden_split_of_sums_is_forbidden_again(dtype):
     setattr(CUDA, name, (False, False))
     try:
         before = states()
-        with nothing_ambient("cuda", dtype):
+        with ieee_matmul("cuda", dtype):
             assert getattr(CUDA, f"{name}_split_k")
         assert states() == before
     finally:
@@ -144,7 +144,7 @@ def test_an_inherited_precision_stays_inherited():
     matmul = torch.backends.mkldnn.matmul
     with switch(matmul, "fp32_precision", "none"):
         with switch(torch.backends, "fp32_precision", "bf16"):
-            with nothing_ambient("cpu", torch.float32):
+            with ieee_matmul("cpu", torch.float32):
                 assert matmul.fp32_precision == "ieee"
             assert matmul.fp32_precision == "bf16"
         assert matmul.fp32_precision == "none"
@@ -152,7 +152,7 @@ def test_an_inherited_precision_stays_inherited():
 
 def test_the_legacy_precision_is_readable_afterwards():
     with precision("medium"):
-        with nothing_ambient("cpu", torch.float32), nothing_ambient("cuda", torch.float32):
+        with ieee_matmul("cpu", torch.float32), ieee_matmul("cuda", torch.float32):
             pass
         assert torch.get_float32_matmul_precision() == "medium"
 
@@ -162,7 +162,7 @@ def test_the_legacy_precision_is_readable_afterwards():
 @pytest.mark.parametrize("name", ["highest", "high", "medium"])
 def test_the_legacy_precision_is_full_inside(name, raises, device_type):
     with precision(name):
-        with contextlib.suppress(ZeroDivisionError), nothing_ambient(device_type, torch.float32):
+        with contextlib.suppress(ZeroDivisionError), ieee_matmul(device_type, torch.float32):
             assert float32_products(device_type).fp32_precision == "ieee"
             if raises:
                 raise ZeroDivisionError
@@ -176,7 +176,7 @@ def test_one_setting_for_all_devices_serves_as_well(name, monkeypatch):
     monkeypatch.setattr(module, "_FLOAT32_PRODUCTS", {"cpu": setting, "cuda": setting})
     with precision(name):
         for device_type in ("cpu", "cuda"):
-            with nothing_ambient(device_type, torch.float32):
+            with ieee_matmul(device_type, torch.float32):
                 assert torch.get_float32_matmul_precision() == "highest"
                 assert setting.fp32_precision == "ieee"
             assert torch.get_float32_matmul_precision() == name

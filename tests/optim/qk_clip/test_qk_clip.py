@@ -298,14 +298,14 @@ def test_factors_of_a_run_are_those_of_its_entries(layout, places):
     expected = torch.empty(param.numel())
     for index in itertools.product(*map(range, shape)):
         expected[numbers[index]] = 10.0 + index[dim]
-    found = RowFactors(10.0 + torch.arange(shape[dim]), dim).of_run(start, stop, param)
+    found = RowFactors(10.0 + torch.arange(shape[dim]), dim).factor_for_range(start, stop, param)
     assert torch.equal(found, expected[start:stop])
 
 
 @pytest.mark.parametrize("stride", [0, 1, 4, 2**40])
 def test_the_stride_of_a_single_row_means_nothing(stride):
     param = torch.empty(6).as_strided((1, 6), (stride, 1))
-    assert torch.equal(RowFactors(torch.tensor([3.0]), 0).of_run(2, 5, param), torch.full((3,), 3.0))
+    assert torch.equal(RowFactors(torch.tensor([3.0]), 0).factor_for_range(2, 5, param), torch.full((3,), 3.0))
 
 
 class NoSync(TorchDispatchMode):

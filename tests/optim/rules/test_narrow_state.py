@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import quintic
 from quintic.interchange import export_torch_state, import_state, import_torch_state
-from quintic.optim.rules.narrow_state import MOST_OF_BF16, dtype_of_averages
+from quintic.optim.rules.bf16_state import MAX_BF16_BETA, moment_dtype_of
 from quintic.optim.rules.update import adamw_, momentum_
-from quintic.optim.step import plain_passes
+from quintic.optim.step import torch_backend
 
 AVERAGES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 ORTHOGONALIZE = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
@@ -149,7 +149,7 @@ def test_a_first_step_is_that_of_float32_state(dtype, options, master):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moments_are_not_left_to_the_fused_kernel(dtype, monkeypatch):
     """It rounds last bits by where an entry lies, and bfloat16 makes whole steps of them."""
-    monkeypatch.setattr(plain_passes, "torch_adamw", None)
+    monkeypatch.setattr(torch_backend, "torch_adamw", None)
     stepped(dtype, state_dtype="bf16")
     if dtype == torch.float32:
         with pytest.raises(TypeError, match="not callable"):
@@ -194,8 +194,8 @@ def test_float64_weights_keep_float64_state(state_dtype):
 
 def test_which_dtype():
     dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-    assert [dtype_of_averages(dtype, None).itemsize for dtype in dtypes] == [4, 4, 4, 8]
-    assert [dtype_of_averages(dtype, "bf16").itemsize for dtype in dtypes] == [2, 2, 2, 8]
+    assert [moment_dtype_of(dtype, None).itemsize for dtype in dtypes] == [4, 4, 4, 8]
+    assert [moment_dtype_of(dtype, "bf16").itemsize for dtype in dtypes] == [2, 2, 2, 8]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_offloaded_state_gives_the_same_bits():
 def test_no_allowed_average_stands_still():
     """Zeros shrink every bfloat16 number as fast as they should, to 3 %, from all mantissas on."""
     start = (torch.arange(128) + 128).to(torch.bfloat16)
-    for mu in (0.5, 0.9, 0.95, 0.97, MOST_OF_BF16):
+    for mu in (0.5, 0.9, 0.95, 0.97, MAX_BF16_BETA):
         momentum, count = start.clone(), round(1 / (1 - mu))
         for _ in range(count):
             momentum_([momentum], [torch.zeros(128)], mu=mu, nesterov=False)
@@ -285,7 +285,7 @@ def test_averages_too_slow_for_bfloat16_are_refused(algorithm, option, message):
     quintic.Muon([group], **option)
     other = {"adamw": "muon", "muon": "adamw"}[algorithm]
     quintic.Muon([{**group, "algorithm": other}], state_dtype="bf16", **option)
-    quintic.Muon([group], state_dtype="bf16", momentum=MOST_OF_BF16, betas=(MOST_OF_BF16, MOST_OF_BF16))
+    quintic.Muon([group], state_dtype="bf16", momentum=MAX_BF16_BETA, betas=(MAX_BF16_BETA, MAX_BF16_BETA))
 
 
 def test_a_schedule_may_not_raise_an_average_beyond_the_limit():
@@ -444,7 +444,7 @@ def test_verify_finds_a_right_step_right_and_rounding_twice_wrong(monkeypatch):
             momentum.mul_(1 + 2.0**-6)  # two or three numbers on
         return found
 
-    monkeypatch.setattr(plain_passes, "momentum_", stale)
+    monkeypatch.setattr(torch_backend, "momentum_", stale)
     report = quintic.verify(model, optimizer)
     assert not report.ok
     assert "momentum_buffer" in str(report)

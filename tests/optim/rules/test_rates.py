@@ -13,7 +13,7 @@ from torch.optim.swa_utils import SWALR
 import quintic
 from quintic import Muon
 from quintic.interchange import export_torch_state
-from quintic.optim.rules.device_memory import HYPERPARAMETERS, DeviceHyperparameters
+from quintic.optim.rules.device import HYPERPARAMETERS, DeviceHyperparameters
 
 RATIO = 0.05
 EXACT = {"compute_dtype": torch.float64}

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 import quintic
 from quintic.optim.rules import update as update_module
 from quintic.optim.rules.precision import store_
-from quintic.optim.rules.update import adamw_, adjust_lr_factor, apply_, momentum_, neuron_factors_, second_moment_shape
+from quintic.optim.rules.update import (
+    adamw_,
+    adjust_lr_factor,
+    decay_and_step_,
+    momentum_,
+    neuron_factors_,
+    second_moment_shape,
+)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -165,7 +172,7 @@ def test_apply_decays_and_steps(cautious, wd):
     w, u = weight.double().numpy().copy(), update.double().numpy()
     mask = oracle.agreement(u, w, cautious)
     expected = w - 0.1 * wd * mask * w - 0.1 * 2.0 * u
-    apply_([weight], [None], [update], [2.0], lr=0.1, weight_decay=wd, cautious=cautious)
+    decay_and_step_([weight], [None], [update], [2.0], lr=0.1, weight_decay=wd, cautious=cautious)
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -174,7 +181,7 @@ def test_decay_goes_with_the_learning_rate_or_its_square(coupling, decay):
     weight = torch.randn(20, 10, dtype=torch.float64)
     expected = weight * (1 - decay)
     options = {"lr": 0.1, "weight_decay": 0.3, "decay_coupling": coupling, "cautious": False}
-    apply_([weight], [None], [torch.zeros_like(weight)], [7.0], **options)
+    decay_and_step_([weight], [None], [torch.zeros_like(weight)], [7.0], **options)
     torch.testing.assert_close(weight, expected)
 
 
@@ -182,7 +189,7 @@ def test_apply_rounds_low_precision_weights_once():
     weight = torch.randn(400).bfloat16()
     update = torch.randn(400)
     exact = weight.float() - 0.01 * (3.0 * update + 0.1 * weight.float())
-    apply_([weight], [None], [update], [3.0], lr=0.01, weight_decay=0.1, cautious=False)
+    decay_and_step_([weight], [None], [update], [3.0], lr=0.01, weight_decay=0.1, cautious=False)
     assert torch.equal(weight, exact.bfloat16())
 
 
@@ -243,7 +250,7 @@ def test_signs_of_small_float16_numbers_are_compared():
     weight = torch.full((2, 2), -1e-4, dtype=torch.float16)
     update = torch.full((2, 2), 1e-4, dtype=torch.float16)
     expected = weight - update.float() * 0.1
-    apply_([weight], [None], [update], [1.0], lr=0.1, weight_decay=5.0, cautious=True)
+    decay_and_step_([weight], [None], [update], [1.0], lr=0.1, weight_decay=5.0, cautious=True)
     torch.testing.assert_close(weight, expected.half(), rtol=2e-3, atol=0)
 
 
@@ -268,7 +275,7 @@ def test_large_tensors_in_pieces_have_the_same_bits(piece, master, cautious, mon
             masters = [torch.zeros(shape, dtype=master) for shape in shapes]
             for weight, low, value in zip(weights, masters, values, strict=True):
                 store_(weight, low, value)
-        apply_(weights, masters, out, factors, lr=0.1, weight_decay=0.2, cautious=cautious)
+        decay_and_step_(weights, masters, out, factors, lr=0.1, weight_decay=0.2, cautious=cautious)
         return [*momenta, *out, *weights, *(low for low in masters if low is not None)]
 
     expected = run()

@@ -17,7 +17,7 @@ def optimizer_of(shapes, dtypes=(torch.float32, torch.float32), **options):
 @pytest.mark.parametrize(
     ("shapes", "options", "transposed", "message"),
     [
-        ([(3, 4), (4, 3)], {}, False, r"p0 cannot be carried to p1: the shapes are \(3, 4\) and \(4, 3\)"),
+        ([(3, 4), (4, 3)], {}, False, r"p0 cannot be copied to p1: the shapes are \(3, 4\) and \(4, 3\)"),
         ([(3, 4), (3, 4)], {}, True, r"p1 transposed: the shapes are \(3, 4\) and \(3, 4\)"),
         ([(2, 3, 4), (4, 3, 2)], {"algorithm": ["adamw"] * 2}, True, "p1 transposed: it has 3 dimensions"),
         ([(3, 4), (3, 4)], {"algorithm": ["adamw", "muon"]}, False, "algorithm='adamw' and 'muon'"),
@@ -32,7 +32,7 @@ def test_what_does_not_fit_is_refused(shapes, options, transposed, message):
     optimizer = optimizer_of(shapes, **options)
     before = [value.clone() for param in optimizer.state for value in optimizer.state[param].values()]
     with pytest.raises(ValueError, match=message):
-        optimizer.carry_state("p0", "p1", transposed=transposed)
+        optimizer.copy_state("p0", "p1", transposed=transposed)
     after = [value for param in optimizer.state for value in optimizer.state[param].values()]
     assert all(map(torch.equal, before, after))
 
@@ -41,14 +41,14 @@ def test_masters_belong_to_one_dtype_of_weights():
     options = {"algorithm": ["adamw"] * 2, "master": ["fp32", None]}
     optimizer = optimizer_of([(3, 4), (3, 4)], (torch.bfloat16, torch.bfloat16), **options)
     with pytest.raises(ValueError, match=r"one has .*'master': 'torch.float32'.* give both parameters the same dtype"):
-        optimizer.carry_state("p0", "p1")
+        optimizer.copy_state("p0", "p1")
 
 
 @pytest.mark.parametrize("strangers", [("p0", "p0"), ("p0", "nobody"), ("nobody", "p0")])
 def test_only_two_parameters_of_the_optimizer_will_do(strangers):
     optimizer = optimizer_of([(3, 4), (3, 4)])
-    with pytest.raises(ValueError, match=r"the same parameter|carry_state was given 'nobody', which is no parameter"):
-        optimizer.carry_state(*strangers)
+    with pytest.raises(ValueError, match=r"the same parameter|copy_state was given 'nobody', which is no parameter"):
+        optimizer.copy_state(*strangers)
 
 
 def test_state_that_was_carried_is_kept_like_that_of_a_step():
@@ -57,7 +57,7 @@ def test_state_that_was_carried_is_kept_like_that_of_a_step():
     first, second = (group["params"][0] for group in optimizer.param_groups)
     first.grad = torch.randn(3, 4)
     optimizer.step()
-    optimizer.carry_state(first, second, transposed=True)
+    optimizer.copy_state(first, second, transposed=True)
     second.data = second.data.double().float()
     optimizer.param_groups[1]["cautious"] = True
     optimizer.plan()

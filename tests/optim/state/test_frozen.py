@@ -217,12 +217,12 @@ def test_other_options_and_calls_leave_frozen_parameters_without_state():
     exported = export_torch_state(optimizer)
     assert [len(exported[name]["state"]) for name in ("muon", "adamw")] == [2, 1]
     assert stateful(model, optimizer) == trained
-    with pytest.raises(ValueError, match=r"cannot be carried to 0\.weight: 0\.weight is frozen and has no state; call"):
-        optimizer.carry_state("1.weight", "0.weight")
-    with pytest.raises(ValueError, match=r"cannot be carried to 1\.weight: 0\.weight is frozen and has no state; call"):
-        optimizer.carry_state("0.weight", "1.weight")
+    with pytest.raises(ValueError, match=r"cannot be copied to 0\.weight: 0\.weight is frozen and has no state; call"):
+        optimizer.copy_state("1.weight", "0.weight")
+    with pytest.raises(ValueError, match=r"cannot be copied to 1\.weight: 0\.weight is frozen and has no state; call"):
+        optimizer.copy_state("0.weight", "1.weight")
     model[0].weight.requires_grad_(True)
-    optimizer.carry_state("1.weight", "0.weight")
+    optimizer.copy_state("1.weight", "0.weight")
     assert torch.equal(
         optimizer.state[model[0].weight]["momentum_buffer"], optimizer.state[model[1].weight]["momentum_buffer"]
     )

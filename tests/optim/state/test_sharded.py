@@ -1,4 +1,4 @@
-"""Divided state: parts tile each parameter, and what must not have a say in whose they are."""
+"""Sharded state: parts tile each parameter, and what must not have a say in whose they are."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import quintic
 from quintic.optim.state.owners import assign_owners, loads_of, shape_cost
-from quintic.optim.state.parts import own_runs, parts_of
+from quintic.optim.state.shards import local_shard_pairs, shards_of
 
 VIEWS = [
     (quintic.Matrix(), (9, 14)),
@@ -58,10 +58,10 @@ options = st.fixed_dictionaries(
 def test_owners_follow_from_shapes_alone(num_ranks, shapes, both, dtype):
     one, other = both
     ranks = range(num_ranks)
-    expected = parts_of(group_of([empty(shape) for shape in shapes], **one), ranks)
-    assert parts_of(group_of([empty(shape, dtype, "cpu") for shape in shapes], **other), ranks) == expected
+    expected = shards_of(group_of([empty(shape) for shape in shapes], **one), ranks)
+    assert shards_of(group_of([empty(shape, dtype, "cpu") for shape in shapes], **other), ranks) == expected
     # Numbers of ranks within the world do not count, only how many there are.
-    assert parts_of(group_of([empty(shape) for shape in shapes], **other), [7 - 2 * r for r in ranks]) == expected
+    assert shards_of(group_of([empty(shape) for shape in shapes], **other), [7 - 2 * r for r in ranks]) == expected
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
@@ -69,12 +69,12 @@ def test_owners_follow_from_shapes_alone(num_ranks, shapes, both, dtype):
 def test_parts_tile_the_state(view, shape, num_ranks):
     group = group_of([empty(shape), empty(shape)], view=view)
     state = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    for index, parts in enumerate(parts_of(group, range(num_ranks))):
+    for index, parts in enumerate(shards_of(group, range(num_ranks))):
         found = torch.full((state.numel(),), -1.0)
         for rank in range(num_ranks):
             own = [part for part in parts if part.owner == rank]
             flat = torch.full((sum(part.numel for part in own),), -1.0)
-            for run, of_state in own_runs(flat, state, own, group.params[index]):
+            for run, of_state in local_shard_pairs(flat, state, own, group.params[index]):
                 run.copy_(of_state)
             assert (flat >= 0).all()  # without gaps
             for part in own:
@@ -88,12 +88,12 @@ def test_one_row_has_its_range_whatever_its_stride():
     assert turned.is_contiguous()
     assert turned.stride() != plain.stride()
     groups = [group_of([torch.nn.Parameter(one)], algorithm="adamw") for one in (plain, turned)]
-    one, other = (parts_of(group, range(3)) for group in groups)
+    one, other = (shards_of(group, range(3)) for group in groups)
     assert one == other
 
 
 def owners_of(group, num_ranks):
-    return [[part.owner for part in parts] for parts in parts_of(group, range(num_ranks))]
+    return [[part.owner for part in parts] for parts in shards_of(group, range(num_ranks))]
 
 
 def test_banks_that_divide_evenly_are_divided_in_the_order_of_their_memory():
@@ -159,6 +159,6 @@ def test_vectors_have_an_owner_each_and_tables_are_divided():
     shapes = [(100,), (60,), (30,), (3000, 4), (20,)]
     group = group_of([empty(shape) for shape in shapes], algorithm="adamw")
     assert owners_of(group, 3) == [[0], [1], [2], [0, 1, 2], [2]]
-    table = parts_of(group, range(3))[3]
+    table = shards_of(group, range(3))[3]
     # Whole rows, so many that each begins where kernels like it.
     assert [(part.start, part.stop) for part in table] == [(0, 4032), (4032, 8064), (8064, 12000)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quintic.optim.state.upkeep import Change, WatchedParameters
+from quintic.optim.state.sync import Change, ParamFingerprint
 
 
 def groups_of():
@@ -82,7 +82,7 @@ def nothing(groups):
 )
 def test_each_change_is_noticed_once(change, expected):
     groups = groups_of()
-    watched = WatchedParameters(params_of(groups))
+    watched = ParamFingerprint(params_of(groups))
     assert watched.look(params_of(groups)) is Change.NONE
     change(groups)
     assert watched.look(params_of(groups)) is expected

@@ -13,7 +13,7 @@ from torch import nn
 
 import quintic
 from quintic import Experts, Heads, Muon, QKClip, Rows, Split
-from quintic.optim.plan.offload_size import RING_BUFFERS
+from quintic.optim.plan.offload_size import POOL_BUFFERS
 from quintic.optim.rules.table import PARAM_SHAPED_STATE
 from quintic.optim.step.offload import offload
 
@@ -301,7 +301,7 @@ def test_the_addresses_on_the_device_repeat(delayed):
         logs.append(list(made[0].log))
         made[0].log.clear()
     assert logs[0] == logs[1] == logs[2] == logs[3]
-    assert len({address for _, address in logs[0]}) <= 2 * RING_BUFFERS
+    assert len({address for _, address in logs[0]}) <= 2 * POOL_BUFFERS
 
 
 def test_nothing_is_loaded_for_what_is_not_stepped(delayed):
@@ -336,7 +336,7 @@ def test_buffers_are_bounded_and_in_the_plan(delayed):
     optimizer.step()
     plan = optimizer.plan()
     assert made[0].allocated == plan.offload_buffer_bytes
-    assert all(RING_BUFFERS * (b.offloaded.directions + b.offloaded.weights) <= 30_000 for b in plan)
+    assert all(POOL_BUFFERS * (b.offloaded.directions + b.offloaded.weights) <= 30_000 for b in plan)
     state = [v for p in params.values() for key, v in optimizer.state[p].items() if key in PARAM_SHAPED_STATE]
     assert sum(value.nbytes for value in state) <= sum(b.offloaded.num_bytes for b in plan)
     assert "MiB of state in host memory, loaded and stored through" in str(plan)

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quintic.optim.plan.members import Member
-from quintic.optim.step.operands import BucketMemory, Operands
+from quintic.optim.plan.members import BucketMember
+from quintic.optim.step.operands import BucketCache, Operands
 
 CPU = torch.device("cpu")
 
 
 def operands(**state):
     param = torch.zeros(6, 4)
-    return Operands((Member(name="layer.weight", index=0),), [param], [param], [state], 1)
+    return Operands((BucketMember(name="layer.weight", index=0),), [param], [param], [state], 1)
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ def operands(**state):
 )
 def test_state_of_another_form(state, message):
     with pytest.raises(ValueError, match=message):
-        BucketMemory().check_state(operands(**state), {"momentum_buffer": torch.float32}, (1,))
+        BucketCache().check_state(operands(**state), {"momentum_buffer": torch.float32}, (1,))
 
 
 def test_state_of_the_right_form_is_looked_at_once():
-    memory, right = BucketMemory(), operands(momentum_buffer=torch.zeros(6, 4))
+    memory, right = BucketCache(), operands(momentum_buffer=torch.zeros(6, 4))
     memory.check_state(right, {"momentum_buffer": torch.float32}, (1,))
     memory.check_state(right, {"momentum_buffer": torch.bfloat16}, (1,))
     with pytest.raises(ValueError, match=r"must be torch.bfloat16"):
@@ -49,4 +49,4 @@ def test_second_moments_of_another_form(moment):
     bucket = SimpleNamespace(kernels="triton", device=CPU)
     message = r"layer\.weight: its second_momentum_buffer is .* must be torch.float32 on cpu without gaps"
     with pytest.raises(ValueError, match=message):
-        BucketMemory().neuron_table(bucket, [moment], ["layer.weight"])
+        BucketCache().neuron_table(bucket, [moment], ["layer.weight"])

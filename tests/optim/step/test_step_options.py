@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from quintic import Experts, Heads, Muon, Rows, Split
-from quintic.optim.step.operands import BucketMemory
-from quintic.optim.step.plain_passes import PlainPasses
+from quintic.optim.step.operands import BucketCache
+from quintic.optim.step.torch_backend import TorchBackend
 
 EXACT = {"compute_dtype": torch.float64}
 
@@ -274,9 +274,9 @@ def test_members_that_stay_have_as_many_directions_as_matrices():
         param.grad = torch.randn_like(param)
     [bucket] = optimizer.plan()
     group = optimizer.typed_groups[0]
-    active = BucketMemory().operands(bucket, group, optimizer.state)
+    active = BucketCache().operands(bucket, group, optimizer.state)
     before = [param.detach().clone() for param in params]
-    passes = PlainPasses(bucket, group, active, [False, True])
+    passes = TorchBackend(bucket, group, active, [False, True])
     directions = passes.directions()
     assert directions.shape == (5, 4, 5)
     assert not directions[:3].any()

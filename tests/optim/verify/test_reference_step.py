@@ -10,7 +10,7 @@ from torch import nn
 
 import quintic
 from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split, reference_step, verify
-from quintic.optim.step import bucket_step, operands, plain_passes
+from quintic.optim.step import bucket_step, operands, torch_backend
 
 EXACT = {"orthogonalizer": "polar_express", "compute_dtype": torch.float64}
 FLOAT32 = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
@@ -323,7 +323,7 @@ def test_wrong_state_is_found(monkeypatch):
     model = Model()
     give(model, 0)
     optimizer = Muon(model.groups(), **FLOAT32)
-    right = plain_passes.momentum_
+    right = torch_backend.momentum_
 
     def late(momenta, gradients, **options):
         found = right(momenta, gradients, **options)
@@ -331,7 +331,7 @@ def test_wrong_state_is_found(monkeypatch):
             momentum *= 1.001
         return found
 
-    monkeypatch.setattr(plain_passes, "momentum_", late)
+    monkeypatch.setattr(torch_backend, "momentum_", late)
     report = verify(model, optimizer)
     assert {wrong.tensor for wrong in report.wrong} == {"momentum_buffer"}
     assert report.worst.relative == pytest.approx(1e-3, rel=1e-2)

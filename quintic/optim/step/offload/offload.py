@@ -1,8 +1,8 @@
 """State in host memory: when each bucket has it on its device, and the buffers that it passes through.
 
-`placement.py` says what lies in host memory, `borrowing.py` what of it a bucket borrows while it is stepped. Loans pass
-through a few buffers (`transfers.Ring`), each loaded while the one before it is used. What is borrowed has the same
-addresses in every step that steps the same buckets.
+`placement.py` says what lies in host memory, `offloaded.py` which tensors a bucket needs while it is stepped.
+Batches of them pass through a few buffers (`transfers.BufferPool`), each loaded while the one before it is used. Their
+addresses on the device are the same in every step of the same buckets.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,21 +16,27 @@ from torch import Tensor
 
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.plan.bucket import Bucket, Divided
+from quintic.optim.plan.bucket import Bucket, Sharded
 from quintic.optim.plan.offload_size import Offloaded, buffers
 from quintic.optim.plan.plan import Plan
-from quintic.optim.rules.device_memory import is_capturing
-from quintic.optim.state.parts import DividedState, divided_parameters, state_of_part
+from quintic.optim.rules.device import is_capturing
 from quintic.optim.state.placement import planned_state
-from quintic.optim.step.offload.borrowing import BLOCKS, BorrowingPasses, HostedMatrices, HostedVectors, hosted_state
-from quintic.optim.step.offload.transfers import Copies, Loan, Ring
-from quintic.optim.step.operands import BucketMemory, Operands, State
-from quintic.optim.step.plain_passes import Passes
+from quintic.optim.state.shards import ShardedState, sharded_parameters, state_of_shard
+from quintic.optim.step.offload.offloaded import (
+    BLOCKS,
+    OffloadedAdamW,
+    OffloadedBackend,
+    OffloadedMatrices,
+    offloaded_state,
+)
+from quintic.optim.step.offload.transfers import BufferPool, Copies, TransferBatch
+from quintic.optim.step.operands import BucketCache, Operands, State
+from quintic.optim.step.torch_backend import UpdateBackend
 
-__all__ = ["Offload", "OffloadedPart", "Visit"]
+__all__ = ["Offload", "OffloadedPart", "ScheduledStage"]
 
 
-class Visit(NamedTuple):
+class ScheduledStage(NamedTuple):
     """One of the times that a step turns to a bucket, in the order in which it does."""
 
     number: int
@@ -44,7 +50,7 @@ class OffloadedPart(NamedTuple):
     """Some entries of AdamW's parameters that are stepped together."""
 
     active: Operands
-    memory: BucketMemory
+    cache: BucketCache
     members: slice
     """Which of the bucket's members they belong to."""
 
@@ -57,29 +63,29 @@ class Offload:
 
     def __init__(self, plan: Plan, groups: Sequence[Group], state: State) -> None:
         self._groups, self._state = groups, state
-        self._hosted: dict[int, HostedMatrices | HostedVectors] = {}
+        self._hosted: dict[int, OffloadedMatrices | OffloadedAdamW] = {}
         self._copies: dict[torch.device, Copies] = {}
-        self._rings: dict[tuple[torch.device, int], Ring] = {}
+        self._pools: dict[tuple[torch.device, int], BufferPool] = {}
         """For directions (0) and for weights (1) of each device."""
         buckets = []
-        divided = divided_parameters(groups)
+        sharded = sharded_parameters(groups)
         for number, bucket in enumerate(plan):
             group = groups[bucket.group]
             if group.offload:
-                self._hosted[number] = hosted_state(bucket, group)
-                bucket = replace(bucket, offloaded=_size(bucket, group, divided))
+                self._hosted[number] = offloaded_state(bucket, group)
+                bucket = replace(bucket, offloaded=_size(bucket, group, sharded))
             buckets.append(bucket)
         self.plan = replace(plan, buckets=tuple(buckets))
         """The plan, with what is offloaded."""
 
-    def begin(self, visits: Iterable[Visit]) -> None:
+    def begin(self, scheduled: Iterable[ScheduledStage]) -> None:
         """Say what a step does, and in which order. Nothing is copied yet.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
         """
-        sequences: dict[tuple[torch.device, int], list[Loan]] = {}
-        for number, active, stage in visits:
+        sequences: dict[tuple[torch.device, int], list[TransferBatch]] = {}
+        for number, active, stage in scheduled:
             hosted, bucket = self._hosted.get(number), self.plan.buckets[number]
             if hosted is None:
                 continue
@@ -90,7 +96,7 @@ class Offload:
                 )
             stages = _stages(bucket)
             if stage == stages[0]:
-                if isinstance(bucket, Divided):
+                if isinstance(bucket, Sharded):
                     states = _states_of(bucket, self._groups[bucket.group].params, self._state)
                     hosted.prepare(bucket.members, None, states)
                 else:
@@ -98,39 +104,39 @@ class Offload:
             for of_pass, its_stage in enumerate(stages):
                 if stage == its_stage:
                     sequences.setdefault((bucket.device, of_pass), []).extend(hosted.of_pass(of_pass))
-        for key, ring in self._rings.items():
-            ring.begin(sequences.pop(key, []))
-        for key, loans in sequences.items():
-            self._rings[key] = self._new_ring(*key)
-            self._rings[key].begin(loans)
+        for key, pool in self._pools.items():
+            pool.begin(sequences.pop(key, []))
+        for key, batches in sequences.items():
+            self._pools[key] = self._new_pool(*key)
+            self._pools[key].begin(batches)
 
-    def passes(
+    def backend(
         self,
         number: int,
         active: Operands,
         group: Group,
-        stepped: Tensor | None,
-        make: Callable[[Operands, Group, BucketMemory, Tensor | None], Passes],
-    ) -> Passes:
+        step_mask: Tensor | None,
+        make: Callable[[Operands, Group, BucketCache, Tensor | None], UpdateBackend],
+    ) -> UpdateBackend:
         """Return passes over at least one member of a bucket that borrow what they need.
 
         `make` returns the passes over other operands, of another view, with the memory that belongs to them.
         """
         hosted, device = self._hosted[number], self.plan.buckets[number].device
-        assert isinstance(hosted, HostedMatrices)
-        rings = [self._rings[device, kind] for kind, _ in enumerate(hosted.loans)]
-        twins = [ring.twins(loan) for ring, loan in zip(rings, hosted.loans, strict=True)]
-        passes = make(hosted.operands(active, twins), replace(group, view=BLOCKS), hosted.memory, stepped)
-        return BorrowingPasses(passes, list(zip(rings, hosted.loans, strict=True)))
+        assert isinstance(hosted, OffloadedMatrices)
+        pools = [self._pools[device, kind] for kind, _ in enumerate(hosted.batches)]
+        device_views = [pool.device_views(batch) for pool, batch in zip(pools, hosted.batches, strict=True)]
+        backend = make(hosted.operands(active, device_views), replace(group, view=BLOCKS), hosted.cache, step_mask)
+        return OffloadedBackend(backend, list(zip(pools, hosted.batches, strict=True)))
 
     def parts(self, number: int, active: Operands) -> Iterator[OffloadedPart]:
         """Yield the parts of a bucket of AdamW parameters, each with its state borrowed until the next is asked for."""
         hosted, device = self._hosted[number], self.plan.buckets[number].device
-        assert isinstance(hosted, HostedVectors)
-        ring = self._rings[device, 0]
+        assert isinstance(hosted, OffloadedAdamW)
+        pool = self._pools[device, 0]
         for piece in hosted.pieces:
-            with ring.use(piece.loan):
-                yield OffloadedPart(piece.operands(active, ring.twins(piece.loan)), piece.memory, piece.members)
+            with pool.use(piece.batch):
+                yield OffloadedPart(piece.operands(active, pool.device_views(piece.batch)), piece.cache, piece.members)
 
     def is_offloaded(self, number: int) -> bool:
         """Return whether a bucket's state is in host memory."""
@@ -150,39 +156,39 @@ class Offload:
         for copies in self._copies.values():
             copies.finish()
 
-    def _new_ring(self, device: torch.device, kind: int) -> Ring:
+    def _new_pool(self, device: torch.device, kind: int) -> BufferPool:
         if device not in self._copies:
             self._copies[device] = Copies(device)
         offloaded = [b.offloaded for b in self.plan if b.offloaded is not None and b.device == device]
         number, size = buffers(offloaded, kind)
-        return Ring(self._copies[device], size, max(1, number))
+        return BufferPool(self._copies[device], size, max(1, number))
 
 
 def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[dict[str, Tensor]]:
     """Return this rank's state of each member of a bucket."""
-    if isinstance(bucket, Divided):
-        owned = [(part, params[part.index]) for part in bucket.own]
-        return [state_of_part(state[param], part, param) for part, param in owned]
+    if isinstance(bucket, Sharded):
+        owned = [(shard, params[shard.index]) for shard in bucket.local]
+        return [state_of_shard(state[param], shard, param) for shard, param in owned]
     states = [state[params[member.index]] for member in bucket.members]
     return [{key: local_tensor(value) for key, value in of_param.items()} for of_param in states]
 
 
-def _size(bucket: Bucket, group: Group, divided: Mapping[Tensor, DividedState]) -> Offloaded:
+def _size(bucket: Bucket, group: Group, sharded: Mapping[Tensor, ShardedState]) -> Offloaded:
     """Return the size of a bucket's state in host memory; there need be none yet."""
     params = group.params
     members = [local_tensor(params[member.index]) for member in bucket.members]
     state = {}
     for param in {params[member.index] for member in bucket.members}:
-        state[param] = planned_state(param, group, divided[param].own if param in divided else None)
-    hosted = hosted_state(bucket, group)
+        state[param] = planned_state(param, group, sharded[param].local if param in sharded else None)
+    hosted = offloaded_state(bucket, group)
     hosted.prepare(bucket.members, members, _states_of(bucket, params, state))
-    loans = hosted.of_pass(0), hosted.of_pass(1)
-    directions, weights = (max((loan.size for loan in of_pass), default=0) for of_pass in loans)
-    return Offloaded(sum(loan.num_bytes for loan in chain(*loans)), directions, weights, len(loans[0]))
+    batches = hosted.of_pass(0), hosted.of_pass(1)
+    directions, weights = (max((batch.size for batch in of_pass), default=0) for of_pass in batches)
+    return Offloaded(sum(batch.num_bytes for batch in chain(*batches)), directions, weights, len(batches[0]))
 
 
 def _stages(bucket: Bucket) -> tuple[int | None, int | None]:
     """Return in which of its stages a bucket makes directions, and in which it steps weights."""
-    if isinstance(bucket, Divided):
+    if isinstance(bucket, Sharded):
         return 1, 1
-    return (0, 2) if bucket.travels else (None, None)
+    return (0, 2) if bucket.needs_comm else (None, None)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Copies", "Loan", "Ring"]
+__all__ = ["BufferPool", "Copies", "TransferBatch"]
 
 # Of tensors in a buffer, in bytes: what every dtype and kernel likes.
 _ALIGNMENT = 256
@@ -90,10 +90,10 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         target.copy_(source, non_blocking=True)
 
 
-class Loan:
-    """Tensors in host memory that are on the device, as twins in one buffer, while something uses them.
+class TransferBatch:
+    """Tensors in host memory that are on the device, as views of one buffer, while something uses them.
 
-    What is copied are runs of memory: of a tensor with gaps in it the gaps too, which may belong to other loans.
+    What is copied are runs of memory: of a tensor with gaps in it the gaps too, which may belong to other batches.
     Tensors that overlap have the same dtype.
     """
 
@@ -144,7 +144,7 @@ class Loan:
         """Return the runs in a buffer, in the order of `hosts`."""
         return self._in(buffer)[1]
 
-    def twins(self, buffer: Tensor) -> list[Tensor]:
+    def device_views(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors in a buffer of at least `size` bytes, in their order, with their shapes and strides."""
         return self._in(buffer)[2]
 
@@ -154,15 +154,15 @@ class Loan:
         if address not in self._made:
             spans = zip(self.hosts, self._offsets, strict=True)
             runs = [buffer[offset : offset + host.nbytes].view(host.dtype) for host, offset in spans]
-            twins = []
+            device_views = []
             for number, tensor in enumerate(self._tensors):
                 if number not in self._places:
-                    twins.append(torch.empty_like(tensor, device=buffer.device))
+                    device_views.append(torch.empty_like(tensor, device=buffer.device))
                     continue
                 place, first = self._places[number]
                 run = runs[place]
-                twins.append(run.as_strided(tensor.shape, tensor.stride(), run.storage_offset() + first))
-            self._made[address] = buffer, runs, twins
+                device_views.append(run.as_strided(tensor.shape, tensor.stride(), run.storage_offset() + first))
+            self._made[address] = buffer, runs, device_views
         return self._made[address]
 
 
@@ -173,57 +173,57 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return start, start + last + 1
 
 
-class Ring:
-    """Buffers on a device that loans take turns in; `offload_size.RING_BUFFERS` are enough for any overlap."""
+class BufferPool:
+    """Buffers on a device that batches take turns in; `offload_size.POOL_BUFFERS` are enough for any overlap."""
 
     def __init__(self, copies: Copies, size: int, number: int) -> None:
         self._copies = copies
-        # Of empty tensors, too, twins are on the device.
+        # The views of empty tensors are on the device, too.
         memory = copies.allocate(size * number)
         self._buffers = list(memory.split(size)) if size else [memory]
         self._stored: list[Any] = [None] * number
         self._number = number
-        self._loans: list[Loan] = []
+        self._batches: list[TransferBatch] = []
         self._places: dict[int, int] = {}
         self._loaded: list[Any] = []
         self._used = 0
 
-    def begin(self, loans: Sequence[Loan]) -> None:
-        """Say which loans a step takes, in which order. Nothing is copied yet."""
-        if self._used < len(self._loans):
+    def begin(self, batches: Sequence[TransferBatch]) -> None:
+        """Say which batches a step takes, in which order. Nothing is copied yet."""
+        if self._used < len(self._batches):
             # The last step ended in the middle: a buffer may still be in use.
             self._stored = [self._copies.mark()] * self._number
-        self._loans, self._loaded, self._used = list(loans), [], 0
-        self._places = {id(loan): place for place, loan in enumerate(loans)}
+        self._batches, self._loaded, self._used = list(batches), [], 0
+        self._places = {id(batch): place for place, batch in enumerate(batches)}
 
-    def twins(self, loan: Loan) -> list[Tensor]:
-        """Return a loan's tensors on the device; they hold values only while it is in use."""
-        return loan.twins(self._buffer(self._places[id(loan)]))
+    def device_views(self, batch: TransferBatch) -> list[Tensor]:
+        """Return a batch's tensors on the device; they hold values only while it is in use."""
+        return batch.device_views(self._buffer(self._places[id(batch)]))
 
     @contextmanager
-    def use(self, loan: Loan) -> Iterator[None]:
-        """Have a loan's values in its twins; afterwards they go back to the host. The next loan is loaded meanwhile."""
+    def use(self, batch: TransferBatch) -> Iterator[None]:
+        """Have a batch's values on the device while it is used, then store them; loads the next batch meanwhile."""
         place = self._used
-        assert self._loans[place] is loan, "loans are taken in another order than was said"
+        assert self._batches[place] is batch, "batches are taken in another order than was said"
         self._load(place)
         # What lies between tensors of the next one may be this one's, and not stored yet.
-        if place + 1 < len(self._loans) and self._number > 1 and not self._loans[place + 1].has_gaps:
+        if place + 1 < len(self._batches) and self._number > 1 and not self._batches[place + 1].has_gaps:
             self._load(place + 1)
         self._copies.wait(self._loaded[place])
         yield
-        if loan.hosts:
-            self._stored[place % self._number] = self._copies.store(loan.hosts, loan.runs(self._buffer(place)))
+        if batch.hosts:
+            self._stored[place % self._number] = self._copies.store(batch.hosts, batch.runs(self._buffer(place)))
         self._used += 1
 
     def _load(self, place: int) -> None:
         if place < len(self._loaded):
             return
-        loan = self._loans[place]
+        batch = self._batches[place]
         after = [self._stored[place % self._number]]
-        if place == 0 or loan.has_gaps:
-            # Its own memory: of the last step, or of loans between whose tensors it lies.
+        if place == 0 or batch.has_gaps:
+            # Its own memory: of the last step, or of batches between whose tensors it lies.
             after.append(self._copies.stored)
-        event = self._copies.load(loan.runs(self._buffer(place)), loan.hosts, after) if loan.hosts else None
+        event = self._copies.load(batch.runs(self._buffer(place)), batch.hosts, after) if batch.hosts else None
         self._loaded.append(event)
 
     def _buffer(self, place: int) -> Tensor:

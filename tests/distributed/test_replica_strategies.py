@@ -17,7 +17,7 @@ from trajectories import CASES, NO_GAPS, Gaps, disagreements, reference
 import quintic
 from quintic.optim.comms import collectives as comms
 from quintic.optim.comms import communicators
-from quintic.optim.step.agreements import Agreements
+from quintic.optim.step.consensus import RankConsensus
 
 GAPS = Gaps(("stack.2.weight", "attention.qkv.weight", "experts.up", "embedding.weight", "mlp.0.bias"), others=True)
 NAMES = ("copy", "shard", "tensor")
@@ -110,14 +110,14 @@ class Messages:
             (self.counting if call.kind == "all_reduce" and call.sent.dtype == torch.int32 else self.sets).add(ranks)
 
     def of_steps(self):
-        original = Agreements.agree
+        original = RankConsensus.validate_plans
 
         def agree(agreements):
             self._is_step = False
             original(agreements)
             self._is_step = True
 
-        return mock.patch.object(Agreements, "agree", agree)
+        return mock.patch.object(RankConsensus, "validate_plans", agree)
 
 
 def find_messages(rank, world_size, shape, replicas, hosts, options):
@@ -223,12 +223,12 @@ def connect_late(rank, world_size, first):
             optimizer = optimizer_of(model, "neuron")
         if rank < 2:  # some ask early
             assert optimizer.plan().choices == ()
-            assert {bucket.ranks for bucket in optimizer.plan() if bucket.travels} == {(0, 1, 2, 3)}
+            assert {bucket.ranks for bucket in optimizer.plan() if bucket.needs_comm} == {(0, 1, 2, 3)}
         give_gradients(model, {n: gradient(n, p.shape, p.dtype, 0) for n, p in model.named_parameters()}, held)
         FIRST[first](optimizer)
         take_steps(model, held, optimizer, [1])
         plan = optimizer.plan()
-        assert {bucket.ranks for bucket in plan if bucket.travels} == {((0, 1), (2, 3))[rank // 2]}
+        assert {bucket.ranks for bucket in plan if bucket.needs_comm} == {((0, 1), (2, 3))[rank // 2]}
         (choice,) = plan.choices
         assert choice.way == "repeat"
         assert f"\n{choice}" in plan.to_table(width=1000)

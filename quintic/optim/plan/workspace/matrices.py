@@ -34,7 +34,7 @@ from quintic.optim.rules.update import CPU_PIECE
 
 __all__ = [
     "Footprint",
-    "Matrices",
+    "WorkspaceSpec",
     "applied_bytes",
     "directions_bytes",
     "factor_bytes",
@@ -56,7 +56,7 @@ class Footprint(NamedTuple):
     """The bytes that its result keeps alive."""
 
 
-class Matrices(NamedTuple):
+class WorkspaceSpec(NamedTuple):
     """The properties besides shapes and numbers that bounds depend on."""
 
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class Matrices(NamedTuple):
     """Need not be there."""
     kernels: Kernels
     rule: UpdateRule
-    anywhere: bool = False
+    worst_case: bool = False
     """Whether to bound what any device of this type needs for so many matrices or fewer: that grows with their number,
     and is the same on all ranks."""
     narrow: bool = False
@@ -80,7 +80,7 @@ class Matrices(NamedTuple):
         return self.rule.neuron_state is not None
 
     @classmethod
-    def of_group(cls, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> "Matrices":
+    def of_group(cls, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> "WorkspaceSpec":
         """Return the properties of a group's weights of a dtype on a device."""
         return cls(
             dtype,
@@ -103,72 +103,76 @@ def width_of(dtype: torch.dtype) -> int:
 
 
 @lru_cache(maxsize=4096)
-def polar_work(form: Form | None, batch: int, m: int, n: int, of: Matrices) -> Footprint:
+def polar_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpec) -> Footprint:
     """Return the memory that the polar factors of (batch, m, n) contiguous directions need; None: a user's function."""
     size = batch * m * n
     if form is None:
-        width = direction_dtype(form, of.dtype).itemsize
+        width = direction_dtype(form, spec.dtype).itemsize
         return Footprint(3 * width * size, width * size)
     item = form.compute_dtype.itemsize
     if form.method == "svd":
-        work = torch.promote_types(direction_dtype(form, of.dtype), form.compute_dtype).itemsize
+        work = torch.promote_types(direction_dtype(form, spec.dtype), form.compute_dtype).itemsize
         return Footprint((work + 8 * item) * size, item * size)
-    if of.device.type == "cpu" and of.kernels == "torch" and iterates_on_cpu(form, m, n):
-        return Footprint(iteration_bytes(form, batch, m, n, direction_dtype(form, of.dtype)), item * size)
-    rows, columns = (padded_side(side, form.compute_dtype, of.device) for side in (m, n))
+    if spec.device.type == "cpu" and spec.kernels == "torch" and iterates_on_cpu(form, m, n):
+        return Footprint(iteration_bytes(form, batch, m, n, direction_dtype(form, spec.dtype)), item * size)
+    rows, columns = (padded_side(side, form.compute_dtype, spec.device) for side in (m, n))
     if (rows, columns) != (m, n):
         # Beside the padded matrices stand the padded directions, and then the result without its padding.
-        padded = polar_work(form, batch, rows, columns, of)
-        directions = direction_dtype(form, of.dtype).itemsize * batch * rows * columns
+        padded = polar_work(form, batch, rows, columns, spec)
+        directions = direction_dtype(form, spec.dtype).itemsize * batch * rows * columns
         return Footprint(directions + max(padded.peak, padded.kept + item * size), item * size)
-    alone = max(_normalisation(form, batch, m, n, of), _one_by_one(form, batch, m, n, of))
-    queued = 0 if of.kernels == "torch" else queued_matrices(m, n, form.compute_dtype, of.device, anywhere=of.anywhere)
-    if batch > queued and not (of.anywhere and queued):
-        return Footprint(alone, item * size)
+    one_by_one = max(_normalisation(form, batch, m, n, spec), _one_by_one(form, batch, m, n, spec))
+    queued = (
+        0
+        if spec.kernels == "torch"
+        else queued_matrices(m, n, form.compute_dtype, spec.device, worst_case=spec.worst_case)
+    )
+    if batch > queued and not (spec.worst_case and queued):
+        return Footprint(one_by_one, item * size)
     count = min(batch, queued)
     pair, square = 2 * item * count * m * n, item * count * min(m, n) ** 2
     counters = 4 * count * -(-min(m, n) // 128)
     squares = _program(form).num_squares * square + counters
-    queue = pair + max(squares, _scratch(form, count, m, n, of))
-    return Footprint(max(alone, queue), max(item * size, pair))
+    queue = pair + max(squares, _scratch(form, count, m, n, spec))
+    return Footprint(max(one_by_one, queue), max(item * size, pair))
 
 
 def _program(form: Form) -> Program:
     return products_of(tuple(form.segments), form.coefficients, 1.0)
 
 
-def _uses_kernel(form: Form, m: int, n: int, of: Matrices) -> bool:
+def _uses_kernel(form: Form, m: int, n: int, spec: WorkspaceSpec) -> bool:
     """Return whether a kernel normalises, see `kernels.normalize.can_normalize`."""
-    is_double = torch.float64 in (direction_dtype(form, of.dtype), form.compute_dtype)
-    return of.kernels == "triton" and not is_double and m * n < 2**31
+    is_double = torch.float64 in (direction_dtype(form, spec.dtype), form.compute_dtype)
+    return spec.kernels == "triton" and not is_double and m * n < 2**31
 
 
-def _scratch(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
+def _scratch(form: Form, batch: int, m: int, n: int, spec: WorkspaceSpec) -> int:
     """Return the bytes that normalisation allocates besides its result."""
-    if _uses_kernel(form, m, n, of):
+    if _uses_kernel(form, m, n, spec):
         from quintic.kernels.products.normalize import scratch_bytes
 
         return batch * scratch_bytes(m, n)
-    return _normalisation(form, batch, m, n, of)
+    return _normalisation(form, batch, m, n, spec)
 
 
-def _normalisation(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
+def _normalisation(form: Form, batch: int, m: int, n: int, spec: WorkspaceSpec) -> int:
     """Return the bytes that normalisation allocates, its result included."""
-    item, work = form.compute_dtype.itemsize, _work_dtype(form, of).itemsize
-    if _uses_kernel(form, m, n, of):
-        return batch * m * n * item + _scratch(form, batch, m, n, of)
+    item, work = form.compute_dtype.itemsize, _work_dtype(form, spec).itemsize
+    if _uses_kernel(form, m, n, spec):
+        return batch * m * n * item + _scratch(form, batch, m, n, spec)
     # CPUs widen operands before they divide; GPUs square entries before they add them.
-    widens = of.device.type != "cpu" or direction_dtype(form, of.dtype).itemsize < work
+    widens = spec.device.type != "cpu" or direction_dtype(form, spec.dtype).itemsize < work
     result = 0 if item == work else item
     return batch * (m * n * max(work if widens else 0, result) + (m * n + m + 4) * work)
 
 
-def _work_dtype(form: Form, of: Matrices) -> torch.dtype:
+def _work_dtype(form: Form, spec: WorkspaceSpec) -> torch.dtype:
     wide = torch.float64 if form.compute_dtype == torch.float64 else torch.float32
-    return torch.promote_types(direction_dtype(form, of.dtype), wide)
+    return torch.promote_types(direction_dtype(form, spec.dtype), wide)
 
 
-def _one_by_one(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
+def _one_by_one(form: Form, batch: int, m: int, n: int, spec: WorkspaceSpec) -> int:
     """Return the most that `run_products` has at a time, the normalised matrices included."""
     program, item = _program(form), form.compute_dtype.itemsize
     whole, square = m * n, min(m, n) ** 2
@@ -177,13 +181,13 @@ def _one_by_one(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
     for number, product in enumerate(program.products):
         entries[number + 1] = whole if product.kind == "apply" else square
         live += item * batch * entries[number + 1]
-        peak = max(peak, live + _besides(product, form.compute_dtype, batch, m, n, of))
+        peak = max(peak, live + _besides(product, form.compute_dtype, batch, m, n, spec))
         for matrix in [matrix for matrix in entries if program.last_uses[matrix] == number]:
             live -= item * batch * entries.pop(matrix)
     return peak
 
 
-def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, of: Matrices) -> int:
+def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, spec: WorkspaceSpec) -> int:
     """Return the bytes that `products.multiply` allocates besides its result."""
     whole, side, item = m * n, min(m, n), dtype.itemsize
     left, right = {
@@ -194,7 +198,7 @@ def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, o
     out = whole if product.kind == "apply" else side**2
     # The diagonal apart, and an addend that stands for none.
     diagonal = 16 * batch * side * (product.diagonal != 0) + 8
-    if item == 2 and of.device.type != "cpu":
+    if item == 2 and spec.device.type != "cpu":
         return diagonal
     multiplications = side * side * (side if product.kind == "square" else max(m, n))
     if dtype == torch.float16 or (item == 2 and (product.alpha == 0 or multiplications <= SMALL_PRODUCT)):
@@ -216,7 +220,7 @@ def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, o
 # --------------------------------------------------------------------------------------------------------------- units
 
 
-def units_work(units: Units, count: int, of: Matrices) -> Footprint:
+def units_work(units: Units, count: int, spec: WorkspaceSpec) -> Footprint:
     """Return the memory that `UnitsStep.orthogonalized` needs for so many units, besides their directions."""
     if count == 0:
         return Footprint(0, 0)
@@ -224,53 +228,53 @@ def units_work(units: Units, count: int, of: Matrices) -> Footprint:
     peak = kept = factors = copied = 0
     for ((m, n), form), order in zip(units.kinds, _orders(units.view, units.shape), strict=True):
         gapless = order != "gaps" and (count == 1 or m * n == numel)
-        if of.kernels == "torch":
+        if spec.kernels == "torch":
             copies = not gapless or order == "columns"
         else:
             is_wide = form is not None and form.compute_dtype.itemsize != 2
             copies = not gapless or (order == "columns" and is_wide)
-        copied = count * m * n * direction_dtype(form, of.dtype).itemsize if copies else 0
-        work = polar_work(form, count, m, n, of)
+        copied = count * m * n * direction_dtype(form, spec.dtype).itemsize if copies else 0
+        work = polar_work(form, count, m, n, spec)
         peak = max(peak, kept + factors + copied + work.peak)
         kept += work.kept
-        peak = max(peak, kept + factors + copied + neuron_bytes(form, count, m, n, of))
-        factors += factor_bytes(count, m, n, of)
+        peak = max(peak, kept + factors + copied + neuron_bytes(form, count, m, n, spec))
+        factors += factor_bytes(count, m, n, spec)
     if not is_plain(units.view, units.shape):
         # The updates of all kinds as units.
-        joined = count * numel * units.update_dtype(of.dtype).itemsize
+        joined = count * numel * units.update_dtype(spec.dtype).itemsize
         peak, kept = max(peak, kept + factors + copied + joined), joined
     return Footprint(peak, kept)
 
 
-def factor_bytes(count: int, m: int, n: int, of: Matrices) -> int:
+def factor_bytes(count: int, m: int, n: int, spec: WorkspaceSpec) -> int:
     """Return the bytes of neurons' factors; without them it is a number per matrix."""
-    return count * max(m, n) * width_of(of.dtype) if of.normalizes else 0
+    return count * max(m, n) * width_of(spec.dtype) if spec.normalizes else 0
 
 
-def factors_of_pieces_bytes(units: Units, piece_shape: tuple[int, ...], count: int, of: Matrices) -> int:
+def factors_of_pieces_bytes(units: Units, piece_shape: tuple[int, ...], count: int, spec: WorkspaceSpec) -> int:
     """Return the bytes that `transports.factors_of_pieces` allocates for so many units."""
-    if of.scales_decay:  # the vectors side by side, and of each entry two factors
-        vectors = 2 * sum(factor_bytes(count, *kind.shape, of) for kind in units.kinds)
-        return vectors + factors_of_pieces_bytes(units, piece_shape, 2 * count, of._replace(scales_decay=False))
-    pieces = count * math.prod(piece_shape) * width_of(of.dtype)
-    if len(units.kinds) > 1 or (of.normalizes and not is_plain(units.view, units.shape)):
+    if spec.scales_decay:  # the vectors side by side, and of each entry two factors
+        vectors = 2 * sum(factor_bytes(count, *kind.shape, spec) for kind in units.kinds)
+        return vectors + factors_of_pieces_bytes(units, piece_shape, 2 * count, spec._replace(scales_decay=False))
+    pieces = count * math.prod(piece_shape) * width_of(spec.dtype)
+    if len(units.kinds) > 1 or (spec.normalizes and not is_plain(units.view, units.shape)):
         # Factors of whole units, each as often as it is used.
-        return count * math.prod(units.shape) * width_of(of.dtype) + pieces
-    return pieces if of.normalizes and sum(length > 1 for length in piece_shape) > 2 else 0
+        return count * math.prod(units.shape) * width_of(spec.dtype) + pieces
+    return pieces if spec.normalizes and sum(length > 1 for length in piece_shape) > 2 else 0
 
 
-def neuron_bytes(form: Form | None, count: int, m: int, n: int, of: Matrices) -> int:
+def neuron_bytes(form: Form | None, count: int, m: int, n: int, spec: WorkspaceSpec) -> int:
     """Return the bytes that advancing the neurons of so many updates allocates, the factors included."""
-    if not of.normalizes:
+    if not spec.normalizes:
         return 0
-    if of.kernels == "triton":
+    if spec.kernels == "triton":
         from quintic.kernels.update.neuron import neuron_bytes as per_matrix
 
         return count * per_matrix(m, n)
-    width, item = width_of(of.dtype), update_dtype(form, of.dtype).itemsize
+    width, item = width_of(spec.dtype), update_dtype(form, spec.dtype).itemsize
     # CPUs make sums of other entries than float32's of widened copies; GPUs square entries before they add them.
-    widens = item < width or of.device.type == "cuda"
-    return 10 * factor_bytes(count, m, n, of) + (count * m * n * width if widens else 0)
+    widens = item < width or spec.device.type == "cuda"
+    return 10 * factor_bytes(count, m, n, spec) + (count * m * n * width if widens else 0)
 
 
 @lru_cache(maxsize=256)
@@ -288,48 +292,55 @@ def _orders(view: View, unit_shape: tuple[int, ...]) -> tuple[str, ...]:
 # ---------------------------------------------------------------------------------------------------------- the passes
 
 
-def directions_bytes(numel: int, direction: torch.dtype, of: Matrices, *, in_order: bool = True) -> int:
+def directions_bytes(numel: int, direction: torch.dtype, spec: WorkspaceSpec, *, in_order: bool = True) -> int:
     """Return the bytes that the first pass over so many entries allocates, its result included.
 
     Kernels write directions in the order of memory, which is not that of rows in every case (`in_order`).
     """
-    if of.kernels == "triton":
+    if spec.kernels == "triton":
         # Those in other orders are put side by side.
         return numel * direction.itemsize * (1 if in_order else 2)
     # Of a tensor, or a piece of it, directions before they are rounded, and what is kept in less than float32 widened.
-    wide = 1 + (of.dtype.itemsize < 4) + of.narrow
-    return numel * direction.itemsize + at_a_time(numel, of) * wide * width_of(of.dtype)
+    wide = 1 + (spec.dtype.itemsize < 4) + spec.narrow
+    return numel * direction.itemsize + at_a_time(numel, spec) * wide * width_of(spec.dtype)
 
 
-def applied_bytes(numel: int, of: Matrices) -> int:
+def applied_bytes(numel: int, spec: WorkspaceSpec) -> int:
     """Return the bytes of the second pass if the largest parameter, or part of one, has so many entries."""
-    if of.kernels == "triton":
+    if spec.kernels == "triton":
         return 0
-    if of.has_masters:
+    if spec.has_masters:
         # The step, and what completes weights to float32 (`precision.py`), or the mask and what it is made of.
-        tensors = 5 + of.scales_decay
-    elif of.cautious or of.scales_decay:
+        tensors = 5 + spec.scales_decay
+    elif spec.cautious or spec.scales_decay:
         # The step and what the mask is made of; weights of less than float32 are widened.
-        tensors = 4 + (of.dtype.itemsize < 4) + of.scales_decay
+        tensors = 4 + (spec.dtype.itemsize < 4) + spec.scales_decay
     else:
         # The step; the weight widened, as it was and as it will be.
-        tensors = 1 + 2 * (of.dtype.itemsize < 4)
-    return at_a_time(numel, of) * (width_of(of.dtype) * tensors + of.cautious) + 64
+        tensors = 1 + 2 * (spec.dtype.itemsize < 4)
+    return at_a_time(numel, spec) * (width_of(spec.dtype) * tensors + spec.cautious) + 64
 
 
 def matrices_bytes(
-    numel: int, largest: int, direction: torch.dtype, work: Footprint, factors: int, of: Matrices, *, in_order: bool
+    numel: int,
+    largest: int,
+    direction: torch.dtype,
+    work: Footprint,
+    factors: int,
+    spec: WorkspaceSpec,
+    *,
+    in_order: bool,
 ) -> int:
     """Return the bytes that a step of whole matrices allocates, given their gradients: directions, updates, weights.
 
     They have so many entries in all, and in the largest parameter or part of one. Work is that from directions to
     updates, factors are the bytes of the factors of updates and decay; `in_order` as for `directions_bytes`.
     """
-    held = numel * direction.itemsize * (1 if in_order or of.kernels == "torch" else 2)
-    applying = work.kept + factors + applied_bytes(largest, of)
-    return max(directions_bytes(numel, direction, of, in_order=in_order), held + max(work.peak, applying))
+    held = numel * direction.itemsize * (1 if in_order or spec.kernels == "torch" else 2)
+    applying = work.kept + factors + applied_bytes(largest, spec)
+    return max(directions_bytes(numel, direction, spec, in_order=in_order), held + max(work.peak, applying))
 
 
-def at_a_time(numel: int, of: Matrices) -> int:
+def at_a_time(numel: int, spec: WorkspaceSpec) -> int:
     """Return the number of a tensor's entries that plain passes work on at a time, see `update.in_pieces`."""
-    return min(numel, CPU_PIECE) if of.device.type == "cpu" else numel
+    return min(numel, CPU_PIECE) if spec.device.type == "cpu" else numel

@@ -14,7 +14,7 @@ from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.muon import Muon
 
-__all__ = ["Kept", "Values", "local_values", "named_parameters", "snapshot"]
+__all__ = ["StepSnapshot", "Values", "local_values", "named_parameters", "snapshot"]
 
 Values: TypeAlias = dict[Tensor, dict[str, Tensor]]
 """Parameter -> {"weight" or name of a state: this rank's piece of it}."""
@@ -35,7 +35,7 @@ def snapshot(optimizer: Muon) -> Values:
     }
 
 
-class Kept:
+class StepSnapshot:
     """A snapshot of everything that a step changes, taken when it is made; tensors are copied to host memory."""
 
     # Options of groups that a step, or `make_due`, changes.
@@ -45,12 +45,12 @@ class Kept:
         self._optimizer = optimizer
         self.values = snapshot(optimizer)
         self._options = [{key: group[key] for key in self._CHANGED} for group in optimizer.param_groups]
-        self._steps_made = optimizer.steps_made.copy()
+        self._step_history = optimizer.step_history.copy()
         # Filled by `keep_gradients`, since random gradients may be set first.
         self._gradients: dict[Tensor, Tensor | None] = {}
         # Averages that `clip_grad_norm_` made ahead of the step, and whether ranks have compared their plans.
-        self._early = optimizer.current.early.fresh()
-        self._has_agreed = optimizer.runner.agreements.has_agreed
+        self._precomputed = optimizer.plan_cache.precomputed.fresh()
+        self._plans_validated = optimizer.runner.consensus.plans_validated
 
     def keep_gradients(self) -> None:
         """Add the gradients that a step changes to the snapshot."""
@@ -64,7 +64,7 @@ class Kept:
     def make_due(self) -> None:
         """Make all groups due at the next step, without telemetry and QK-clip."""
         # A new object, so that the steps of `verify` do not use up the check of training's first step.
-        self._optimizer.steps_made.first_gradients = FirstGradients()
+        self._optimizer.step_history.first_gradients = FirstGradients()
         for group in self._optimizer.param_groups:
             group.update(pending_steps=group["step_every"] - 1, telemetry_every=None, qk_clip=None)
 
@@ -83,14 +83,14 @@ class Kept:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.copy_(gradient)
-        optimizer.current.early.keep(self._early)
-        if not self._has_agreed:
+        optimizer.plan_cache.precomputed.keep(self._precomputed)
+        if not self._plans_validated:
             # Ranks must exchange again before the first real step, since random gradients do not tell which gradients
             # are Partial in training.
-            optimizer.runner.agreements.has_agreed = False
+            optimizer.runner.consensus.plans_validated = False
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
             group.update(options)
-        optimizer.steps_made.restore(self._steps_made)
+        optimizer.step_history.restore(self._step_history)
 
 
 def named_parameters(optimizer: Muon) -> Iterator[tuple[str, Tensor]]:

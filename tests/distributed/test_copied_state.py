@@ -73,7 +73,7 @@ def handed_over(layouts, master, algorithm, mesh):
             with torch.no_grad():
                 turned = whole(first.detach()).T.contiguous()
                 second.copy_(laid_out(turned, layouts[1], mesh))
-            optimizer.carry_state("head", second, transposed=True)
+            optimizer.copy_state("head", second, transposed=True)
             first.grad = None
         param, layout = (second, layouts[1]) if step > 3 else (first, layouts[0])
         param.grad = laid_out(value(step, step > 3).to(DEVICE, dtype), layout, mesh)
@@ -147,7 +147,7 @@ def matrices(rank, world_size):
             if step == 3:
                 with torch.no_grad():
                     second.copy_(laid_out(whole(first.detach()), layouts[1], mesh))
-                optimizer.carry_state(first, second)
+                optimizer.copy_state(first, second)
                 first.grad = None
             param, layout = (second, layouts[1]) if step > 2 else (first, layouts[0])
             param.grad, alone.grad = laid_out(value(step).to(DEVICE), layout, mesh), value(step).to(DEVICE)
@@ -169,7 +169,7 @@ def strangers(rank, world_size):
     groups = [group_of("head", head, "replicated", "adamw"), group_of("embed", embedding, "sharded", "adamw")]
     optimizer = quintic.Muon([{**groups[0], "comms": "none"}, groups[1]])
     with pytest.raises(ValueError, match="head and embed are on different ranks"):
-        optimizer.carry_state(head, embedding, transposed=True)
+        optimizer.copy_state(head, embedding, transposed=True)
     return local_of(optimizer.state[embedding]["exp_avg"]).numel()
 
 

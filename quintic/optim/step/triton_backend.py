@@ -14,24 +14,24 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import block_of
-from quintic.optim.rules.device_memory import HYPERPARAMETERS, DeviceHyperparameters, host_tensor
-from quintic.optim.rules.narrow_state import dtype_of_averages
+from quintic.optim.rules.bf16_state import moment_dtype_of
+from quintic.optim.rules.device import HYPERPARAMETERS, DeviceHyperparameters, host_tensor
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 from quintic.optim.state.state import master_of
-from quintic.optim.step.operands import BucketMemory, Operands
+from quintic.optim.step.operands import BucketCache, Operands
 
 if TYPE_CHECKING:  # needs Triton
     from quintic.kernels.update.matrix_update import MatrixLayout
 
-__all__ = ["DevicePasses", "step_adamw_on_device", "with_one_gradient_dtype"]
+__all__ = ["TritonBackend", "step_adamw_triton", "with_one_gradient_dtype"]
 
 _LR, _WEIGHT_DECAY, _MOMENTUM, _BETA1, _BETA2, _EPS = range(len(HYPERPARAMETERS))
 
 
-class DevicePasses:
-    """The passes over at least one member of a bucket with the kernels, see `plain_passes.Passes`.
+class TritonBackend:
+    """The passes over at least one member of a bucket with the kernels, see `torch_backend.UpdateBackend`.
 
-    Where `go`, () or (matrices,) int32 on the device, is zero nothing changes; None for always.
+    Where `apply_mask`, () or (matrices,) int32 on the device, is zero nothing changes; None for always.
     """
 
     def __init__(
@@ -39,29 +39,29 @@ class DevicePasses:
         bucket: Bucket,
         group: Group,
         active: Operands,
-        memory: BucketMemory,
+        cache: BucketCache,
         hyperparameters: DeviceHyperparameters,
-        go: Tensor | None,
+        apply_mask: Tensor | None,
     ) -> None:
-        self._bucket, self._group, self._go = bucket, group, go
+        self._bucket, self._group, self._apply_mask = bucket, group, apply_mask
         self._active = active = with_one_gradient_dtype(active)
         self._hyperparameters = hyperparameters.values
-        if memory.runs is None:
-            memory.runs = _runs(group.view, memory.everything or active)
-        self._memory = memory
+        if cache.runs is None:
+            cache.runs = _runs(group.view, cache.everything or active)
+        self._cache = cache
         master = master_of(active.states[0])
         self._master_dtype = None if master is None else master.dtype
-        self._momentum_dtype = dtype_of_averages(bucket.dtype, group.state_dtype)
+        self._momentum_dtype = moment_dtype_of(bucket.dtype, group.state_dtype)
         gradient, momentum = active.gradients[0].itemsize, self._momentum_dtype.itemsize
         sizes = [gradient, momentum, bucket.dtype.itemsize, 0 if master is None else master.itemsize]
         bases = _addresses(active, MOMENTUM)
 
         def addresses() -> Tensor:
-            memory.check_state(active, {MOMENTUM: self._momentum_dtype}, bases[len(active.params) :])
-            owners, offsets = memory.matrix_places(group.view, active)
+            cache.check_state(active, {MOMENTUM: self._momentum_dtype}, bases[len(active.params) :])
+            owners, offsets = cache.matrix_places(group.view, active)
             return host_tensor(bases).view(4, -1)[:, owners] + offsets * host_tensor(sizes).view(4, 1)
 
-        self._table = memory.table.get((bases, active.members), addresses, bucket.device)
+        self._table = cache.table.get((bases, active.members), addresses, bucket.device)
 
     def directions(self) -> Tensor:
         """Advance the momentum; return the directions (b, m, n)."""
@@ -84,8 +84,8 @@ class DevicePasses:
                 momentum_dtype=self._momentum_dtype,
                 mu_index=_MOMENTUM,
                 nesterov=self._group.nesterov,
-                go=self._go_of(part),
-                aligned=self._memory.table.aligned,
+                apply_mask=self._mask_of(part),
+                aligned=self._cache.table.aligned,
             )
             of_layouts.append(directions.mT if layout.transposed else directions)
         return of_layouts[0] if len(of_layouts) == 1 else torch.cat(of_layouts)
@@ -108,23 +108,23 @@ class DevicePasses:
                 weight_decay_index=_WEIGHT_DECAY,
                 cautious=self._group.cautious,
                 squared_lr_decay=self._group.decay_coupling == "lr_squared",
-                go=self._go_of(part),
-                aligned=self._memory.table.aligned,
+                apply_mask=self._mask_of(part),
+                aligned=self._cache.table.aligned,
             )
 
     def _parts(self) -> "list[tuple[MatrixLayout, slice]]":
         """Return the layouts, and which matrices have each."""
-        assert self._memory.runs is not None
-        if len(self._memory.runs) == 1:  # whatever members are left out for want of a gradient
-            return [(self._memory.runs[0][0], slice(0, self._table.shape[1]))]
+        assert self._cache.runs is not None
+        if len(self._cache.runs) == 1:  # whatever members are left out for want of a gradient
+            return [(self._cache.runs[0][0], slice(0, self._table.shape[1]))]
         parts, start = [], 0
-        for layout, count in self._memory.runs:
+        for layout, count in self._cache.runs:
             parts.append((layout, slice(start, start + count)))
             start += count
         return parts
 
-    def _go_of(self, part: slice) -> Tensor | None:
-        return self._go if self._go is None or self._go.ndim == 0 else self._go[part]
+    def _mask_of(self, part: slice) -> Tensor | None:
+        return self._apply_mask if self._apply_mask is None or self._apply_mask.ndim == 0 else self._apply_mask[part]
 
 
 def _runs(view: View, active: Operands) -> "list[tuple[MatrixLayout, int]]":
@@ -135,30 +135,30 @@ def _runs(view: View, active: Operands) -> "list[tuple[MatrixLayout, int]]":
     return [(layout, sum(count for _, count in run)) for layout, run in groupby(layouts, key=lambda pair: pair[0])]
 
 
-def step_adamw_on_device(
+def step_adamw_triton(
     bucket: Bucket,
     group: Group,
     active: Operands,
-    memory: BucketMemory,
+    cache: BucketCache,
     hyperparameters: DeviceHyperparameters,
-    go: Tensor | None,
+    apply_mask: Tensor | None,
 ) -> None:
-    """Step a bucket of AdamW parameters with the kernel; arguments as those of `DevicePasses`."""
+    """Step a bucket of AdamW parameters with the kernel; arguments as those of `TritonBackend`."""
     from quintic.kernels.update.adamw import adamw_tensors_
 
     active = with_one_gradient_dtype(active)
     master = master_of(active.states[0])
-    moment_dtype = dtype_of_averages(bucket.dtype, group.state_dtype)
+    moment_dtype = moment_dtype_of(bucket.dtype, group.state_dtype)
     bases = _addresses(active, EXP_AVG)
 
     def addresses() -> Tensor:
-        memory.check_state(active, dict.fromkeys((EXP_AVG, EXP_AVG_SQ), moment_dtype), bases[len(active.params) :])
+        cache.check_state(active, dict.fromkeys((EXP_AVG, EXP_AVG_SQ), moment_dtype), bases[len(active.params) :])
         return host_tensor(bases).view(5, -1)
 
-    table = memory.table.get(bases, addresses, bucket.device)
+    table = cache.table.get(bases, addresses, bucket.device)
     counts = tuple(state[STEP].data_ptr() for state in active.states)
-    steps = memory.steps_table.get(counts, lambda: host_tensor(counts), bucket.device)
-    numels, programs = memory.programs(active, bucket.device)
+    steps = cache.steps_table.get(counts, lambda: host_tensor(counts), bucket.device)
+    numels, programs = cache.programs(active, bucket.device)
     adamw_tensors_(
         table,
         steps,
@@ -172,8 +172,8 @@ def step_adamw_on_device(
         indices=(_LR, _WEIGHT_DECAY, _BETA1, _BETA2, _EPS),
         cautious=group.cautious,
         squared_lr_decay=group.decay_coupling == "lr_squared",
-        go=go,
-        aligned=memory.table.aligned,
+        apply_mask=apply_mask,
+        aligned=cache.table.aligned,
     )
 
 

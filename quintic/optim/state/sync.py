@@ -1,20 +1,20 @@
 """Follows an optimizer's parameters: notices those that were exchanged, and keeps their state in step with them.
 
 Models are moved, converted and sharded after the optimizer was made, and training libraries put other tensors into
-`group["params"]`. None of them tells the optimizer, so `WatchedParameters` looks in every step. That costs some ten
+`group["params"]`. None of them tells the optimizer, so `ParamFingerprint` looks in every step. That costs some ten
 microseconds for a hundred parameters: whether they are the same objects, with the same memory and dtype. The rest is
 compared where these differ.
 
-`Upkeep` makes state when it is first needed, and moves it along. Frozen parameters (`requires_grad=False`) get none
+`StateSync` makes state when it is first needed, and moves it along. Frozen parameters (`requires_grad=False`) get none
 until they are unfrozen or given a gradient; those that are frozen later keep theirs. Between two needs of state (a
 step, a save, a load) parameters may have been moved, converted or sharded, or other tensors may stand for them in
 `group.params`. State follows its parameter object; where another tensor stands for one that no group has any more, it
 follows the position in the group. If it does not fit there as it is,
 
 - zeros, masters without a bit that the weight lacks, and second moments of the matrices of another view are made anew;
-- state that says something is copied into new state, as if it were loaded: to another device, into other strides, a
-  rank's piece of a whole tensor, or a master in its other form;
-- it is an error if this rank lacks what it needs, the shape is another one, or ranks would divide state otherwise than
+- state that is not at its defaults is copied into new state, as if it were loaded: to another device, into other
+  strides, a rank's piece of a whole tensor, or a master in its other form;
+- it is an error if this rank lacks what it needs, the shape is another one, or ranks would shard state otherwise than
   when it was used last: they do not have what is theirs then.
 
 Nothing is communicated. A master belongs to weights of low precision: after `model.float()` there is none, and after
@@ -34,11 +34,11 @@ from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.rules.precision import full_precision
 from quintic.optim.rules.rule import MASTER
 from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
-from quintic.optim.state.parts import Division, Part, divided_parameters, own_runs
-from quintic.optim.state.placement import fits, init_state, state_forms
+from quintic.optim.state.placement import init_state, matches_spec, state_forms
+from quintic.optim.state.shards import StateShard, StateSharding, local_shard_pairs, sharded_parameters
 from quintic.optim.state.state import MASTER_KEYS, as_tensor, copy_, master_key, piece_of
 
-__all__ = ["Change", "Upkeep", "WatchedParameters"]
+__all__ = ["Change", "ParamFingerprint", "StateSync"]
 
 _dtype_of, _local_of = attrgetter("dtype"), attrgetter("_local_tensor")
 
@@ -53,27 +53,27 @@ class Change(Enum):
     """There are other parameters, or their device, dtype, shape, strides or layout changed."""
 
 
-class WatchedParameters:
+class ParamFingerprint:
     """Parameters of groups as they are now. Keeps references to them."""
 
     def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
         self._remember(groups)
 
-    def look(self, groups: Sequence[Sequence[Tensor]]) -> Change:
+    def check(self, groups: Sequence[Sequence[Tensor]]) -> Change:
         """Return the kind of change since the last look."""
         same = _identities(groups) == self._identities
         if same and self._memory() == self._seen:
             return Change.NONE
-        facts = self._facts
+        properties = self._properties
         self._remember(groups)
-        return Change.MEMORY if same and facts == self._facts else Change.PARAMETERS
+        return Change.MEMORY if same and properties == self._properties else Change.PARAMETERS
 
     def _remember(self, groups: Sequence[Sequence[Tensor]]) -> None:
         self._params = [param for group in groups for param in group]
         self._identities = _identities(groups)
         self._locals = list(map(local_tensor, self._params))
         self._dtensors: list[Any] = list(filter(is_dtensor, self._params))
-        self._facts = list(map(_facts_of, self._params, self._locals))
+        self._properties = list(map(_properties_of, self._params, self._locals))
         self._seen = self._memory()
 
     def _memory(self) -> tuple[list[int], list[int], list[Any]]:
@@ -85,7 +85,7 @@ def _identities(groups: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     return [list(map(id, group)) for group in groups]
 
 
-def _facts_of(param: Tensor, local: Tensor) -> tuple[Any, ...]:
+def _properties_of(param: Tensor, local: Tensor) -> tuple[Any, ...]:
     """Return the facts about a parameter that plans, state and kernels depend on."""
     placed = (param.device_mesh, param.placements) if is_dtensor(param) else None
     return placed, param.shape, local.dtype, local.device, local.shape, local.stride()
@@ -95,7 +95,7 @@ _Groups = Sequence[Group]
 _States = dict[Tensor, dict[str, Any]]
 _Place = tuple[int, int]
 """Position of a parameter's group, and its own in it."""
-_Divisions = dict[tuple[int, str], list[Division | None]]
+_Shardings = dict[tuple[int, str], list[StateSharding | None]]
 """By the position of the group and the name, which several parameters might have."""
 
 
@@ -107,9 +107,9 @@ class _Entry(NamedTuple):
     group: Group
     dtype: torch.dtype
     """The dtype of the weights."""
-    own: list[Part] | None
-    """The parts of this rank, where ranks divide the state."""
-    division: Division | None
+    local: list[StateShard] | None
+    """The parts of this rank, where ranks shard the state."""
+    sharding: StateSharding | None
     """The parts of all ranks."""
     is_idle: bool
     """Whether it is frozen: no state is made for it, and state that exists is kept."""
@@ -123,33 +123,33 @@ class _Source(NamedTuple):
     state: dict[str, Any]
 
 
-class Upkeep:
+class StateSync:
     """The parameters and options that one optimizer's state was made for. Keeps references to the parameters."""
 
     def __init__(self) -> None:
-        self.is_outdated = True
+        self.is_stale = True
         """Whether there may be no state, or not what is needed."""
         self.is_given = False
         """Whether a caller has been given the state, who may have put other tensors there since."""
         self._entries: dict[Tensor, _Entry] = {}
         self._places: dict[_Place, Tensor] = {}
-        self._divisions: _Divisions = {}
-        """The division of state, also that of parameters that are in no group any more."""
-        self._used: _Divisions = {}
-        """The division when state was used last: all ranks know, also those that have none of it."""
+        self._shardings: _Shardings = {}
+        """The sharding of state, also that of parameters that are in no group any more."""
+        self._used: _Shardings = {}
+        """The sharding when state was used last: all ranks know, also those that have none of it."""
         self._tensors: list[object] = []
 
     def use(self) -> None:
         """Note that the state has been stepped or loaded: from now on it says something, on this rank or another."""
-        self._used = self._divisions
+        self._used = self._shardings
 
     def is_current(self, groups: _Groups, states: _States) -> bool:
         """Return whether the state is what the parameters of the last look need."""
         if self.is_given:
             tensors = _tensors_of(groups, states)
-            self.is_outdated |= len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors))
+            self.is_stale |= len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors))
             self.is_given = False
-        return not self.is_outdated
+        return not self.is_stale
 
     # What inference mode makes could not be stepped outside of it.
     @torch.inference_mode(False)
@@ -162,25 +162,25 @@ class Upkeep:
         places = _entries_of(groups)
         entries = {entry.param: entry for entry in places.values()}
         sources = {entry.param: self._source(place, entry, entries, states) for place, entry in places.items()}
-        divisions: _Divisions = {}
+        shardings: _Shardings = {}
         for (number, _), entry in places.items():
             if not entry.is_idle or _has_state(sources[entry.param]):
-                divisions.setdefault((number, entry.name), []).append(entry.division)
-        for (number, name), current in divisions.items():
+                shardings.setdefault((number, entry.name), []).append(entry.sharding)
+        for (number, name), current in shardings.items():
             used = self._used.get((number, name), ())
             if any(used) and used != current:
-                raise _divided_otherwise(name)
+                raise _sharding_changed(name)
         # All of them before the first state is changed: this may raise.
         values = {param: _values_to_move(entry, sources[param]) for param, entry in entries.items()}
         for param, entry in entries.items():
             _make(entry, values[param], sources[param], states)
         for param in states.keys() - entries.keys():
             # State that steps have used stays, as in PyTorch: the parameter may come back. Other keys are the user's.
-            if isinstance(param, Tensor) and _says_nothing(states[param], param.dtype):
+            if isinstance(param, Tensor) and _is_default_state(states[param], param.dtype):
                 del states[param]
         self._entries, self._places = entries, {place: entry.param for place, entry in places.items()}
-        self._divisions, self._tensors = {**self._used, **divisions}, _tensors_of(groups, states)
-        self.is_outdated = self.is_given = False
+        self._shardings, self._tensors = {**self._used, **shardings}, _tensors_of(groups, states)
+        self.is_stale = self.is_given = False
 
     def drop_unused(self, states: _States) -> None:
         """Drop state that is at its defaults: it is made again when it is needed. Keys of the user's own stay.
@@ -189,11 +189,11 @@ class Upkeep:
         use on another.
         """
         for param in [key for key in states if isinstance(key, Tensor) and needs_state(key)]:
-            if states[param].keys() <= STATE_KEYS and _says_nothing(states[param], param.dtype):
+            if states[param].keys() <= STATE_KEYS and _is_default_state(states[param], param.dtype):
                 del states[param]
         self._entries = {param: entry for param, entry in self._entries.items() if param in states}
         self._places = {place: param for place, param in self._places.items() if param in states}
-        self._tensors, self.is_outdated = [], True
+        self._tensors, self.is_stale = [], True
 
     def _source(
         self, place: _Place, entry: _Entry, entries: Mapping[Tensor, _Entry], states: _States
@@ -211,14 +211,14 @@ class Upkeep:
 
 def _entries_of(groups: _Groups) -> dict[_Place, _Entry]:
     """Return the parameters that are there now, by their places."""
-    divided = divided_parameters(groups)
+    sharded = sharded_parameters(groups)
     entries: dict[_Place, _Entry] = {}
     for group in groups:
         for index, (name, param) in enumerate(zip(group.param_names, group.params, strict=True)):
-            this = divided.get(param)
-            own, division = (None, None) if this is None else (this.own, this.division(param))
+            this = sharded.get(param)
+            own, sharding = (None, None) if this is None else (this.local, this.sharding(param))
             is_idle = index in group.idle
-            entries[group.number, index] = _Entry(name, param, group, param.dtype, own, division, is_idle)
+            entries[group.number, index] = _Entry(name, param, group, param.dtype, own, sharding, is_idle)
     return entries
 
 
@@ -233,18 +233,18 @@ def _tensors_of(groups: _Groups, states: _States) -> list[object]:
 def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] | None:
     """Return the values that move to a parameter's new state, by name; None if it keeps the state of its source.
 
-    Values are those of this rank; whole where ranks divide the new state, and did not divide the old one. If they
+    Values are those of this rank; whole where ranks shard the new state, and did not shard the old one. If they
     cannot move, that is a ValueError that names the parameter.
     """
     if entry.is_idle and not _has_state(source):
         return None
     if source is None:
         return {}
-    is_cut_alike = source.was.division == entry.division and source.was.group.view == entry.group.view
-    if is_cut_alike and fits(source.state, entry.param, entry.group, entry.own):
+    is_cut_alike = source.was.sharding == entry.sharding and source.was.group.view == entry.group.view
+    if is_cut_alike and matches_spec(source.state, entry.param, entry.group, entry.local):
         return None
     name, param, moved = entry.name, entry.param, dict[str, Tensor]()
-    if _says_nothing(source.state, source.was.dtype):
+    if _is_default_state(source.state, source.was.dtype):
         return moved
     for key, (_, other_shape) in state_forms(param, entry.group).items():
         # The other form of a master; weights of another dtype have no part of its value any more.
@@ -254,9 +254,9 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
         if was_key not in source.state or is_of_others:
             continue
         what, value = f"{name}: its {was_key}", as_tensor(source.state[was_key])
-        if key in PARAM_SHAPED_STATE and source.was.own is not None:
-            if entry.division != source.was.division:
-                raise _divided_otherwise(name)
+        if key in PARAM_SHAPED_STATE and source.was.local is not None:
+            if entry.sharding != source.was.sharding:
+                raise _sharding_changed(name)
             moved[key] = value
             continue
         shape = tuple(param.shape) if other_shape is None else other_shape
@@ -265,7 +265,7 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
                 f"{what} has shape {tuple(value.shape)}, and the parameter that is there now needs {shape}: state that "
                 f"steps have used does not fit a parameter of another shape; make a new optimizer for it"
             )
-        piece = piece_of(what, param, value) if key in PARAM_SHAPED_STATE and entry.own is None else value
+        piece = piece_of(what, param, value) if key in PARAM_SHAPED_STATE and entry.local is None else value
         if piece is not None:
             moved[key] = piece
     return moved
@@ -284,11 +284,11 @@ def _make(entry: _Entry, values: dict[str, Tensor] | None, source: _Source | Non
         others = {key: value for key, value in old.items() if key not in STATE_KEYS}  # the user's
         if not values:
             old.clear()  # before there is new state
-        made = init_state(entry.param, entry.group, entry.own)
-        was_whole = source is not None and source.was.own is None
+        made = init_state(entry.param, entry.group, entry.local)
+        was_whole = source is not None and source.was.local is None
         for key, value in values.items():
-            if key in PARAM_SHAPED_STATE and entry.own is not None and was_whole:
-                for run, of_value in own_runs(made[key], value, entry.own, entry.param):
+            if key in PARAM_SHAPED_STATE and entry.local is not None and was_whole:
+                for run, of_value in local_shard_pairs(made[key], value, entry.local, entry.param):
                     _move(run, of_value)
             else:
                 _move(local_tensor(made[key]), value)
@@ -311,15 +311,15 @@ def _has_state(source: _Source | None) -> bool:
     return source is not None and not source.state.keys().isdisjoint(STATE_KEYS)
 
 
-def _divided_otherwise(name: str) -> ValueError:
+def _sharding_changed(name: str) -> ValueError:
     return ValueError(
-        f"{name}: its state was divided among ranks for another comms, process_group or view, other parameters in its "
+        f"{name}: its state was sharded among ranks for another comms, process_group or view, other parameters in its "
         f"group, or another order of its memory, and is not where the next step needs it; call state_dict() on all "
         f"ranks before such a change, and load it into an optimizer made after it"
     )
 
 
-def _says_nothing(state: Mapping[str, Any], dtype: torch.dtype) -> bool:
+def _is_default_state(state: Mapping[str, Any], dtype: torch.dtype) -> bool:
     """Return whether state is as if it were new: of a master whatever the weight of `dtype` does not show, zeros."""
     return all(_is_new(key, local_tensor(as_tensor(state[key])), dtype) for key in state.keys() & STATE_KEYS)
 

@@ -1,6 +1,6 @@
 """The passes before and after an orthogonalisation: what they are, and how plain PyTorch makes them; AdamW's step, too.
 
-`device_passes.py` makes them with kernels. Either hands over the same things: directions (b, m, n), updates (b, m, n)
+`triton_backend.py` makes them with kernels. Either hands over the same things: directions (b, m, n), updates (b, m, n)
 and factors (b, m or 1, n or 1).
 """
 
@@ -17,15 +17,15 @@ from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import adamw_entries
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
-from quintic.optim.rules.update import adamw_, apply_, in_pieces, momentum_
+from quintic.optim.rules.update import adamw_, decay_and_step_, in_pieces, momentum_
 from quintic.optim.step.operands import BlockPlaces, Operands
 
-__all__ = ["Passes", "PlainPasses", "step_adamw"]
+__all__ = ["TorchBackend", "UpdateBackend", "step_adamw"]
 
 _MOMENTUM, _DTYPE = itemgetter(MOMENTUM), attrgetter("dtype")
 
 
-class Passes(Protocol):
+class UpdateBackend(Protocol):
     """The two passes over a bucket's own tensors, before and after its matrices are orthogonalised."""
 
     def directions(self) -> Tensor:
@@ -40,8 +40,8 @@ class Passes(Protocol):
         ...
 
 
-class PlainPasses:
-    """The passes over at least one member of a bucket, see `Passes`, in plain PyTorch.
+class TorchBackend:
+    """The passes over at least one member of a bucket, see `UpdateBackend`, in plain PyTorch.
 
     Members that are not `present` keep weights and state, and have zeros for a direction; None if all are.
     """
@@ -98,7 +98,7 @@ class PlainPasses:
         if self._present is not None:
             stepped = self._those_stepped(weights, updates, scales, decays, masters)
             weights, updates, scales, decays, masters = stepped
-        apply_(
+        decay_and_step_(
             weights,
             [None] * len(weights) if whole is None else masters,
             updates,

@@ -6,7 +6,7 @@
 
 That is a reduce-scatter, a step and an all-gather (ZeRO-1; the modded-nanogpt speedrun's optimizer). A piece is a unit
 of matrices for Muon, a range of entries for AdamW; either is a range of the parameter's memory, so that its state is a
-flat tensor and nothing is packed twice. `state/parts.py` assigns owners.
+flat tensor and nothing is packed twice. `state/shards.py` assigns owners.
 
 Invariant: buckets and the order of their pieces follow from the groups alone, and are the same on all ranks.
 """
@@ -24,67 +24,67 @@ from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import size_of
 from quintic.optim.layout.views import View
-from quintic.optim.plan.bucket import Divided, DividedMatrices, DividedTable, ParameterUnit, Units
-from quintic.optim.plan.members import Member, kinds_of
-from quintic.optim.plan.memory.buckets import stages_of_parts
+from quintic.optim.plan.bucket import ParameterUnit, Sharded, ShardedMatrices, ShardedTable, Units
+from quintic.optim.plan.members import BucketMember, kinds_of
 from quintic.optim.plan.offload_size import offloaded_entries
-from quintic.optim.plan.row_division import RowDivision, divided_rows
+from quintic.optim.plan.row_sharding import RowSharding, sharded_rows
 from quintic.optim.plan.schedule import NO_STAGES
-from quintic.optim.state.parts import Part, parts_of
+from quintic.optim.plan.workspace.buckets import stages_of_shards
+from quintic.optim.state.shards import StateShard, shards_of
 
-__all__ = ["divided_buckets"]
+__all__ = ["sharded_buckets"]
 
 # From this number of entries on a parameter is sent from its own memory, and received there: packing would copy it.
-_LEAST_ALONE = 2**20
+_LEAST_DIRECT = 2**20
 
 
-def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int) -> Iterator[Divided]:
+def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int) -> Iterator[Sharded]:
     """Yield one rank's buckets of the group in place `number`, whose state some global ranks divide."""
-    together: dict[tuple[Any, ...], list[Part]] = {}
-    divisions: dict[int, RowDivision] = {}
-    for index, (parts, param) in enumerate(zip(parts_of(group, ranks), group.params, strict=True)):
+    together: dict[tuple[Any, ...], list[StateShard]] = {}
+    shardings: dict[int, RowSharding] = {}
+    for index, (shards, param) in enumerate(zip(shards_of(group, ranks), group.params, strict=True)):
         if index in group.idle:
             continue  # its pieces keep their owners, should it be stepped later
         kernels = choose_kernels(group.kernels, param)
         is_table = group.comms == "sharded_sparse" and not group.rule.orthogonalizes
-        rows = divided_rows(param, parts, len(ranks)) if is_table else None
+        rows = sharded_rows(param, shards, len(ranks)) if is_table else None
         if rows is not None:
-            divisions[index] = rows
+            shardings[index] = rows
         fits = param.numel() <= _offload_limit(group, param.dtype, len(ranks))
-        alone = rows is not None or (fits and _travels_alone(parts, param, len(ranks)))
-        for part in parts:
-            kind = None if part.unit is None else (size_of(part.unit.box), part.unit.view)
-            key = (kind, param.dtype, param.device, kernels, part.index if alone else None)
-            together.setdefault(key, []).append(part)
-    for (kind, dtype, device, kernels, alone), alike in together.items():
-        chunks = [alike] if alone is not None else _chunks(alike, group, len(ranks), dtype)
-        for parts in chunks:
-            own = [part for part in parts if ranks[part.owner] == rank]
-            of_kind: type[Divided] = Divided
+        direct = rows is not None or (fits and _is_sent_directly(shards, param, len(ranks)))
+        for shard in shards:
+            kind = None if shard.unit is None else (size_of(shard.unit.box), shard.unit.view)
+            key = (kind, param.dtype, param.device, kernels, shard.index if direct else None)
+            together.setdefault(key, []).append(shard)
+    for (kind, dtype, device, kernels, direct), alike in together.items():
+        chunks = [alike] if direct is not None else _chunks(alike, group, len(ranks), dtype)
+        for shards in chunks:
+            own = [shard for shard in shards if ranks[shard.owner] == rank]
+            of_kind: type[Sharded] = Sharded
             more: dict[str, Any] = {}
             if kind is not None:
-                units = _units(parts, group, ranks.index(rank), *kind)
-                of_kind, first = DividedMatrices, units.kinds[0]
+                units = _units(shards, group, ranks.index(rank), *kind)
+                of_kind, first = ShardedMatrices, units.kinds[0]
                 more = {"shape": first.shape, "form": first.form, "flops": len(own) * units.flops, "units": units}
-            elif alone in divisions:
-                of_kind, more = DividedTable, {"rows": divisions[alone]}
+            elif direct in shardings:
+                of_kind, more = ShardedTable, {"rows": shardings[direct]}
             bucket = of_kind(
                 rule=group.rule,
                 group=number,
-                members=tuple(Member(name=p.name, index=p.index, num_matrices=1, piece=()) for p in own),
+                members=tuple(BucketMember(name=p.name, index=p.index, num_matrices=1, piece=()) for p in own),
                 dtype=dtype,
                 device=device,
                 kernels=kernels,
-                numel=sum(part.numel for part in parts),
+                numel=sum(shard.numel for shard in shards),
                 stages=NO_STAGES,
                 shared_stages=NO_STAGES,
                 ranks=ranks,
                 position=ranks.index(rank),
-                parts=tuple(parts),
-                is_direct=alone is not None,
+                shards=tuple(shards),
+                is_direct=direct is not None,
                 **more,
             )
-            of_all, of_this = stages_of_parts(bucket, group, anywhere=True), stages_of_parts(bucket, group)
+            of_all, of_this = stages_of_shards(bucket, group, worst_case=True), stages_of_shards(bucket, group)
             yield replace(bucket, stages=of_this, shared_stages=of_all)
 
 
@@ -95,51 +95,53 @@ def _offload_limit(group: Group, dtype: torch.dtype, num_ranks: int) -> int:
     return 2**62 if entries is None or not group.rule.orthogonalizes else entries * num_ranks
 
 
-def _travels_alone(parts: Sequence[Part], param: Tensor, num_ranks: int) -> bool:
+def _is_sent_directly(shards: Sequence[StateShard], param: Tensor, num_ranks: int) -> bool:
     """Return whether a large parameter can be a bucket sent from its own memory.
 
     All ranks then own pieces of it, of one kind, which follow each other in memory in the order of the ranks.
     """
-    if param.numel() < _LEAST_ALONE or {part.owner for part in parts} != set(range(num_ranks)):
+    if param.numel() < _LEAST_DIRECT or {shard.owner for shard in shards} != set(range(num_ranks)):
         return False
-    if len({part.unit and (part.unit.view, size_of(part.unit.box)) for part in parts}) > 1:
+    if len({shard.unit and (shard.unit.view, size_of(shard.unit.box)) for shard in shards}) > 1:
         return False
-    ends = [0, *(part.stop for part in parts)]
-    in_order = all(part.start == end for part, end in zip(parts, ends, strict=False)) and ends[-1] == param.numel()
-    return in_order and all(a.owner <= b.owner for a, b in pairwise(parts))
+    ends = [0, *(shard.stop for shard in shards)]
+    in_order = all(shard.start == end for shard, end in zip(shards, ends, strict=False)) and ends[-1] == param.numel()
+    return in_order and all(a.owner <= b.owner for a, b in pairwise(shards))
 
 
-def _chunks(parts: Sequence[Part], group: Group, num_ranks: int, dtype: torch.dtype) -> Iterator[list[Part]]:
+def _chunks(
+    shards: Sequence[StateShard], group: Group, num_ranks: int, dtype: torch.dtype
+) -> Iterator[list[StateShard]]:
     """Yield pieces that are one bucket, some of each owner's, such that their messages fit the workspace."""
     budget = group.max_workspace_bytes
     # Bytes for each entry: gradients sent and received, and weights, of this bucket and its neighbours; then the
     # owner's work, which is divided among the ranks.
     per_entry = 6 * dtype.itemsize + -(-(24 if group.rule.orthogonalizes else 8) // num_ranks)
-    limit = sum(part.numel for part in parts) if budget is None else max(1, budget // per_entry)
+    limit = sum(shard.numel for shard in shards) if budget is None else max(1, budget // per_entry)
     limit = min(limit, _offload_limit(group, dtype, num_ranks))
-    per_owner = [[part for part in parts if part.owner == owner] for owner in range(num_ranks)]
+    per_owner = [[shard for shard in shards if shard.owner == owner] for owner in range(num_ranks)]
     while any(per_owner):
-        chunk: list[Part] = []
+        chunk: list[StateShard] = []
         used = 0
         while any(per_owner):
             row = [of_owner[0] for of_owner in per_owner if of_owner]
-            numel = sum(part.numel for part in row)
+            numel = sum(shard.numel for shard in row)
             if chunk and used + numel > limit:
                 break
             chunk += row
             used += numel
             per_owner = [of_owner[1:] for of_owner in per_owner]
-        yield sorted(chunk, key=lambda part: part.owner)
+        yield sorted(chunk, key=lambda shard: shard.owner)
 
 
-def _units(parts: Sequence[Part], group: Group, position: int, shape: tuple[int, ...], view: View) -> Units:
+def _units(shards: Sequence[StateShard], group: Group, position: int, shape: tuple[int, ...], view: View) -> Units:
     """Return the units that are the pieces, as the rank in this position sees them."""
-    first = group.params[parts[0].index]
+    first = group.params[shards[0].index]
     everywhere = tuple(
-        ParameterUnit.of(group, part.index, part.unit, group.params[part.index].shape)
-        for part in parts
-        if part.unit is not None
+        ParameterUnit.of(group, shard.index, shard.unit, group.params[shard.index].shape)
+        for shard in shards
+        if shard.unit is not None
     )
-    owners = [part.owner for part in parts]
+    owners = [shard.owner for shard in shards]
     owned = slice(bisect_left(owners, position), bisect_right(owners, position))
     return Units(shape, view, kinds_of(view, shape, group, first.dtype, first.device), everywhere, owned)

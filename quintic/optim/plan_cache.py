@@ -2,7 +2,7 @@
 
 Users change options of groups, others move, convert or exchange parameters. So everything looks first: at the
 parameters, then at the options, which are checked again; then the plan is made anew if it depends on what has changed,
-and state is made, moved along or left as it is (`upkeep.py`). `StepsMade` counts the steps, and reports the last one.
+and state is made, moved along or left as it is (`sync.py`). `StepHistory` counts the steps, and reports the last one.
 `CycledMomentum` and `SharedRates` carry what schedulers and callbacks write in some groups over to others.
 """
 
@@ -25,14 +25,14 @@ from quintic.optim.plan.order import Orders
 from quintic.optim.qk_clip.step import QKStep
 from quintic.optim.rules.table import orthogonalizes
 from quintic.optim.state.parameters import Parameter, connected_parameters
-from quintic.optim.state.upkeep import Change, Upkeep, WatchedParameters
-from quintic.optim.step.averaging import EarlyAverages
+from quintic.optim.state.sync import Change, ParamFingerprint, StateSync
+from quintic.optim.step.averaging import PrecomputedAverages
 from quintic.optim.step.runner import Runner, StepOutcome
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.step.telemetry import StepReport, report_of
 from quintic.optim.validate import check_group, check_scheduled
 
-__all__ = ["ADDED_WITH", "Current", "CycledMomentum", "SharedRates", "States", "StepsMade"]
+__all__ = ["ADDED_WITH", "CycledMomentum", "PlanCache", "SharedRates", "States", "StepHistory"]
 
 ADDED_WITH = "added_with"
 """The key of groups that one group was divided into: the number of the first of them."""
@@ -46,7 +46,7 @@ _Dictionaries: TypeAlias = Sequence[dict[str, Any]]
 """Parameter groups as PyTorch keeps them."""
 
 
-class Current:
+class PlanCache:
     """The plan, the communicators and what else one optimizer has for its groups.
 
     Methods are given the optimizer's groups and state, which PyTorch keeps, and others may replace. They raise a
@@ -59,11 +59,11 @@ class Current:
         """The groups at the last look; none, to keep no parameters alive, while nothing was made for them."""
         self.communicators = Communicators()
         self.rows = AnnouncedRows(self.communicators)
-        self.early = EarlyAverages()
+        self.precomputed = PrecomputedAverages()
         self.runner: Runner | None = None
         """The runner of the plan, if there is one."""
-        self._upkeep = Upkeep()
-        self._watched: WatchedParameters | None = None
+        self._state_sync = StateSync()
+        self._fingerprint: ParamFingerprint | None = None
         """The parameters that something was made for, if anything was."""
         self._idle: list[Tensor] = []
         """Frozen parameters. They are in no bucket until they require gradients or are given one."""
@@ -76,14 +76,14 @@ class Current:
         check_group(number, dictionary)
         group = Group.of(number, dictionary)
         self.communicators.connect([group], [layouts_of(group)])
-        self.outdate()
+        self.invalidate()
 
-    def outdate(self) -> None:
+    def invalidate(self) -> None:
         """Forget the plan, and have state looked at closely when it is needed next."""
-        self.forget_plan()
-        self._upkeep.is_outdated = True
+        self.drop_plan()
+        self._state_sync.is_stale = True
 
-    def forget_plan(self) -> None:
+    def drop_plan(self) -> None:
         """Forget the plan; the next one to ask makes another."""
         if self.runner is not None:
             self.runner.finish()
@@ -92,11 +92,11 @@ class Current:
 
     def planned(self, dictionaries: _Dictionaries, states: States) -> Runner:
         """Return the runner of the plan. No state is made, and nothing is communicated."""
-        self.look(dictionaries)
+        self.refresh(dictionaries)
         if self.runner is None:
-            self.runner = Runner(self.groups, states, self.communicators, self.orders, self.rows, self.early)
+            self.runner = Runner(self.groups, states, self.communicators, self.orders, self.rows, self.precomputed)
             self._num_planned_hosts = len(self.communicators.hosts)
-            self._watch()
+            self._take_fingerprint()
         return self.runner
 
     def connected(self, dictionaries: _Dictionaries, states: States) -> Runner:
@@ -105,10 +105,10 @@ class Current:
         They tell each other then on which hosts they are, which the plan may depend on.
         """
         runner = self.planned(dictionaries, states)
-        if not runner.agreements.has_agreed:
+        if not runner.consensus.plans_validated:
             self.communicators.connect(self.groups, [layouts_of(group) for group in self.groups])
             if self._num_planned_hosts != len(self.communicators.hosts):
-                self.forget_plan()
+                self.drop_plan()
                 runner = self.planned(dictionaries, states)
         return runner
 
@@ -119,21 +119,21 @@ class Current:
                 for param in group.params:
                     open_for_step(param)
         self._make_state(states)
-        self._upkeep.use()
+        self._state_sync.use()
 
-    def close_wrappers(self, pending_steps: Sequence[int]) -> None:
+    def close_wrappers(self, steps_until_due: Sequence[int]) -> None:
         """Write the stepped copies of opened weights back.
 
         Weights that were not stepped are left alone: rounding them once more may change them.
         """
-        for group, pending in zip(self.groups, pending_steps, strict=True):
+        for group, pending in zip(self.groups, steps_until_due, strict=True):
             for param in group.params if not pending else ():
                 if param.grad is not None:
                     close(param)
 
     def needed_state(self, dictionaries: _Dictionaries, states: States) -> States:
         """Return the state, all of it made and nothing under way."""
-        self.look(dictionaries)
+        self.refresh(dictionaries)
         self._make_state(states)
         if self.runner is not None:
             self.runner.finish()
@@ -141,12 +141,12 @@ class Current:
 
     def give_state(self, dictionaries: _Dictionaries, states: States) -> None:
         """Like `needed_state`, for callers that may replace tensors; cheap if nothing changed."""
-        self.look(dictionaries)
-        if self._upkeep.is_outdated:
+        self.refresh(dictionaries)
+        if self._state_sync.is_stale:
             self._make_state(states)
         if self.runner is not None:
             self.runner.finish()
-        self._upkeep.is_given = True
+        self._state_sync.is_given = True
 
     def end_load(self, states: States, without: Container[Tensor], names: Mapping[str, str]) -> None:
         """Record that state was loaded for all parameters except `without`; drop entries at their defaults.
@@ -154,18 +154,18 @@ class Current:
         Frozen parameters without loaded state have none from now on. `names` has the new names of parameters that had
         made-up ones.
         """
-        self._upkeep.use()
-        self._upkeep.drop_unused(states)
+        self._state_sync.use()
+        self._state_sync.drop_unused(states)
         for number, group in enumerate(self.groups):
             frozen = {i for i, param in enumerate(group.params) if param in without and not param.requires_grad}
             if not frozen <= group.idle:
                 self.groups[number] = replace(group, idle=group.idle | frozen)
-                self.outdate()
+                self.invalidate()
         if names:
             self.orders = self.orders.renamed(names)
-            self.outdate()
+            self.invalidate()
         if not states and self.runner is None:
-            self._watched, self.groups, self._idle = None, [], []
+            self._fingerprint, self.groups, self._idle = None, [], []
 
     def parameters(self) -> list[Parameter]:
         """Return the parameters that this rank has a part in. All ranks that share parameters must call it."""
@@ -180,27 +180,27 @@ class Current:
                     "step got qk_logits, but no QK-clip was asked for: quintic.Muon(..., qk_clip=QKClip(...))"
                 )
             return None
-        runner.agreements.agree()
+        runner.consensus.validate_plans()
         if self._qk_step is None or self._qk_step.clip != qk_clip:
             self._qk_step = QKStep(qk_clip, self.groups, states, self.communicators)
         self._qk_step.start(logits)
         return self._qk_step
 
-    def look(self, dictionaries: _Dictionaries) -> None:
+    def refresh(self, dictionaries: _Dictionaries) -> None:
         """Notice parameters that were moved or exchanged; bring `groups` up to date, and check those that changed."""
-        if self._watched is not None:
-            change = self._watched.look([dictionary["params"] for dictionary in dictionaries])
+        if self._fingerprint is not None:
+            change = self._fingerprint.check([dictionary["params"] for dictionary in dictionaries])
             if change is Change.PARAMETERS:
-                self.outdate()
+                self.invalidate()
             elif change is Change.MEMORY and self.runner is not None:
-                self.runner.renew()
+                self.runner.invalidate_views()
         for number, dictionary in enumerate(dictionaries):
             if not dictionary.keys().isdisjoint(WATCHED_KEYS):
                 settle_keys(number, dictionary)
         if any(map(needs_state, self._idle)):
-            self.outdate()
+            self.invalidate()
         same_number = len(self.groups) == len(dictionaries)
-        if same_number and not self._upkeep.is_outdated and all(map(Group.is_as_in, self.groups, dictionaries)):
+        if same_number and not self._state_sync.is_stale and all(map(Group.is_as_in, self.groups, dictionaries)):
             return
         groups, must_plan = [], False
         # Freezing a parameter that has state changes nothing: a frozen one that was stepped may be stepped again.
@@ -208,7 +208,7 @@ class Current:
         for number, dictionary in enumerate(dictionaries):
             before = self.groups[number] if number < len(self.groups) else None
             group = Group.of(number, dictionary, awake)
-            if self._upkeep.is_outdated or before is None or not group.agrees(before, CHECKED_OPTIONS):
+            if self._state_sync.is_stale or before is None or not group.agrees(before, CHECKED_OPTIONS):
                 # FSDP1 did not flatten a group that only switched to algorithm="muon": its vectors are vectors.
                 was_checked = before is not None and before.algorithm == group.algorithm
                 check_group(number, dictionary, was_checked=was_checked)
@@ -219,32 +219,32 @@ class Current:
         self.groups = groups
         self._idle = [group.params[index] for group in groups for index in group.idle]
         if must_plan:
-            self.outdate()  # which state there is, and where, follows from these options, too
+            self.invalidate()  # which state there is, and where, follows from these options, too
         elif self.runner is not None:
             self.runner.context.groups = groups
 
     def _make_state(self, states: States) -> None:
-        if self._upkeep.is_current(self.groups, states):
+        if self._state_sync.is_current(self.groups, states):
             return
         if self.runner is not None:
             self.runner.finish()
-            self.runner.renew()
-        self._upkeep.bring_up_to_date(self.groups, states)
-        self._watch()
+            self.runner.invalidate_views()
+        self._state_sync.bring_up_to_date(self.groups, states)
+        self._take_fingerprint()
 
-    def _watch(self) -> None:
-        if self._watched is None:
-            self._watched = WatchedParameters([group.params for group in self.groups])
+    def _take_fingerprint(self) -> None:
+        if self._fingerprint is None:
+            self._fingerprint = ParamFingerprint([group.params for group in self.groups])
 
 
-class StepsMade:
+class StepHistory:
     """Counts of steps, and the report of the last one."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self.first_gradients: FirstGradients | None = FirstGradients()
         """None when there is nothing to find out any more."""
-        self.refused: Sequence[int] | None = None
+        self.rejected_steps: Sequence[int] | None = None
         """Pending steps of a step that gradients that are not finite made raise, until they are mended or reset."""
         self._last = StepOutcome([], None, False)
         self._waiting = self._qk_layers = 0
@@ -277,13 +277,13 @@ class StepsMade:
             skipped_steps=0 if self._skipped is None else int(self._skipped),
         )
 
-    def copy(self) -> "StepsMade":
+    def copy(self) -> "StepHistory":
         """Return a copy that later steps do not change."""
         twin = copy(self)
         twin._skipped = None if self._skipped is None else self._skipped.clone()
         return twin
 
-    def restore(self, kept: "StepsMade") -> None:
+    def restore(self, kept: "StepHistory") -> None:
         """Take back what was known when `copy` was called."""
         skipped = self._skipped
         vars(self).update(vars(kept))

@@ -12,15 +12,15 @@ from torch import Tensor
 from quintic.kernels.launch import launch
 from quintic.kernels.programs import TRITON_DTYPE, TilePrograms, divide_tiles, pointers_at, tile_of
 
-__all__ = ["copy_runs_", "mean_of_ranks_", "run_programs"]
+__all__ = ["copy_spans_", "mean_of_ranks_", "span_programs"]
 
 # Entries per program of each.
 _COPY_BLOCK = 4096
 _MEAN_BLOCK = 2048
 
 
-def run_programs(numels: list[int]) -> TilePrograms:
-    """Divide the programs of `copy_runs_` among runs with these numbers of entries; tables are on the CPU."""
+def span_programs(numels: list[int]) -> TilePrograms:
+    """Divide the programs of `copy_spans_` among spans with these numbers of entries; tables are on the CPU."""
     return divide_tiles(numels, _COPY_BLOCK)
 
 
@@ -32,19 +32,19 @@ def _copy_kernel(
     buffer,
     tensor_of_program,
     tile_of_program,
-    only_run,
+    only_span,
     ALONE: tl.constexpr,
     DTYPE: tl.constexpr,
     PACKS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    run, tile = tile_of(tensor_of_program, tile_of_program, only_run, ALONE)
-    numel = tl.load(numels + run)
+    span, tile = tile_of(tensor_of_program, tile_of_program, only_span, ALONE)
+    numel = tl.load(numels + span)
     element = tile * BLOCK + tl.arange(0, BLOCK)
-    address = tl.load(addresses + run)
+    address = tl.load(addresses + span)
     outside = pointers_at(address, element, DTYPE, ALIGNED)
-    packed = buffer + (tl.load(places + run) + element)
+    packed = buffer + (tl.load(places + span) + element)
     if ALIGNED:
         packed = tl.max_contiguous(tl.multiple_of(packed, 16), 16)
     if ((tile + 1) * BLOCK <= numel) & (address != 0):
@@ -56,14 +56,14 @@ def _copy_kernel(
     else:
         inside = element < numel
         if PACKS:
-            # A missing run has address zero and consists of zeros.
+            # A missing span has address zero and consists of zeros.
             values = tl.load(outside, mask=element < numel * (address != 0).to(tl.int64), other=0.0)
             tl.store(packed, values.to(buffer.dtype.element_ty), mask=inside)
         else:
             tl.store(outside, tl.load(packed, mask=inside, other=0.0).to(DTYPE), mask=inside)
 
 
-def copy_runs_(
+def copy_spans_(
     addresses: Tensor,
     places: Tensor,
     numels: Tensor,
@@ -74,19 +74,19 @@ def copy_runs_(
     packs: bool,
     aligned: bool,
 ) -> None:
-    """Copy runs of the memory of many tensors into a buffer or back, converting entries.
+    """Copy spans of the memory of many tensors into a buffer or back, converting entries.
 
     Args:
-        addresses: (r,) int64 on the device: where each run is; zero, if they are packed, for one of zeros.
-        places: (r,) int64 on the device: the entry of the buffer where each run begins.
-        numels: (r,) int64 on the device: entries of each run.
-        programs: from `run_programs`, on the device.
+        addresses: (r,) int64 on the device: where each span is; zero, if they are packed, for one of zeros.
+        places: (r,) int64 on the device: the entry of the buffer where each span begins.
+        numels: (r,) int64 on the device: entries of each span.
+        programs: from `span_programs`, on the device.
         buffer: contiguous, float32, bfloat16 or float16.
-        dtype: of the runs, likewise.
-        packs: from the runs into the buffer; else from the buffer into the runs, which must not overlap.
-        aligned: whether all addresses, and the runs' places in the buffer, are multiples of 16 bytes.
+        dtype: of the spans, likewise.
+        packs: from the spans into the buffer; else from the buffer into the spans, which must not overlap.
+        aligned: whether all addresses, and the spans' places in the buffer, are multiples of 16 bytes.
     """
-    for run, count in programs.launches():
+    for span, count in programs.launches():
         launch(
             _copy_kernel,
             (count,),
@@ -96,8 +96,8 @@ def copy_runs_(
             buffer,
             programs.tensor_of_program,
             programs.tile_of_program,
-            run,
-            ALONE=run >= 0,
+            span,
+            ALONE=span >= 0,
             DTYPE=TRITON_DTYPE[dtype],
             PACKS=packs,
             ALIGNED=aligned,

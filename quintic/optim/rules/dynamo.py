@@ -8,23 +8,23 @@ at the first call of such a function, as by PyTorch's own optimizers, and not wi
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from torch._compile import _disable_dynamo as opaque
+from torch._compile import _disable_dynamo as disable_dynamo
 from torch.optim import Optimizer
 
-__all__ = ["opaque", "opaque_step", "without_hooks"]
+__all__ = ["disable_dynamo", "disable_dynamo_with_hooks", "unwrap_hooks"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def opaque_step(step: Callable[_P, _R]) -> Callable[_P, _R]:
+def disable_dynamo_with_hooks(step: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return an optimizer's `step` that is opaque together with the hooks that PyTorch wraps around it."""
     hooked = Optimizer.profile_hook_step(step)
     hooked.hooked = True  # type: ignore[attr-defined]  # so that PyTorch does not do it again
-    return opaque(hooked)
+    return disable_dynamo(hooked)
 
 
-def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+def unwrap_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function of a class's `step` inside of what calls hooks."""
     while hasattr(step, "hooked"):
         step = step.__wrapped__  # type: ignore[attr-defined]

@@ -1,12 +1,12 @@
 """Upper bounds of the bytes that the buckets of a plan allocate, stage by stage.
 
-Those that a rank has alone need memory once (`batch_bytes`, `vectors_bytes`). The moments of those with state divided
-(`stages_of_parts`) are those of `transports.Shard`: gradients sent and received, their mean, the step of this rank's
-parts with it, and weights sent and received. Of those whose matrices lie on several ranks (`stages_of_units`), as in
+Those that a rank has alone need memory once (`batch_bytes`, `adamw_workspace_bytes`). The moments of those with state
+sharded (`stages_of_shards`) are those of `transports.Shard`: gradients sent and received, their mean, the step of this rank's
+shards with it, and weights sent and received. Of those whose matrices lie on several ranks (`stages_of_units`), as in
 `transports.Gather` and `exchange.py`:
 
     starts      this rank's pieces of all units; what is sent, where that is a copy; what is received
-    computes    what was received, or the pieces it is part of; the units it is assembled to; `workspace.units_work`
+    computes    what was received, or the pieces it is part of; the units it is assembled to; `matrices.units_work`
     scatters    the updates; then what is sent and received of them
     finishes    what was received; factors as large as pieces, where there are such; the plain second pass
 """
@@ -23,12 +23,14 @@ from quintic.kernels.dispatch import Kernels
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import size_of
 from quintic.optim.layout.views import is_transposed
-from quintic.optim.plan.bucket import Divided, DividedMatrices, DividedTable, Units
+from quintic.optim.plan.bucket import Sharded, ShardedMatrices, ShardedTable, Units
 from quintic.optim.plan.exchange import Exchange
 from quintic.optim.plan.members import adamw_entries, direction_dtype
-from quintic.optim.plan.memory.workspace import (
+from quintic.optim.plan.row_sharding import MARK_BYTES
+from quintic.optim.plan.schedule import Stages
+from quintic.optim.plan.workspace.matrices import (
     Footprint,
-    Matrices,
+    WorkspaceSpec,
     applied_bytes,
     directions_bytes,
     factor_bytes,
@@ -39,44 +41,42 @@ from quintic.optim.plan.memory.workspace import (
     units_work,
     width_of,
 )
-from quintic.optim.plan.row_division import MARK_BYTES
-from quintic.optim.plan.schedule import Stages
 from quintic.optim.polar.forms import Form
 
 __all__ = [
+    "adamw_workspace_bytes",
     "averaged_entries",
     "averaging_stages",
     "batch_bytes",
-    "different",
+    "distinct_by_memory",
     "is_put_in_order",
-    "needs_of",
+    "memory_keys",
     "piece_entries",
-    "stages_of_parts",
+    "stages_of_shards",
     "stages_of_units",
-    "vectors_bytes",
 ]
 
 
 # ---------------------------------------------------------------------------------------------------------- on one rank
 
 
-def vectors_bytes(
+def adamw_workspace_bytes(
     largest: int, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels, *, dense: bool = True
 ) -> int:
-    """Return the bytes that AdamW allocates for parameters, or parts of them, one after the other.
+    """Return the bytes that AdamW allocates for parameters, or shards of them, one after the other.
 
     Gradients have the dtype of their parameters. The largest has so many entries, `dense` ones without gaps in memory.
     """
-    of = Matrices.of_group(group, dtype, device, kernels)
+    spec = WorkspaceSpec.of_group(group, dtype, device, kernels)
     plain = not group.cautious and group.decay_coupling == "lr" and dense
-    # What PyTorch's fused update does, see `plain_passes.step_adamw`.
-    is_fused = plain and dtype.itemsize >= 4 and not of.narrow and device.type in ("cpu", "cuda")
+    # What PyTorch's fused update does, see `torch_backend.step_adamw`.
+    is_fused = plain and dtype.itemsize >= 4 and not spec.narrow and device.type in ("cpu", "cuda")
     if kernels == "triton" or is_fused:
         return 64
     numel = min(largest, adamw_entries(group.max_workspace_bytes) or largest)
-    width, widened = width_of(dtype), (dtype.itemsize < 4) + 2 * of.narrow
+    width, widened = width_of(dtype), (dtype.itemsize < 4) + 2 * spec.narrow
     # The two averages corrected, and a root or a quotient; then the update and what applies it.
-    return numel * width * (widened + 1) + max(2 * numel * width, applied_bytes(numel, of)) + 2**10
+    return numel * width * (widened + 1) + max(2 * numel * width, applied_bytes(numel, spec)) + 2**10
 
 
 def is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form | None) -> bool:
@@ -92,7 +92,7 @@ def is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form |
 
 
 def batch_bytes(
-    count: int, largest: int, shape: tuple[int, int], form: Form | None, of: Matrices, is_copied: bool
+    count: int, largest: int, shape: tuple[int, int], form: Form | None, spec: WorkspaceSpec, is_copied: bool
 ) -> int:
     """Return the bytes that the step of a local bucket allocates for `count` matrices.
 
@@ -100,34 +100,36 @@ def batch_bytes(
     are orthogonalised.
     """
     m, n = shape
-    direction = direction_dtype(form, of.dtype)
-    work = polar_work(form, count, m, n, of)
+    direction = direction_dtype(form, spec.dtype)
+    work = polar_work(form, count, m, n, spec)
     copied = count * m * n * direction.itemsize if is_copied else 0
-    work = Footprint(max(work.peak + copied, work.kept + neuron_bytes(form, count, m, n, of)), work.kept)
+    work = Footprint(max(work.peak + copied, work.kept + neuron_bytes(form, count, m, n, spec)), work.kept)
     # Those of decay are put beside them.
-    factors = factor_bytes(count, m, n, of) * (3 if of.scales_decay else 1)
-    return matrices_bytes(count * m * n, min(count, largest) * m * n, direction, work, factors, of, in_order=True)
+    factors = factor_bytes(count, m, n, spec) * (3 if spec.scales_decay else 1)
+    return matrices_bytes(count * m * n, min(count, largest) * m * n, direction, work, factors, spec, in_order=True)
 
 
-# -------------------------------------------------------------------------------------------------- with divided state
+# -------------------------------------------------------------------------------------------------- with sharded state
 
 
-def stages_of_parts(bucket: Divided, group: Group, *, anywhere: bool = False) -> Stages:
+def stages_of_shards(bucket: Sharded, group: Group, *, worst_case: bool = False) -> Stages:
     """Return the temporary bytes of a bucket on its rank, its stages not counting.
 
-    With `anywhere` on any rank, and on any device of the type: all ranks must agree how far they run ahead.
+    With `worst_case` on any rank, and on any device of the type: all ranks must agree how far they run ahead.
     """
     dtype, kernels = bucket.dtype, bucket.kernels
-    if isinstance(bucket, DividedMatrices):
-        in_order = all(group.params[part.index].is_contiguous() for part in bucket.parts)
-        of = Matrices.of_group(group, dtype, bucket.device, kernels)._replace(anywhere=anywhere)
-        counts = {len(bucket.parts[owned]) for owned in (bucket.of_owners if anywhere else [bucket.owned])}
-        work = max(_units_bytes(count, bucket.units, of, in_order) for count in counts)
+    if isinstance(bucket, ShardedMatrices):
+        in_order = all(group.params[shard.index].is_contiguous() for shard in bucket.shards)
+        spec = WorkspaceSpec.of_group(group, dtype, bucket.device, kernels)._replace(worst_case=worst_case)
+        counts = {len(bucket.shards[owned]) for owned in (bucket.of_owners if worst_case else [bucket.local_slice])}
+        work = max(_units_bytes(count, bucket.units, spec, in_order) for count in counts)
     else:
-        parts = bucket.parts if anywhere else bucket.own
-        work = vectors_bytes(max((part.numel for part in parts), default=0), group, dtype, bucket.device, kernels)
-    marks = MARK_BYTES * bucket.rows.padded_rows if isinstance(bucket, DividedTable) else 0
-    own = max(bucket.entries) if anywhere else bucket.entries[bucket.position]
+        shards = bucket.shards if worst_case else bucket.local
+        work = adamw_workspace_bytes(
+            max((shard.numel for shard in shards), default=0), group, dtype, bucket.device, kernels
+        )
+    marks = MARK_BYTES * bucket.rows.padded_rows if isinstance(bucket, ShardedTable) else 0
+    own = max(bucket.entries) if worst_case else bucket.entries[bucket.position]
     stages = averaging_stages(bucket.entries, own, dtype, kernels, is_direct=bucket.is_direct, work=work)
     # Where touched rows travel, those sent and those received fit into the memory of whole gradients.
     return stages._replace(gathering=marks + stages.gathering, computing=marks + stages.computing)
@@ -170,12 +172,14 @@ def averaging_stages(
     )
 
 
-def _units_bytes(count: int, units: Units, of: Matrices, in_order: bool) -> int:
+def _units_bytes(count: int, units: Units, spec: WorkspaceSpec, in_order: bool) -> int:
     """Return the bytes that the step of so many units allocates, given their gradients."""
-    factors = sum(factor_bytes(count, *kind.shape, of) for kind in units.kinds)
-    factors += factors_of_pieces_bytes(units, units.shape, count, of)
-    work, numel = units_work(units, count, of), math.prod(units.shape)
-    return matrices_bytes(count * numel, numel, units.direction_dtype(of.dtype), work, factors, of, in_order=in_order)
+    factors = sum(factor_bytes(count, *kind.shape, spec) for kind in units.kinds)
+    factors += factors_of_pieces_bytes(units, units.shape, count, spec)
+    work, numel = units_work(units, count, spec), math.prod(units.shape)
+    return matrices_bytes(
+        count * numel, numel, units.direction_dtype(spec.dtype), work, factors, spec, in_order=in_order
+    )
 
 
 # -------------------------------------------------------------------------------------------- with matrices in pieces
@@ -197,7 +201,7 @@ def piece_entries(exchange: Exchange) -> int:
     return exchange.num_units * math.prod(exchange.piece_shape)
 
 
-def needs_of(exchange: Exchange) -> list[Hashable]:
+def memory_keys(exchange: Exchange) -> list[Hashable]:
     """Return for each rank what its need of memory follows from: ranks with equal ones need the same."""
     of_copies: Counter[int] = Counter()
     for copy, count in zip(exchange.copies, exchange.counts, strict=True):
@@ -206,22 +210,22 @@ def needs_of(exchange: Exchange) -> list[Hashable]:
     return list(zip(sizes, exchange.counts, (of_copies[copy] for copy in exchange.copies), strict=True))
 
 
-def different(exchange: Exchange) -> list[Exchange]:
+def distinct_by_memory(exchange: Exchange) -> list[Exchange]:
     """Return the exchange as ranks see it that need different memory."""
-    positions = dict(zip(needs_of(exchange), range(len(exchange.ranks)), strict=True)).values()
+    positions = dict(zip(memory_keys(exchange), range(len(exchange.ranks)), strict=True)).values()
     return [replace(exchange, position=position) for position in positions]
 
 
-def stages_of_units(units: Units, exchange: Exchange, of: Matrices, *, in_order: bool) -> Stages:
+def stages_of_units(units: Units, exchange: Exchange, spec: WorkspaceSpec, *, in_order: bool) -> Stages:
     """Return the temporary bytes of a bucket on the exchange's rank.
 
     `in_order` says whether parameters lie in memory row by row.
     """
-    direction = units.direction_dtype(of.dtype)
+    direction = units.direction_dtype(spec.dtype)
     owned, pieces = exchange.num_owned * math.prod(units.shape), piece_entries(exchange)
-    work = units_work(units, exchange.num_owned, of)
+    work = units_work(units, exchange.num_owned, spec)
     directions = pieces * direction.itemsize
-    starting = directions_bytes(pieces, direction, of, in_order=in_order or of.kernels == "torch")
+    starting = directions_bytes(pieces, direction, spec, in_order=in_order or spec.kernels == "torch")
     if exchange.is_local or exchange.is_replicated:
         # The units are a part of the pieces, which they keep alive.
         gathering, computing = directions, directions + work.peak
@@ -233,36 +237,36 @@ def stages_of_units(units: Units, exchange: Exchange, of: Matrices, *, in_order:
         # What was sent is given back once it has arrived, what was received once it is assembled.
         gathering = (sent + received) * direction.itemsize
         computing = max((received + owned) * direction.itemsize, owned * direction.itemsize + work.peak)
-    updates, scattering, finishing = _results(units, exchange, work.kept, of)
+    updates, scattering, finishing = _results(units, exchange, work.kept, spec)
     return Stages(gathering, computing, updates, scattering, starting, finishing)
 
 
-def _results(units: Units, exchange: Exchange, kept: int, of: Matrices) -> tuple[int, int, int]:
+def _results(units: Units, exchange: Exchange, kept: int, spec: WorkspaceSpec) -> tuple[int, int, int]:
     """Return the bytes of the updates from when they are there: besides what is under way, under way, and at the end.
 
     The updates of the units that the exchange's rank owns keep so many bytes alive.
     """
-    item = units.update_dtype(of.dtype).itemsize
+    item = units.update_dtype(spec.dtype).itemsize
     if exchange.is_local:
         updates = _Gathered(0, kept, kept, kept)
     elif exchange.is_replicated:
         size = math.prod(units.shape) * item
         # A transpose is put in order before it is sent; 16-bit ones are computed in the order of their directions.
-        turned = is_transposed(units.view) and (item != 2 or of.kernels == "torch")
+        turned = is_transposed(units.view) and (item != 2 or spec.kernels == "torch")
         updates = _all_gathered(exchange, size, kept, copied=exchange.num_owned * size * turned)
     else:
         received = piece_entries(exchange) * item
         updates = _Gathered(kept, sum(exchange.scattering.sends) * item + received, received, received)
     neurons, factors = _Gathered(0, 0, 0, 0), 0
-    if of.normalizes:
+    if spec.normalizes:
         # Factors and second moments, side by side.
-        size = 2 * width_of(of.dtype) * units.num_neurons
+        size = 2 * width_of(spec.dtype) * units.num_neurons
         own = exchange.num_owned * size
         neurons = _Gathered(0, own, own, own) if exchange.is_local else _all_gathered(exchange, size, own)
         neurons = neurons._replace(besides=neurons.besides + own)
         factors = exchange.num_units * size // 2
-    factors += factors_of_pieces_bytes(units, exchange.piece_shape, exchange.num_units, of)
-    applied = factors + applied_bytes(math.prod(exchange.piece_shape), of)
+    factors += factors_of_pieces_bytes(units, exchange.piece_shape, exchange.num_units, spec)
+    applied = factors + applied_bytes(math.prod(exchange.piece_shape), spec)
     return (
         updates.besides + neurons.besides,
         updates.under_way + neurons.under_way,

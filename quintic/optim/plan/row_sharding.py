@@ -19,9 +19,9 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
 from quintic.optim.layout.packing import mean_in_order
-from quintic.optim.state.parts import Part
+from quintic.optim.state.shards import StateShard
 
-__all__ = ["MARK_BYTES", "RowDivision", "divided_rows", "mean_of_rows", "places_of", "rows_to_send", "touched_rows"]
+__all__ = ["MARK_BYTES", "RowSharding", "mean_of_rows", "places_of", "rows_to_send", "sharded_rows", "touched_rows"]
 
 MARK_BYTES = 32
 """Temporary memory for each row of a table, at most: marks, and what follows from them."""
@@ -34,7 +34,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class RowDivision:
+class RowSharding:
     """How the rows of one table are divided among its owners: in order, equally many each, the last ones less."""
 
     num_rows: int
@@ -64,7 +64,7 @@ class RowDivision:
         return 2 * max(sent, received) <= self.padded_rows
 
 
-def divided_rows(param: Tensor, parts: Sequence[Part], num_ranks: int) -> RowDivision | None:
+def sharded_rows(param: Tensor, shards: Sequence[StateShard], num_ranks: int) -> RowSharding | None:
     """Return how the rows of an AdamW parameter are divided; None if it always travels whole.
 
     Those are parameters of one dimension, with strides that are not row-major, of less than 4 MiB or with rows of less
@@ -72,14 +72,14 @@ def divided_rows(param: Tensor, parts: Sequence[Part], num_ranks: int) -> RowDiv
     """
     if param.ndim < 2 or not param.is_contiguous() or param.numel() * param.element_size() < _LEAST_BYTES:
         return None
-    if len(parts) != num_ranks:
+    if len(shards) != num_ranks:
         return None
-    row_size, size = param.numel() // param.shape[0], parts[0].numel
+    row_size, size = param.numel() // param.shape[0], shards[0].numel
     if row_size * param.element_size() < _LEAST_ROW_BYTES or size % row_size:
         return None
-    if any(part.start != part.owner * size for part in parts):
+    if any(shard.start != shard.owner * size for shard in shards):
         return None
-    return RowDivision(param.shape[0], row_size, size // row_size, num_ranks)
+    return RowSharding(param.shape[0], row_size, size // row_size, num_ranks)
 
 
 def touched_rows(gradient: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The state in host memory that a bucket borrows while it is stepped, and its passes over the loans.
+"""The state in host memory that a bucket borrows while it is stepped, and its passes over the batches.
 
 Those are the things that its passes read and write: momentum for the directions, masters for the weights, AdamW's state
 for its whole update, in parts.
@@ -19,17 +19,17 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import Member, block_of
+from quintic.optim.plan.members import BucketMember, block_of
 from quintic.optim.plan.offload_size import offloaded_entries
 from quintic.optim.rules.rule import EXP_AVG, MOMENTUM, STEP
 from quintic.optim.rules.table import PARAM_SHAPED_STATE
 from quintic.optim.state.state import master_key
-from quintic.optim.step.device_passes import with_one_gradient_dtype
-from quintic.optim.step.offload.transfers import Loan, Ring
-from quintic.optim.step.operands import BucketMemory, Operands
-from quintic.optim.step.plain_passes import Passes
+from quintic.optim.step.offload.transfers import BufferPool, TransferBatch
+from quintic.optim.step.operands import BucketCache, Operands
+from quintic.optim.step.torch_backend import UpdateBackend
+from quintic.optim.step.triton_backend import with_one_gradient_dtype
 
-__all__ = ["BLOCKS", "BorrowingPasses", "HostedMatrices", "HostedVectors", "hosted_state"]
+__all__ = ["BLOCKS", "OffloadedAdamW", "OffloadedBackend", "OffloadedMatrices", "offloaded_state"]
 
 # AdamW's parts begin at multiples of this many entries, which every kernel likes.
 _MULTIPLE = 64
@@ -49,34 +49,34 @@ BLOCKS = _Blocks()
 """The view of what passes over a borrowed bucket get."""
 
 
-class HostedMatrices:
+class OffloadedMatrices:
     """The state that a bucket of matrices borrows: momentum, and masters where there are any."""
 
     def __init__(self, bucket: Bucket, group: Group) -> None:
         self._bucket, self._view = bucket, group.view
         self._key: object = None
         self._keys: list[str] = []
-        self._members: tuple[Member, ...] = ()
-        self.loans: list[Loan] = []
-        self.memory = BucketMemory()
+        self._members: tuple[BucketMember, ...] = ()
+        self.batches: list[TransferBatch] = []
+        self.cache = BucketCache()
         """Memory of the passes over blocks; everything else is the bucket's."""
 
-    def of_pass(self, number: int) -> list[Loan]:
-        """Return the loans for the directions (0), or for the weights (1)."""
-        return self.loans[number : number + 1]
+    def of_pass(self, number: int) -> list[TransferBatch]:
+        """Return the batches for the directions (0), or for the weights (1)."""
+        return self.batches[number : number + 1]
 
-    def prepare(self, members: tuple[Member, ...], params: Sequence[Tensor] | None, states: States) -> None:
+    def prepare(self, members: tuple[BucketMember, ...], params: Sequence[Tensor] | None, states: States) -> None:
         """Get ready for a step of some members, given their state on the host."""
         master = master_key(states[0]) if states else None
         self._keys = [MOMENTUM] if master is None else [MOMENTUM, master]
         columns = [[state[key] for state in states] for key in self._keys] if states else []
         key = members, [list(map(Tensor.data_ptr, column)) for column in columns]
         if key != self._key:
-            self.loans = [Loan(self._blocks(column, members)) for column in columns]
+            self.batches = [TransferBatch(self._blocks(column, members)) for column in columns]
             self._key = key
             self._members = ()
 
-    def operands(self, active: Operands, twins: Sequence[Sequence[Tensor]]) -> Operands:
+    def operands(self, active: Operands, device_views: Sequence[Sequence[Tensor]]) -> Operands:
         """Return blocks of the members' tensors, with the state on the device."""
         if self._bucket.kernels == "triton":
             active = with_one_gradient_dtype(active)  # of whole tensors: blocks would not keep their strides
@@ -90,34 +90,34 @@ class HostedMatrices:
             self._members,
             params,
             self._blocks(active.gradients, active.members),
-            [dict(zip(self._keys, values, strict=True)) for values in zip(*twins, strict=True)],
+            [dict(zip(self._keys, values, strict=True)) for values in zip(*device_views, strict=True)],
             active.num_matrices,
         )
 
-    def _blocks(self, tensors: Sequence[Tensor], members: Sequence[Member]) -> list[Tensor]:
+    def _blocks(self, tensors: Sequence[Tensor], members: Sequence[BucketMember]) -> list[Tensor]:
         return [block_of(tensor, member, self._view) for tensor, member in zip(tensors, members, strict=True)]
 
 
-class BorrowingPasses:
-    """Passes over a bucket, see `Passes`, that have their state on the device while they run."""
+class OffloadedBackend:
+    """Passes over a bucket, see `UpdateBackend`, that have their state on the device while they run."""
 
-    def __init__(self, passes: Passes, loans: Sequence[tuple[Ring, Loan]]) -> None:
-        self._passes, self._loans = passes, loans
+    def __init__(self, backend: UpdateBackend, batches: Sequence[tuple[BufferPool, TransferBatch]]) -> None:
+        self._backend, self._batches = backend, batches
 
     def directions(self) -> Tensor:
         """Advance the momentum; return the directions (b, m, n)."""
-        ring, loan = self._loans[0]
-        with ring.use(loan):
-            return self._passes.directions()
+        pool, batch = self._batches[0]
+        with pool.use(batch):
+            return self._backend.directions()
 
     def apply(self, update: Tensor, factors: Tensor) -> None:
         """Step the weights."""
-        if len(self._loans) == 1:
-            self._passes.apply(update, factors)
+        if len(self._batches) == 1:
+            self._backend.apply(update, factors)
             return
-        ring, loan = self._loans[1]
-        with ring.use(loan):
-            self._passes.apply(update, factors)
+        pool, batch = self._batches[1]
+        with pool.use(batch):
+            self._backend.apply(update, factors)
 
 
 class _Range(NamedTuple):
@@ -134,14 +134,14 @@ class _Piece:
         self._ranges = ranges
         self._keys = [key for key in states[0] if key in PARAM_SHAPED_STATE]
         self.members = slice(ranges[0].number, ranges[-1].number + 1)
-        self.loan = Loan([_entries(states[number][key], run) for number, run in ranges for key in self._keys])
-        self.memory = BucketMemory()
+        self.batch = TransferBatch([_entries(states[number][key], run) for number, run in ranges for key in self._keys])
+        self.cache = BucketCache()
         # Kept, so that tables of addresses stay valid.
         self._again = {n: torch.empty_like(states[n][STEP]) for n, run in ranges if run is not None and run.start}
 
-    def operands(self, active: Operands, twins: Sequence[Tensor]) -> Operands:
+    def operands(self, active: Operands, device_views: Sequence[Tensor]) -> Operands:
         """Return these entries of the members' tensors, with the state on the device."""
-        given = iter(twins)
+        given = iter(device_views)
         members, params, gradients = [], [], []
         states: list[Mapping[str, Tensor]] = []
         for number, run in self._ranges:
@@ -161,7 +161,7 @@ def _entries(tensor: Tensor, run: slice | None) -> Tensor:
     return tensor if run is None else in_memory_order(tensor)[run]
 
 
-class HostedVectors:
+class OffloadedAdamW:
     """The state that a bucket of AdamW parameters borrows, piece by piece."""
 
     def __init__(self, bucket: Bucket, group: Group) -> None:
@@ -171,11 +171,11 @@ class HostedVectors:
         self._key: object = None
         self.pieces: list[_Piece] = []
 
-    def of_pass(self, number: int) -> list[Loan]:
+    def of_pass(self, number: int) -> list[TransferBatch]:
         """Return everything, in order, for the first pass: there are no matrices to wait for before a second one."""
-        return [] if number else [piece.loan for piece in self.pieces]
+        return [] if number else [piece.batch for piece in self.pieces]
 
-    def prepare(self, members: tuple[Member, ...], params: Sequence[Tensor] | None, states: States) -> None:
+    def prepare(self, members: tuple[BucketMember, ...], params: Sequence[Tensor] | None, states: States) -> None:
         """Get ready for a step of some members, given their state on the host, and their tensors if they have gaps."""
         key = (
             members,
@@ -212,6 +212,6 @@ class HostedVectors:
             yield ranges
 
 
-def hosted_state(bucket: Bucket, group: Group) -> HostedMatrices | HostedVectors:
-    """Return the loans of a bucket of a group with state in host memory; none before it is prepared."""
-    return HostedMatrices(bucket, group) if bucket.rule.orthogonalizes else HostedVectors(bucket, group)
+def offloaded_state(bucket: Bucket, group: Group) -> OffloadedMatrices | OffloadedAdamW:
+    """Return the batches of a bucket of a group with state in host memory; none before it is prepared."""
+    return OffloadedMatrices(bucket, group) if bucket.rule.orthogonalizes else OffloadedAdamW(bucket, group)

@@ -1,4 +1,4 @@
-"""The runs of a parameter's memory that each rank owns, where ranks divide state.
+"""The runs of a parameter's memory that each rank owns, where ranks shard state.
 
 Who owns what follows from the shapes and views of a group's parameters and the number of ranks alone. State does not
 move: it must not get another owner when other groups are added, or when options change between steps or are loaded.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms.collectives import this_rank
-from quintic.optim.comms.sharing import dividing_ranks, layouts_of
+from quintic.optim.comms.sharing import layouts_of, sharding_ranks
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import numel_of, size_of
 from quintic.optim.layout.packing import in_memory_order
@@ -22,15 +22,15 @@ from quintic.optim.rules.table import PARAM_SHAPED_STATE
 from quintic.optim.state.owners import assign_owners, loads_of, shape_cost
 
 __all__ = [
-    "DividedState",
-    "Division",
-    "Part",
-    "divided_parameters",
-    "own_runs",
-    "part_of_saved",
-    "parts_of",
-    "shaped",
-    "state_of_part",
+    "ShardedState",
+    "StateShard",
+    "StateSharding",
+    "local_shard_pairs",
+    "shard_of_saved",
+    "sharded_parameters",
+    "shards_of",
+    "state_of_shard",
+    "view_as_shard",
 ]
 
 # AdamW parameters with fewer entries per rank than this have one owner: a message is not worth less.
@@ -41,7 +41,7 @@ _MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StateShard:
     """A run of one parameter's entries, in the order of memory, which one rank updates."""
 
     name: str
@@ -62,7 +62,7 @@ class Part:
         return self.stop - self.start
 
 
-class Division(NamedTuple):
+class StateSharding(NamedTuple):
     """The owner of each entry of a parameter, and its place: state that was divided otherwise means something else."""
 
     ranks: tuple[int, ...]
@@ -72,58 +72,58 @@ class Division(NamedTuple):
     """The order of memory: strides of the parameter's dimensions that have several entries."""
 
 
-class DividedState(NamedTuple):
-    """How the ranks divide the state of one parameter."""
+class ShardedState(NamedTuple):
+    """How the ranks shard the state of one parameter."""
 
-    parts: Sequence[Part]
+    shards: Sequence[StateShard]
     ranks: tuple[int, ...]
 
     @property
-    def own(self) -> list[Part]:
-        """Return the parts of this rank."""
+    def local(self) -> list[StateShard]:
+        """Return the shards of this rank."""
         position = self.ranks.index(this_rank())
-        return [part for part in self.parts if part.owner == position]
+        return [shard for shard in self.shards if shard.owner == position]
 
-    def division(self, param: Tensor) -> Division:
-        """Return the division of its state, whatever parts the entries of one owner come in."""
+    def sharding(self, param: Tensor) -> StateSharding:
+        """Return the sharding of its state, whatever shards the entries of one owner come in."""
         runs: list[tuple[int, int, int]] = []
-        for part in self.parts:
-            start = part.start
-            if runs and runs[-1][0] == part.owner and runs[-1][2] == start:
+        for shard in self.shards:
+            start = shard.start
+            if runs and runs[-1][0] == shard.owner and runs[-1][2] == start:
                 _, start, _ = runs.pop()
-            runs.append((part.owner, start, part.stop))
+            runs.append((shard.owner, start, shard.stop))
         strides = tuple(stride for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1)
-        return Division(self.ranks, tuple(runs), strides)
+        return StateSharding(self.ranks, tuple(runs), strides)
 
 
-def divided_parameters(groups: Sequence[Group]) -> dict[Tensor, DividedState]:
-    """Return the parameters whose state is divided among ranks."""
-    divided: dict[Tensor, DividedState] = {}
+def sharded_parameters(groups: Sequence[Group]) -> dict[Tensor, ShardedState]:
+    """Return the parameters whose state is sharded among ranks."""
+    sharded: dict[Tensor, ShardedState] = {}
     for group in groups:
-        ranks = dividing_ranks(group, layouts_of(group))
+        ranks = sharding_ranks(group, layouts_of(group))
         if ranks:
-            rows = zip(group.params, parts_of(group, ranks), strict=True)
-            divided |= {param: DividedState(parts, ranks) for param, parts in rows}
-    return divided
+            rows = zip(group.params, shards_of(group, ranks), strict=True)
+            sharded |= {param: ShardedState(shards, ranks) for param, shards in rows}
+    return sharded
 
 
-def parts_of(group: Group, ranks: Sequence[int]) -> list[list[Part]]:
-    """Return for each parameter of a group its parts, in the order of memory; `ranks` divide the state."""
+def shards_of(group: Group, ranks: Sequence[int]) -> list[list[StateShard]]:
+    """Return for each parameter of a group its shards, in the order of memory; `ranks` shard the state."""
     num_ranks = len(ranks)
     if group.rule.orthogonalizes:
-        return _parts_of_matrices(group, num_ranks)
+        return _shards_of_matrices(group, num_ranks)
     loads = [0] * num_ranks
-    of_params: list[list[Part]] = []
+    of_params: list[list[StateShard]] = []
     for index, (name, param) in enumerate(zip(group.param_names, group.params, strict=True)):
         numel = param.numel()
         if numel < _LEAST_ENTRIES * num_ranks:
             owner = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
             loads[owner] += numel
-            of_params.append([Part(name, index, 0, numel, owner)] if numel else [])
+            of_params.append([StateShard(name, index, 0, numel, owner)] if numel else [])
             continue
         size = _range_size(param, num_ranks)
         ranges = [(min(owner * size, numel), min((owner + 1) * size, numel)) for owner in range(num_ranks)]
-        of_params.append([Part(name, index, a, b, owner) for owner, (a, b) in enumerate(ranges) if a < b])
+        of_params.append([StateShard(name, index, a, b, owner) for owner, (a, b) in enumerate(ranges) if a < b])
     return of_params
 
 
@@ -138,29 +138,29 @@ def _range_size(param: Tensor, num_ranks: int) -> int:
     return -(-param.numel() // (num_ranks * step)) * step
 
 
-def _parts_of_matrices(group: Group, num_ranks: int) -> list[list[Part]]:
-    shares: list[tuple[int, int, int, Unit]] = []
+def _shards_of_matrices(group: Group, num_ranks: int) -> list[list[StateShard]]:
+    assignments: list[tuple[int, int, int, Unit]] = []
     costs = []
     for index, param in enumerate(group.params):
         for unit in _runs(group.view, param):
             start, stop = _range_of(unit, tuple(param.shape))
             if start < stop:
-                shares.append((index, start, stop, unit))
+                assignments.append((index, start, stop, unit))
                 costs.append(sum(count * shape_cost(m, n) for count, m, n in unit.view.shapes(size_of(unit.box))))
-    of_params: list[list[Part]] = [[] for _ in group.params]
-    for (index, start, stop, unit), owner in zip(shares, _owners(shares, costs, num_ranks), strict=True):
-        offset = sum(part.numel for part in of_params[index] if part.owner == owner)
-        of_params[index].append(Part(group.param_names[index], index, start, stop, owner, offset, unit))
+    of_params: list[list[StateShard]] = [[] for _ in group.params]
+    for (index, start, stop, unit), owner in zip(assignments, _owners(assignments, costs, num_ranks), strict=True):
+        offset = sum(shard.numel for shard in of_params[index] if shard.owner == owner)
+        of_params[index].append(StateShard(group.param_names[index], index, start, stop, owner, offset, unit))
     return of_params
 
 
-def _owners(shares: Sequence[tuple[int, int, int, Unit]], costs: Sequence[int], num_ranks: int) -> list[int]:
+def _owners(assignments: Sequence[tuple[int, int, int, Unit]], costs: Sequence[int], num_ranks: int) -> list[int]:
     """Return the owner of each unit: each rank has a run of every bank, if the busiest then has no more to do.
 
     A bank is a parameter with at least a unit for every rank, which all cost the same. A run travels from its place.
     """
     of_params: dict[int, list[int]] = {}
-    for number, (index, *_) in enumerate(shares):
+    for number, (index, *_) in enumerate(assignments):
         of_params.setdefault(index, []).append(number)
     banks = [
         numbers
@@ -168,10 +168,10 @@ def _owners(shares: Sequence[tuple[int, int, int, Unit]], costs: Sequence[int], 
         if len(numbers) >= num_ranks and len({costs[number] for number in numbers}) == 1
     ]
     even = [numbers for numbers in banks if len(numbers) % num_ranks == 0]
-    divisions = [_in_runs(banks, costs, num_ranks)]
+    shardings = [_in_runs(banks, costs, num_ranks)]
     if len(even) < len(banks):
-        divisions.append(_in_runs(even, costs, num_ranks))
-    return min(divisions, key=lambda owners: max(loads_of(costs, owners, num_ranks)))  # the first one if equal
+        shardings.append(_in_runs(even, costs, num_ranks))
+    return min(shardings, key=lambda owners: max(loads_of(costs, owners, num_ranks)))  # the first one if equal
 
 
 def _in_runs(banks: Sequence[Sequence[int]], costs: Sequence[int], num_ranks: int) -> list[int]:
@@ -219,37 +219,40 @@ def _range_of(unit: Unit, shape: tuple[int, ...]) -> tuple[int, int]:
     return first, last + 1
 
 
-def own_runs(flat: Tensor, whole: Tensor, own: Iterable[Part], param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each part of a rank in its flat state, sharing memory, and the same entries of a whole tensor."""
+def local_shard_pairs(
+    flat: Tensor, whole: Tensor, own: Iterable[StateShard], param: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each shard of a rank in its flat state, sharing memory, and the same entries of a whole tensor."""
     ordered = whole.contiguous()
     if not param.is_contiguous():
         ordered = torch.empty_like(param, dtype=whole.dtype, device=whole.device).copy_(whole)
     entries = in_memory_order(ordered)
-    for part in own:
-        yield flat[part.offset : part.offset + part.numel], entries[part.start : part.stop]
+    for shard in own:
+        yield flat[shard.offset : shard.offset + shard.numel], entries[shard.start : shard.stop]
 
 
-def part_of_saved(
-    what: str, param: Tensor, divided: DividedState, target: Tensor, source: Tensor
+def shard_of_saved(
+    what: str, param: Tensor, sharded: ShardedState, target: Tensor, source: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the runs of this rank's flat state beside those of a saved whole tensor; an error if its shape differs."""
     if source.shape != param.shape:
         raise ValueError(f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(param.shape)}")
-    yield from own_runs(target, source, divided.own, param)
+    yield from local_shard_pairs(target, source, sharded.local, param)
 
 
-def shaped(run: Tensor, part: Part, param: Tensor) -> Tensor:
-    """Return a run of memory as the part of a parameter that it is, sharing memory."""
-    if part.unit is None:
+def view_as_shard(run: Tensor, shard: StateShard, param: Tensor) -> Tensor:
+    """Return a run of memory as the shard of a parameter that it is, sharing memory."""
+    if shard.unit is None:
         return run
-    if part.numel == param.numel():
+    if shard.numel == param.numel():
         return run.as_strided(param.shape, param.stride(), run.storage_offset())
-    return run.view(size_of(part.unit.box))
+    return run.view(size_of(shard.unit.box))
 
 
-def state_of_part(state: Mapping[str, Tensor], part: Part, param: Tensor) -> dict[str, Tensor]:
-    """Return a part's own state, shaped as the part: of flat tensors, which hold all parts of this rank, its run."""
-    run = slice(part.offset, part.offset + part.numel)
+def state_of_shard(state: Mapping[str, Tensor], shard: StateShard, param: Tensor) -> dict[str, Tensor]:
+    """Return a part's own state, shaped as the shard: of flat tensors, which hold all shards of this rank, its run."""
+    run = slice(shard.offset, shard.offset + shard.numel)
     return {
-        key: shaped(value[run], part, param) if key in PARAM_SHAPED_STATE else value for key, value in state.items()
+        key: view_as_shard(value[run], shard, param) if key in PARAM_SHAPED_STATE else value
+        for key, value in state.items()
     }

@@ -9,20 +9,20 @@ is 0.999, and then the average stands still. Simulated, with entries spread over
 | of squares of normal numbers, root of mean squared error | 0.4 % | 0.5 % | 1.0 % | 1.2 % | 3.4 % | 6.6 % |  16 % |
 | of zeros, error after 1 / (1 - beta) steps, at most      | 1.3 % | 1.0 % | 2.2 % | 4.5 % |  10 % |  13 % | 170 % |
 
-Hence `MOST_OF_BF16`. Rounding depends on nothing but the value: every layout of the parameters has the same bits.
+Hence `MAX_BF16_BETA`. Rounding depends on nothing but the value: every layout of the parameters has the same bits.
 """
 
 from typing import Literal
 
 import torch
 
-__all__ = ["MOST_OF_BF16", "dtype_of_averages"]
+__all__ = ["MAX_BF16_BETA", "moment_dtype_of"]
 
-MOST_OF_BF16 = 0.98
+MAX_BF16_BETA = 0.98
 """Largest averaging coefficient of bfloat16 state; the average is then within about 2 % of that in float32."""
 
 
-def dtype_of_averages(weights: torch.dtype, state_dtype: Literal["bf16"] | None) -> torch.dtype:
+def moment_dtype_of(weights: torch.dtype, state_dtype: Literal["bf16"] | None) -> torch.dtype:
     """Return the dtype of momentum and moments, given that of the weights and the option of their group."""
     if weights == torch.float64:
         return torch.float64
