@@ -130,12 +130,12 @@ def simulate_plan(
     """
     if node_size is not None and node_size < 1:
         raise ConfigError(f"node_size={node_size}: give at least one rank per node")
-    stand_ins = _StandIns(device)
+    meta_tensors = _MetaTensors(device)
     groups = [
         replace(
             group,
             comms="averaged" if "dp" in names else "none",
-            params=tuple(stand_ins.of(param, param.shape) for param in group.params),
+            params=tuple(meta_tensors.of(param, param.shape) for param in group.params),
         )
         for group in optimizer.typed_groups
     ]
@@ -163,7 +163,7 @@ def simulate_plan(
                     buckets = gathered_buckets(one, ranks.layouts[number], one.exchange.ranks[0])
                     comms += [_CommBucket(bucket, stages) for bucket in buckets]
         still = [index for index, layout in enumerate(sent) if layout is None]
-        loads += _local_loads(number, group, still, whole, num_ranks, stand_ins)
+        loads += _local_loads(number, group, still, whole, num_ranks, meta_tensors)
     orders = optimizer.plan_cache.orders.resolved(groups)
     workspaces = torch.zeros(num_ranks, dtype=torch.int64)
     for (ranks, _), comms in zip(classes, comm_buckets, strict=True):
@@ -216,7 +216,7 @@ class _CommBucket(NamedTuple):
     stages: list[Stages]
 
 
-class _StandIn(Tensor):
+class _MetaTensor(Tensor):
     """A tensor on the meta device that reports another device, which need not exist here."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # views are plain tensors
@@ -228,12 +228,12 @@ class _StandIn(Tensor):
         return self.claimed_device
 
 
-class _StandIns:
+class _MetaTensors:
     """Makes tensors without memory that have a shape, a dtype and the ranks' device; equal ones are one object."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._made: dict[Any, _StandIn] = {}
+        self._made: dict[Any, _MetaTensor] = {}
 
     def of(self, param: Tensor, shape: Sequence[int]) -> Tensor:
         """Return a stand-in for a box of a parameter: of this shape, with the parameter's dtype and memory format."""
@@ -241,7 +241,7 @@ class _StandIns:
         order = sorted(range(param.ndim), key=lambda dim: (-strides[dim], dim))
         key = (tuple(shape), tuple(order), param.dtype)
         if key not in self._made:
-            made = torch.empty_permuted(tuple(shape), order, dtype=param.dtype, device="meta").as_subclass(_StandIn)
+            made = torch.empty_permuted(tuple(shape), order, dtype=param.dtype, device="meta").as_subclass(_MetaTensor)
             made.claimed_device = self._device
             self._made[key] = made
         return self._made[key]
@@ -331,7 +331,7 @@ def _local_loads(
     indices: Sequence[int],
     layouts: Sequence[Layout],
     num_ranks: int,
-    stand_ins: _StandIns,
+    meta_tensors: _MetaTensors,
 ) -> Iterator[BucketLoad]:
     """Yield the loads of buckets without collectives, one for all ranks that hold boxes of the same shapes."""
     distinct = list(dict.fromkeys(layouts[index] for index in indices))
@@ -343,7 +343,7 @@ def _local_loads(
         shape_of = dict(zip(distinct, shapes, strict=True))
         params = list(group.params)
         for index in indices:
-            params[index] = stand_ins.of(params[index], shape_of[layouts[index]])
+            params[index] = meta_tensors.of(params[index], shape_of[layouts[index]])
         present = torch.zeros(num_ranks, dtype=torch.bool)
         present[ranks] = True
         for bucket in local_buckets(number, replace(group, params=tuple(params)), indices):
