@@ -30,7 +30,14 @@ class Meeting:
 
 
 def local_rank_info(sets, rank, **other):
-    found = {"asks": False, "raises": False, "devices": ("cpu",), "has_own": False, "names": "", "problem": None}
+    found = {
+        "guards_nonfinite": False,
+        "raises": False,
+        "devices": ("cpu",),
+        "has_own": False,
+        "names": "",
+        "problem": None,
+    }
     return RankInfo(tuple(sorted(ranks for ranks in sets if rank in ranks)), **{**found, **other})
 
 
@@ -112,7 +119,7 @@ def test_rounds(sets, expected):
 
 
 def test_a_rank_alone_asks_nobody():
-    found = Connected({3: local_rank_info([], 3, asks=True)}, [], {})
+    found = Connected({3: local_rank_info([], 3, guards_nonfinite=True)}, [], {})
     assert found.is_single_rank
     flags = torch.zeros(2, dtype=torch.int32)
     found.connect()

@@ -165,4 +165,4 @@ def test_the_largest_bucket_of_matrices_comes_first_and_tables_behind_it():
         return "".join(found.names[0] for found in order_buckets(buckets, groups, Orders(**orders))[0])
 
     assert names() == "dtsbeca"
-    assert names(work=("e", "a")) == "edtsbca"
+    assert names(compute=("e", "a")) == "edtsbca"

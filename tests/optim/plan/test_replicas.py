@@ -174,7 +174,7 @@ def test_the_estimate_is_the_longer_of_computing_and_sending():
 )
 def test_auto_weighs_operations_against_bytes(width, mesh, node_size, way):
     (choice,) = simulated(width, 64, mesh, node_size).choices
-    assert choice.way == way
+    assert choice.strategy == way
     assert choice.seconds[way] == min(choice.seconds.values())
 
 
@@ -184,7 +184,7 @@ def test_auto_weighs_operations_against_bytes(width, mesh, node_size, way):
 def test_slower_links_between_hosts_repeat(links, way):
     with mock.patch.object(replicas, "LINKS", Links(*links)):
         # With links of one speed as much is received either way, and repeating nothing is preferred.
-        assert simulated(64, 8, (2, 2), 2).choices[0].way == way
+        assert simulated(64, 8, (2, 2), 2).choices[0].strategy == way
 
 
 def test_nothing_is_chosen_without_copies_or_nodes_or_by_a_user():

@@ -28,36 +28,36 @@ def parts_of_table(shape, num_ranks, dtype=torch.float32, turned=False):
     if turned:
         param = nn.Parameter(param.detach().T)
     groups = [{"algorithm": "adamw", "params": [("table", param)]}]
-    [parts] = shards_of(quintic.Muon(groups).typed_groups[0], range(num_ranks))
-    return param, parts
+    [shards] = shards_of(quintic.Muon(groups).typed_groups[0], range(num_ranks))
+    return param, shards
 
 
 @st.composite
 def exchanges(draw):
-    """Return a division and the gradients of its ranks, some of whose rows are zeros, or minus zeros."""
+    """Return a sharding and the gradients of its ranks, some of whose rows are zeros, or minus zeros."""
     num_ranks = draw(st.integers(1, 5))
     rows_per_rank = draw(st.integers(1, 6))
     missing = draw(st.integers(0, rows_per_rank - 1))
-    division = RowSharding(num_ranks * rows_per_rank - missing, draw(st.integers(1, 4)), rows_per_rank, num_ranks)
+    sharding = RowSharding(num_ranks * rows_per_rank - missing, draw(st.integers(1, 4)), rows_per_rank, num_ranks)
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-    size = division.num_rows * division.row_size
+    size = sharding.num_rows * sharding.row_size
     values = st.sampled_from([0.0, 0.0, 0.0, -0.0, 1.0, -1.0, 3e-39, 0.1, 1e30, -1e30])
     gradients = [
-        torch.tensor(draw(st.lists(values, min_size=size, max_size=size)), dtype=dtype).view(-1, division.row_size)
+        torch.tensor(draw(st.lists(values, min_size=size, max_size=size)), dtype=dtype).view(-1, sharding.row_size)
         for _ in range(num_ranks)
     ]
-    return division, gradients
+    return sharding, gradients
 
 
 @given(exchanges(), st.data())
 def test_owners_receive_touched_rows_and_find_them(found, data):
-    division, gradients = found
-    each, num_ranks = division.rows_per_rank, division.num_ranks
-    marks = torch.zeros(num_ranks, division.padded_rows, dtype=torch.uint8)
+    sharding, gradients = found
+    each, num_ranks = sharding.rows_per_rank, sharding.num_ranks
+    marks = torch.zeros(num_ranks, sharding.padded_rows, dtype=torch.uint8)
     for of_rank, gradient in zip(marks, gradients, strict=True):
-        of_rank[: division.num_rows] = touched_rows(gradient)
+        of_rank[: sharding.num_rows] = touched_rows(gradient)
         # What is announced but not touched after all does no harm.
-        superfluous = data.draw(st.lists(st.integers(0, division.num_rows - 1), max_size=2))
+        superfluous = data.draw(st.lists(st.integers(0, sharding.num_rows - 1), max_size=2))
         of_rank[superfluous] = 1
     counts = marks.view(num_ranks, num_ranks, each).sum(2).tolist()
     messages = []
@@ -67,7 +67,7 @@ def test_owners_receive_touched_rows_and_find_them(found, data):
         messages.append(gradient[rows].split(counts[rank]))
     for owner in range(num_ranks):
         received = torch.cat([message[owner] for message in messages])
-        first, num_rows = owner * each, division.rows_of(owner)
+        first, num_rows = owner * each, sharding.rows_of(owner)
         places = places_of(marks[:, first : first + num_rows])
         assert places.shape == (num_ranks, num_rows)
         for rank, of_rank in enumerate(places.tolist()):
@@ -91,17 +91,17 @@ def test_owners_receive_touched_rows_and_find_them(found, data):
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_tables_are_divided_by_whole_rows_or_not_at_all(num_rows, row_size, num_ranks, dtype):
-    param, parts = parts_of_table((num_rows, row_size), num_ranks, dtype)
-    division = sharded_rows(param, parts, num_ranks)
-    if division is None:
+    param, shards = parts_of_table((num_rows, row_size), num_ranks, dtype)
+    sharding = sharded_rows(param, shards, num_ranks)
+    if sharding is None:
         assume(num_rows >= 64 * (num_ranks + 1) * num_ranks and row_size * dtype.itemsize >= 64)
         assert param.numel() * dtype.itemsize < 2**22
         return
-    assert [division.rows_of(rank) for rank in range(num_ranks)] == [part.numel // row_size for part in parts]
-    assert [part.owner for part in parts] == list(range(num_ranks))
-    assert [part.start for part in parts] == [rank * division.rows_per_rank * row_size for rank in range(num_ranks)]
-    assert sum(part.numel for part in parts) == param.numel()
-    assert division.padded_rows >= num_rows
+    assert [sharding.rows_of(rank) for rank in range(num_ranks)] == [shard.numel // row_size for shard in shards]
+    assert [shard.owner for shard in shards] == list(range(num_ranks))
+    assert [shard.start for shard in shards] == [rank * sharding.rows_per_rank * row_size for rank in range(num_ranks)]
+    assert sum(shard.numel for shard in shards) == param.numel()
+    assert sharding.padded_rows >= num_rows
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_tables_are_divided_by_whole_rows_or_not_at_all(num_rows, row_size, num_
         ((1023, 1024), torch.float32, 2, False),  # less than 4 MiB
         ((2**19, 8), torch.float32, 2, False),  # rows shorter than 64 bytes
         ((3, 2**19), torch.float32, 4, False),  # fewer rows than ranks
-        ((70, 20_001), torch.float32, 4, False),  # parts that begin within rows
+        ((70, 20_001), torch.float32, 4, False),  # shards that begin within rows
         ((257, 4097), torch.float32, 4, False),  # the last rank would have none
     ],
 )
 def test_what_always_travels_whole(shape, dtype, num_ranks, turned):
-    param, parts = parts_of_table(shape, num_ranks, dtype, turned)
-    assert sharded_rows(param, parts, num_ranks) is None
+    param, shards = parts_of_table(shape, num_ranks, dtype, turned)
+    assert sharded_rows(param, shards, num_ranks) is None
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_what_always_travels_whole(shape, dtype, num_ranks, turned):
     ],
 )
 def test_what_may_travel_by_rows(shape, dtype, num_ranks):
-    param, parts = parts_of_table(shape, num_ranks, dtype)
-    division = sharded_rows(param, parts, num_ranks)
-    assert (division.num_rows, division.row_size) == (shape[0], param[0].numel())
+    param, shards = parts_of_table(shape, num_ranks, dtype)
+    sharding = sharded_rows(param, shards, num_ranks)
+    assert (sharding.num_rows, sharding.row_size) == (shape[0], param[0].numel())
 
 
 @pytest.mark.parametrize(

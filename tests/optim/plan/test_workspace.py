@@ -15,7 +15,7 @@ from quintic import Experts, Heads, Matrix, Muon, Rows
 from quintic.kernels.products.choose_products import choose_products
 from quintic.optim.plan.members import direction_dtype
 from quintic.optim.plan.plan import SMALL_BYTES
-from quintic.optim.plan.workspace.matrices import Matrices, directions_bytes, polar_work
+from quintic.optim.plan.workspace.matrices import WorkspaceSpec, directions_bytes, polar_work
 from quintic.optim.polar.forms import resolve
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.polar.program import products_of, run_products, run_queue
@@ -48,7 +48,7 @@ def test_what_plain_products_allocate(method, compute_dtype, dtype, shape, batch
     form = resolve(method, *shape, compute_dtype=compute_dtype, device_type="cpu", dtype=dtype)
     x = torch.randn(batch, *shape).to(direction_dtype(form, dtype))
     peak = peak_bytes(lambda: apply_form(x, form, "torch"))
-    planned = polar_work(form, batch, *shape, Matrices(dtype, CPU, "torch", MUON))
+    planned = polar_work(form, batch, *shape, WorkspaceSpec(dtype, CPU, "torch", MUON))
     # Of one bfloat16 matrix copies may be made that seldom are.
     copied = 100_000 if compute_dtype == torch.bfloat16 else 0
     assert peak <= planned.peak <= 1.2 * peak + copied + 256
@@ -61,7 +61,8 @@ def test_what_the_svd_allocates(dtype, shape):
     form = resolve("svd", *shape, device_type="cpu", dtype=dtype)
     x = torch.randn(3, *shape, dtype=dtype)
     assert (
-        peak_bytes(lambda: apply_form(x, form)) <= polar_work(form, 3, *shape, Matrices(dtype, CPU, "torch", MUON)).peak
+        peak_bytes(lambda: apply_form(x, form))
+        <= polar_work(form, 3, *shape, WorkspaceSpec(dtype, CPU, "torch", MUON)).peak
     )
 
 
@@ -73,12 +74,12 @@ def without_multiplying(a, b, *, symmetric, dtype=None, **factors):
     return a.new_empty((a.shape[0], a.shape[1], b.shape[2]))
 
 
-def on_gpu(method, shape, anywhere=False):
+def on_gpu(method, shape, worst_case=False):
     form = resolve(method, *shape, compute_dtype=torch.float16, device_type="cuda")
     return (
         form,
         products_of(tuple(form.segments), form.coefficients, 1.0),
-        Matrices(torch.bfloat16, CUDA, "triton", MUON, anywhere),
+        WorkspaceSpec(torch.bfloat16, CUDA, "triton", MUON, worst_case),
     )
 
 
@@ -87,7 +88,7 @@ def on_gpu(method, shape, anywhere=False):
 def test_products_one_by_one(method, shape):
     # Too small, or too many, for the queue. Sides that are no multiples of 8 are padded.
     pytest.importorskip("triton")
-    form, program, of = on_gpu(method, shape)
+    form, program, spec = on_gpu(method, shape)
     m, n = (-(-side // 8) * 8 for side in shape)
     batch = 2 if min(shape) < 256 else int(5e10 // (min(m, n) ** 2 * max(m, n))) + 1
     sizes = []
@@ -102,7 +103,7 @@ def test_products_one_by_one(method, shape):
 
     # Memory that is never written to costs nothing.
     peak = peak_bytes(lambda: run(batch))
-    planned = polar_work(form, batch, *shape, of)
+    planned = polar_work(form, batch, *shape, spec)
     assert peak <= planned.peak <= 1.02 * peak
     assert planned.kept == sizes[0]
 
@@ -114,7 +115,7 @@ def test_the_queue(method, shape, monkeypatch):
     import quintic.kernels.products.hopper_program as hopper_program
 
     monkeypatch.setattr(hopper_program, "run_program", lambda *tensors: None)
-    form, program, of = on_gpu(method, shape)
+    form, program, spec = on_gpu(method, shape)
     run_queue(program, torch.empty(2, 1, *shape, dtype=torch.float16))  # makes the tables
     sizes = []
 
@@ -123,7 +124,7 @@ def test_the_queue(method, shape, monkeypatch):
         sizes.append(result.untyped_storage().nbytes())
 
     peak = peak_bytes(run)
-    planned = polar_work(form, 3, *shape, of)
+    planned = polar_work(form, 3, *shape, spec)
     assert peak <= planned.peak <= 1.01 * peak
     assert planned.kept == sizes[0]
 
@@ -144,12 +145,12 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize("batch", [1, 5, 6, 28, 111])
 def test_bounds_are_of_the_kernels_that_are_chosen(gpu, capability, shape, batch):
     gpu.capability = capability
-    form, _, of = on_gpu("polar_express", shape)
+    form, _, spec = on_gpu("polar_express", shape)
     chosen = choose_products(torch.Size((batch, *shape)), torch.float16, CUDA)
-    planned = polar_work.__wrapped__(form, batch, *shape, of)
+    planned = polar_work.__wrapped__(form, batch, *shape, spec)
     size = 2 * batch * shape[0] * shape[1]
     assert planned.kept == (2 * size if chosen == "queue" else size)
-    anywhere = polar_work(form, batch, *shape, of._replace(anywhere=True))
+    anywhere = polar_work(form, batch, *shape, spec._replace(worst_case=True))
     assert planned.peak <= anywhere.peak
     assert planned.kept <= anywhere.kept
 
@@ -167,11 +168,11 @@ def test_bounds_for_any_device_grow_with_the_number_of_matrices(method, m, n, ei
         pytest.importorskip("triton")
     m, n = (8 * m, 8 * n) if eights else (m, n)
     form = resolve(method, m, n, compute_dtype=torch.float16, device_type="cuda")
-    of = Matrices(torch.bfloat16, CUDA, kernels, MUON, anywhere=True)
-    fewer, more = (polar_work(form, count, m, n, of) for count in (batch, batch + 1))
+    spec = WorkspaceSpec(torch.bfloat16, CUDA, kernels, MUON, worst_case=True)
+    fewer, more = (polar_work(form, count, m, n, spec) for count in (batch, batch + 1))
     assert fewer.peak <= more.peak
     assert fewer.kept <= more.kept
-    exact = polar_work(form, batch, m, n, of._replace(anywhere=False))
+    exact = polar_work(form, batch, m, n, spec._replace(worst_case=False))
     assert exact.peak <= fewer.peak
     assert exact.kept <= fewer.kept
 
@@ -191,8 +192,8 @@ def test_what_plain_directions_allocate(dtype, state, direction, nesterov):
         return momentum_([momentum], [gradient], mu=0.9, nesterov=nesterov, out=out)
 
     peak = peak_bytes(run)
-    of = Matrices(dtype, CPU, "torch", MUON, narrow=state == torch.bfloat16)
-    planned = directions_bytes(gradient.numel(), direction, of)
+    spec = WorkspaceSpec(dtype, CPU, "torch", MUON, narrow=state == torch.bfloat16)
+    planned = directions_bytes(gradient.numel(), direction, spec)
     # Without looking ahead nothing is new but what is widened.
     assert peak <= planned == peak + (0 if nesterov else 4 * gradient.numel())
 

@@ -1,4 +1,4 @@
-"""Sharded state: parts tile each parameter, and what must not have a say in whose they are."""
+"""Sharded state: shards tile each parameter, and what must not have a say in whose they are."""
 
 import pytest
 import torch
@@ -69,17 +69,17 @@ def test_owners_follow_from_shapes_alone(num_ranks, shapes, both, dtype):
 def test_parts_tile_the_state(view, shape, num_ranks):
     group = group_of([empty(shape), empty(shape)], view=view)
     state = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    for index, parts in enumerate(shards_of(group, range(num_ranks))):
+    for index, shards in enumerate(shards_of(group, range(num_ranks))):
         found = torch.full((state.numel(),), -1.0)
         for rank in range(num_ranks):
-            own = [part for part in parts if part.owner == rank]
-            flat = torch.full((sum(part.numel for part in own),), -1.0)
+            own = [shard for shard in shards if shard.owner == rank]
+            flat = torch.full((sum(shard.numel for shard in own),), -1.0)
             for run, of_state in local_shard_pairs(flat, state, own, group.params[index]):
                 run.copy_(of_state)
             assert (flat >= 0).all()  # without gaps
-            for part in own:
-                assert part.index == index
-                found[part.start : part.stop] = flat[part.offset : part.offset + part.numel]
+            for shard in own:
+                assert shard.index == index
+                found[shard.start : shard.stop] = flat[shard.offset : shard.offset + shard.numel]
         assert torch.equal(found.view(shape), state)
 
 
@@ -93,7 +93,7 @@ def test_one_row_has_its_range_whatever_its_stride():
 
 
 def owners_of(group, num_ranks):
-    return [[part.owner for part in parts] for parts in shards_of(group, range(num_ranks))]
+    return [[shard.owner for shard in shards] for shards in shards_of(group, range(num_ranks))]
 
 
 def test_banks_that_divide_evenly_are_divided_in_the_order_of_their_memory():
@@ -161,4 +161,4 @@ def test_vectors_have_an_owner_each_and_tables_are_divided():
     assert owners_of(group, 3) == [[0], [1], [2], [0, 1, 2], [2]]
     table = shards_of(group, range(3))[3]
     # Whole rows, so many that each begins where kernels like it.
-    assert [(part.start, part.stop) for part in table] == [(0, 4032), (4032, 8064), (8064, 12000)]
+    assert [(shard.start, shard.stop) for shard in table] == [(0, 4032), (4032, 8064), (8064, 12000)]

@@ -83,7 +83,7 @@ def nothing(groups):
 def test_each_change_is_noticed_once(change, expected):
     groups = groups_of()
     watched = ParamFingerprint(params_of(groups))
-    assert watched.look(params_of(groups)) is Change.NONE
+    assert watched.check(params_of(groups)) is Change.NONE
     change(groups)
-    assert watched.look(params_of(groups)) is expected
-    assert watched.look(params_of(groups)) is Change.NONE
+    assert watched.check(params_of(groups)) is expected
+    assert watched.check(params_of(groups)) is Change.NONE

@@ -150,16 +150,16 @@ def test_copies_and_pickles_are_pinned_again():
     optimizer = optimizer_of(params, offload=True)
     give_gradients(params, 0)
     optimizer.step()
-    twins, copied = copy.deepcopy((params, optimizer))
+    device_views, copied = copy.deepcopy((params, optimizer))
     assert all(
         value.is_pinned() for s in copied.state.values() for key, value in s.items() if key in PARAM_SHAPED_STATE
     )
-    for each, its in ((params, optimizer), (twins, copied)):
+    for each, its in ((params, optimizer), (device_views, copied)):
         give_gradients(each, 1)
         its.step()
-    assert_same(state_of(params, optimizer), state_of(twins, copied))
+    assert_same(state_of(params, optimizer), state_of(device_views, copied))
     copied.param_groups[0]["offload"] = False
-    third, again = copy.deepcopy((twins, copied))
+    third, again = copy.deepcopy((device_views, copied))
     for each, its in ((params, optimizer), (third, again)):
         give_gradients(each, 2)
         its.step()

@@ -1,4 +1,4 @@
-"""Loans and the buffers they take turns in: what is copied when, and that nothing comes too early or too late."""
+"""Batches and the buffers they take turns in: what is copied when, and that nothing comes too early or too late."""
 
 import random
 
@@ -12,8 +12,8 @@ from quintic.optim.step.offload import transfers
 
 def sized_ring(sizes, number, copies):
     states = [torch.arange(size, dtype=torch.float32) + 1000 * place for place, size in enumerate(sizes)]
-    loans = [transfers.Loan([state]) for state in states]
-    return states, loans, transfers.Ring(copies, max(loan.size for loan in loans), number)
+    batches = [transfers.TransferBatch([state]) for state in states]
+    return states, batches, transfers.BufferPool(copies, max(batch.size for batch in batches), number)
 
 
 @given(
@@ -24,15 +24,15 @@ def sized_ring(sizes, number, copies):
 )
 def test_loads_are_ahead_and_stores_behind(sizes, number, steps, policy):
     copies = DelayedCopies(random.Random(policy) if isinstance(policy, int) else policy)
-    states, loans, ring = sized_ring(sizes, number, copies)
+    states, batches, pool = sized_ring(sizes, number, copies)
     expected = [state.clone() for state in states]
     for _ in range(steps):
-        ring.begin(loans)
+        pool.begin(batches)
         log, places = copies.log, []
-        for place, loan in enumerate(loans):
-            (twin,) = ring.twins(loan)
+        for place, batch in enumerate(batches):
+            (twin,) = pool.device_views(batch)
             places.append(twin.data_ptr())
-            with ring.use(loan):
+            with pool.use(batch):
                 log.append(("use", place))
                 twin.add_(1)
             expected[place] += 1
@@ -47,28 +47,28 @@ def test_loads_are_ahead_and_stores_behind(sizes, number, steps, policy):
     copies.finish()
     for state, value in zip(states, expected, strict=True):
         assert torch.equal(state, value)
-    assert copies.allocated == number * max(loan.size for loan in loans)
+    assert copies.allocated == number * max(batch.size for batch in batches)
 
 
 @given(data=st.data())
 def test_tensors_that_lie_between_each_other(data):
-    """Loans with gaps whose gaps are entries of other loans, several tensors of one storage in a loan."""
+    """Batches with gaps whose gaps are entries of other batches, several tensors of one storage in a batch."""
     base = torch.arange(240.0).view(6, 40)
     cuts = data.draw(st.lists(st.sampled_from([base[:, i * 5 : i * 5 + 5] for i in range(8)]), unique_by=id))
     rows = torch.arange(100.0)
     tensors = [*cuts, rows[:30], rows[30:31], rows[60:].view(5, 8).mT]
     order = data.draw(st.permutations(range(len(tensors))))
     parts = data.draw(st.integers(1, len(tensors)))
-    loans = [transfers.Loan([tensors[n] for n in order[first::parts]]) for first in range(parts)]
+    batches = [transfers.TransferBatch([tensors[n] for n in order[first::parts]]) for first in range(parts)]
     expected = [tensor.clone() for tensor in tensors]
     copies = DelayedCopies(random.Random(data.draw(st.integers(0, 10**6))))
-    ring = transfers.Ring(copies, max(loan.size for loan in loans), 3)
+    pool = transfers.BufferPool(copies, max(batch.size for batch in batches), 3)
     untouched = base.clone()
     for _ in range(2):
-        ring.begin(loans)
-        for first, loan in enumerate(loans):
-            with ring.use(loan):
-                for number, twin in zip(order[first::parts], ring.twins(loan), strict=True):
+        pool.begin(batches)
+        for first, batch in enumerate(batches):
+            with pool.use(batch):
+                for number, twin in zip(order[first::parts], pool.device_views(batch), strict=True):
                     assert twin.shape == tensors[number].shape
                     assert twin.stride() == tensors[number].stride()
                     twin.mul_(number + 2)
@@ -83,12 +83,12 @@ def test_tensors_that_lie_between_each_other(data):
 
 def test_twins_of_empty_tensors_are_on_the_device():
     """Where a rank holds no entry of any parameter, there are no bytes, and kernels still look at devices."""
-    ring = transfers.Ring(transfers.Copies(torch.device("meta")), 0, 1)
-    loan = transfers.Loan([torch.empty(16, 0), torch.empty(0, dtype=torch.uint16)])
+    pool = transfers.BufferPool(transfers.Copies(torch.device("meta")), 0, 1)
+    batch = transfers.TransferBatch([torch.empty(16, 0), torch.empty(0, dtype=torch.uint16)])
     for _ in range(2):
-        ring.begin([loan])
-        with ring.use(loan):
-            assert [(twin.device.type, twin.shape, twin.dtype) for twin in ring.twins(loan)] == [
+        pool.begin([batch])
+        with pool.use(batch):
+            assert [(twin.device.type, twin.shape, twin.dtype) for twin in pool.device_views(batch)] == [
                 ("meta", (16, 0), torch.float32),
                 ("meta", (0,), torch.uint16),
             ]

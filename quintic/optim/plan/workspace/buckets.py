@@ -1,9 +1,9 @@
 """Upper bounds of the bytes that the buckets of a plan allocate, stage by stage.
 
-Those that a rank has alone need memory once (`batch_bytes`, `adamw_workspace_bytes`). The moments of those with state
-sharded (`stages_of_shards`) are those of `transports.Shard`: gradients sent and received, their mean, the step of this rank's
-shards with it, and weights sent and received. Of those whose matrices lie on several ranks (`stages_of_units`), as in
-`transports.Gather` and `exchange.py`:
+A bucket that one rank has whole needs its memory once (`batch_bytes`, `adamw_workspace_bytes`). A bucket whose state is
+sharded (`stages_of_shards`, `transports.Shard`) holds, in turn: gradients sent and received, their mean, the step of
+this rank's shards, and weights sent and received. A bucket whose matrices lie on several ranks (`stages_of_units`,
+`transports.Gather` and `exchange.py`):
 
     starts      this rank's pieces of all units; what is sent, where that is a copy; what is received
     computes    what was received, or the pieces it is part of; the units it is assembled to; `matrices.units_work`
