@@ -154,7 +154,7 @@ MISTAKES = [
     (["--model", "gpt2", "--mesh", "9" * 5000], "--mesh 999"),
     (["--model", "gpt2", "--mesh", "8x4"], "--layout fsdp: 1 names for the 2 dimensions of mesh 8x4"),
     (["--model", "gpt2", "--layout", "zero"], "--layout zero: 'zero' is unknown; choose from dp, replicate, fsdp"),
-    (["--model", "gpt2", "--layout", "ep"], "--layout ep: ep cuts nothing"),
+    (["--model", "gpt2", "--layout", "ep"], "--layout ep: ep shards nothing"),
     (["--model", "gpt2", "--node-size", "0"], "--node-size 0: give at least one rank per node"),
     (["--model", "gpt2", "--dtype", "fp8"], "--dtype fp8: give bfloat16 or float32"),
     (["--model", "gpt2", "--depth", "3"], "unknown option --depth"),
