@@ -95,6 +95,7 @@ def compare(
         is_finished = is_there and _is_finished(folder)
         runs[label].append(folder)
         print(f"\n=== {label}{seed} ==={f' finished before: {folder}' if is_finished else ''}", flush=True)
+        # The folder may be from another comparison of that name.
         if is_there:
             check_resumed(load_config(folder / CONFIG_FILE), variant, folder / CONFIG_FILE, is_comparison=True)
         if is_finished:
@@ -137,6 +138,7 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"{file} exists: choose another --run, or continue that comparison: {go_on}")
     page, configs = variants(config, start.seeds, resumed=resumed)
     folders = [variant.run.runs_dir / str(variant.run.run) for _, variant in configs]
+    # A resumed comparison must use the text of its first run, even if the source has changed since.
     began = next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
     dataset = prepared(config.data) if began is None else text_to_resume(began, config)
     check_text(config, dataset)

@@ -125,6 +125,7 @@ def _batches_of(data: str, text_field: str, trained: TrainedModel, max_tokens: i
         seq_len=config.model.seq_len,
         max_tokens=max_tokens,
     )
+    # Read the first batch now, so that an empty text is an error before scoring begins.
     first = next(batches, None)
     if first is None:
         raise DataError(f"--data {data}: holds no text to score; give a file or folder with text")

@@ -98,6 +98,7 @@ def duration_lines(model: GPT, scale: Scale, hardware: Hardware, *, ranks: int =
         hardware: of each rank.
         ranks: number of devices that share the work.
     """
+    # Operations of the run over the rate of all devices. Loading data, evaluations and small kernels only add to it.
     operations = model.flops_per_token() * scale.steps * scale.batch_tokens
     rate = matrix_rate(hardware) * ranks
     if operations / rate < _LONG_SECONDS:
@@ -207,6 +208,7 @@ def trained_model(
     if not (run_dir / CONFIG_FILE).is_file():
         return _trained_race(run_dir, checkpoint, device)
     config = load_config(run_dir / CONFIG_FILE)
+    # A missing text is not an error yet: sampling and exporting need only the tokenizer, a copy of which the run has.
     dataset: Dataset | DataError
     try:
         dataset = _text_of(run_dir, checkpoint.state()["dataset"], config.data)
@@ -260,6 +262,7 @@ def _trained_race(run_dir: Path, checkpoint: Checkpoint, device: Literal["auto",
             f"{run_dir / TOKENIZER_FILE}: starts documents with token {tokenizer.bos_id}, but the run's shards start "
             f"them with {sizes.bos_id}; replace it by the tokenizer that made the shards"
         )
+    # On the meta device first, so that weights are allocated once and never initialised.
     hardware = choose_hardware(computing)
     with torch.device("meta"):
         model = SpeedrunGPT(sizes, attention=hardware.attention, dtype=hardware.dtype)

@@ -49,6 +49,7 @@ def parse(
     arguments = _expand_switches(arguments, dict(options_of(kind)))
     errors = io.StringIO()
     output = _CapturedOutput(sys.stdout)
+    # Capture tyro's output: its help is wrapped below, its errors become one line.
     given: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
@@ -151,6 +152,7 @@ def validate_args(kind: Any, arguments: list[str], command: str) -> None:
             if texts:
                 hint += f"; if it is a text for {texts}, write {texts}={arguments[position - 1]}"
             raise ConfigError(f"unknown option {typed}: {hint}")
+        # The values: after "=", or all arguments up to the next option.
         values = [value] if has_value else []
         while not has_value and position < len(arguments) and not arguments[position].startswith("--"):
             values.append(arguments[position])

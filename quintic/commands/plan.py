@@ -55,6 +55,7 @@ def run(arguments: list[str]) -> int:
     if start.resumed is None and pop_option(arguments, "--run")[0] is not None:
         check_new_run(config)  # else the user might take this for the plan of an existing run of that name
     on_gpu = start.preset in GPU_PRESETS or (torch.cuda.is_available() and config.run.device != "cpu")
+    # The model on the meta device and its optimizer; nothing below allocates weights.
     dtype, why = _dtype(config, on_gpu)
     vocab_size, origin = planned_vocabulary(config.data)
     sizes = model_config(config, vocab_size=vocab_size, bos_id=0)
@@ -176,6 +177,7 @@ def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, com
 
 
 def _peak(memory: dict[str, int]) -> int:
+    # The activations are freed in the backward pass, before the optimizer's step needs its temporary memory.
     kept = memory["weights"] + memory["gradients"] + memory["optimizer state"]
     return kept + max(memory["activations"], memory["optimizer step"])
 

@@ -110,6 +110,7 @@ def suitable_preset(device: str | None, data: str | None, *, guess: bool) -> str
 
 
 def _has_gpu(*, guess: bool) -> bool:
+    # Cheap checks first, because importing PyTorch takes seconds: a build without CUDA or ROCm finds no GPU.
     if "torch" not in sys.modules:
         if not _is_torch_for_gpus():
             return False
@@ -191,6 +192,7 @@ def with_recipe(config: Config, name: str) -> Config:
         if name != "quintic":
             raise ConfigError(f"--recipe {name}: unknown; choose quintic, {' or '.join(_RECIPES)}")
         raise ConfigError(f"--recipe quintic: --config has the recipe {config.optim.recipe}; leave one of the two out")
+    # Each constant goes to the section that has a field of its name.
     values = {**_RECIPES[name], "recipe": name}
     sections = {}
     for section in ("model", "optim", "schedule"):

@@ -41,6 +41,7 @@ def run(arguments: list[str]) -> int:
     for number, line in enumerate(_lines()):
         try:
             check_samples((line,))
+            # Another seed for each line, so that the same beginning typed twice continues differently.
             write((line,), (options.seed + number) % 2**63)
         except ConfigError as error:
             print(f"quintic: error: {error}", file=sys.stderr)

@@ -57,6 +57,7 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
         resumed = run_dir
         dataset = ranks.once_per_host(lambda: text_to_resume(resumed, config))
         say(f"Continuing with the text as it was prepared in {dataset.path}")
+    # For the log. A run that fails before it logs anything leaves no folder behind.
     command = shlex.join(["quintic", "train", *arguments])
     try:
         result = train(

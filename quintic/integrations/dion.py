@@ -130,6 +130,7 @@ class DionMuon(DropIn):
         if "betas" in group:
             raise ValueError(f"{where}: betas={group['betas']!r}: dion ignores it in a group; set beta1 and beta2")
         own = self._options(group, where) | {"algorithm": "adamw" if algorithm == "adamw" else "muon"}
+        # AdamW groups need no view and no check of epsilon; only `DTensor`s get a group of their own.
         if algorithm == "adamw":
             return split_by(own, lambda name, param: _comms_of(param))
         function, epsilon = self.defaults["orthogonalizer"], group.get("epsilon", self.defaults["eps"])

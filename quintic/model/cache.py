@@ -62,6 +62,7 @@ class LayerCache:
         self.keys[current.rows, :, current.positions] = k_BTGD
         self.values[current.rows, :, current.positions] = v_BTGD
         first, end, visible = current.visible(window)
+        # Only the positions that some query of the batch may see: (B, G, end - first, D).
         out_BHTD = F.scaled_dot_product_attention(
             q_BTHD.transpose(1, 2),
             self.keys[:, :, first:end],
@@ -132,6 +133,7 @@ class KVCache:
             if not start < length <= end:
                 raise ValueError(f"lengths={list(lengths)}: a row of {end} positions can keep {start + 1} to {end}")
         assert self._embeddings_BTC is not None
+        # The last kept token's index within the last forward pass, for each row.
         last = [length - start - 1 for length, start in zip(lengths, current.starts, strict=True)]
         rows = current.rows.squeeze(1)
         self.last_embedding = self._embeddings_BTC[rows, torch.tensor(last, device=rows.device)].unsqueeze(1)

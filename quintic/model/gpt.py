@@ -206,6 +206,7 @@ class GPT(nn.Module):
             if not found[name]:
                 linear.fp8, found[name] = "tensorwise" if recipe == "auto" else recipe, FP8_BOTH
         for index, block in enumerate(self._blocks()):
+            # With "auto", an MLP below the size that pays in both passes still gains in the forward pass.
             mlp = block.mlp
             mlp.fp8_forward = recipe == "auto" and takes_fp8(mlp.up.weight) and mlp.up.fp8 is None
             if mlp.fp8_forward:
@@ -330,6 +331,7 @@ class GPT(nn.Module):
         """Return the head's input, (B, T, C), for (B, T) tokens."""
         config = self.config
         length = inputs.shape[1]
+        # Positions of the tokens: 0 to T - 1, or with a cache (B, T) indices, after each row's last token.
         places = slice(length) if cache is None else cache.advance(length)
         end = length if cache is None else max(cache.lengths)
         tables = rotary_tables(end, config.head_dim, base=config.rotary_base, device=inputs.device)
@@ -346,6 +348,7 @@ class GPT(nn.Module):
         else:
             mask = DocumentMask("sdpa")  # unused: the cache makes the mask
         x0_BTC = x_BTC = halfway_BTC = self._stem(inputs, cache)
+        # The plan groups the batch's tokens by their table rows; all lookup layers use it.
         plan = plan_lookup(inputs, self.lookup_offsets, config.l3_embeddings) if self.lookups else None
         for layer, block in enumerate(self._blocks()):
             x_BTC = block(

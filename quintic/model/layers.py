@@ -149,9 +149,10 @@ class Attention(nn.Module):
         v_BTGD = v_BTC.unflatten(-1, (self.num_kv_heads, self.head_dim))
         if self.value_gate is not None:
             assert value_embedding_BTC is not None
-            # In (0, 2), and 1 at its initial weight 0, which adds the embedding unscaled.
+            # (B, T, G), in (0, 2), and 1 at the gate's initial weight 0, which adds the embedding unscaled.
             gate_BTG = 2 * torch.sigmoid(self.value_gate(x_BTC[..., : self.value_gate.in_features]))
             v_BTGD = v_BTGD + gate_BTG.unsqueeze(-1) * value_embedding_BTC.view_as(v_BTGD)
+        # QK-norm after the rotation, which does not change norms.
         q_BTHD = rms_norm(rotate(q_BTHD, *rotary)) * QK_GAIN
         k_BTGD = rms_norm(rotate(k_BTGD, *rotary)) * QK_GAIN
         if cache is None and self.on_max_logits is not None:

@@ -51,6 +51,7 @@ class LookupLayer(nn.Module):
             plan: from `plan_lookup`, for the batch's tokens.
         """
         read_BTC = rms_norm(x_BTC)
+        # norm(W_up (V_t^T softmax(K_t x))): the token's rows, read by its hidden state.
         raised_BTU = rms_norm(self.up(lookup(read_BTC, self.keys, self.values, offsets, plan)))
         out_BTC: Tensor = x_BTC + self.mix(torch.cat([raised_BTU, read_BTC], dim=-1))
         return out_BTC

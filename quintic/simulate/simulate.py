@@ -145,6 +145,7 @@ def simulate_plan(
         gather_layouts(group, whole) if num_ranks > 1 else [None] * len(whole)
         for group, whole in zip(groups, everywhere, strict=True)
     ]
+    # Without `node_size` all ranks count as one node, so that nothing is sent between nodes.
     nodes = [rank // (node_size or num_ranks) for rank in range(num_ranks)]
     choices = choose_replica_strategies(groups, layouts, {} if node_size is None else {tuple(range(num_ranks)): nodes})
     # Each class of ranks with the buckets that its ranks share.
@@ -170,6 +171,7 @@ def simulate_plan(
         in_order, schedule = order_buckets([one.bucket for one in comms], groups, orders)
         stages_of = {id(one.bucket): dict(zip(one.bucket.ranks, one.stages, strict=True)) for one in comms}
         _fill_workspaces_(workspaces, [stages_of[id(bucket)] for bucket in in_order], schedule, loads, ranks.like)
+    # Flags and tables that kernels need on every rank.
     workspaces += small_bytes(param.device for group in groups for param in group.params)
     state = _state_bytes(optimizer, everywhere, num_ranks)
     return Simulation(tuple(mesh), tuple(names), tuple(loads), state, workspaces, tuple(choices.values()))
@@ -237,6 +239,7 @@ class _MetaTensors:
 
     def of(self, param: Tensor, shape: Sequence[int]) -> Tensor:
         """Return a stand-in for a box of a parameter: of this shape, with the parameter's dtype and memory format."""
+        # Dimensions from the largest to the smallest stride: kernels are chosen by the memory format, too.
         strides = param.stride()
         order = sorted(range(param.ndim), key=lambda dim: (-strides[dim], dim))
         key = (tuple(shape), tuple(order), param.dtype)

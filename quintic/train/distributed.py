@@ -140,6 +140,7 @@ def connected(launch: Launch) -> Iterator[Ranks]:
     if launch.size == 1:
         yield SINGLE_PROCESS
         return
+    # gloo for CPU tensors, NCCL for GPU tensors; rank r of a host uses its GPU r.
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
@@ -257,6 +258,7 @@ class Parallelism:
         if self.kind != "ddp":
             return model
         on_gpu = model.head.weight.is_cuda
+        # Gradients as views into buckets save a copy of all gradients.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.13 renames broadcast_buffers
             return nn.parallel.DistributedDataParallel(
@@ -297,6 +299,7 @@ class Parallelism:
         if self.kind == "fsdp":
             mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
         else:
+            # Consecutive ranks, usually those of a host, hold one copy, so that sharded weights stay on fast links.
             shape = (size // self.shard_ranks, self.shard_ranks)
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
         # A block casts all of its weights to the compute dtype anyway, so gathering them in that dtype changes no bit

@@ -101,6 +101,7 @@ def choose_hardware(run: RunConfig) -> Hardware:
     if run.device == "cuda" and not has_gpu:
         raise ConfigError("--device cuda: PyTorch finds no CUDA GPU here; use --device cpu")
     device = torch.device("cuda" if run.device != "cpu" and has_gpu else "cpu")
+    # Precision: bfloat16 only if the device multiplies it fast.
     if run.dtype == "auto":
         fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_multiplies_bfloat16()
         dtype = torch.bfloat16 if fast else torch.float32
@@ -110,12 +111,14 @@ def choose_hardware(run: RunConfig) -> Hardware:
         attention = choose_attention(run.attention, device=device, dtype=dtype)
     except ValueError as error:
         raise ConfigError(in_options(error)) from None
+    # Side effects on this process, after all checks but those of --fp8.
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     if device.type == "cpu":
         _keep_freed_memory()
     # Compiling pays on GPUs; on a CPU it takes longer than it saves in short runs.
     compiled = device.type == "cuda" if run.compile is None else run.compile
+    # 8 bits: an option that the GPU cannot honour has no effect, so that a configuration works on any machine.
     if run.fp8 and run.parallel == "tp":
         raise ConfigError("--fp8 does not work with --parallel tp: leave --fp8 out, or choose another --parallel")
     fp8 = run.fp8_recipe if run.fp8 and multiplies_fp8(device, run.fp8_recipe) else None

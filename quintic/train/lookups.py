@@ -39,6 +39,7 @@ def with_lookups(sizes: GPTConfig, model: ModelConfig) -> GPTConfig:
     )
     if model.l3_embeddings:
         return sizes
+    # A row per 1,000 parameters of the model, whose own tables have the placeholder size of one row per token here.
     with torch.device("meta"):
         parameters = sum(param.numel() for param in GPT(sizes).parameters())
     embeddings = max(sizes.vocab_size, parameters // _PARAMETERS_PER_EMBEDDING)
@@ -59,6 +60,7 @@ def allocate_lookups(model: GPT, dataset: Dataset, *, seed: int) -> str:
     sizes = model.config
     if not sizes.l3_layers:
         return ""
+    # One row at a time: the result must not depend on the rows per pass or the number of ranks.
     with Loader(dataset, "train", rows=1, seq_len=sizes.seq_len, seed=seed, prefetch=0) as loader:
         sample = torch.cat([next(loader).inputs for _ in range(_SAMPLE_ROWS)])  # (_SAMPLE_ROWS, seq_len)
     rows_per_token = torch.from_numpy(  # (vocab_size,)

@@ -200,7 +200,7 @@ def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
     both must end with the same weights.
     """
     spike_step = run.step
-    run.background.wait()
+    run.background.wait()  # the checkpoint to go back to may still be in progress
     if run.watch.rollbacks >= _MOST_ROLLBACKS:
         raise _diverged(f"the loss spiked again at step {spike_step} after {run.watch.rollbacks} rollbacks", run)
 

@@ -52,7 +52,7 @@ class MetricsLog:
         self, path: str | Path | None, *, resume_step: int | None = None, trackers: Sequence[Tracker] = ()
     ) -> None:
         self.trackers = tuple(trackers)
-        self._file: TextIO | None = None
+        self._file: TextIO | None = None  # stays None on ranks other than 0
         if path is None:
             return
         self.path = Path(path)
@@ -66,6 +66,7 @@ class MetricsLog:
         records = read_metrics(self.path)
         kept = records
         if resume_step is not None:
+            # A resumed run writes its final record again, and everything that follows it.
             unfinished = itertools.takewhile(lambda r: r.get("kind") != "final", records)
             kept = [r for r in unfinished if not _is_after(r, resume_step)]
         # A crash while writing leaves a last line without its line end.
@@ -154,6 +155,7 @@ class TensorBoardTracker:
             from torch.utils import tensorboard
         except ImportError as error:
             raise missing_package("tensorboard") from error
+        # `purge_step` hides points from this step on that an earlier process wrote.
         writer: Any = tensorboard.SummaryWriter
         self._writer = writer(str(folder), purge_step=None if resume_step is None else resume_step + 1)
 
@@ -207,6 +209,7 @@ class WandbTracker:
         if record["kind"] == "run":
             details = {key: record[key] for key in ("config", "machine", "versions", "model") if key in record}
             self._run.config.update(details, allow_val_change=True)
+        # Steps must not decrease there; `wandb_id` makes sure that a copied run does not continue the original's.
         scalars = dict(_scalars(record))
         if scalars:
             self._run.log(scalars, step=record.get("step"))

@@ -64,6 +64,7 @@ def check_new_run(config: Config) -> None:
         ConfigError: a run of that name exists, or --runs-dir cannot be written.
     """
     runs_dir = config.run.runs_dir.absolute()
+    # --runs-dir need not exist: its nearest existing parent must be writable.
     existing = next(folder for folder in (runs_dir, *runs_dir.parents) if folder.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         raise ConfigError(f"--runs-dir {config.run.runs_dir}: {existing} is not a writable folder; choose another")
@@ -114,6 +115,7 @@ def run_folder(run: BaseRunConfig, kind: str, files: Mapping[str, str]) -> Path:
 
 def discard_unstarted(folder: Path) -> None:
     """Remove the folder of a run that failed before it logged anything, unless another process is training the run."""
+    # `lock_run` raises ConfigError if another process has the run, and OSError if the folder is gone.
     with contextlib.suppress(ConfigError, OSError), lock_run(folder, message=lambda text: None):
         if not (folder / METRICS_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -126,6 +128,7 @@ def wandb_id(folder: Path) -> str:
     another name gets a new id, because the service would drop its steps as already seen.
     """
     file = folder / _WANDB_FILE
+    # The file has the id and the folder's name, so that a copy under another name is noticed.
     number, _, name = file.read_text(encoding="utf-8").rstrip("\n").partition(" ") if file.exists() else ("", "", "")
     if not number or name != folder.name:
         number = secrets.token_hex(8)
@@ -147,6 +150,7 @@ def lock_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
         ConfigError: another process holds the lock.
         OSError: the lock file cannot be written.
     """
+    # Opened without truncating it: until this process has the lock, the content is the holder's.
     with (folder / _LOCK_FILE).open("a+", encoding="utf-8") as file:
         try:
             lock(file.fileno(), wait=False)

@@ -44,6 +44,7 @@ def from_dict(values: dict[str, Any], *, origin: str) -> Config:
                     raise ConfigError(f"unknown field {section}.{name}; remove it")
                 if not _fits(value, hints[name]):
                     raise ConfigError(f"{section}.{name} cannot be {json.dumps(value)}; correct or remove it")
+                # JSON has neither tuples nor paths.
                 plain = tuple(value) if isinstance(value, list) else value
                 restored[name] = Path(value) if hints[name] is Path else plain
             sections[section] = section_type(**restored)
@@ -110,6 +111,7 @@ def check_resumed(saved: Config, asked: Config, path: Path, *, is_comparison: bo
     # Rollbacks go back to regular checkpoints, so with them the interval of checkpoints affects the weights.
     free = _FREE_WHEN_RESUMED - ({"run.save_every"} if saved.optim.on_spike == "rollback" else set())
     for name, (old, new) in changed_fields(saved, asked).items():
+        # A run may get more steps; every other change must be of an option that does not affect the weights.
         if name == "schedule.steps" and not is_comparison and new is not None:
             check_longer(new, old)
         elif name not in free:
@@ -156,6 +158,7 @@ def repeat_command(config: Config, *, steps: int, **chosen: Any) -> str:
         steps: number of steps.
         **chosen: fields of `RunConfig` with `auto` resolved, such as `device` and `dtype`.
     """
+    # The preset "cpu" has the defaults of the dataclasses, from which the options below are the differences.
     words = ["quintic", "train", "--preset", "cpu"]
     for section in dataclasses.fields(Config):
         values, defaults = getattr(config, section.name), getattr(Config(), section.name)

@@ -68,6 +68,7 @@ class RmsMeter:
     @torch.no_grad()
     def after(self) -> dict[str, float]:
         """Return the RMS of the weights' change since `before` by kind of layer, and drop the copies."""
+        # The change of the weights, not the optimizer's direction: it includes decay and the learning rate.
         changes: list[Tensor | None] = [param - old for (_, param), old in zip(self._params, self._before, strict=True)]
         self._before = []
         return self._rms(changes)[0]
@@ -157,7 +158,7 @@ class StepTimes:
     def add(self, seconds: float, *, rate: float) -> None:
         """Add the time of a step, with the operations per second that all devices could do at most."""
         self.count += 1
-        if self.first is None:
+        if self.first is None:  # restored by `load_state_dict`, if an earlier process made the first step
             self.first = seconds
         if self.count > _UNSTEADY_STEPS:
             self.steady_count += 1

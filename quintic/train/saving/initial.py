@@ -34,6 +34,7 @@ def load_initial_weights(model: GPT, folder: Path, tokenizer: Tokenizer, *, mess
         raise ConfigError(
             f"--tokenizer: the weights of --init-from {folder} were trained with another one; leave --tokenizer out"
         )
+    # A run's config.json has no `model_type`; an export's has "quintic".
     if json_object(folder / "config.json").get("model_type") != "quintic":
         try:
             checkpoint = newest_checkpoint(folder, message=message)

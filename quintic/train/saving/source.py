@@ -56,6 +56,7 @@ def source_files(package: Path = _PACKAGE) -> dict[str, str]:
     """Return name -> content of the files that describe a package's source: `source.json` and possibly a diff."""
     hashes = _file_hashes(package)
     state = git_state(package) or _installed_commit()
+    # A package that pip installed from a repository knows its commit, but not whether files were changed since.
     facts: dict[str, Any] = {"version": package_versions().get("quintic"), **state, "code": _hash_of(hashes)}
     files = {}
     if "dirty" in state:
@@ -64,6 +65,7 @@ def source_files(package: Path = _PACKAGE) -> dict[str, str]:
         options = ("--no-ext-diff", "--no-textconv", "--no-color", "--relative")
         diff = (_git(package, "diff", *options, "HEAD", "--", ".") or "") if state["dirty"] else ""
         if diff:
+            # Keep at most 1 MiB, up to the end of a line, and note the full size.
             whole = diff.encode()
             facts["diff_bytes"] = len(whole)
             if len(whole) > _MOST_DIFF_BYTES:
@@ -85,6 +87,7 @@ def keep_source(run_dir: Path, step: int, package: Path = _PACKAGE) -> bool:
     kept = max(run_dir.glob(f"{Path(SOURCE_FILE).stem}*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)
     if kept is not None and json_object(kept).get("code") == _hash_of(_file_hashes(package)):
         return False
+    # The diff first: source.json marks the record as complete.
     for name, content in reversed(source_files(package).items()):
         path = Path(name)
         write_atomically(run_dir / f"{path.stem}-from-step-{step:06d}{path.suffix}", content)

@@ -29,6 +29,7 @@ def copies_on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for name in list(tensors):
         tensor = tensors.pop(name).detach()
         copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.contiguous_format)
+        # Asynchronous, so that copies of all tensors overlap; one synchronisation at the end.
         local_tensor(copy).copy_(local_tensor(tensor), non_blocking=True)
         on_gpu |= tensor.is_cuda
         copies[name] = copy
