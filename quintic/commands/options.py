@@ -133,15 +133,15 @@ class EvalOptions:
     text_field: str = "text"
     """Key or column that holds the text of --data in JSON, CSV and Parquet."""
     tokens: int | None = None
-    """Tokens to score, at most, but one batch at least; by default all there are."""
+    """Most tokens to score, but at least one batch; by default all tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; 'auto' takes a GPU if there is one."""
     core: Path | None = None
     """Folder with tasks of CORE to answer as well: JSONL files, or nanochat's eval_bundle."""
     core_items: int = 500
-    """Items per task, at most."""
+    """Most items per task."""
     verify: bool = False
-    """Compare all prepared data with its checksums; by default once on each machine, and what changed since."""
+    """Compare all prepared data with its checksums; by default only files that are new on this machine or changed."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
@@ -181,11 +181,11 @@ class SampleOptions:
     tokens: int = 200
     """Tokens to write per prompt."""
     temperature: float = 0.8
-    """0 always takes the likeliest token; higher is more varied."""
+    """0 always takes the most likely token; higher values give more varied text."""
     top_k: int | None = 50
-    """Draw only from this many likeliest tokens; 'None' for no limit."""
+    """Draw only from the most likely tokens, this many; 'None' for no limit."""
     top_p: float | None = None
-    """Draw only from the smallest set of likeliest tokens with this total probability; 'None' for no limit."""
+    """Draw only from the smallest set of most likely tokens with this total probability; 'None' for no limit."""
     seed: int = 0
     """Seed of the draws."""
 

@@ -193,7 +193,9 @@ def test_what_a_resumed_comparison_refuses(
         message = f"{option}: a resumed comparison continues its own runs; leave {option} out"
         assert error_of(capsys, *there, option, "3") == message
     steps = error_of(capsys, *there, "--steps", "9")
-    assert steps.startswith("--steps cannot change when a comparison is resumed, because the schedules of all its steps")
+    assert steps.startswith(
+        "--steps cannot change when a comparison is resumed, because the schedules of all its steps"
+    )
     rate = error_of(capsys, *there, "--muon-lr", "9")
     assert rate.startswith("--muon-lr cannot change when a comparison is resumed: leave it out (it is ")
     # Its file is no --config of quintic train.

@@ -538,7 +538,7 @@ def test_every_feature_can_be_left_out() -> None:
         assert getattr(changed, name.replace("-", "_")) in (False, 0)
         assert changed != whole
     assert {"fp8-head", "fp8-mlp"} <= set(switches())
-    with pytest.raises(ConfigError, match="--without heads: no feature"):
+    with pytest.raises(ConfigError, match="--without heads: not a feature"):
         without(whole, ["heads"])
 
 
