@@ -36,11 +36,11 @@ def active(device: torch.device | str | None = None, dtype: torch.dtype = torch.
         "adamw": _of_parameters(probe),
         "normalize": _normalize(probe),
         "orthogonalize": _orthogonalize(probe),
-        "mlp_relu2": _mlp_relu2(probe),
-        "fp8_linear": _fp8_linear(probe),
+        "mlp_relu2": _chosen_mlp_relu2(probe),
+        "fp8_linear": _chosen_fp8_linear(probe),
         "softcap_cross_entropy": _softcap_cross_entropy(probe),
         "transpose": _transpose(probe),
-        "lookup": _lookup(probe),
+        "lookup": _chosen_lookup(probe),
         "attention": _attention(probe),
         "max_logits": _max_logits(probe),
     }
@@ -80,14 +80,14 @@ def _orthogonalize(probe: Tensor) -> str:
     return f"triton ({chosen})"
 
 
-def _mlp_relu2(probe: Tensor) -> str:
+def _chosen_mlp_relu2(probe: Tensor) -> str:
     from quintic.kernels.dispatch import decide
     from quintic.kernels.linear.mlp import obstacle_to_mlp_relu2
 
     return _said(*decide("auto", probe.device, lambda: obstacle_to_mlp_relu2(probe)))
 
 
-def _fp8_linear(probe: Tensor) -> str:
+def _chosen_fp8_linear(probe: Tensor) -> str:
     from quintic.kernels.dispatch import decide
     from quintic.kernels.linear.fp8_quantize import obstacle_to_fp8
 
@@ -109,7 +109,7 @@ def _transpose(probe: Tensor) -> str:
     return _said(*decide("auto", probe.device, lambda: obstacle_to_transpose(other, probe, add=False)))
 
 
-def _lookup(probe: Tensor) -> str:
+def _chosen_lookup(probe: Tensor) -> str:
     from quintic.kernels.dispatch import decide
     from quintic.kernels.lookup.lookup import obstacle_to_lookup
 

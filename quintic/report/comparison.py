@@ -91,7 +91,7 @@ def write_comparison(
         num_runs=[len(arm.histories) for arm in arms],
         tokenizers_differ=tokenizers_differ(arms),
         has_errors=errors and any(arm.ends("bpb_stderr") != [None] for arm in arms),
-        panels=_learning(arms, errors=errors),
+        panels=_learning_charts(arms, errors=errors),
         differences=_differences(arms),
         typed=list(dict.fromkeys(commands)),
         repeats=[(arm.name, history.repeat) for arm in arms for history in arm.histories if history.repeat],
@@ -228,7 +228,7 @@ def _results(arms: Sequence[Arm]) -> list[list[str]]:
     ]
 
 
-def _learning(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Chart]]:
+def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Chart]]:
     """Validation loss and bits per byte of all runs over steps, tokens and time."""
     axes = learning_axes([record for arm in arms for history in arm.histories for record in history.evals])
     charts = {"loss": ("Validation loss", "nats per token"), "bpb": ("Validation bits per byte", "bits per byte")}

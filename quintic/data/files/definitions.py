@@ -38,7 +38,7 @@ def read_definition(name: str, *, cache_dir: Path | None = None, endpoint: str |
             f"{name}: cannot be read alone, it holds no complete byte-level BPE; give a tokenizer.json, or a folder "
             "with encoder.json and vocab.bpe"
         )
-    return _read(path, name)
+    return _read_definition(path, name)
 
 
 def _from_gpt2_files(folder: Path) -> str:
@@ -60,7 +60,7 @@ def _from_gpt2_files(folder: Path) -> str:
     raise DataError(f"{folder}: no tokenizer.json in it, and no encoder.json with vocab.bpe")
 
 
-def _read(path: Path, name: str) -> str:
+def _read_definition(path: Path, name: str) -> str:
     if not path.exists():
         raise DataError(f"{name}: no such tokenizer; give a tokenizer.json, a folder with one, or 'gpt2'")
     if not path.is_file():  # opening a pipe waits for a writer

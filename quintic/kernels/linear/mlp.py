@@ -45,7 +45,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def _choose(option: str, x: Tensor, *, fp8: bool = False) -> Kernels:
+def _choose_mlp(option: str, x: Tensor, *, fp8: bool = False) -> Kernels:
     def obstacle() -> str | None:
         return obstacle_to_mlp_relu2(x) or (obstacle_to_fp8(x.device) if fp8 else None)
 
@@ -105,7 +105,7 @@ def mlp_relu2(
         ValueError: shapes or devices do not fit, `fp8_backward` is without `fp8`, or `kernels="triton"` cannot be
             honoured.
     """
-    _check(x, up, down)
+    _check_mlp(x, up, down)
     if fp8_backward and not fp8:
         raise ValueError("fp8_backward=True without fp8=True: scales of the backward pass come from the forward pass's")
     scales: tuple[Tensor, ...] = ()
@@ -130,7 +130,7 @@ def _scales(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
     return of_x, unit_of(up, _E4M3), of_activation, unit_of(down, _E4M3)
 
 
-def _check(x: Tensor, up: Tensor, down: Tensor) -> None:
+def _check_mlp(x: Tensor, up: Tensor, down: Tensor) -> None:
     if up.ndim != 2 or x.ndim < 1 or x.shape[-1] != up.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} and up {tuple(up.shape)}: need (..., d) and (h, d)")
     if down.ndim != 2 or down.shape[1] != up.shape[0]:
@@ -159,7 +159,7 @@ def _mlp_relu2(
     """Return the output and the activation; computed in 8 bits if there are scales."""
     if x_scale is not None and up_scale is not None and activation_scale is not None and down_scale is not None:
         return _in_8_bits(x, up, down, kernels, (x_scale, up_scale, activation_scale, down_scale))
-    if _choose(kernels, x) == "triton":
+    if _choose_mlp(kernels, x) == "triton":
         activation = product_relu2(x, up)
     else:
         activation = F.linear(x, up).relu().square()
@@ -170,7 +170,7 @@ def _in_8_bits(
     x: Tensor, up: Tensor, down: Tensor, kernels: str, scales: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     x_scale, up_scale, activation_scale, down_scale = scales
-    chosen = _choose(kernels, x, fp8=True)
+    chosen = _choose_mlp(kernels, x, fp8=True)
     x_rows, up_rows, down_rows = (
         _quantized_rows(*each, _E4M3, chosen) for each in ((x, x_scale), (up, up_scale), (down, down_scale))
     )
@@ -226,7 +226,7 @@ def _mlp_relu2_backward(
         if up_scale is not None and down_scale is not None and grad_scale is not None and pre_scale is not None:
             scales = up_scale, down_scale, grad_scale, pre_scale
             grad_pre, grad_x = _backward_in_8_bits(grad, activation, up, down, for_x, kernels, scales)
-        elif _choose(kernels, x) == "triton":
+        elif _choose_mlp(kernels, x) == "triton":
             grad_pre = product_relu2(grad, down, transposed=True, activation=activation)
         else:
             grad_pre = relu2_backward_twin(grad @ down, activation).to(grad.dtype)
@@ -247,7 +247,7 @@ def _backward_in_8_bits(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient before relu(.)^2 in 16 bits, and that of x."""
     up_scale, down_scale, grad_scale, pre_scale = scales
-    chosen = _choose(kernels, grad, fp8=True)
+    chosen = _choose_mlp(kernels, grad, fp8=True)
     grad_rows = _quantized_rows(grad, grad_scale, _E5M2, chosen)
     down_rows = _quantized_rows(down.mT, down_scale, _E4M3, chosen)
     if chosen == "triton":

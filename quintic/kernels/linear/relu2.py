@@ -87,7 +87,7 @@ def _store_tile(
 
 
 @jit
-def _product_kernel(
+def _linear_kernel(
     a,
     b,
     activation,
@@ -281,7 +281,7 @@ def product_relu2(
         blocks = [[block_m, block_k], b_block, half, half if kind is None else [block_m, block_n // 4], half]
         operands = [TensorDescriptor.from_tensor(*each) for each in zip(operands, blocks, strict=True)]
     launch(
-        _product_kernel,
+        _linear_kernel,
         (min(programs, tiles) if descriptors else tiles,),
         *operands,
         m,

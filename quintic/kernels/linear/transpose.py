@@ -107,32 +107,32 @@ def transpose_add_(out: Tensor, x: Tensor, *, kernels: KernelsOption = "auto") -
 
 @torch.library.custom_op("quintic::transpose_copy_", mutates_args=("out",))
 def _transpose_copy_op(out: Tensor, x: Tensor, kernels: str = "auto") -> None:
-    _check(out, x, add=False)
+    _check_transpose(out, x, add=False)
     _refuse_shared_memory(out, x)
-    if _choose(kernels, out, x, add=False) == "triton":
-        _launch(out, x, add=False)
+    if _choose_transpose(kernels, out, x, add=False) == "triton":
+        _launch_transpose(out, x, add=False)
     else:
         _copy_in_torch(out, x)
 
 
 @torch.library.custom_op("quintic::transpose_add_", mutates_args=("out",))
 def _transpose_add_op(out: Tensor, x: Tensor, kernels: str = "auto") -> None:
-    _check(out, x, add=True)
+    _check_transpose(out, x, add=True)
     _refuse_shared_memory(out, x)
-    if _choose(kernels, out, x, add=True) == "triton":
-        _launch(out, x, add=True)
+    if _choose_transpose(kernels, out, x, add=True) == "triton":
+        _launch_transpose(out, x, add=True)
     else:
         _add_in_torch(out, x)
 
 
 @_transpose_copy_op.register_fake
 def _(out: Tensor, x: Tensor, kernels: str = "auto") -> None:
-    _check(out, x, add=False)
+    _check_transpose(out, x, add=False)
 
 
 @_transpose_add_op.register_fake
 def _(out: Tensor, x: Tensor, kernels: str = "auto") -> None:
-    _check(out, x, add=True)
+    _check_transpose(out, x, add=True)
 
 
 def _copy_in_torch(out: Tensor, x: Tensor) -> None:
@@ -146,7 +146,7 @@ def _add_in_torch(out: Tensor, x: Tensor) -> None:
     out.add_(x.T)
 
 
-def _launch(out: Tensor, x: Tensor, *, add: bool) -> None:
+def _launch_transpose(out: Tensor, x: Tensor, *, add: bool) -> None:
 
     if out.numel() == 0:
         return
@@ -188,7 +188,7 @@ def _has_rows(x: Tensor) -> bool:
     return x.stride(1) == 1 or x.shape[1] <= 1
 
 
-def _choose(kernels: str, out: Tensor, x: Tensor, *, add: bool) -> str:
+def _choose_transpose(kernels: str, out: Tensor, x: Tensor, *, add: bool) -> str:
     return decide(kernels, out.device, lambda: obstacle_to_transpose(out, x, add=add))[0]  # type: ignore[arg-type]
 
 
@@ -212,7 +212,7 @@ def obstacle_to_transpose(out: Tensor, x: Tensor, *, add: bool) -> str | None:
     return None
 
 
-def _check(out: Tensor, x: Tensor, *, add: bool) -> None:
+def _check_transpose(out: Tensor, x: Tensor, *, add: bool) -> None:
     if out.ndim != 2 or x.ndim != 2 or out.shape[0] != x.shape[1] or out.shape[1] != x.shape[0]:
         raise ValueError(f"out {tuple(out.shape)} and x {tuple(x.shape)}: need (n, m) and (m, n)")
     if out.device != x.device:

@@ -107,7 +107,7 @@ def obstacle_to_lookup(*tensors: Tensor) -> str | None:
 # --------------------------------------------------------------------------------------------------------------- twin
 
 
-def _tiles(plan: LookupPlan, offsets: Tensor) -> Iterator[tuple[Tensor, slice, Tensor]]:
+def _position_tiles(plan: LookupPlan, offsets: Tensor) -> Iterator[tuple[Tensor, slice, Tensor]]:
     """Yield positions, the run of rows that holds all of theirs, and a mask of (position, row) with equal tokens."""
     count = len(plan.order)
     size = _TWIN_POSITIONS if count > _FEW_POSITIONS else 1
@@ -127,7 +127,7 @@ def _wide(tensor: Tensor, x: Tensor) -> Tensor:
 
 def _lookup_twin(x: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, plan: LookupPlan) -> tuple[Tensor, Tensor]:
     out, lse = _empty(x)
-    for i, rows, together in _tiles(plan, offsets):
+    for i, rows, together in _position_tiles(plan, offsets):
         scores = (_wide(x[i], x) @ _wide(keys[rows], x).mT).masked_fill_(~together, -math.inf)
         lse[i] = scores.logsumexp(1)
         out[i] = (_wide((scores - lse[i, None]).exp_(), x) @ _wide(values[rows], x)).to(x.dtype)
@@ -139,7 +139,7 @@ def _backward_twin(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_x, grad_keys = torch.empty_like(x), torch.zeros_like(keys, dtype=lse.dtype)
     grad_values = grad_keys if values is keys else torch.zeros_like(grad_keys)
-    for i, rows, together in _tiles(plan, offsets):
+    for i, rows, together in _position_tiles(plan, offsets):
         low_x, low_grad, low_keys = _wide(x[i], x), _wide(grad[i], x), _wide(keys[rows], x)
         weights = (low_x @ low_keys.mT - lse[i, None]).masked_fill_(~together, -math.inf).exp_()
         scores = _wide(weights * (low_grad @ _wide(values[rows], x).mT - delta[i, None]), x)

@@ -135,7 +135,7 @@ def _tables_kernel(x, keys, values, grad, lse, delta, grad_keys, grad_values, or
 
 # fmt: off
 @jit
-def _rows_kernel(table, rows, order, grad, count, width, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
+def _add_kernel(table, rows, order, grad, count, width, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
     # fmt: on
     """The first of the positions that have a row in common adds them all."""
     first = tl.program_id(0)
@@ -200,4 +200,4 @@ def launch_add_to_rows(table: Tensor, rows: Tensor, grad: Tensor) -> None:
     columns = min(_MANY_COLUMNS, triton.next_power_of_2(width))
     sizes = {"POSITIONS": _FEW_POSITIONS, "COLUMNS": columns}
     grid = (count, triton.cdiv(width, columns))
-    launch(_rows_kernel, grid, table, in_order, order, grad, count, width, **sizes, num_warps=_FEW_WARPS)
+    launch(_add_kernel, grid, table, in_order, order, grad, count, width, **sizes, num_warps=_FEW_WARPS)

@@ -143,7 +143,7 @@ def loss_on_device(problem: Problem, wanted: Wanted | None) -> tuple[Tensor, Ten
     losses = x.new_empty(x.shape[0], dtype=torch.float32)
     empty = losses.new_empty(0)
     if problem.fp8 is not None:
-        return losses, *_in_8_bits(problem, problem.fp8, wanted, columns, losses)
+        return losses, *_chunk_in_8_bits(problem, problem.fp8, wanted, columns, losses)
     if wanted is not None:
         return losses, *_in_chunks(problem, wanted, columns, losses)
     head = _low_head(problem, columns)
@@ -210,7 +210,7 @@ def _in_chunks(problem: Problem, wanted: Wanted, columns: int, losses: Tensor) -
                 right = x.new_empty((tokens, x.shape[1]))
                 scale_rows(x[rows], factors, right)
             a, b = (right.mT, grad) if transposed else (grad.mT, right)
-            _accumulate(used, a, b, first=rows.start == 0)
+            _add_product(used, a, b, first=rows.start == 0)
     if unit is not None:
         grad_x.mul_(unit)
         used.mul_(unit)
@@ -245,7 +245,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def _accumulate(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """Add a @ b to a float32 total in place, or set it to the first of the products."""
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=0.0 if first else 1.0, out=total)
@@ -271,7 +271,7 @@ def _adds_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def _in_8_bits(
+def _chunk_in_8_bits(
     problem: Problem, scales: Fp8Scales, wanted: Wanted | None, columns: int, losses: Tensor
 ) -> tuple[Tensor, Tensor]:
     # Only where there is Triton: it defines a kernel of Gluon, which is part of it.

@@ -72,7 +72,7 @@ def _targets(targets, weights, row, k, num_targets, weights_row, weights_column,
 
 # fmt: off
 @gluon.jit
-def _row_kernel(logits, targets, weights, scale, losses, out, vocab, columns, num_targets, weights_row, weights_column,
+def _fp8_kernel(logits, targets, weights, scale, losses, out, vocab, columns, num_targets, weights_row, weights_column,
                 scale_row, height, steepness, offset, slope, ignore_index, WEIGHTED: gl.constexpr, CAPPED: gl.constexpr,
                 ONE_PASS: gl.constexpr, KEPT: gl.constexpr, TARGETS: gl.constexpr, VECTOR: gl.constexpr):
     # fmt: on
@@ -174,7 +174,7 @@ def launch_rows_fp8(problem: Problem, rows: slice, logits: Tensor, losses: Tenso
     fits = blocks * block * 2 + 1024 <= _shared_memory(logits.device)
     out = torch.empty(logits.shape, dtype=torch.float8_e5m2, device=logits.device)
     # fmt: off
-    launch(_row_kernel, (logits.shape[0],), logits, targets[rows], losses if weights is None else weights[rows],
+    launch(_fp8_kernel, (logits.shape[0],), logits, targets[rows], losses if weights is None else weights[rows],
            scale[rows] if scale.ndim else scale, losses[rows], out.view(torch.uint8), problem.vocab_size, columns,
            targets.shape[1], 0 if weights is None else weights.stride(0),
            0 if weights is None else weights.stride(1), scale.stride(0) if scale.ndim else 0, height, steepness, offset,

@@ -104,7 +104,7 @@ def _fetch(
 
 
 @gluon.jit
-def _multiply(
+def _matmul(
     WHICH: gl.constexpr,
     c,
     out,
@@ -252,10 +252,10 @@ def _product_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_multiply, (0, c, out, out_transposed, smem_a, smem_b, staging, staging_transposed, full, empty, loaded,
+            (_matmul, (0, c, out, out_transposed, smem_a, smem_b, staging, staging_transposed, full, empty, loaded,
                          turns, total, per_matrix, rows, columns, steps, adds, alpha, beta, diagonal, SYMMETRIC,
                          A_TRANSPOSED, B_TRANSPOSED, HALVES)),
-            (_multiply, (1, c, out, out_transposed, smem_a, smem_b, staging, staging_transposed, full, empty, loaded,
+            (_matmul, (1, c, out, out_transposed, smem_a, smem_b, staging, staging_transposed, full, empty, loaded,
                          turns, total, per_matrix, rows, columns, steps, adds, alpha, beta, diagonal, SYMMETRIC,
                          A_TRANSPOSED, B_TRANSPOSED, HALVES)),
             (_fetch, (a, b, smem_a, smem_b, full, empty, total, per_matrix, rows, columns, steps, SYMMETRIC,

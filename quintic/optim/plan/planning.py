@@ -123,7 +123,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
         at_a_time = _matrices_at_a_time(group, total, m * n, dtype, most)
         if device.type == "cpu":
             at_a_time = min(at_a_time, max(1, _CPU_ENTRIES // max(1, m * n)))
-        for chunk in _chunks(members, at_a_time):
+        for chunk in _member_chunks(members, at_a_time):
             counts = [member.num_matrices for member in chunk]
             count = sum(counts)
             yield Local(
@@ -160,7 +160,7 @@ def _matrices_at_a_time(
     return limit
 
 
-def _chunks(members: Sequence[BucketMember], limit: int) -> Iterator[list[BucketMember]]:
+def _member_chunks(members: Sequence[BucketMember], limit: int) -> Iterator[list[BucketMember]]:
     """Divide members so that no chunk has more than `limit` matrices."""
     chunk: list[BucketMember] = []
     free = limit

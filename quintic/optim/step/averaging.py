@@ -267,11 +267,11 @@ def messages_of(
     direct = [n for n, numel in enumerate(numels) if numel >= _LEAST_DIRECT and numel % num_ranks == 0]
     for number in direct:
         yield [number], _evenly_divided([numels[number]], num_ranks, 1), True
-    for numbers in _chunks(sorted({*range(len(numels))} - {*direct}), numels, limit):
+    for numbers in _gradient_chunks(sorted({*range(len(numels))} - {*direct}), numels, limit):
         yield numbers, _evenly_divided([numels[number] for number in numbers], num_ranks, _MULTIPLE), False
 
 
-def _chunks(numbers: Sequence[int], numels: Sequence[int], limit: int) -> Iterator[list[int]]:
+def _gradient_chunks(numbers: Sequence[int], numels: Sequence[int], limit: int) -> Iterator[list[int]]:
     chunk: list[int] = []
     entries = 0
     for number in numbers:
