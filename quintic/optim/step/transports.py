@@ -180,6 +180,7 @@ class Shard:
 
         Nothing travels if clipping has averaged before; of a sparse table only touched rows do.
         """
+        # All ranks have precomputed averages of the same groups: none waits for a message that others leave out.
         averages = self._precomputed.of_step.get(self.bucket.group)
         if averages is not None:
             mean = averages.of_bucket(self.bucket)
