@@ -40,7 +40,8 @@ MAY_IMPORT = {
     "optim": {"hooks", "kernels"},
     "grouping": {"optim"},
     "interchange": {"optim"},
-    "rehearsal": {"grouping", "kernels", "optim"},
+    "simulate": {"grouping", "kernels", "optim"},
+    "rehearsal": {"optim", "simulate"},
     "data": set(),
     "model": {"kernels"},
     "eval": {"data", "kernels", "model", "optim"},
@@ -100,7 +101,7 @@ HELPERS_WITH_TWO_BODIES = {
 HEAVY = ["triton", "pyarrow", "matplotlib", "tokenizers", "tyro", "rich", "huggingface_hub"]
 HARNESS = [
     f"quintic.{part}"
-    for part in ("model", "data", "train", "report", "eval", "speedrun", "cli", "commands", "integrations", "rehearsal")
+    for part in ("model", "data", "train", "report", "eval", "speedrun", "cli", "commands", "integrations", "simulate")
 ]
 
 # `device` has the order in which kernels find numbers.
@@ -519,7 +520,7 @@ def test_every_file_keeps_the_rule(rule: Rule):
         (second_declarations, "optim.state.state", "X = ('lr', 'comms', 'master', 'kernels')\n"),
         (second_declarations, "optim.muon", "def f():\n    return {'lr': 1, 'eps': 2, 'view': 3, 'betas': 4}\n"),
         (private_reads, "optim.clip", "x = optimizer._home\n"),
-        (private_reads, "rehearsal.rehearse", "optimizer._begin()\n"),
+        (private_reads, "simulate.simulate", "optimizer._begin()\n"),
         (environment_reads, "optim.muon", "import os\nx = os.environ['X']\n"),
         (environment_reads, "train.loop", "from os import getenv\n"),
         (version_questions, "optim.muon", "import torch\nx = torch.__version__\n"),
@@ -551,7 +552,7 @@ def test_every_file_keeps_the_rule(rule: Rule):
         (too_long, "cli", "\n" * (LINE_LIMIT + 1)),
         (too_long, "kernels.loss.loss", "\n" * (LINE_LIMIT + 1)),
         (too_long, "optim.muon", "\n" * (LONG_LINE_LIMIT + 1)),
-        (too_long, "rehearsal.rehearse", "\n" * (LINE_LIMIT + 1)),
+        (too_long, "simulate.simulate", "\n" * (LINE_LIMIT + 1)),
     ],
 )
 def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
@@ -563,7 +564,7 @@ def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
     [
         (wrong_directions, "optim.muon", "from quintic.kernels import dispatch\nfrom . import update\n"),
         (wrong_directions, "optim.interchange", "import importlib\nimportlib.import_module('quintic.interchange')\n"),
-        (wrong_directions, "rehearsal.table", "import quintic\n"),
+        (wrong_directions, "simulate.table", "import quintic\n"),
         (stray_uses_of_optim, "grouping.registry", "from quintic.optim.layout.views import View\n"),
         (stray_uses_of_optim, "grouping.explain", "from quintic.optim.muon import Muon\n"),
         (wrong_directions, "data.loader", "from quintic.errors import QuinticError\nimport numpy\n"),
