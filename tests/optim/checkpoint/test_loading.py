@@ -112,11 +112,11 @@ def test_rates_come_back_together_or_not_at_all():
     rule = quintic.Rule("norm.*", "adamw", options={"adamw_lr_ratio": 0.5})
     _, twin = made((rule,), adamw_lr_ratio=0.05, adamw_lr=3e-4, lr=0.3)
     twin.load_state_dict(optimizer.state_dict())
-    assert [group.learning_rate for group in twin.typed_groups] == pytest.approx([0.01, 0.015, 0.15])
+    assert [group.effective_lr for group in twin._plans.current_groups()] == pytest.approx([0.01, 0.015, 0.15])
     assert ["initial_lr" in group for group in twin.param_groups] == [True, False, False]
     _, twin = made(NO_DECAY, adamw_lr_ratio=0.05, adamw_lr=3e-4, lr=0.3)
     twin.load_state_dict(optimizer.state_dict())
-    assert [group.learning_rate for group in twin.typed_groups] == pytest.approx([0.01, 0.0005, 0.0005])
+    assert [group.effective_lr for group in twin._plans.current_groups()] == pytest.approx([0.01, 0.0005, 0.0005])
     assert all(group["initial_lr"] == 0.01 for group in twin.param_groups)
 
 
@@ -127,7 +127,7 @@ def test_a_rate_saved_before_there_were_ratios_is_the_rate():
         del group["adamw_lr_ratio"], group["adamw_weight_decay"]
     _, twin = made(adamw_lr_ratio=0.05, adamw_lr=3e-4)
     twin.load_state_dict(saved)
-    assert [group.learning_rate for group in twin.typed_groups] == [0.01, 0.0005]
+    assert [group.effective_lr for group in twin._plans.current_groups()] == [0.01, 0.0005]
 
 
 @pytest.mark.parametrize("option", ["cpu_offload", "full_state_dict", "flatten_optimizer_state_dict"])
