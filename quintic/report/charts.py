@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quintic.launch import hint, install_command
+from quintic.report.formatting import finite, format_si
 from quintic.report.svg import COLORS, GRID, INK, MARKS, SOFT, inline
-from quintic.report.words import finite, format_si
 
 __all__ = ["MAX_POINTS", "Chart", "Curve", "LegendEntry", "curve_of", "line_chart", "upper_edge"]
 

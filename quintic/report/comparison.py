@@ -13,9 +13,9 @@ from typing import Any
 from quintic.errors import ConfigError
 from quintic.report.arms import Arm, Point, load_arm, median, tokenizers_differ, unit_of
 from quintic.report.charts import Chart, Curve, line_chart, upper_edge
+from quintic.report.formatting import duration, finite, flatten, humanize, large_number
 from quintic.report.history import RunHistory
 from quintic.report.page import learning_axes, write_page
-from quintic.report.words import duration, finite, flatten, in_words, large_number
 
 __all__ = ["write_comparison"]
 
@@ -292,5 +292,5 @@ def _differences(arms: Sequence[Arm]) -> list[list[str]]:
         texts = [", ".join(dict.fromkeys(str(entries.get(key, "–")) for entries in runs)) for runs in of_arms]
         if len(set(texts)) > 1:
             name = key.removeprefix("config.")
-            rows.append([name if key.startswith("config.") else in_words(key.split(".")[-1]), *texts])
+            rows.append([name if key.startswith("config.") else humanize(key.split(".")[-1]), *texts])
     return rows

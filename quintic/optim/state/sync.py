@@ -23,6 +23,7 @@ after `model.bfloat16()` it is made from the current weights. Nothing is communi
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -85,7 +86,7 @@ class ParamFingerprint:
 
 
 def _identities(groups: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    return [list(map(id, group)) for group in groups]
+    return [list(map(len, groups)), list(map(id, chain.from_iterable(groups)))]
 
 
 def _properties_of(param: Tensor, local: Tensor) -> tuple[Any, ...]:

@@ -217,11 +217,6 @@ class PrecomputedAverages:
         self.of_step: Mapping[int, GroupAverages] = {}
         """The averages that the running step uses in place of messages."""
 
-    def of_bucket(self, bucket: Sharded) -> Tensor | None:
-        """Return the averages of the pieces of a bucket that this rank owns, if the step uses them; else None."""
-        averages = self.of_step.get(bucket.group)
-        return None if averages is None else averages.of_bucket(bucket)
-
     def fresh(self) -> dict[int, GroupAverages]:
         """Return the averages that are still valid.
 

@@ -87,7 +87,7 @@ def is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form |
     They are for products of 32 bits and more, see `orthogonalize.apply_form`. Shape and strides belong to one matrix of
     a block, (g, r, n).
     """
-    from quintic.kernels.update.matrix_update import MatrixLayout
+    from quintic.kernels.update.matrix_layout import MatrixLayout
 
     if form is None or form.method == "svd" or form.compute_dtype.itemsize == 2:
         return False
