@@ -247,7 +247,7 @@ class OptimizerBase(Optimizer):
         """Give a parameter the state of another: moments, counts of steps, masters; in place, to the last bit.
 
         For a copy of a weight that goes its own way, such as an embedding that was tied to the output head. Both may be
-        divided among ranks in different ways (`comms`, `DTensor`s), or have their state in host memory; the source
+        sharded among ranks in different ways (`comms`, `DTensor`s), or have their state in host memory; the source
         keeps what it has. Weights are not copied: a mantissa completes weights whose values are the source's. All ranks
         that share the parameters must call it. Temporary memory: one state of the parameter, whole, on every rank,
         twice.

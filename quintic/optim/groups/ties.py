@@ -112,7 +112,7 @@ def _tie_of(group: Group, groups: Sequence[Group]) -> Tie:
     if is_dtensor(param) or is_dtensor(head):
         raise ValueError(
             f"{what}: a DTensor has its pieces, and those of its transpose are on other ranks; leave both plain "
-            f"tensors, with comms='sharded' to divide their state"
+            f"tensors, with comms='sharded' to shard their state"
         )
     check_shapes(what, param, head, transposed=transposed)
     if (param.dtype, param.device) != (head.dtype, head.device):

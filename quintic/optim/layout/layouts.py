@@ -11,6 +11,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
@@ -49,6 +50,8 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 """A range (start, stop) for each dimension of the logical tensor; empty where start == stop."""
 
 # How one mesh dimension splits a tensor: (tensor dimension, split factor), see `mesh_layout`; None if it replicates.
+_GRADIENT = attrgetter("grad")
+
 _MeshSplit: TypeAlias = tuple[int, int] | None
 
 
@@ -269,7 +272,7 @@ def local_gradients(params: Sequence[Tensor], names: Sequence[str]) -> list[Tens
     `partial_gradients.py`, since ranks may lack such gradients. A ValueError names a parameter that is sharded and
     has a plain gradient.
     """
-    gradients: list[Any] = [param.grad for param in params]
+    gradients: list[Any] = list(map(_GRADIENT, params))
     kind = _dtensor_type()
     if kind == ():  # no DTensor exists in this process
         return gradients

@@ -148,8 +148,10 @@ class _Buffers(NamedTuple):
     @classmethod
     def of(cls, batch: int, m: int, n: int, dtype: torch.dtype) -> "_Buffers":
         side = min(m, n)
-        shapes = [(batch, m, n)] * 2 + [(batch, side, side)] * _NUM_SMALL
-        sizes = [-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape in shapes]
+        whole, small = (batch, m, n), (batch, side, side)
+        shapes = [whole] * 2 + [small] * _NUM_SMALL
+        lines = -(-math.prod(whole) * dtype.itemsize // _LINE), -(-math.prod(small) * dtype.itemsize // _LINE)
+        sizes = [lines[0] * _LINE] * 2 + [lines[1] * _LINE] * _NUM_SMALL
         buffer = _KEPT.buffer
         if buffer is None or buffer.numel() < sum(sizes):
             _KEPT.buffer = None  # free the old memory before allocating the new
@@ -157,10 +159,9 @@ class _Buffers(NamedTuple):
             if sum(sizes) <= _MAX_KEPT:
                 _KEPT.buffer = buffer
         parts = buffer[: sum(sizes)].split(sizes)
-        tensors = [
-            part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for part, shape in zip(parts, shapes, strict=True)
-        ]
+        tensors = []
+        for part, shape in zip(parts, shapes, strict=True):
+            tensors.append(part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
         return cls(tensors[:2], tensors[2:])
 
 

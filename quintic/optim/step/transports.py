@@ -70,29 +70,24 @@ class Gather:
             pieces = torch.empty((exchange.num_units, 0), dtype=bucket.direction_dtype, device=bucket.device)
         return exchange.start_gather(pieces.contiguous(), self.process_group)
 
-    def start_scatter(
-        self, updates: Tensor, factors: Sequence[Tensor], moments: Sequence[list[Tensor]] | None
-    ) -> Callable[[], tuple[Tensor, list[Tensor]]]:
-        """Send the updates of this rank's units to the ranks that hold pieces; NorMuon's factors to all ranks.
-
-        Args:
-            updates: (owned, *unit shape) of any strides.
-            factors: for each kind of matrix, (owned, m or 1, n or 1).
-            moments: with `normalize="neuron"` for each kind the second moments of all units, (1, m, 1) or (1, 1, n).
+    def start_scatter(self, updates: Tensor) -> Callable[[], Tensor]:
+        """Send the updates of this rank's units, (owned, *unit shape) of any strides, to the ranks that hold pieces.
 
         Returns:
-            A function that returns the updates of this rank's pieces, (units, *piece shape), and for each kind the
-            factors of all units: only with moments, which it brings up to date; else none.
+            A function that returns the updates of this rank's pieces, (units, *piece shape).
         """
-        wait_for_pieces = self.bucket.exchange.start_scatter(updates, self.process_group)
-        if moments is None:
-            # Factors are the scales, which every rank has.
-            return lambda: (wait_for_pieces(), [])
-        wait_for_factors = self._start_neurons(factors, moments)
-        return lambda: (wait_for_pieces(), wait_for_factors())
+        return self.bucket.exchange.start_scatter(updates, self.process_group)
 
-    def _start_neurons(self, factors: Sequence[Tensor], moments: Sequence[list[Tensor]]) -> Callable[[], list[Tensor]]:
-        """Send NorMuon's factors and second moments to all ranks, side by side; wait for the factors of all units."""
+    def start_neurons(self, factors: Sequence[Tensor], moments: Sequence[list[Tensor]]) -> Callable[[], list[Tensor]]:
+        """Send NorMuon's factors and second moments of this rank's units to all ranks, side by side.
+
+        Args:
+            factors: for each kind of matrix (owned, m or 1, n or 1).
+            moments: for each kind the second moments of all units, each (1, m, 1) or (1, 1, n).
+
+        Returns:
+            A function that brings the moments up to date, and returns for each kind the factors of all units.
+        """
         units, exchange = self.bucket.units, self.bucket.exchange
         # Only the owner advances second moments; all ranks get them, so that any rank can save them, or own the unit in
         # a later plan.
@@ -150,16 +145,16 @@ class Shard:
         communicators: Communicators,
         precomputed: PrecomputedAverages,
     ) -> None:
-        self.bucket, self._table, self._cache = bucket, table, cache
+        self.bucket, self.table, self._cache = bucket, table, cache
         self._communicators, self._precomputed = communicators, precomputed
         # A parameter may have several pieces in the bucket; messages pack its gradient and weights once.
-        names = {part.index: part.name for part in bucket.shards}
+        names = {shard.index: shard.name for shard in bucket.shards}
         places = {index: place for place, index in enumerate(names)}
         self._params = [params[index] for index in names]
         members = tuple(BucketMember(name=name, index=index) for index, name in names.items())
         self._local = Operands(members, self._params, [], [{}] * len(members), bucket.num_matrices)
         self._contiguous = all(param.is_contiguous() for param in self._params)
-        self._averaging = ReduceScatterPlan(
+        self._reduce_scatter = ReduceScatterPlan(
             [[(places[p.index], p.start, p.stop) for p in bucket.shards[owned]] for owned in bucket.of_owners],
             bucket.position,
             bucket.dtype,
@@ -177,29 +172,23 @@ class Shard:
         """Return the bucket's parameters that have a gradient on this rank, whole, with gradients not averaged yet."""
         gradients = list(map(GRADIENT, self._params))
         if self._contiguous and are_contiguous(gradients):
-            local = self._local._replace(gradients=gradients)
-        else:
-            local = self._local.present(gradients)
-        return local
-
-    def begin(self) -> Operands:
-        """Return `local_operands` for a step, whose touched rows are read off the same gradients."""
-        local = self.local_operands()
-        if self._table is not None:
-            self._table.pin_gradient(next(iter(local.gradients), None))
-        return local
+            return self._local._replace(gradients=gradients)
+        return self._local.present(gradients)
 
     def start_gradients(self, local: Operands) -> Callable[[], Tensor]:
         """Send this rank's gradients to the owners of their entries; wait for the mean of its own, (entries,).
 
         Nothing travels if clipping has averaged before; of a sparse table only touched rows do.
         """
-        precomputed_mean = self._precomputed.of_bucket(self.bucket)
-        if precomputed_mean is not None:
-            return lambda: precomputed_mean
-        if self._table is not None and self._table.is_sparse():
-            return start_mean_of_rows(self.bucket, self._table, self.process_group)
-        return self.start_mean(local)
+        averages = self._precomputed.of_step.get(self.bucket.group)
+        if averages is not None:
+            mean = averages.of_bucket(self.bucket)
+            return lambda: mean
+        if self.table is not None and self.table.is_sparse():
+            return start_mean_of_rows(self.bucket, self.table, self.process_group)
+        if local.missing:
+            return self.start_mean(local)
+        return self._averaging.start_mean(local.gradients, self.process_group)
 
     def start_mean(self, local: Operands) -> Callable[[], Tensor]:
         """Send whole gradients, zeros where this rank has none; wait for the mean of its own entries, (entries,)."""
@@ -208,11 +197,7 @@ class Shard:
         if local.missing:
             by_param = dict(zip(local.params, local.gradients, strict=True))
             gradients = [by_param.get(param) for param in self._params]
-        return self._averaging.start_mean(gradients, self.process_group)
-
-    def guarded(self, mask: Tensor) -> Tensor:
-        """Return (pieces of all ranks,) int32, with zeros if rows of the table were touched but not announced."""
-        return mask if self._table is None else self._table.guarded(mask)
+        return self._reduce_scatter.start_mean(gradients, self.process_group)
 
     def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
         """Return the pieces that this rank owns, of weights and state, with the mean of their gradients, (entries,)."""
@@ -220,12 +205,12 @@ class Shard:
         # Everything but the gradients follows from the plan. Views of weights and state are made once, as are shape,
         # strides and start of each gradient within the mean.
         def make() -> tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]]:
-            owned = [(part, group.params[part.index]) for part in self.bucket.local]
+            owned = [(shard, group.params[shard.index]) for shard in self.bucket.local]
             pieces = [
-                view_as_shard(span_of(param.detach(), part.start, part.numel), part, param) for part, param in owned
+                view_as_shard(span_of(param.detach(), shard.start, shard.numel), shard, param) for shard, param in owned
             ]
-            states: list[Mapping[str, Tensor]] = [state_of_shard(state[param], part, param) for part, param in owned]
-            starts = accumulate((part.numel for part, _ in owned), initial=0)
+            states: list[Mapping[str, Tensor]] = [state_of_shard(state[param], shard, param) for shard, param in owned]
+            starts = accumulate((shard.numel for shard, _ in owned), initial=0)
             spans = [(p.shape, p.stride(), start) for p, start in zip(pieces, starts, strict=False)]
             return Operands(self.bucket.members, pieces, [], states, len(owned)), spans
 
@@ -242,7 +227,9 @@ class Shard:
 
         def make() -> tuple[list[Tensor], Tensor]:
             # A parameter may have pieces in several buckets: it is counted with its first one.
-            rows = [(number, state[params[part.index]]) for number, part in enumerate(bucket.shards) if part.start == 0]
+            rows = [
+                (number, state[params[shard.index]]) for number, shard in enumerate(bucket.shards) if shard.start == 0
+            ]
             others = [(number, values[STEP]) for number, values in rows if not values[EXP_AVG].numel()]
             numbers = upload(host_tensor([number for number, _ in others], torch.int64), bucket.device)
             return [step for _, step in others], numbers
@@ -253,7 +240,7 @@ class Shard:
 
     def start_weights(self) -> Callable[[], None]:
         """Send the weights of this rank's pieces to all ranks; wait for the pieces of the others."""
-        return self._averaging.start_all_gather(self._params, self.process_group)
+        return self._reduce_scatter.start_all_gather(self._params, self.process_group)
 
 
 Transport = Gather | Shard
