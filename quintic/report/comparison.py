@@ -178,7 +178,7 @@ def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
 
 
 def _spread(points: Sequence[Point], field: str, *, errors: bool) -> tuple[float, float] | None:
-    """Return the range of several runs; for a single one, with `errors`, bits per byte plus and minus a standard error."""
+    """Return the range of several runs; for a single one, with `errors`, bits per byte ± a standard error."""
     values = [point[field] for point in points if point[field] is not None]
     if len(points) == 1 and errors and field == "bpb" and values and (error := points[0]["bpb_stderr"]) is not None:
         return values[0] - error, values[0] + error
