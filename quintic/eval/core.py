@@ -155,6 +155,7 @@ def core_score(suite: CoreSuite, sums: Tensor) -> CoreScore:
     results = []
     for task, (correct, num_items, num_cropped) in zip(suite.tasks, sums.tolist(), strict=True):
         accuracy = correct / num_items
+        # Of a binomial fraction, scaled like the centred accuracy.
         error = math.sqrt(accuracy * (1 - accuracy) / num_items) / (1 - task.baseline)
         results.append(
             TaskScore(
@@ -204,6 +205,7 @@ def answers(
 
     See `core_sums` for the other arguments.
     """
+    # Batches go to the ranks in turn, a round at a time.
     batches = _batches(items[:asked], rows)
     for start in range(0, len(batches), world_size):
         # A rank without a batch of its own still calls the model, because all ranks must call it equally often.
@@ -227,6 +229,7 @@ def _batches(items: Sequence[Item], rows: int) -> list[list[int]]:
     """Return batches of indices of items with similar lengths, the same on every rank."""
     batches: list[list[int]] = []
     room = 0
+    # Longest first, by the length of their text, so that the inputs of a batch need little padding.
     for index in sorted(range(len(items)), key=lambda index: -len(str(items[index]))):
         needed = num_candidates(items[index])
         if not batches or needed > room:

@@ -63,6 +63,7 @@ def candidates(
     """
     rows = [[tokenizer.bos_id, *ids] for ids in tokenizer.encode_batch(prompts(task, items, index))]
     if task.kind == "schema":
+        # The common end: the reversed rows' common beginning.
         common = _common([row[::-1] for row in rows])
         starts = [len(row) - common for row in rows]
     else:
@@ -72,6 +73,7 @@ def candidates(
         rows, starts = rows[1:], starts[1:]
     made = []
     for row, start in zip(rows, starts, strict=True):
+        # At least one token of answer, and one of context before it.
         surplus = max(0, len(row) - max_tokens)
         start = min(max(start, 1), len(row) - 1)
         if surplus:

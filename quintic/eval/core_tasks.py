@@ -134,6 +134,7 @@ def load_core(folder: str | Path) -> CoreSuite:
         tasks, data = _bundle_tasks(folder), folder / "eval_data"
     else:
         tasks, data = CORE_TASKS, folder
+    # A folder may hold some of the tasks only.
     tasks = tuple(task for task in tasks if (data / task.file).is_file())
     if not tasks:
         raise DataError(
@@ -187,6 +188,7 @@ def _items(path: Path, task: CoreTask) -> tuple[Item, ...]:
             continue
         try:
             item = json.loads(line)
+            # Fails for lone surrogates, which JSON can contain but UTF-8 cannot.
             json.dumps(item, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise DataError(f"{path}, line {number}: a character is half of a pair (a surrogate); remove it") from None

@@ -49,11 +49,13 @@ def export_hf(model: LanguageModel, tokenizer: Tokenizer, folder: str | Path) ->
     generation: dict[str, Any] = dict(ends)
     if isinstance(model, BatchedSpeedrun):
         code, seq_len, state, config = _SPEEDRUN_CODE, model.seq_len, *_speedrun_content(model, ends)
+        # The exported code has no key/value cache.
         generation["use_cache"] = False
     else:
         code, seq_len, state, config = _CODE, model.config.seq_len, model.state_dict(), _config(model, ends)
         # A buffer for counting operations, which the exported code does not have.
         state.pop("lookup_mean_rows", None)
+    # Written beside the old folder, which is replaced when all files are there.
     with new_folder(folder, discard_old=True) as unfinished:
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         save_tensors(state, unfinished / "model.safetensors")

@@ -90,6 +90,7 @@ def generate_batch(
     last = torch.tensor([row * longest + length - 1 for row, length in enumerate(lengths)], device=device)
     logits_BV = model(torch.tensor(padded, device=device), cache=cache, positions=last)
     cache.rewind(lengths)
+    # Rows that have neither ended nor reached `max_tokens`.
     running = set(range(len(prompts)))
     while True:
         tokens = [bos_id] * len(prompts)
@@ -98,6 +99,7 @@ def generate_batch(
         else:
             for row in running:
                 tokens[row] = _draw(logits_BV[row].float().cpu(), temperature, top_k, top_p, generators[row])
+        # A document start ends a row and is not part of its text. Ended rows are fed with it to keep the batch's shape.
         running = {row for row in running if tokens[row] != bos_id}
         for row in running:
             made[row].append(tokens[row])
@@ -218,6 +220,7 @@ def _draw(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> int:
     if top_k is not None and top_k < logits.numel():
+        # Tokens with a logit equal to the k-th largest one stay, so ties may leave more than top_k.
         floor = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < floor, float("-inf"))
     # A smaller temperature would be zero in float32; at 1e-30 the likeliest token already has all of the probability.

@@ -341,10 +341,12 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
         x0_BTC, halfway_BTC = x_BTC, x_BTC
         hidden = [x_BTC]
         for layer, block in enumerate(self.blocks):
+            # Every block sees a mixture of the stream and the normalised embeddings.
             x_BTC = self.residual_scales[layer] * x_BTC + self.x0_scales[layer] * x0_BTC
             value_embedding = None
             if block.attention.value_gate is not None:
                 value_embedding = self.value_embeddings[str(layer)](input_ids)
+            # Causal, within the document and the block's window.
             visible_BTS = same_BTS & (distance_TS >= 0) & (distance_TS < config.windows[layer])
             arguments = x_BTC, value_embedding, rotary, visible_BTS, cache
             # `gradient_checkpointing_enable` of transformers sets the function.

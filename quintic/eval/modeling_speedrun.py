@@ -229,6 +229,7 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the head's input for one row of documents, (T, C)."""
         config, width = self.config, self.config.hidden_size
         has = config.switches
+        # Also true for the first token, whether or not it is a bos.
         begins_T = tokens_T == config.bos_token_id
         begins_T[0] = True
         x_TC, injected = self._inputs(tokens_T, begins_T)
@@ -236,7 +237,9 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         injected["embedding"] = x_TC
         if "bigram" in injected:
             x_TC = x_TC + gates.pop("bigram.0") * injected["bigram"]
+        # Outputs that later layers read, by name, and the value embeddings (T, C).
         streams, values = {"entry": x_TC}, [table(tokens_T) for table in self.value_embeddings]
+        # The banks hold the weights of layers that have them, in order: each layer takes the next ones.
         query_keys = iter(self.qk_bank.view(-1, 2 * width, width))
         value_outs = iter(self.vo_bank.view(-1, width, width))
         mlps = self.mlp_bank.view(-1, 2, 4 * width, width)
@@ -245,11 +248,14 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         last = config.num_hidden_layers - 1
         for index, layer in enumerate(config.layers):
             if index == config.sources["early"] + 1 and "late_gates" in config.coefficients:
+                # The second MLP's coefficients are computed from the stream after the early source.
                 gates |= self.late_gates(x_TC, self.gate_scale)
+            # The coefficients of this layer, "name.index", by name.
             own = {name.partition(".")[0]: gate for name, gate in gates.items() if name.endswith(f".{index}")}
             dense_value_TC = None
             if "dense_connections" in has and index == last:
                 streams["last"], injected["embedding"] = x_TC, streams["entry"]
+                # The last layer mixes earlier streams into its input and its values.
                 computed = self.last_connections(x_TC, _COEFFICIENT_SCALE)
                 sources = streams["entry"], streams["shared"], x_TC
                 of_streams, of_values = computed.pop("streams").unsqueeze(-1), computed.pop("values").unsqueeze(-1)
@@ -259,10 +265,12 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
                     heads = config.num_attention_heads
                     computed["value"] = computed.pop("value_gates").repeat_interleave(heads // 2, dim=-1)
                 own |= computed
+            # A gated skip connection from an early layer.
             if layer["skips"]:
                 x_TC = x_TC + torch.sigmoid(self.skip_scale).to(x_TC.dtype) * own["skip"] * streams["early"]
             if layer["attends"]:
                 table = layer["value_table"]
+                # Attention reads the normalised stream, or a shared earlier one.
                 read_TC = _norm(streams.get("shared", x_TC) if "shared_attention_input" in has else x_TC)
                 added_TC = None
                 if table is not None:
@@ -274,6 +282,7 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
                 x_TC = _joined("attention", x_TC, out_TC, own, scales)
                 for name in (name for name in injected if name in own):
                     x_TC = x_TC + own[name] * injected[name]
+            # (T, C) by (C, 4C), squared ReLU, and (T, 4C) by (4C, C).
             out_TC = F.relu(_norm(x_TC) @ mlps[index, 0].T).square() @ mlps[index, 1]
             x_TC = _joined("mlp", x_TC, out_TC, own, scales)
             streams |= {name: x_TC for name, source in config.sources.items() if source == index}
@@ -288,10 +297,12 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the normalised embeddings (T, C), and other inputs (T, C) that layers add to the stream, by name."""
         config, injected, x_TC = self.config, {}, self.embedding(tokens_T)
         if "smear" in config.switches:
+            # A gated fraction of the previous token's embedding, within documents.
             gate_T1 = torch.sigmoid(F.linear(x_TC[:, : config.smear_channels], self.smear_gate))
             gate_T1 = gate_T1.masked_fill(begins_T.unsqueeze(1), 0)
             x_TC = x_TC + self.smear_scale.to(x_TC.dtype) * gate_T1 * _previous(x_TC)
         if "bigram_hash" in config.switches:
+            # Hashes give a table row and a row of signs for each pair of tokens; a document's first token has fixed rows.
             before_T, last_row = _previous(tokens_T), config.bigram_rows - 1
             rows_T = ((36313 * tokens_T) ^ (27191 * before_T)) % last_row
             signs_T = (tokens_T ^ before_T) % config.bigram_sign_rows
@@ -323,6 +334,7 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         query_key, value_weight, out_weight = weights
         if scales is not None:
             value_weight, out_weight = (s * w for s, w in zip(scales.to(read_TC.dtype), weights[1:], strict=True))
+        # One product for queries, keys and values: (T, C) by (3C, C) transposed.
         q_THD, k_THD, v_THD = (
             F.linear(read_TC, torch.cat([query_key, value_weight])).unflatten(-1, (3, heads, -1)).unbind(1)
         )
@@ -334,17 +346,20 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         frequencies = torch.tensor(config.frequencies, dtype=torch.float64, device=read_TC.device)
         angles = torch.outer(positions, frequencies).view(length, copies, 1, -1)
         q, k = (_rotate(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype)) for x in (q, k))
+        # The channels of keys that do not rotate come from the previous token, within documents.
         if layer["key_offset"]:
             rotating, still = k.chunk(2, dim=-1)
             k = torch.cat([rotating, torch.where(begins_T[:, None, None, None], still, _previous(still))], dim=-1)
         documents_N = begins_T.cumsum(0).repeat_interleave(copies)
         distance_NN = (positions[:, None] - positions).long()
         visible_NN = (documents_N[:, None] == documents_N) & (distance_NN >= 0) & (distance_NN <= window)
+        # (T, copies, H, D) to (1, H, N, D).
         q_1HND, k_1HND, v_1HND = (x.flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out_1HND = F.scaled_dot_product_attention(
             q_1HND, k_1HND, v_1HND, attn_mask=visible_NN, scale=config.query_scale
         )
         out_THD = out_1HND.squeeze(0).transpose(0, 1).reshape(length, heads, -1)
+        # Removes a gated fraction of the output along the token's own value.
         if layer["exclusive"]:
             along = (out_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(-1, keepdim=True).clamp_min(1e-8)
             out_THD = out_THD - torch.tanh(gates["exclusive"]).unsqueeze(-1) * along * v_THD

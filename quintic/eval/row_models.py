@@ -88,6 +88,7 @@ class BatchedSpeedrun(nn.Module):
             cache.rows = [torch.cat([old.to(new.device), new]) for old, new in zip(cache.rows, inputs, strict=True)]
         logits = inputs.new_empty((len(wanted), self.vocab_size), dtype=torch.float32)
         for row, tokens in enumerate(inputs if cache is None else cache.rows):
+            # Positions of this row among the wanted ones, shifted by the tokens in the cache.
             asked = (wanted // num_new == row).nonzero().squeeze(1)
             if len(asked):
                 places = wanted[asked] % num_new + before[row]

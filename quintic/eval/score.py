@@ -66,6 +66,7 @@ def document_sums(
     for batch in batches:
         inputs, targets = batch.inputs.to(device), batch.targets.to(device)
         documents = torch.zeros(targets.shape, dtype=torch.int64) if batch.documents is None else batch.documents
+        # Grow to the largest index of a document.
         missing = int(documents.max()) + 1 - len(sums)
         if missing > 0:
             sums = torch.cat([sums, sums.new_zeros(missing, 3)])
@@ -90,6 +91,7 @@ def score_from_sums(sums: Tensor) -> Score:
     Raises:
         ValueError: no document has text.
     """
+    # Documents without scored tokens are left out.
     nats_D, bytes_D, tokens_D = sums[sums[:, 2] > 0].cpu().unbind(dim=1)
     nats, num_bytes, num_tokens = (float(column.sum()) for column in (nats_D, bytes_D, tokens_D))
     if num_bytes == 0:

@@ -86,6 +86,7 @@ def text_batches(
                 row = []
                 waiting.append(row)
             row += [(token, number) for token in piece]
+            # A full row, or too many rows to search: the fullest one is finished.
             if len(row) == length or len(waiting) > _ROWS_WITH_ROOM:
                 fullest = max(waiting, key=len)
                 waiting.remove(fullest)

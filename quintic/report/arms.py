@@ -48,6 +48,7 @@ class Arm:
 
     def shared(self) -> list[list[Point]]:
         """Return the evaluations of all runs, for each step at which all of them were evaluated."""
+        # step -> evaluation, for each run.
         by_step = [{point["step"]: point for point in points} for points in self.curves]
         steps = set(by_step[0]).intersection(*by_step[1:])
         return [[points[step] for points in by_step] for step in sorted(steps)]
@@ -83,6 +84,7 @@ def _check_seeds(name: str, runs: Sequence[str], histories: Sequence[RunHistory]
     options_of_runs = [dict(flatten(history.run.get("config") or {})) for history in histories]
 
     def settings(history: RunHistory, options: Mapping[str, Any]) -> dict[str, str]:
+        # All settings as text, except the free ones, which are known by their names without the section.
         kept = {key: str(value) for key, value in options.items() if key.split(".")[-1] not in _FREE_AMONG_SEEDS}
         machine = history.run.get("machine") or {}
         kept |= {name: str(machine[name]) for name in ("dtype", "fp8") if name in machine}

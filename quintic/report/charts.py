@@ -141,6 +141,7 @@ def line_chart(
         matplotlib.rcParams.update(
             {"svg.fonttype": "none", "svg.hashsalt": title + x_label, "text.parse_math": False, "font.size": 13}
         )
+        # matplotlib has 72 units per inch. Without pyplot, no global state of the process is touched.
         figure = matplotlib.figure.Figure(figsize=(_WIDTH / 72, _HEIGHT / 72))
         figure.patch.set_visible(False)
         canvas = matplotlib.backends.backend_svg.FigureCanvasSVG(figure)
@@ -157,6 +158,7 @@ def line_chart(
         for curve, line in drawn:
             place = barred.index(curve) - (len(barred) - 1) / 2 if curve.spread else 0.0
             titles += _draw_curve(axes, curve, line, alone=len(drawn) == 1, shift=4 * place / _PLOT_WIDTH)
+        # The range after drawing, to find out whether curves leave it.
         low, high = axes.get_ylim()
         canvas.print_svg(file, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     keys = [
@@ -210,6 +212,7 @@ def _thinned_points(curve: Curve, log_y: bool) -> _Line:
     spread = curve.spread or [None] * len(curve.x)
     line = _Line()
     for start in range(0, len(curve.x), size):
+        # Average the finite values of `size` neighbours; the band spans their range.
         group = slice(start, start + size)
         points = [
             (value, edges or (value, value))
@@ -274,6 +277,7 @@ def _draw_frame(
     inner = [tick for tick in locator.tick_values(first, last) if first <= tick < last - 0.18 * (last - first)]
     x_ticks = [*inner, last]
 
+    # The y range: data and error bars, the given limits, and always the references.
     ys = [y for line in lines for y in (*line.y, *line.low, *line.high) if math.isfinite(y) and (y > 0 or not log_y)]
     low, high = (limit(ys) if given is None else given for limit, given in zip((min, max), y_limits, strict=True))
     low, high = min([low, *references]), max([high, *references])
@@ -284,6 +288,7 @@ def _draw_frame(
         ticks = [factor * 10.0**power for power in powers for factor in ((1, 2, 5) if high < 100 * low else (1,))]
     else:
         ticks = [float(f"{tick:.12g}") for tick in ticker.MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high)]
+    # From the last tick below the data to the first tick above it.
     bottom = max((tick for tick in ticks if tick <= low), default=ticks[0])
     top = min((tick for tick in ticks if tick >= high), default=ticks[-1])
     y_ticks = [tick for tick in ticks if bottom <= tick <= top]

@@ -117,6 +117,7 @@ def _reached(points: Sequence[Point], loss: float, unit: str) -> tuple[float, fl
         loss: the loss to reach.
         unit: field of the points that holds the loss, "bpb" or "loss".
     """
+    # The first evaluation at or below the loss, and the point on the line from the evaluation before.
     for index, after in enumerate(points):
         if after[unit] > loss:
             continue
@@ -141,6 +142,7 @@ def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
         assert target is not None
         reached = [_reached(points, target, unit) for points in arm.curves]
     assert last is not None
+    # Runs that never reached the loss count as infinite in the median.
     steps = [None if at is None else at[0] for at in reached]
     step = median(steps, math.inf)
     seconds = None if step is None else median([None if at is None else at[1] for at in reached], math.inf)
@@ -208,6 +210,7 @@ def _results(arms: Sequence[Arm]) -> list[list[str]]:
 
     rows: list[tuple[str, list[list[float | None]], Callable[[float], str]]] = []
     rows.append(("steps", [arm.steps() for arm in arms], "{:,.0f}".format))
+    # A run may have made steps after its last finite evaluation.
     if any(arm.steps() != arm.ends("step") for arm in arms):
         rows.append(("step of this evaluation", [arm.ends("step") for arm in arms], "{:,.0f}".format))
     warning = "; not comparable here" if tokenizers_differ(arms) else ""
@@ -241,6 +244,7 @@ def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Cha
     def draw(field: str, x: str, x_label: str, divisor: float) -> Chart:
         curves = []
         for look, (arm, rows) in enumerate(zip(arms, shared, strict=True)):
+            # The position of a point is the median over runs, for example of their training times.
             placed = [(at, row) for row in rows if (at := median(point[x] for point in row)) is not None]
             spread = [_spread(row, field, errors=errors) for _, row in placed]
             curve = Curve(

@@ -74,6 +74,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist: give the folder of a run, which holds {path.name}") from error
+    # `last` is the number of the last line with text, which may be incomplete.
     records: list[dict[str, Any]] = []
     last = len(lines) if lines[-1] else len(lines) - 1
     for number, line in enumerate(lines, start=1):
@@ -142,6 +143,7 @@ class RunHistory:
             kinds.setdefault(str(record.get("kind")), []).append(record)
         final = kinds.get("final", [{}])[-1]
         train, evals = _by_step(kinds.get("train", [])), _by_step(kinds.get("eval", []))
+        # A final evaluation without an `eval` record: `final` has no tokens, except in a speedrun.
         if final.get("loss") is not None and final.get("step", 0) > (evals[-1]["step"] if evals else 0):
             evals.append({"tokens": train[-1].get("tokens") if train else None, **final})
         if not (train or evals):

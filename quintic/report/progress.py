@@ -196,6 +196,7 @@ class Progress:
                 figures += [*([(2, score)] if self._evaluation else []), (4, _speed(self._train))]
                 figures += [(7, text) for text in _rate_lines(self._train)]
                 figures += [*((5, text) for text in _machine(self._train)), (1, self._times())]
+            # Of equal priorities the later one is left out first.
             while len(figures) > 1 and len(_line(figures)) > width:
                 figures.pop(max(range(len(figures)), key=lambda place: (figures[place][0], place)))
             line = Text(_line(figures), style="dim", no_wrap=True, overflow="ellipsis")
@@ -213,6 +214,7 @@ class Progress:
         if self._anchor is None or self.step <= self._anchor[0]:
             return f"{elapsed}, time left not known yet"
         anchor_step, anchor_time = self._anchor
+        # At the mean speed since the anchor.
         left = (now - anchor_time) / (self.step - anchor_step) * (self.total_steps - self.step)
         return f"{elapsed}, {_clock_time(left)} left"
 

@@ -50,6 +50,7 @@ def wrong_in(record: Mapping[str, Any], line: bytes) -> str | None:
         return "a text in it has half of a character (a lone surrogate)"
     if record.get("step", None if record.get("kind") in _STEPPED_KINDS else 0) is None:
         return 'it has no "step"'
+    # Unknown names match none of the tables.
     for name, value in record.items():
         if value is None:
             continue

@@ -240,6 +240,7 @@ def _rates(history: RunHistory) -> list[Chart]:
         if peak <= 0:
             continue
         shape = [None if value is None else 100 * value / peak for value in values]
+        # An earlier curve with the same shape, or a new one.
         same = next((i for i, curve in enumerate(curves) if curve.x == x and _is_close(shape, curve.y)), len(curves))
         if same == len(curves):
             curves.append(Curve(label=name, x=x, y=shape, look=same))
@@ -307,5 +308,6 @@ def _newest(history: RunHistory, field: str) -> float | None:
 
 def _thinned(records: Records) -> Records:
     """Return evenly spaced records including the last one, few enough for a readable table."""
+    # Counted from the end, so that the last record is included.
     stride = -(-len(records) // _MAX_TABLE_ROWS)
     return records[::-1][:: max(1, stride)][::-1]

@@ -55,6 +55,7 @@ def _time_shares(history: RunHistory) -> list[tuple[str, float]]:
             return []
         shares = {name: value / total for name, value in sums.items()}
     known = [(label, share) for name, label in _PHASES if (share := shares[name]) is not None]
+    # Time outside of the measured phases, unless negligible.
     rest = 1.0 - sum(share for _, share in known)
     return [*known, ("everything else", rest)] if rest > 0.002 else known
 

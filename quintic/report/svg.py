@@ -24,6 +24,7 @@ def inline(svg: str, name: str, titles: Iterable[str]) -> str:
         name: name of the drawing, for screen readers.
         titles: titles of the marks in the order of drawing, shown when the pointer is on a mark.
     """
+    # Metadata, style sheets and comments are for files; the page has styles of its own.
     svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.*?-->", "", svg, flags=re.DOTALL)
     head, body = re.findall(r'(<svg[^>]* viewBox="[^"]*")[^>]*>(.*)', svg, flags=re.DOTALL)[0]
     box = head[head.index("viewBox") :]
@@ -40,6 +41,7 @@ def inline(svg: str, name: str, titles: Iterable[str]) -> str:
 def _tidied(match: re.Match[str]) -> str:
     """Return a tag without unused names, in the page's font and colours, with numbers rounded to hundredths."""
     tag = match[0]
+    # Groups need no names, except that of the marks; text takes the page's font.
     if tag.startswith("<g id="):
         if tag.endswith("/>"):
             return ""
