@@ -20,7 +20,7 @@ from quintic.kernels.dispatch import Kernels, choose_kernels
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, ranks_of
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, gradient_dtype, writable_gradient
 from quintic.optim.plan.schedule import overlapping_bytes, prefetch_one_schedule
 from quintic.optim.plan.workspace.buckets import averaged_entries, averaging_stages
@@ -54,19 +54,19 @@ class GradientAverages:
     ) -> None:
         self._groups, self._communicators, self._precomputed = groups, communicators, precomputed
         self._shards = shards
+        # The ranks of each group whose gradients differ among ranks; empty where there is nothing to average.
         self.ranks = {
             number: ranks_of(of_group)
             for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True))
             if group.comms in AVERAGING and any(of_group)
         }
-        """The ranks of each group whose gradients differ among ranks; empty where there is nothing to average."""
+        # Parameters without a gradient of this rank, which have one until the step is over, because other ranks do.
         self._zero_filled: list[Tensor] = []
-        """Parameters without a gradient of this rank, which have one until the step is over, because other ranks do."""
         self._reduce_scatters: dict[object, list[list[tuple[ReduceScatterPlan, list[int]]]]] = {}
+        # Upper bound of the temporary bytes of averaging whole gradients.
         self.workspace_bytes = 0
-        """Upper bound of the temporary bytes of averaging whole gradients."""
+        # Groups whose averages stand in `p.grad`.
         self._whole = [number for number in self.ranks if groups[number].comms == "replicated"]
-        """Groups whose averages stand in `p.grad`."""
         self.has_whole = bool(self._whole)
         for together in self._of_same_ranks(self._whole):
             # Most gradients have the dtype of their parameter.
