@@ -302,7 +302,7 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             gate_T1 = gate_T1.masked_fill(begins_T.unsqueeze(1), 0)
             x_TC = x_TC + self.smear_scale.to(x_TC.dtype) * gate_T1 * _previous(x_TC)
         if "bigram_hash" in config.switches:
-            # Hashes give a table row and a row of signs for each pair of tokens; a document's first token has fixed rows.
+            # Hashes give a table row and signs for each pair of tokens; a document's first token has fixed ones.
             before_T, last_row = _previous(tokens_T), config.bigram_rows - 1
             rows_T = ((36313 * tokens_T) ^ (27191 * before_T)) % last_row
             signs_T = (tokens_T ^ before_T) % config.bigram_sign_rows
