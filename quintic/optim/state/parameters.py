@@ -20,7 +20,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_uneven, group_ranks, start_broadcasts, this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import SHARDED_MODES, layouts_of
-from quintic.optim.groups.options import Group, found_parameter
+from quintic.optim.groups.group import Group, found_parameter
 from quintic.optim.groups.ties import check_shapes
 from quintic.optim.layout.layouts import Layout, intersection, local_tensor, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order

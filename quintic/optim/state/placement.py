@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import is_dense
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.rules.rule import MASTER, MASTER_SPECS
 from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.sharing import layouts_of, sharding_ranks
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import numel_of, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import Unit, View

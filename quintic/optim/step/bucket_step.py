@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.groups.ties import Tie
 from quintic.optim.plan.bucket import Bucket, Gathered, ParameterUnit, Sharded, ShardedMatrices
 from quintic.optim.plan.members import BucketMember, update_dtype

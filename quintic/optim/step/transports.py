@@ -28,7 +28,7 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Box
 from quintic.optim.layout.packing import MemorySpan, Packing, span_of
 from quintic.optim.plan.bucket import Gathered, Sharded, Units

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from quintic.kernels.dispatch import Kernels
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import size_of
 from quintic.optim.layout.views import is_transposed
 from quintic.optim.plan.bucket import Sharded, ShardedMatrices, ShardedTable, Units

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
 from quintic.kernels.products.choose_products import queued_matrices
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.views import View, is_plain
 from quintic.optim.plan.bucket import Units
 from quintic.optim.plan.members import direction_dtype, update_dtype
