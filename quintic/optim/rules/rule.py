@@ -114,10 +114,11 @@ class MatrixStage:
     def apply(
         self, matrices: Tensor, state: Mapping[str, Tensor], options: StageOptions
     ) -> tuple[Tensor, Tensor | None]:
-        """Return matrices (b, m, n) in place of those given, and factors (b, m or 1, n or 1) on them, None for 1.
+        """Return matrices (b, m, n) in place of those given, and factors on them, None for 1.
 
-        Each matrix must come out as it would by itself, to the last bit: sums as in `sums.py`. State by name, (b, m, n)
-        or (b, m, 1), or (b, 1, n) for `"neurons"`, in float32 or float64, is changed in place; the matrices are not.
+        Factors, (b, m, 1) or (b, 1, n), are for stages with `"neurons"` state, in whose message they travel. Each
+        matrix must come out as it would by itself, to the last bit: sums as in `sums.py`. State by name, (b, m, n), or
+        (b, m, 1) or (b, 1, n) for `"neurons"`, in float32 or float64, is changed in place; the matrices are not.
         """
         raise NotImplementedError
 

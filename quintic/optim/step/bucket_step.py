@@ -5,7 +5,7 @@ Its phases, on the pieces of parameters that this rank holds, or owns where stat
     gradients   sharded state: gradients -> the owners of their entries, where they become means
     momentum    the momentum advances; directions (b, m, n)
     gather      matrices in pieces: directions -> the owners of the matrices
-    matrices    at the owner, whole: orthogonalised, then scaled neuron by neuron (NorMuon)
+    matrices    at the owner, whole: the rule's stages, before, polar and after (`matrix_stages.py`)
     scatter     matrices in pieces: updates and neuron factors -> the pieces
     write       weights decay, and step against the updates
     publish     sharded state: weights -> all ranks
@@ -24,7 +24,8 @@ What holds throughout:
   has arrived: temporary memory is as planned (`plan/memory/`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -38,14 +39,14 @@ from quintic.optim.plan.bucket import Bucket, Gathered, ParameterUnit, Sharded, 
 from quintic.optim.plan.members import BucketMember, update_dtype
 from quintic.optim.plan.schedule import Schedule, prefetch_one_schedule
 from quintic.optim.polar.forms import Form
-from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.device import DeviceHyperparameters, is_capturing
 from quintic.optim.rules.table import NEURON_MOMENT
-from quintic.optim.rules.update import neuron_factors_, second_moment_shape
+from quintic.optim.rules.update import second_moment_shape
 from quintic.optim.state.shards import StateShard
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.averaging import PrecomputedAverages
 from quintic.optim.step.consensus import RankConsensus
+from quintic.optim.step.matrix_stages import MatrixState, apply_after, orthogonalized
 from quintic.optim.step.offload.offload import Offload, OffloadedPart
 from quintic.optim.step.operands import BucketCache, Operands, State
 from quintic.optim.step.ranges import NO_RANGES, Ranges, ranges_of
@@ -54,7 +55,7 @@ from quintic.optim.step.torch_backend import TorchBackend, UpdateBackend, step_a
 from quintic.optim.step.transports import Gather, Shard, Transport, as_rows, factors_of_pieces, join_units, split_units
 from quintic.optim.step.triton_backend import TritonBackend, step_adamw_triton
 
-__all__ = ["NO_OPERANDS", "BucketStep", "StepContext", "orthogonalized", "run_overlapping"]
+__all__ = ["NO_OPERANDS", "BucketStep", "StepContext", "run_overlapping"]
 
 NO_OPERANDS = Operands((), [], [], [], 0)
 """The operands of a bucket between steps: no gradient is kept alive."""
@@ -204,55 +205,64 @@ class BucketStep:
             if active.params and self._offload is None:
                 backend = self._backend(active, group, self.cache, own_mask)
             elif active.params and self._offload is not None:
-                backend = self._offload.backend(self.number, active, group, own_mask, self._backend)
+                backend = self._offload.passes(self.number, active, group, own_mask, self._backend)
             directions: Tensor | None = None
+            # State of the parameter's shape that a stage on whole matrices needs travels as the directions do.
+            batches: dict[str, Tensor] = {}
             if backend is not None:
                 with self.ranges["momentum"]:
                     directions = backend.directions()  # (b, m, n), or pieces of units (units, rows, columns)
                     if units is not None:
                         directions = directions.contiguous()
+                batches = self._read_state(active)
             # gather
             if isinstance(transport, Gather):
                 with self.ranges["send directions"]:
                     wait_for_units = transport.start_gather(directions)
-                directions = None
+                    wait_for_state = transport.start_gather_state(group, batches)
+                directions, batches = None, {}
                 yield
                 with self.ranges["receive directions"]:
-                    directions = wait_for_units()  # (owned, *unit shape)
-                del wait_for_units
+                    directions, batches = wait_for_units(), wait_for_state()  # (owned, *unit shape) each
+                del wait_for_units, wait_for_state
             # matrices
             assert directions is not None
             if units is None:
                 # (matrices, 1): the learning-rate scale times the own multiplier
                 scales = self.cache.scales(bucket, group, active.members, self._shapes, _numbers_of)
-                moments = None if group.normalize is None else self.cache.moments(group.view, active)
+                moments = None if group.rule.neuron_state is None else self.cache.moments(group.view, active)
+                state = self._matrix_state(active.members, batches, moments)
                 update, factor = self.compute_update(
-                    active.members, directions, bucket.form, scales.view(-1, 1, 1), moments, mask
+                    active.members, directions, bucket.form, scales.view(-1, 1, 1), state, mask
                 )
                 factors = [factor]
             else:
                 # (units of all ranks, kinds)
                 scales = self.cache.scales(bucket, group, units.all, self._shapes, _numbers_of_units)
-                update, factors = self._compute_units(directions, scales, mask)
+                update, factors, batches = self._compute_units(directions, batches, scales, mask)
             del directions
             # scatter
             if isinstance(transport, Gather):
-                unit_moments = None if group.normalize is None else self._unit_moments()
+                unit_moments = None if group.rule.neuron_state is None else self._unit_moments()
                 with self.ranges["send updates"]:
                     wait_for_pieces = transport.start_scatter(update, factors, unit_moments)
+                    wait_for_state = transport.start_scatter_state(batches)
                 del update, factors
+                batches = {}
                 yield
                 with self.ranges["receive updates"]:
                     update, factors = wait_for_pieces()  # (units, *piece shape)
-                del wait_for_pieces
+                    batches = wait_for_state()
+                del wait_for_pieces, wait_for_state
             # write
             if backend is not None:
                 with self.ranges["update weights"]:
+                    self._write_state(active, batches)
                     if units is not None or group.scale_decay:
                         backend.apply(as_rows(update), self._factors_of_pieces(factors, scales))
                     else:
                         backend.apply(update, factors[0])
-            del backend, update, factors
+            del passes, update, factors, batches
 
         # publish
         if isinstance(transport, Shard):
@@ -343,17 +353,56 @@ class BucketStep:
 
         return self.cache.cached("moments", None, make)
 
-    def _compute_units(self, directions: Tensor, scales: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """Return the updates of this rank's units, like the directions, and for each kind factors (b, m or 1, n or 1).
+    def _read_state(self, active: Operands) -> dict[str, Tensor]:
+        """Return by name copies (b, m, n), in order like directions, of state that stages on whole matrices need."""
+        specs = self.group.rule.matrix_state
+        if not specs:
+            return {}
+        with nullcontext() if self._offload is None else self._offload.reachable():
+            return {
+                spec.name: self.cache.places.read(
+                    active, self.group.view, [state[spec.name] for state in active.states]
+                )
+                for spec in specs
+            }
+
+    def _write_state(self, active: Operands, batches: Mapping[str, Tensor]) -> None:
+        """Store what `_read_state` returned, advanced by its owners, as pieces (units, *piece shape) too."""
+        if not batches:
+            return
+        with nullcontext() if self._offload is None else self._offload.reachable():
+            for name, batch in batches.items():
+                self.cache.places.write(active, self.group.view, [state[name] for state in active.states], batch)
+
+    def _matrix_state(
+        self,
+        members: Sequence[BucketMember],
+        batches: Mapping[str, Tensor],
+        moments: Sequence[Tensor] | None,
+        kind: int = 0,
+    ) -> MatrixState:
+        """Return the state of a batch of matrices, of the kind with this number in a unit."""
+        if moments is None:
+            return MatrixState(batches)
+        names = (member.name for member in members)
+        return MatrixState(batches, moments, lambda: self.cache.neuron_table(self.bucket, moments, names, kind))
+
+    def _compute_units(
+        self, directions: Tensor, batches: Mapping[str, Tensor], scales: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        """Return the updates of this rank's units, for each kind factors (b, m or 1, n or 1), and the state advanced.
 
         Args:
             directions: (owned, *unit shape) contiguous.
+            batches: by name state that stages on whole matrices need, each like the directions.
             scales: (units of all ranks, kinds).
-            mask: (units of all ranks,); where it is zero, NorMuon's second moments keep their bits.
+            mask: (units of all ranks,); where it is zero, state keeps its bits.
         """
         bucket, units = self.bucket, self.units
         assert units is not None
-        normalizes, owned = self.group.normalize is not None, units.local_slice
+        normalizes, owned = self.group.rule.neuron_state is not None, units.local_slice
+        by_name = {name: split_units(batch.view(len(batch), *units.shape), units) for name, batch in batches.items()}
+        advanced: dict[str, list[Tensor]] = {name: [] for name in batches}
         directions = directions.view(len(directions), *units.shape)
         scales, mask = scales[owned], None if mask is None else mask[owned]
         moments = [of_kind[owned] for of_kind in self._unit_moments()] if normalizes else None
@@ -365,10 +414,12 @@ class BucketStep:
                 # The last bit of a product may follow from strides, which differ between layouts.
                 matrices = matrices.contiguous()
             factor = scales[:, number].view(-1, 1, 1)
+            own_batches = {name: blocks[number].flatten(1, 2).contiguous() for name, blocks in by_name.items()}
             if len(matrices):
                 of_kind = None if moments is None else moments[number]
                 members = units.local_matrices[number]
-                update, factor = self.compute_update(members, matrices, kind.form, factor, of_kind, mask, number)
+                state = self._matrix_state(members, own_batches, of_kind, number)
+                update, factor = self.compute_update(members, matrices, kind.form, factor, state, mask, number)
             else:
                 # A new tensor: a view would keep the directions alive.
                 update = torch.empty_like(matrices, dtype=update_dtype(kind.form, bucket.dtype))
@@ -376,7 +427,9 @@ class BucketStep:
                     factor = scales.new_empty((0, *second_moment_shape(*kind.shape)))
             updates.append(update)
             factors.append(factor)
-        return join_units(updates, units), factors
+            for name, batch in own_batches.items():
+                advanced[name].append(batch)
+        return join_units(updates, units), factors, {name: join_units(own, units) for name, own in advanced.items()}
 
     def _factors_of_pieces(self, factors: Sequence[Tensor], scales: Tensor) -> Tensor:
         """Return the factors of this rank's pieces, (b, rows or 1, columns or 1); with `scale_decay` (2b, ...).
@@ -405,7 +458,7 @@ class BucketStep:
         directions: Tensor,
         form: Form | None,
         scales: Tensor,
-        moments: Sequence[Tensor] | None,
+        state: MatrixState,
         mask: Tensor | None,
         kind: int = 0,
     ) -> tuple[Tensor, Tensor]:
@@ -416,46 +469,16 @@ class BucketStep:
             directions: (b, m, n), of matrices of one kind.
             form: how they are orthogonalised; None for the group's function.
             scales: (b, 1, 1), the learning-rate scale times the own multiplier.
-            moments: with `normalize="neuron"` second moments, tensors (matrices, m, 1) or (matrices, 1, n), which add
-                up to the batch in order; they are advanced.
-            mask: () or (b,) int32 on the device; where it is zero, moments keep their bits. None for nowhere.
+            state: of the batch; it is advanced.
+            mask: () or (b,) int32 on the device; where it is zero, state keeps its bits. None for nowhere.
             kind: the number of the kind in a unit.
         """
-        with self.ranges["orthogonalize"]:
-            update, factors = orthogonalized(directions, form, self.bucket, self.group), scales
-        if moments is not None:
-            table = self.cache.neuron_table(self.bucket, moments, (member.name for member in members), kind)
-            with self.ranges["normalize neurons"]:
-                factors = _neuron_factors(update, scales, moments, table, float(self.group.normalize_beta), mask)
+        polar = orthogonalized(directions, state, form, self.bucket, self.group, self.ranges)
+        update, factors = apply_after(polar, scales, state, self.group, mask, self.ranges)
         if self._is_sampled:
-            values = measure(directions, update, factors)
+            values = measure(directions, polar, update, factors)
             self._context.measured[self.number][kind] = Measured(list(members), values, mask)
         return update, factors
-
-
-def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Group) -> Tensor:
-    """Return the updates (b, m, n) of a bucket's directions: a new tensor, in `update_dtype`."""
-    if form is not None:
-        return apply_form(directions, form, bucket.kernels)
-    assert callable(group.orthogonalizer)
-    return apply_function(directions, group.orthogonalizer, bucket.name)
-
-
-def _neuron_factors(
-    update: Tensor, scales: Tensor, moments: Sequence[Tensor], table: Tensor | None, beta: float, mask: Tensor | None
-) -> Tensor:
-    """Return scales times the factors of neurons; advance the second moments, by a kernel if there is a table."""
-    if table is not None:
-        from quintic.kernels.update.neuron import advance_neuron_factors_
-
-        return advance_neuron_factors_(update, table, scales, beta=beta, apply_mask=mask)
-    before = torch.cat(list(moments))
-    after = before.clone()
-    factors = neuron_factors_(update, after, beta=beta)
-    if mask is not None:
-        after = torch.where(mask.view(-1, 1, 1) != 0, after, before)
-    torch._foreach_copy_(list(moments), list(after.split([moment.shape[0] for moment in moments])))
-    return scales * factors
 
 
 def _numbers_of(members: Sequence[BucketMember]) -> list[tuple[int]]:

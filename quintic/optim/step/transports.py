@@ -70,6 +70,32 @@ class Gather:
             pieces = torch.empty((exchange.num_units, 0), dtype=bucket.direction_dtype, device=bucket.device)
         return exchange.start_gather(pieces.contiguous(), self.process_group)
 
+    def start_gather_state(self, group: Group, batches: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Send the state that stages on whole matrices need to the owners, as directions travel and beside them.
+
+        Args:
+            group: the bucket's; it says which state, also to a rank that holds no piece.
+            batches: by name (units, rows, columns), in the order of all units; none where this rank has no pieces.
+
+        Returns:
+            A function that returns by name (owned, *unit shape) contiguous.
+        """
+        exchange, dtype = self.bucket.exchange, self.bucket.dtype
+        waits: dict[str, Callable[[], Tensor]] = {}
+        for spec in group.rule.matrix_state:
+            pieces = batches.get(spec.name)
+            if pieces is None:
+                own_dtype = spec.dtype_for(dtype, group.state_dtype)
+                pieces = torch.empty((exchange.num_units, 0), dtype=own_dtype, device=self.bucket.device)
+            waits[spec.name] = exchange.start_gather(pieces, self.process_group)
+        return lambda: {name: wait() for name, wait in waits.items()}
+
+    def start_scatter_state(self, batches: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Send state that owners advanced, by name (owned, *unit shape), back; wait for (units, *piece shape) each."""
+        exchange, group = self.bucket.exchange, self.process_group
+        waits = {name: exchange.start_scatter(batch, group) for name, batch in batches.items()}
+        return lambda: {name: wait() for name, wait in waits.items()}
+
     def start_scatter(
         self, updates: Tensor, factors: Sequence[Tensor], moments: Sequence[list[Tensor]] | None
     ) -> Callable[[], tuple[Tensor, list[Tensor]]]:
@@ -99,7 +125,7 @@ class Gather:
         vectors = [factor.flatten(1) for factor in factors]
         for of_kind, factor in zip(moments, factors, strict=True):
             own = of_kind[units.local_slice]
-            own_vectors = torch.cat(own).flatten(1) if own else factor.flatten(1)
+            own_vectors = torch.cat(list(own)).flatten(1) if own else factor.flatten(1)
             vectors.append(own_vectors.to(factor.dtype))
         # (owned, entries of all factors, then of all moments)
         wait_for_vectors = exchange.start_all_gather(torch.cat(vectors, dim=1), self.process_group)
@@ -138,7 +164,7 @@ class Shard:
         params: the parameters of the bucket's group.
         table: which rows of its one parameter travel, with `comms="sharded_sparse"`.
         cache: the bucket's tensors that are kept between steps.
-        precomputed: averages made before the step, by clipping, which then take the place of the message.
+        early: averages made before the step, by clipping, which then take the place of the message.
     """
 
     def __init__(
@@ -151,7 +177,7 @@ class Shard:
         precomputed: PrecomputedAverages,
     ) -> None:
         self.bucket, self._table, self._cache = bucket, table, cache
-        self._communicators, self._precomputed = communicators, precomputed
+        self._communicators, self._precomputed = communicators, early
         # A parameter may have several pieces in the bucket; messages pack its gradient and weights once.
         names = {part.index: part.name for part in bucket.shards}
         places = {index: place for place, index in enumerate(names)}
@@ -186,7 +212,7 @@ class Shard:
         """Return `local_operands` for a step, whose touched rows are read off the same gradients."""
         local = self.local_operands()
         if self._table is not None:
-            self._table.pin_gradient(next(iter(local.gradients), None))
+            self._table.hold(next(iter(local.gradients), None))
         return local
 
     def start_gradients(self, local: Operands) -> Callable[[], Tensor]:
