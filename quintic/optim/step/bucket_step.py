@@ -205,7 +205,7 @@ class BucketStep:
             if active.params and self._offload is None:
                 backend = self._backend(active, group, self.cache, own_mask)
             elif active.params and self._offload is not None:
-                backend = self._offload.passes(self.number, active, group, own_mask, self._backend)
+                backend = self._offload.backend(self.number, active, group, own_mask, self._backend)
             directions: Tensor | None = None
             # State of the parameter's shape that a stage on whole matrices needs travels as the directions do.
             batches: dict[str, Tensor] = {}
@@ -262,7 +262,7 @@ class BucketStep:
                         backend.apply(as_rows(update), self._factors_of_pieces(factors, scales))
                     else:
                         backend.apply(update, factors[0])
-            del passes, update, factors, batches
+            del backend, update, factors, batches
 
         # publish
         if isinstance(transport, Shard):

@@ -164,7 +164,7 @@ class Shard:
         params: the parameters of the bucket's group.
         table: which rows of its one parameter travel, with `comms="sharded_sparse"`.
         cache: the bucket's tensors that are kept between steps.
-        early: averages made before the step, by clipping, which then take the place of the message.
+        precomputed: averages made before the step, by clipping, which then take the place of the message.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Shard:
         precomputed: PrecomputedAverages,
     ) -> None:
         self.bucket, self._table, self._cache = bucket, table, cache
-        self._communicators, self._precomputed = communicators, early
+        self._communicators, self._precomputed = communicators, precomputed
         # A parameter may have several pieces in the bucket; messages pack its gradient and weights once.
         names = {part.index: part.name for part in bucket.shards}
         places = {index: place for place, index in enumerate(names)}
@@ -212,7 +212,7 @@ class Shard:
         """Return `local_operands` for a step, whose touched rows are read off the same gradients."""
         local = self.local_operands()
         if self._table is not None:
-            self._table.hold(next(iter(local.gradients), None))
+            self._table.pin_gradient(next(iter(local.gradients), None))
         return local
 
     def start_gradients(self, local: Operands) -> Callable[[], Tensor]:

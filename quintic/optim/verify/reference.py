@@ -61,7 +61,7 @@ class Rounding(NamedTuple):
     update: float
     """The largest distance of a weight's change."""
     second_moment: float
-    """Largest of the second moments of its update; 0 without them."""
+    """The largest distance of one of the second moments of its updates; 0 without them."""
 
 
 Roundings = dict[tuple[Tensor, int], Rounding]
@@ -298,7 +298,7 @@ def _step_matrices(
 
 
 def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter, *, measure: bool) -> Rounding | None:
-    """Step one matrix (1, m, n) of a parameter; return what rounding did to it, if that is asked for."""
+    """Step one matrix (1, m, n) of a parameter; return the effect of rounding on it if `measure` is set."""
     group, rule = parameter.group, parameter.group.rule
     weight, momentum = matrix["weight"], matrix[MOMENTUM]
     m, n = weight.shape[1:]
@@ -306,10 +306,11 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter
     # Direction: momentum, in the dtype in which the real step orthogonalises.
     (direction,) = momentum_([momentum], [matrix["gradient"]], mu=float(group.momentum), nesterov=group.nesterov)
     direction = direction.to(direction_dtype(form, weight.dtype)).contiguous()
+    # The stages on whole matrices: before, polar and after, whose state is updated.
     state = {spec.name: matrix[spec.name] for stage in rule.after for spec in stage.state}
     before = {name: value.clone() for name, value in state.items()}
     polar = _polar(rule.prepare(direction, state, group), form, parameter)
-    # In the dtype of the step, so that on CPUs not even the last bit differs.
+    # Scale of the update, (1, 1, 1), in the dtype of the real step, so that on CPUs not even the last bit differs.
     arithmetic = torch.promote_types(weight.dtype, torch.float32)
     factor = torch.full((1, 1, 1), group.rule.lr_factor(group.adjust_lr, m, n), dtype=arithmetic, device=weight.device)
     if group.lr_multipliers is not None:

@@ -262,7 +262,8 @@ def _compare_matrices(
     view, shape = parameter.group.view, parameter.param.shape
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
     holders = parameter.holders() if parameter.sharded is not None else {}
-    # State that follows from orthogonalised updates, whose rounding it has.
+    # Weight and state of its shape: gathered, since a matrix may lie on several ranks, and compared as (b, m, n).
+    # Moments of orthogonalised updates have the rounding of these.
     of_updates = {spec.name for spec in parameter.group.rule.matrix_state}
     for key in ("weight", *(spec.name for spec in parameter.group.rule.state if spec.shape == "param")):
         gather = parameter.whole if key == "weight" else partial(parameter.whole_of, key)
@@ -273,7 +274,7 @@ def _compare_matrices(
             is_elsewhere = key != "weight" and this_rank() not in holders.get((block, index), parameter.ranks)
             if right.numel() == 0 or is_elsewhere:
                 continue
-            # A parameter that was not stepped has not changed.
+            # A parameter that was not stepped has no entry, and must not have changed.
             rounding = roundings.get((parameter.param, number), Rounding(0.0, 0.0))
             if key == "weight":
                 scale = largest(right - old)

@@ -187,12 +187,12 @@ def _size(bucket: Bucket, group: Group, sharded: Mapping[Tensor, ShardedState]) 
     batches = hosted.of_pass(0), hosted.of_pass(1)
     directions, weights = (max((batch.size for batch in of_pass), default=0) for of_pass in batches)
     # State that stages on whole matrices need passes through no buffer: the step copies it to a batch, and back.
-    batches = sum(
+    whole = sum(
         block_of(state[spec.name], member, group.view).nbytes
         for spec in group.rule.matrix_state
         for member, state in zip(bucket.members, states, strict=True)
     )
-    num_bytes = sum(batch.num_bytes for batch in chain(*batches)) + batches
+    num_bytes = sum(batch.num_bytes for batch in chain(*batches)) + whole
     return Offloaded(num_bytes, directions, weights, len(batches[0]))
 
 
