@@ -102,6 +102,8 @@ class Group:
     idle: frozenset[int]
     """Positions of parameters that need no state and are in no bucket: they do not require gradients, and have none."""
 
+    rule: UpdateRule
+    """The update rule of its parameters, which follows from the options."""
     values: tuple[Any, ...]
     """All options, as the dictionary had them."""
     host_values: tuple[tuple[Any, float], ...]
@@ -125,6 +127,7 @@ class Group:
             params=params,
             param_names=names,
             idle=idle,
+            rule=rule_of(options["algorithm"], options["normalize"]),
             values=values,
             host_values=host_values,
             **options,
@@ -142,11 +145,6 @@ class Group:
     def agrees(self, other: "Group", options: Iterable[str]) -> bool:
         """Return whether another group has the same values of some options."""
         return all(getattr(self, option) == getattr(other, option) for option in options)
-
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule of its parameters."""
-        return rule_of(self.algorithm, self.normalize)
 
     @property
     def hyperparameters(self) -> tuple[Number, ...]:
@@ -215,7 +213,7 @@ def found_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> 
 _OPTIONS = tuple(
     field.name
     for field in fields(Group)
-    if field.name not in ("number", "params", "param_names", "idle", "values", "host_values")
+    if field.name not in ("number", "params", "param_names", "idle", "rule", "values", "host_values")
 )
 
 _SCHEDULED = frozenset({"lr", "weight_decay", "momentum", "betas", "eps", "normalize_beta"})

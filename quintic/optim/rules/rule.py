@@ -193,11 +193,16 @@ class UpdateRule:
     ) -> tuple[Tensor, Tensor]:
         """Return the update (b, m, n) after the last stages on whole matrices, in its dtype, and factors times theirs.
 
-        State is advanced in place, as `MatrixStage.apply` has it.
+        State, in the dtypes in which it is kept, is advanced in place.
         """
-        matrices = update
+        matrices, kept = update, state
+        # bfloat16 state is advanced in float32 and rounded once.
+        state = {name: value if value.itemsize >= 4 else value.float() for name, value in kept.items()}
         for stage in self.after:
             matrices, own = stage.apply(matrices, state, options)
             factors = factors if own is None else factors * own
+        for name, value in state.items():
+            if value is not kept[name]:
+                kept[name].copy_(value)
         # Updates travel in one dtype: rounded here, every layout has the same bits.
         return matrices.to(update.dtype), factors

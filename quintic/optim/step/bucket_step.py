@@ -5,7 +5,7 @@ Its phases, on the pieces of parameters that this rank holds, or owns where stat
     gradients   sharded state: gradients -> the owners of their entries, where they become means
     momentum    the momentum advances; directions (b, m, n)
     gather      matrices in pieces: directions -> the owners of the matrices
-    matrices    at the owner, whole: the rule's stages, before, polar and after (`matrix_stages.py`)
+    matrices    at the owner, whole: the rule's stages, before, polar and after (`polar/matrix_stages.py`)
     scatter     matrices in pieces: updates and neuron factors -> the pieces
     write       weights decay, and step against the updates
     publish     sharded state: weights -> all ranks
@@ -39,6 +39,8 @@ from quintic.optim.plan.bucket import Bucket, Gathered, ParameterUnit, Sharded, 
 from quintic.optim.plan.members import BucketMember, update_dtype
 from quintic.optim.plan.schedule import Schedule, prefetch_one_schedule
 from quintic.optim.polar.forms import Form
+from quintic.optim.polar.matrix_stages import NO_STATE, MatrixState, apply_after
+from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.device import DeviceHyperparameters, is_capturing
 from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.rules.update import second_moment_shape
@@ -46,7 +48,6 @@ from quintic.optim.state.shards import StateShard
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.averaging import PrecomputedAverages
 from quintic.optim.step.consensus import RankConsensus
-from quintic.optim.step.matrix_stages import MatrixState, apply_after, orthogonalized
 from quintic.optim.step.offload.offload import Offload, OffloadedPart
 from quintic.optim.step.operands import BucketCache, Operands, State
 from quintic.optim.step.ranges import NO_RANGES, Ranges, ranges_of
@@ -55,7 +56,7 @@ from quintic.optim.step.torch_backend import TorchBackend, UpdateBackend, step_a
 from quintic.optim.step.transports import Gather, Shard, Transport, as_rows, factors_of_pieces, join_units, split_units
 from quintic.optim.step.triton_backend import TritonBackend, step_adamw_triton
 
-__all__ = ["NO_OPERANDS", "BucketStep", "StepContext", "run_overlapping"]
+__all__ = ["NO_OPERANDS", "BucketStep", "StepContext", "orthogonalized", "run_overlapping"]
 
 NO_OPERANDS = Operands((), [], [], [], 0)
 """The operands of a bucket between steps: no gradient is kept alive."""
@@ -115,7 +116,8 @@ class BucketStep:
     ) -> None:
         self.number, self.bucket, self.cache, self._context = number, bucket, cache, context
         self.transport = transport
-        self._orthogonalizes = bucket.rule.orthogonalizes
+        self._rule = rule = bucket.rule
+        self._orthogonalizes = rule.orthogonalizes
         self.units = units = bucket.units if isinstance(bucket, Gathered | ShardedMatrices) else None
         """The units of all ranks; None for whole matrices, and for AdamW."""
         self._shapes = [bucket.shape or (0, 0)] if units is None else units.shapes
@@ -214,7 +216,8 @@ class BucketStep:
                     directions = backend.directions()  # (b, m, n), or pieces of units (units, rows, columns)
                     if units is not None:
                         directions = directions.contiguous()
-                batches = self._read_state(active)
+                if self._rule.matrix_state:
+                    batches = self._read_state(active)
             # gather
             if isinstance(transport, Gather):
                 with self.ranges["send directions"]:
@@ -230,8 +233,10 @@ class BucketStep:
             if units is None:
                 # (matrices, 1): the learning-rate scale times the own multiplier
                 scales = self.cache.scales(bucket, group, active.members, self._shapes, _numbers_of)
-                moments = None if group.rule.neuron_state is None else self.cache.moments(group.view, active)
-                state = self._matrix_state(active.members, batches, moments)
+                state = NO_STATE
+                if self._rule.after:
+                    moments = None if self._rule.neuron_state is None else self.cache.moments(group.view, active)
+                    state = self._matrix_state(active.members, batches, moments)
                 update, factor = self.compute_update(
                     active.members, directions, bucket.form, scales.view(-1, 1, 1), state, mask
                 )
@@ -243,7 +248,7 @@ class BucketStep:
             del directions
             # scatter
             if isinstance(transport, Gather):
-                unit_moments = None if group.rule.neuron_state is None else self._unit_moments()
+                unit_moments = None if self._rule.neuron_state is None else self._unit_moments()
                 with self.ranges["send updates"]:
                     wait_for_pieces = transport.start_scatter(update, factors, unit_moments)
                     wait_for_state = transport.start_scatter_state(batches)
@@ -257,7 +262,8 @@ class BucketStep:
             # write
             if backend is not None:
                 with self.ranges["update weights"]:
-                    self._write_state(active, batches)
+                    if batches:
+                        self._write_state(active, batches)
                     if units is not None or group.scale_decay:
                         backend.apply(as_rows(update), self._factors_of_pieces(factors, scales))
                     else:
@@ -355,21 +361,16 @@ class BucketStep:
 
     def _read_state(self, active: Operands) -> dict[str, Tensor]:
         """Return by name copies (b, m, n), in order like directions, of state that stages on whole matrices need."""
-        specs = self.group.rule.matrix_state
-        if not specs:
-            return {}
         with nullcontext() if self._offload is None else self._offload.reachable():
             return {
                 spec.name: self.cache.places.read(
                     active, self.group.view, [state[spec.name] for state in active.states]
                 )
-                for spec in specs
+                for spec in self._rule.matrix_state
             }
 
     def _write_state(self, active: Operands, batches: Mapping[str, Tensor]) -> None:
         """Store what `_read_state` returned, advanced by its owners, as pieces (units, *piece shape) too."""
-        if not batches:
-            return
         with nullcontext() if self._offload is None else self._offload.reachable():
             for name, batch in batches.items():
                 self.cache.places.write(active, self.group.view, [state[name] for state in active.states], batch)
@@ -385,7 +386,7 @@ class BucketStep:
         if moments is None:
             return MatrixState(batches)
         names = (member.name for member in members)
-        return MatrixState(batches, moments, lambda: self.cache.neuron_table(self.bucket, moments, names, kind))
+        return MatrixState(batches, moments, self.cache.neuron_table(self.bucket, moments, names, kind))
 
     def _compute_units(
         self, directions: Tensor, batches: Mapping[str, Tensor], scales: Tensor, mask: Tensor | None
@@ -400,7 +401,7 @@ class BucketStep:
         """
         bucket, units = self.bucket, self.units
         assert units is not None
-        normalizes, owned = self.group.rule.neuron_state is not None, units.local_slice
+        normalizes, owned = self._rule.neuron_state is not None, units.local_slice
         by_name = {name: split_units(batch.view(len(batch), *units.shape), units) for name, batch in batches.items()}
         advanced: dict[str, list[Tensor]] = {name: [] for name in batches}
         directions = directions.view(len(directions), *units.shape)
@@ -473,12 +474,29 @@ class BucketStep:
             mask: () or (b,) int32 on the device; where it is zero, state keeps its bits. None for nowhere.
             kind: the number of the kind in a unit.
         """
-        polar = orthogonalized(directions, state, form, self.bucket, self.group, self.ranges)
-        update, factors = apply_after(polar, scales, state, self.group, mask, self.ranges)
+        rule, group, bucket = self._rule, self.group, self.bucket
+        prepared = directions
+        if rule.before:
+            with self.ranges[rule.before[0].label]:
+                prepared = rule.prepare(directions, state.batches, group)
+        with self.ranges["orthogonalize"]:
+            polar = orthogonalized(prepared, form, bucket, group)
+        del prepared
+        update, factors = polar, scales
+        if rule.after:
+            update, factors = apply_after(rule, polar, scales, state, group, mask, self.ranges)
         if self._is_sampled:
             values = measure(directions, polar, update, factors)
             self._context.measured[self.number][kind] = Measured(list(members), values, mask)
         return update, factors
+
+
+def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Group) -> Tensor:
+    """Return the polar factors (b, m, n) of a bucket's directions: a new tensor, in `update_dtype`."""
+    if form is not None:
+        return apply_form(directions, form, bucket.kernels)
+    assert callable(group.orthogonalizer)
+    return apply_function(directions, group.orthogonalizer, bucket.name)
 
 
 def _numbers_of(members: Sequence[BucketMember]) -> list[tuple[int]]:

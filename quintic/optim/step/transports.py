@@ -82,7 +82,7 @@ class Gather:
         """
         exchange, dtype = self.bucket.exchange, self.bucket.dtype
         waits: dict[str, Callable[[], Tensor]] = {}
-        for spec in group.rule.matrix_state:
+        for spec in self.bucket.rule.matrix_state:
             pieces = batches.get(spec.name)
             if pieces is None:
                 own_dtype = spec.dtype_for(dtype, group.state_dtype)

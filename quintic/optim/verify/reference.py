@@ -34,7 +34,7 @@ from quintic.optim.muon import Muon, muon_in
 from quintic.optim.plan.members import direction_dtype, form_of
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.orthogonalize import apply_form, apply_function
-from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP, UpdateRule
+from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 from quintic.optim.rules.table import NEURON_MOMENT, PARAM_SHAPED_STATE
 from quintic.optim.rules.update import adamw_, decay_and_step_, momentum_
 from quintic.optim.state.parameters import Parameter
@@ -316,7 +316,7 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter
     if group.lr_multipliers is not None:
         factor = factor * torch.tensor(group.lr_multipliers[number], dtype=factor.dtype, device=factor.device)
     scale = factor
-    update, factor = _finished(rule, polar, scale, state, group)
+    update, factor = rule.finish(polar, scale, state, group)
     decay_and_step_(
         [weight],
         [master_of(matrix)],
@@ -348,7 +348,7 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter
     for nearby, precision in forms:
         own = {name: value.clone() for name, value in before.items()}
         result = _polar(rule.prepare(nearby, own, group), precision, parameter)
-        result, result_factor = _finished(rule, result, scale, own, group)
+        result, result_factor = rule.finish(result, scale, own, group)
         changes.append(result_factor * result * float(group.lr))
         for name, value in own.items():
             moments[name].append(value)
@@ -363,18 +363,6 @@ def _polar(direction: Tensor, form: Form | None, parameter: Parameter) -> Tensor
     orthogonalizer = parameter.group.orthogonalizer
     assert callable(orthogonalizer)
     return apply_function(direction, orthogonalizer, parameter.name)
-
-
-def _finished(
-    rule: UpdateRule, polar: Tensor, scale: Tensor, state: Mapping[str, Tensor], group: Group
-) -> tuple[Tensor, Tensor]:
-    """Return the update (1, m, n) and its factors; state is advanced, and rounded where it is kept in bfloat16."""
-    wide = {name: value if value.itemsize >= 4 else value.float() for name, value in state.items()}
-    finished = rule.finish(polar, scale, wide, group)
-    for name, value in state.items():
-        if wide[name] is not value:
-            value.copy_(wide[name])
-    return finished
 
 
 def perturbed(direction: Tensor, terms: Tensor, pattern: int = 0) -> Tensor:

@@ -263,8 +263,7 @@ def _compare_matrices(
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
     holders = parameter.holders() if parameter.sharded is not None else {}
     # Weight and state of its shape: gathered, since a matrix may lie on several ranks, and compared as (b, m, n).
-    # Moments of orthogonalised updates have the rounding of these.
-    of_updates = {spec.name for spec in parameter.group.rule.matrix_state}
+    of_updates = {spec.name for spec in parameter.group.rule.matrix_state}  # and have the rounding of these
     for key in ("weight", *(spec.name for spec in parameter.group.rule.state if spec.shape == "param")):
         gather = parameter.whole if key == "weight" else partial(parameter.whole_of, key)
         wholes = [gather(_value(parameter, values, key)) for values in (before, expected, actual)]
