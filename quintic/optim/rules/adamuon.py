@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quintic.optim.rules.rule import MOMENTUM, Direction, MatrixStage, StageOptions, StateSpec, UpdateRule
+from quintic.optim.rules.rule import MOMENTUM_DIRECTION, MatrixStage, StageOptions, StateSpec, UpdateRule
 from quintic.optim.rules.sums import norms, sums
 
 __all__ = ["ADAMUON"]
@@ -71,7 +71,7 @@ class ElementSecondMoment(MatrixStage):
 ADAMUON = UpdateRule(
     title="AdaMuon",
     algorithm="muon",
-    direction=Direction((StateSpec(MOMENTUM, "average", "param"),), ("momentum",)),
+    direction=MOMENTUM_DIRECTION,
     before=(Signs(),),
     after=(ElementSecondMoment(),),
     scale="match_rms_adamw",

@@ -32,6 +32,7 @@ __all__ = [
     "MASTER",
     "MASTER_SPECS",
     "MOMENTUM",
+    "MOMENTUM_DIRECTION",
     "STEP",
     "Direction",
     "MatrixStage",
@@ -94,6 +95,10 @@ class Direction:
     state: tuple[StateSpec, ...]
     averages: tuple[str, ...]
     """Options that are coefficients of averages kept in `state_dtype`."""
+
+
+MOMENTUM_DIRECTION = Direction((StateSpec(MOMENTUM, "average", "param"),), ("momentum",))
+"""The momentum that rules on matrices begin with."""
 
 
 class MatrixStage:
