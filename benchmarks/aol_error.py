@@ -34,7 +34,7 @@ from torch import Tensor
 from benchmarks.common.results import print_table, recorded_command
 from quintic.commands.parsing import parse
 from quintic.data.dataset import Dataset
-from quintic.data.shards import prepare
+from quintic.data.preparation import prepare
 from quintic.optim.polar.coefficients import SAFETY, Coefficients, polar_express_coefficients
 from quintic.optim.polar.forms import Form, resolve
 from quintic.optim.polar.orthogonalize import ieee_matmul

@@ -195,7 +195,7 @@ def tiny_dataset(tiny_text: Path) -> "Dataset":
     """`tiny_text`, prepared as the options of `tiny_runs` ask for."""
     from tiny_runs import VAL_FRAC, VOCAB_SIZE
 
-    from quintic.data.shards import prepare
+    from quintic.data.preparation import prepare
 
     return prepare(str(tiny_text), data_dir=tiny_text.parent / "data", vocab_size=VOCAB_SIZE, val_frac=VAL_FRAC)
 

@@ -23,7 +23,7 @@ LINE_LIMIT = 400
 
 # Files that hold one class or one algorithm may be longer.
 LONG_LINE_LIMIT = 700
-LONG_FILES = {"optim.step.bucket_step"}
+LONG_FILES = {"data.preparation", "kernels.products.hopper_program", "optim.step.bucket_step"}
 
 # What a part of the package may import from the rest of it. Parts not named may import everything.
 # `errors`, `durable`, `tables` and `versions` are open to all; a part may always import itself.
@@ -88,42 +88,11 @@ ROOMS = {
 UNTYPED_GROUPS = {"", "rules", "groups", "checkpoint", "verify"}
 FILES_OF_A_FOLDER = 14
 
-# Names that two files of one package give to functions of their own. To be emptied, and never to grow.
+# Names that two files of one package give to functions of their own.
 HELPERS_WITH_TWO_BODIES = {
     "commands.run",  # the name that cli.py calls in each command
     "eval._norm",  # files of exported models import nothing of each other
     "eval._rotate",
-    "data._read",
-    "grouping._convolution",
-    "kernels._accumulate",
-    "kernels._check",
-    "kernels._choose",
-    "kernels._fp8_linear",
-    "kernels._in_8_bits",
-    "kernels._launch",
-    "kernels._lookup",
-    "kernels._mlp_relu2",
-    "kernels._multiply",
-    "kernels._product_kernel",
-    "kernels._row_kernel",
-    "kernels._rows_kernel",
-    "kernels._tiles",
-    "optim._chunks",
-    "optim._iterate",
-    "optim._joined",
-    "optim._norms",
-    "optim._obstacle",
-    "optim._owners",
-    "optim._plain",
-    "optim._ranks",
-    "optim._runs",
-    "optim._text",
-    "optim._together",
-    "rehearsal._sum",
-    "report._learning",
-    "report._rates",
-    "report._thinned",
-    "train._read",
 }
 
 # Slow to load, or not installed with the optimizer alone: `import quintic` must do without them.

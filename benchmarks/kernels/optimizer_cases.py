@@ -131,7 +131,7 @@ def optimizer_passes(where: Where) -> Iterator[Case]:
 
 
 def layout_of(bucket: Bucket) -> Any:
-    from quintic.kernels.update.matrix_update import MatrixLayout
+    from quintic.kernels.update.matrix_layout import MatrixLayout
 
     rows, columns = bucket.weights[0].shape
     return MatrixLayout(1, rows, columns, rows * columns, columns, 1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from quintic.report.words import format_si
+from quintic.report.formatting import format_si
 
 
 @dataclass(frozen=True, kw_only=True)

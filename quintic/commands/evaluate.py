@@ -14,7 +14,7 @@ from quintic.commands.options import eval_options
 from quintic.commands.text import verify
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, iterate_validation_rows
-from quintic.data.sources import open_source
+from quintic.data.open_source import open_source
 from quintic.errors import DataError
 from quintic.eval.baselines import MAX_XZ_BYTES, ScoredText, compression_baselines, training_text
 from quintic.eval.core import core_lines, core_score, core_sums

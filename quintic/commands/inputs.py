@@ -14,14 +14,14 @@ from quintic.commands.presets import gpu_small_preset
 from quintic.commands.text import prepared, verify
 from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.data.loader import Loader, validation_rows
-from quintic.data.shards import prepare_command
+from quintic.data.preparation import prepare_command
 from quintic.data.tokenizer import Tokenizer
 from quintic.errors import CheckpointError, ConfigError, DataError
 from quintic.eval.core_tasks import load_core
 from quintic.eval.row_models import BatchedSpeedrun, LanguageModel
 from quintic.model.gpt import GPT
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
-from quintic.report.words import duration
+from quintic.report.formatting import duration
 from quintic.streams import say_waiting
 from quintic.train.checkpoint import (
     Checkpoint,

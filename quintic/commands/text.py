@@ -1,7 +1,7 @@
 """Text for several commands: prepared, with its checksums compared, and with messages about long work."""
 
 from quintic.data.dataset import Dataset
-from quintic.data.shards import prepare
+from quintic.data.preparation import prepare
 from quintic.train.config import DataConfig
 
 __all__ = ["prepared", "verify"]

@@ -1,16 +1,16 @@
-"""A prepared dataset on disk: the manifest, the memory-mapped token shards and the documents in them.
+"""Reads a prepared dataset: the manifest, the memory-mapped token shards, and the documents in them.
 
     <data_dir>/<name>-<key>/
       manifest.json                  written last; without it the folder is not a dataset
       tokenizer.json
-      train_00000.bin                tokens, little-endian uint16 or uint32, each document begins with bos
-      train_00000.idx                int64 little-endian: where each document begins, and the number of tokens
+      train_00000.bin                tokens, little-endian uint16 or uint32; each document begins with bos
+      train_00000.idx                int64 little-endian: offset of each document, and the number of tokens
       val_00000.bin ...
 
     <data_dir>/cache/verified/
-      <name>-<key>-<machine>.json    size and time of the shards that this machine has compared with their checksums
+      <name>-<key>-<machine>.json    sizes and times of the shards that this machine has verified
 
-Reading only. Writing these files is `quintic.data.shard_writer`, making a dataset is `quintic.data.shards`.
+`quintic.data.preparation` makes datasets, `quintic.data.shard_writer` writes the files.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ __all__ = [
     "TOKENIZER_NAME",
     "Dataset",
     "DocumentSplit",
-    "Share",
+    "SourceRange",
     "SplitName",
     "checksum",
 ]
@@ -50,28 +50,29 @@ _READ_BYTES = 1 << 24
 
 
 class DocumentSplit:
-    """The documents of one side, numbered from 0 through all its shards.
+    """The documents of one side, training or validation, numbered from 0 across all shards.
 
     Attributes:
         name: `train` or `val`.
         num_bytes: UTF-8 bytes of the text.
-        offsets: where each document begins, counted through all shards: (num_documents + 1,) int64, read-only.
-        shards: the tokens of each shard, memory-mapped and read-only; a document lies in one of them.
-        shard_offsets: number of tokens before each shard, and in all: (num_shards + 1,) int64, read-only.
+        offsets: (num_documents + 1,) int64, read-only: first token of each document, counted across all shards, and the
+            total number of tokens.
+        shards: tokens of each shard, memory-mapped and read-only; every document lies in one shard.
+        shard_offsets: (num_shards + 1,) int64, read-only: number of tokens before each shard, and in total.
     """
 
     def __init__(self, name: SplitName, folder: Path, fields: dict[str, Any], dtype: str, repair: str) -> None:
-        """Map the shards a manifest lists.
+        """Map the shards that a manifest lists.
 
         Args:
             name: `train` or `val`.
             folder: the dataset's folder.
             fields: the split's entry in the manifest.
             dtype: `uint16` or `uint32`.
-            repair: the command that makes the dataset again, for messages.
+            repair: the command that prepares the dataset again, for messages.
 
         Raises:
-            DataError: a shard is missing or has another size than the manifest says.
+            DataError: a shard is missing, or its size differs from the manifest's.
         """
         self.name = name
         little_endian = np.dtype(dtype).newbyteorder("<")
@@ -88,7 +89,7 @@ class DocumentSplit:
             offsets = np.fromfile(index, dtype="<i8").astype(np.int64)
             if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 1).any():
                 raise DataError(f"{index}: damaged, its offsets do not ascend to {tokens}; run again: {repair}")
-            # A plain array over the mapping: slices of np.memmap itself cost several times more.
+            # A plain array over the mapping: slicing an np.memmap takes several times longer.
             self.shards.append(np.asarray(np.memmap(path, dtype=little_endian, mode="r")))
             starts.append(offsets[:-1] + first_tokens[-1])
             first_documents.append(first_documents[-1] + documents)
@@ -105,7 +106,7 @@ class DocumentSplit:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, the document starts included."""
+        """Number of tokens, including the document starts."""
         return int(self.offsets[-1])
 
     @property
@@ -114,10 +115,10 @@ class DocumentSplit:
         return self.num_bytes / max(1, self.num_tokens - self.num_documents)
 
     def document(self, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """Return one document's tokens, bos first: (length,) uint16 or uint32, a read-only view of the file.
+        """Return the tokens of a document, bos first: (length,) uint16 or uint32, a read-only view of the file.
 
         Raises:
-            IndexError: there is no document of that number.
+            IndexError: the split has no document of this index.
         """
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents} in split {self.name}")
@@ -127,14 +128,14 @@ class DocumentSplit:
         return self.shards[shard][start - base : end - base]
 
 
-class Share(NamedTuple):
-    """The documents of one source in a split.
+class SourceRange(NamedTuple):
+    """The range of one source's documents in a split.
 
     Attributes:
-        source: the string that names it.
-        weight: share of the tokens when rows are made, among the sources of the split.
-        first: number of its first document.
-        last: number behind its last one.
+        source: the string that names the source.
+        weight: weight of the source's tokens when rows are packed.
+        first: index of its first document.
+        last: one past the index of its last document.
     """
 
     source: str
@@ -148,13 +149,13 @@ class Dataset:
 
     Attributes:
         path: the folder.
-        manifest: as read.
+        manifest: content of the manifest.
         bos_id: id of the token that starts a document.
-        vocab_size: number of token ids; can be smaller than what was asked for.
+        vocab_size: number of token ids; may be smaller than the requested number.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
-        """Take a folder and its manifest as read; use `Dataset.open`."""
+        """Map the shards of a folder with this manifest; use `Dataset.open` instead."""
         self.path = path
         self.manifest = manifest
         self._splits: dict[str, DocumentSplit] = {}
@@ -173,11 +174,11 @@ class Dataset:
 
     @classmethod
     def open(cls, path: str | Path) -> "Dataset":
-        """Open a prepared dataset; maps its shards and checks their sizes (`verify` also checks the content).
+        """Open a prepared dataset: map its shards and check their sizes (`verify` also checks their content).
 
         Raises:
-            DataError: the folder is not a finished dataset, is of another format version, or a file of it is
-                missing or has the wrong size; the message names the file and the command to run again.
+            DataError: the folder is not a finished dataset, has another format version, or one of its files is missing
+                or has the wrong size; the message names the file and the command to run again.
         """
         folder = Path(path)
         manifest_path = folder / MANIFEST_NAME
@@ -199,12 +200,12 @@ class Dataset:
 
     @property
     def key(self) -> str:
-        """Short hash of everything the dataset was made from: text, tokenizer and settings."""
+        """Short hash of the text, the tokenizer and the settings from which the dataset was prepared."""
         return str(self.manifest["key"])
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, loaded when first used.
+        """The tokenizer, loaded on first use.
 
         Raises:
             DataError: its file is missing or was changed.
@@ -215,31 +216,31 @@ class Dataset:
             raise DataError(f"{path}: changed since the text was prepared; run again: {self.manifest['command']}")
         return tokenizer
 
-    def shares(self, name: SplitName) -> list[Share]:
-        """Return the sources that have documents in a split, with their weights; one where there is no mixture."""
+    def source_ranges(self, name: SplitName) -> list[SourceRange]:
+        """Return the sources with documents in a split, with weights and ranges; a single one without a mixture."""
         split = self.split(name)
-        everything = Share(self.manifest["source"]["spec"], 1.0, 0, split.num_documents)
+        everything = SourceRange(self.manifest["source"]["spec"], 1.0, 0, split.num_documents)
         found = [
-            Share(fields["source"], float(fields["weight"]), *map(int, fields[name]))
+            SourceRange(fields["source"], float(fields["weight"]), *map(int, fields[name]))
             for fields in self.manifest.get("sources", [])
         ]
-        # Validation text of its own has no weight, and is then the only one.
-        return [share for share in found if share.first < share.last] or [everything]
+        # A source of validation text has weight 0, and is then the only source of the split.
+        return [entry for entry in found if entry.first < entry.last] or [everything]
 
     def split(self, name: SplitName) -> DocumentSplit:
         """Return the `train` or the `val` split.
 
         Raises:
-            DataError: another name.
+            DataError: the name is neither of them.
         """
         if name not in self._splits:
             raise DataError(f"no split {name!r}; there are {', '.join(self._splits)}")
         return self._splits[name]
 
     def summary(self) -> dict[str, Any]:
-        """Return a short description for logs, fit for JSON."""
+        """Return a short description for logs, as JSON values."""
         train, val = self._splits["train"], self._splits["val"]
-        shares = self.shares("train")
+        sources = self.source_ranges("train")
         return {
             "path": str(self.path),
             "source": self.manifest["source"]["spec"],
@@ -252,22 +253,22 @@ class Dataset:
             "val_tokens": val.num_tokens,
             "val_bytes": val.num_bytes,
             "bytes_per_token": round(train.bytes_per_token, 4),
-            **({"shares": {share.source: share.weight for share in shares}} if len(shares) > 1 else {}),
+            **({"shares": {entry.source: entry.weight for entry in sources}} if len(sources) > 1 else {}),
         }
 
     def verify(self, *, once: bool = False, begin: Callable[[int], None] | None = None) -> None:
-        """Read the shards and compare them with the manifest: checksums, token ids, document starts; the tokenizer too.
+        """Check the content of the files: checksums, token ids and document starts of all shards, and the tokenizer.
 
-        A shard that is whole is remembered with its size and modification time, and those of its index, in `cache`
-        beside the dataset's folder, for this machine alone. Where that cannot be written, nothing is remembered.
+        A shard without errors is recorded, with sizes and modification times of its files, in the folder `cache` next
+        to the dataset's folder, for this machine only. If that folder cannot be written, nothing is recorded.
 
         Args:
-            once: skip shards that are remembered and have not changed since.
-            begin: called with the number of bytes to read, if there are any.
+            once: skip shards that are recorded and have not changed since.
+            begin: called with the number of bytes to read, unless it is zero.
 
         Raises:
-            DataError: a file's content changed, or does not go with the tokenizer; the message names the file and
-                what to do.
+            DataError: the content of a file has changed, or does not belong to the tokenizer; the message names the
+                file and tells how to repair it.
         """
         ids, bos = self.tokenizer.vocab_size, self.tokenizer.bos_id
         if (ids, bos) != (self.vocab_size, self.bos_id):
@@ -282,7 +283,7 @@ class Dataset:
             for name, split in self._splits.items()
             for number, fields in enumerate(self.manifest["splits"][name]["shards"])
         ]
-        # Taken before reading: files that change meanwhile are read again the next time.
+        # Recorded states are from before reading: a file that changes during it is read again next time.
         states = {fields["file"]: self._state(fields) for _, _, fields in shards}
         due = [shard for shard in shards if not once or known.get(shard[2]["file"]) != states[shard[2]["file"]]]
         unread = {fields["file"] for _, _, fields in due}
@@ -293,7 +294,7 @@ class Dataset:
                 self._verify_shard(split, number, fields)
                 unread.remove(fields["file"])
         finally:
-            # Also after an error: the wrong shard must be found again, those before it need not be read again.
+            # Also after an error: the shards before the wrong one need not be read again.
             whole = {file: state for file, state in states.items() if file not in unread}
             if whole != known:
                 with contextlib.suppress(OSError):
@@ -311,14 +312,14 @@ class Dataset:
             raise DataError(f"{path}: damaged, wrong checksum; {mend}")
         if largest >= self.vocab_size:
             raise DataError(f"{path}: token id {largest} is outside the vocabulary of {self.vocab_size}; {mend}")
-        # The start token stands nowhere else, so this holds for the right index alone.
+        # Checks the index, too: bos occurs only at the starts of documents.
         first, last = np.searchsorted(split.offsets, split.shard_offsets[number : number + 2])
         starts = split.offsets[first:last] - split.shard_offsets[number]
         if (split.shards[number][starts] != self.bos_id).any():
             raise DataError(f"{path.with_suffix('.idx')}: damaged, not the starts of documents; {mend}")
 
     def _state(self, fields: dict[str, Any]) -> list[Any]:
-        """Return sizes and times of a shard's files, and its checksum and bounds: remembered while unchanged."""
+        """Return the state of a shard for the record: sizes and times of its files, checksum, vocabulary and bos."""
         path = self.path / fields["file"]
         try:
             stats = [path.stat(), path.with_suffix(".idx").stat()]
@@ -328,12 +329,13 @@ class Dataset:
         return [*files, fields.get("crc32"), self.vocab_size, self.bos_id]
 
     def _marks(self) -> Path:
+        """Return the path of the record of verified shards."""
         folder = self.path.resolve()
         return folder.parent / "cache" / "verified" / f"{folder.name}-{slug(platform.node())}.json"
 
 
 def _scan(path: Path, dtype: np.dtype[Any]) -> tuple[str, int]:
-    """Return the checksum of a shard and its largest token id."""
+    """Return the CRC-32 of a shard, as 8 hex digits, and its largest token id."""
     crc, largest = 0, 0
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):

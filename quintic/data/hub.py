@@ -1,7 +1,7 @@
-"""Data sets of the Hugging Face Hub as text sources, downloaded file by file as reading reaches them.
+"""Data sets of the Hugging Face Hub as text sources; each file is downloaded when it is read.
 
-Only Parquet, JSON and CSV are taken (`quintic.data.files` reads them); loading scripts are not run.
-The list of files is kept beside the downloads, so that a machine without network goes on with what it has.
+Only Parquet, JSON and CSV files are used (`quintic.data.files` reads them); loading scripts are never run. The list of
+files is stored with the downloads, so that a machine without a network can use the files that it has.
 """
 
 import errno
@@ -22,32 +22,33 @@ from quintic.errors import DataError
 
 __all__ = ["download", "open_hub"]
 
-# Seconds in which the Hub must answer at all, and between the pieces of a long answer. The client waits without end for
-# the one, and for minutes for each address of the Hub and each of its attempts.
+# Seconds in which the Hub must begin to answer, and longest pause within a long answer. The client itself would wait
+# without end for an answer, and minutes for every address and attempt.
 _PATIENCE = 10.0
 _ANSWER_SECONDS = 60.0
+# Seconds between attempts.
 _WAITS = (1.0, 2.0, 4.0)
 
 _ENDINGS = (".parquet", *(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", *COMPRESSIONS)))
-# Taken where there is none of those: they may be settings or statistics of the data set.
+# Endings that are used only if no file has one of the others: they may be settings or statistics of the data set.
 _OTHER_ENDINGS = tuple(f"{kind}{packed}" for kind in (".json", ".csv") for packed in ("", *COMPRESSIONS))
 _STATISTICS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
 def open_hub(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD, endpoint: str | None = None) -> Source:
-    """Open a data set of the Hub; asks for its list of files, downloads none.
+    """Return a data set of the Hub as a source; requests its list of files, but downloads none.
 
     Args:
         spec: `hf:owner/name`, or `hf:owner/name/config`. The configuration is looked up in the data set's card
-            (`configs`); one that the card does not list is taken as a folder. Without one, the card's default is
-            used, else every file. Where files say which split they are of, only training files are taken.
-        cache_dir: where the list and the files are kept.
+            (`configs`); if the card does not list it, it is taken as a folder. Without a configuration the card's
+            default is used, or else every file. If file names contain a split, only training files are used.
+        cache_dir: folder for the list and the files.
         text_field: the field that holds the text.
-        endpoint: address of the Hub; the client's own when None.
+        endpoint: address of the Hub; None for the client's default.
 
     Raises:
         DataError: the spec is malformed, the data set does not exist or may not be read, it has no usable file, or
-            the Hub cannot be reached and no list was kept.
+            the Hub cannot be reached and there is no stored list.
     """
     match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:/(.+?))?/?", spec)
     if match is None:
@@ -58,20 +59,20 @@ def open_hub(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD, endpoi
     sizes: dict[str, int] = listing["files"]
     names = _select(sorted(sizes), config, listing["configs"], spec)
 
-    def part(name: str) -> SourceFile:
+    def source_file(name: str) -> SourceFile:
         def read() -> Iterator[Utf8]:
             path = download(
                 repo, name, repo_type="dataset", revision=revision, cache_dir=cache_dir / "hub", endpoint=endpoint
             )
             yield from read_documents(path, text_field)
 
-        # The revision, which is part of the source's identity, already stands for the content of every file.
+        # The source's identity contains the revision, which determines the content of every file.
         return SourceFile(name=name, size_bytes=sizes[name], identity=str, read=read)
 
     return Source(
         name=slug("-".join(filter(None, [repo.split("/")[1], config]))),
         spec=spec,
-        parts=tuple(part(name) for name in names),
+        files=tuple(source_file(name) for name in names),
         identity=f"hub {repo} {revision}" + ("" if text_field == TEXT_FIELD else f", field {text_field}"),
         is_remote=True,
     )
@@ -80,15 +81,15 @@ def open_hub(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD, endpoi
 def download(
     repo: str, name: str, *, repo_type: str, revision: str | None, cache_dir: Path | None, endpoint: str | None
 ) -> Path:
-    """Return the local path of one file of the Hub, downloading it unless it is there already.
+    """Return the local path of one file of the Hub, which is downloaded if it is not in the cache.
 
     Args:
         repo: `owner/name`.
         name: path of the file in the repository.
         repo_type: `model` or `dataset`.
-        revision: commit or branch; the main branch when None.
-        cache_dir: where files are kept; the client's own cache when None.
-        endpoint: address of the Hub; the client's own when None.
+        revision: commit or branch; None for the main branch.
+        cache_dir: folder of the cache; None for the client's own cache.
+        endpoint: address of the Hub; None for the client's default.
 
     Raises:
         DataError: the file cannot be downloaded.
@@ -98,21 +99,22 @@ def download(
 
     where = {"repo_type": repo_type, "revision": revision, "cache_dir": cache_dir, "endpoint": endpoint}
     try:
-        try:  # without asking the Hub first, which may not answer
+        # The cache first, since the Hub may not answer.
+        try:
             return Path(hf_hub_download(repo, name, local_files_only=True, **where))
         except LocalEntryNotFoundError:
             _reach(endpoint, waits=_WAITS)
             return Path(hf_hub_download(repo, name, **where))
-    # The client's exceptions come from its HTTP library, which differs between its versions.
+    # The client raises exceptions of its HTTP library, which differs between versions of the client.
     except Exception as error:
         raise DataError(f"hf:{repo}: {name} cannot be downloaded ({_first_line(error)}); {_advice(error)}") from error
 
 
 def _reach(endpoint: str | None, *, waits: Sequence[float] = ()) -> None:
-    """Wait until the Hub answers, whatever it says, `_PATIENCE` seconds at most; try again after these waits.
+    """Wait until the Hub gives any answer, for at most `_PATIENCE` seconds; failed attempts are repeated after `waits`.
 
     Raises:
-        Exception: it does not; the client's own, or a TimeoutError.
+        Exception: the Hub does not answer: an exception of the client, or a TimeoutError.
     """
     from huggingface_hub.constants import ENDPOINT
     from huggingface_hub.errors import OfflineModeIsEnabled
@@ -131,7 +133,7 @@ def _reach(endpoint: str | None, *, waits: Sequence[float] = ()) -> None:
                     return answers.put(error)
                 time.sleep(wait)
 
-    # A thread may be left behind: the timeout counts for each of the addresses that a name has, and not for the name.
+    # In a thread, which may be left running: the client's timeout applies to each address of a host name separately.
     threading.Thread(target=ask, daemon=True).start()
     try:
         error = answers.get(timeout=_PATIENCE)
@@ -142,14 +144,14 @@ def _reach(endpoint: str | None, *, waits: Sequence[float] = ()) -> None:
 
 
 def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, Any]:
-    """Return `revision`, `files` (name to bytes) and `configs` of a data set; from the kept copy without network."""
+    """Return `revision`, `files` (name -> bytes) and `configs` of a data set; without a network, the stored copy."""
     from huggingface_hub import HfApi
 
     kept = cache_dir / "hub-listings" / f"{slug(repo)}.json"
     try:
         _reach(endpoint)
         info = HfApi(endpoint=endpoint).dataset_info(repo, files_metadata=True, timeout=_ANSWER_SECONDS)
-    # Without an answer, the exceptions come from the client's HTTP library, which differs between its versions.
+    # Without an answer the client raises exceptions of its HTTP library, which differs between versions of the client.
     except Exception as error:
         if _is_refusal(error):
             raise DataError(f"hf:{repo}: {_first_line(error)}; {_advice(error)}") from error
@@ -176,7 +178,7 @@ def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, A
 
 
 def _select(names: list[str], config: str | None, configs: list[dict[str, Any]], spec: str) -> list[str]:
-    """Return the names that belong to a configuration and may be trained on."""
+    """Return the names of the training files of a configuration."""
     every = [
         name
         for name in names
@@ -207,7 +209,7 @@ def _is_wanted(entry: dict[str, Any], config: str | None) -> bool:
 
 
 def _train_patterns(data_files: Any) -> list[re.Pattern[str]]:
-    """Return the patterns of a card's `data_files`: a glob, a list of globs, or a list of {split, path}."""
+    """Return the patterns of training files in a card's `data_files`: a glob, a list of globs, or of {split, path}."""
     entries = data_files if isinstance(data_files, list) else [data_files]
     by_split = [entry for entry in entries if isinstance(entry, dict)]
     train = [entry for entry in by_split if entry.get("split") == "train"]
@@ -219,7 +221,7 @@ def _train_patterns(data_files: Any) -> list[re.Pattern[str]]:
 
 
 def _glob_pattern(glob: str) -> re.Pattern[str]:
-    """Translate `*`, `**` and `?` as the Hub reads them: only `**` crosses folders."""
+    """Return a glob of the Hub as a regular expression; of `*`, `**` and `?` only `**` matches across folders."""
     pieces = []
     for piece in re.split(r"(\*\*/|\*\*|\*|\?)", glob.removeprefix("./")):
         pieces.append({"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(piece) or re.escape(piece))
@@ -232,7 +234,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether the Hub refused, rather than failing to answer."""
+    """Return whether the Hub answered with a refusal, as opposed to no answer."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if isinstance(error, HfHubHTTPError):

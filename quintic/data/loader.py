@@ -1,19 +1,19 @@
-"""Batches for training and validation: documents of a split, packed into rows, as tensors.
+"""`Loader` makes batches for training: documents of a split, packed into rows, as tensors.
 
-Long documents. A document with more than `row_tokens = seq_len + 1` tokens is served as pieces of at most `row_tokens`,
-each later one behind a bos of its own. So every row begins with a bos and hardly any text is lost, at a price: such a
-piece pretends that a document begins in the middle of the text. A bos is never wrong as a target: all pieces of a
-document but its last fill a row exactly, so the only document ends a model learns to predict are real ones.
+Chunks. A document of more than `row_tokens = seq_len + 1` tokens is served as chunks of at most `row_tokens`, each with
+a bos at its beginning. So every row begins with a bos, and hardly any text is lost. The price is that the later chunks
+look like the beginnings of documents. But a model only learns to predict real ends of documents: all chunks of a
+document except the last fill a row exactly, so that none of them is followed by a bos within a row.
 
-Order. Each epoch is a permutation of all pieces, drawn from the seed and the epoch; pieces rather than whole
-documents, or the rows of one long document would be one batch. Packing is `quintic.data.packing`; at the end of an
-epoch what no longer fills a row is dropped.
+Order. Each epoch is a permutation of all chunks, drawn from the seed and the epoch. Chunks are permuted and not
+documents, because otherwise the rows of one long document would be in one batch. `quintic.data.packing` packs them into
+rows; chunks that do not fill a row at the end of an epoch are dropped.
 
-Ranks. All ranks pack the same rows, and each reads only the tokens of its own: of every w * B rows, rank r of w has the
-rows from r * B to (r + 1) * B. So the text of a step does not depend on the number of ranks, and a saved position is
-that of the stream: any number of ranks goes on from it.
+Ranks. All ranks pack the same rows, and each reads the tokens of its own rows only: of every w * B rows, rank r of w
+has rows r * B to (r + 1) * B. So the text of a step does not depend on the number of ranks, and a saved position can be
+resumed by any number of ranks.
 
-Read next: `quintic.data.rows`, where pieces and order are made.
+Read next: `quintic.data.rows`, which makes chunks and order.
 """
 
 import functools
@@ -27,28 +27,30 @@ import torch
 from torch import Tensor
 
 from quintic.data.prefetch import Prefetcher
-from quintic.data.rows import MixedRows, PackedRows, PieceTable, RowPosition, RowStream
-from quintic.data.shards import Dataset, SplitName
+from quintic.data.preparation import Dataset, SplitName
+from quintic.data.rows import ChunkIndex, MixedRows, PackedRows, RowPosition, RowStream
 from quintic.errors import DataError
 
 __all__ = ["Batch", "Loader", "batch_of", "iterate_validation_rows", "numbered", "validation_rows"]
 
 _STATE_VERSION = 2
-_ONE_RANK_VERSION = 1  # the same position, with the rank and the number of ranks it was of
+# States of version 1 also have a rank and a number of ranks; those of a single rank can still be loaded.
+_ONE_RANK_VERSION = 1
+# Number of chunks in the packer's buffer for validation.
 _VALIDATION_BUFFER = 1000
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of packed documents, or one flat row of them (`quintic.speedrun.stream`).
+    """B rows of T tokens of packed documents, or one flat row (`quintic.speedrun.stream`).
 
     Attributes:
-        inputs: (B, T) int64; each row begins with bos. (T,) where there is one flat row.
-        targets: likewise; the token after each input.
-        document_starts: (num_docs + 1,) int32; where each document begins in the flattened inputs, and their number at
-            the end, of a flat row again and again. No document reaches over the end of a row.
-        epoch: the epoch of the first row, from 0; of all ranks' rows.
-        documents: (B, T) int64 on the CPU; the number of each input's document, for batches that are scored.
+        inputs: (B, T) int64, each row beginning with bos; (T,) for a flat row.
+        targets: the token after each input, same shape.
+        document_starts: (num_docs + 1,) int32: index in the flattened inputs of each document's first token; the last
+            entry is the number of inputs, which a flat row repeats as padding. No document crosses the end of a row.
+        epoch: the epoch, from 0, of the first row of all ranks.
+        documents: (B, T) int64 on the CPU: index of each input's document, for batches that are scored.
     """
 
     inputs: Tensor
@@ -58,15 +60,18 @@ class Batch:
     documents: Tensor | None = None
 
     def pinned(self, device: torch.device, *, starts: bool = False) -> "Batch":
-        """Return it with inputs, targets and, with `starts`, starts pinned, if they are to go to a CUDA device."""
+        """Return the batch with inputs and targets (and `document_starts`, with `starts`) in pinned memory.
+
+        For other than CUDA devices the batch is returned as it is.
+        """
         if device.type != "cuda":
             return self
-        # In a prefetching thread the current device is the first one; pinning there would open a context on it.
+        # In a new thread the current device is device 0; pinning memory would open a CUDA context on it.
         with torch.cuda.device(device):
             return self._with(Tensor.pin_memory, starts)
 
     def to(self, device: torch.device, *, starts: bool = False) -> "Batch":
-        """Return it with the same tensors on a device; from pinned memory without waiting."""
+        """Return the batch with the same tensors on a device; copies from pinned memory are not waited for."""
         return self._with(lambda tensor: tensor.to(device, non_blocking=True), starts)
 
     def _with(self, change: Callable[[Tensor], Tensor], starts: bool) -> "Batch":
@@ -77,15 +82,15 @@ class Batch:
 def batch_of(
     tokens: npt.NDArray[np.int64], bos_id: int, *, documents: npt.NDArray[np.int64] | None = None, epoch: int = 0
 ) -> Batch:
-    """Return rows of tokens as a batch: all but the last token of each are inputs, all but the first are targets.
+    """Return rows of tokens as a batch: of each row, all tokens but the last are inputs, all but the first targets.
 
-    NumPy does it in the thread that calls, while PyTorch would start threads of its own beside the training's.
+    numpy is used because it works in the calling thread, while PyTorch would start threads that compete with training.
 
     Args:
         tokens: (B, T + 1) int64.
         bos_id: token that starts a document.
-        documents: (B, T + 1) int64; the number of each token's document.
-        epoch: of the first row.
+        documents: (B, T + 1) int64: index of each token's document.
+        epoch: epoch of the first row.
     """
     inputs = np.ascontiguousarray(tokens[:, :-1])
     starts = np.append(np.flatnonzero(inputs == bos_id), inputs.size)
@@ -99,15 +104,15 @@ def batch_of(
 
 
 def numbered(device: torch.device | str) -> torch.device:
-    """Return a device with its number, for "cuda" that of the current one, which depends on the thread."""
+    """Return a device with its index; "cuda" becomes this thread's current device."""
     device = torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 class Loader(Iterator[Batch]):
-    """Endless batches of one rank, made ahead in a background thread, with a state that resumes exactly.
+    """An endless iterator over the batches of one rank, made ahead in a background thread, with a resumable state.
 
-    Use it in a `with` block, or `close` it; the thread ends with the loader either way.
+    Use it in a `with` block, or call `close`; the thread also ends if the loader is collected.
     """
 
     def __init__(
@@ -130,15 +135,16 @@ class Loader(Iterator[Batch]):
         Args:
             dataset: the prepared text.
             split: `train` or `val`.
-            rows: B, rows per batch of this rank.
-            seq_len: T, inputs per row.
-            rank: this process among those that share the text.
-            world_size: number of those processes.
-            seed: of the permutations.
-            shuffle: whether each epoch is permuted; in stored order when False.
-            buffer_documents: pieces to choose from when packing: more means less cropping, and a longer state.
-            prefetch: batches made ahead; 0 makes them when asked, without a thread.
-            device: where inputs and targets go; through pinned memory and without waiting when it is a CUDA device.
+            rows: B, number of rows per batch of this rank.
+            seq_len: T, number of inputs per row.
+            rank: index of this process among the processes that divide the rows.
+            world_size: number of these processes.
+            seed: seed of the permutations.
+            shuffle: whether each epoch is permuted; False keeps the stored order.
+            buffer_documents: number of chunks that the packer chooses from; more chunks mean less cropping and a longer
+                state.
+            prefetch: number of batches made ahead; 0 makes each when it is needed, without a thread.
+            device: device of inputs and targets; copies to a CUDA device go through pinned memory without waiting.
 
         Raises:
             DataError: a number is out of range, or the split has too little text for one batch on every rank.
@@ -161,20 +167,20 @@ class Loader(Iterator[Batch]):
             "shuffle": shuffle,
             "buffer_documents": buffer_documents,
         }
-        self._shares = dataset.shares(split)
+        self._sources = dataset.source_ranges(split)
         self._tokens = [table.num_tokens for table in tables]
         self._stream = MixedRows(
             [
-                # Each source has permutations of its own; the first those of a text without others.
+                # Each source has a seed of its own; the first one's is that of a dataset with a single source.
                 RowStream(table, seed=seed + number * 2**32, shuffle=shuffle, buffer_documents=buffer_documents)
                 for number, table in enumerate(tables)
             ],
-            [share.weight or 1.0 for share in self._shares],
+            [source.weight or 1.0 for source in self._sources],
         )
         self._positions = self._stream.positions()
-        # The thread gets what it needs and not this object, so that dropping the loader ends the thread.
+        # The thread holds no reference to this object, so that the loader can be collected, which ends the thread.
         self._make = functools.partial(
-            _next_batch, self._stream, dataset, self._device, rows=rows, part=rank, parts=world_size
+            _next_batch, self._stream, dataset, self._device, rows=rows, rank=rank, world_size=world_size
         )
         self._prefetcher: Prefetcher[tuple[Batch, tuple[RowPosition, ...]]] | None = None
         self._closed = False
@@ -183,7 +189,7 @@ class Loader(Iterator[Batch]):
         """Return the next batch.
 
         Raises:
-            DataError: the text does not fill a row, or has an id that is not in the vocabulary.
+            DataError: the text does not fill a row, or has an id outside of the vocabulary.
             ValueError: the loader is closed.
         """
         if self._closed:
@@ -199,34 +205,33 @@ class Loader(Iterator[Batch]):
 
     @property
     def cropped_frac(self) -> float:
-        """Fraction of the tokens that was dropped rather than served, over all batches returned so far."""
+        """Fraction of the tokens that were dropped instead of served, over all batches returned so far."""
         cropped = sum(position.cropped for position in self._positions)
         return cropped / max(1, cropped + sum(position.served for position in self._positions))
 
     @property
     def epochs(self) -> dict[str, float]:
-        """How often each source has been read so far: source -> tokens served and dropped over tokens there are."""
+        """Number of times that each source was read: source -> tokens served or dropped / its number of tokens."""
         return {
-            share.source: (position.served + position.cropped) / max(1, tokens)
-            for share, position, tokens in zip(self._shares, self._positions, self._tokens, strict=True)
+            source.source: (position.served + position.cropped) / max(1, tokens)
+            for source, position, tokens in zip(self._sources, self._positions, self._tokens, strict=True)
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place behind the last batch returned, fit for JSON; batches made ahead do not count."""
+        """Return the position after the last batch returned, as JSON values; batches made ahead do not count."""
         positions = [position.to_json() for position in self._positions]
         if len(positions) == 1:
             return {**self._identity, "position": positions[0]}
         return {**self._identity, "positions": positions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place: the next batch is the one that followed when the state was taken.
+        """Go to a saved position: the next batch begins with the rows that followed it.
 
-        The number of rows per batch and of ranks may differ from the saved ones; everything else that decides which
-        text comes next must be the same.
+        The number of rows per batch and the number of ranks may differ from the saved ones; all other settings that
+        decide the order of the text must be the same.
 
         Raises:
-            DataError: the state is damaged, or was made with another dataset or another setting; the message names
-                it.
+            DataError: the state is damaged, or was saved with another dataset or setting, which the message names.
         """
         if state.get("version") == _ONE_RANK_VERSION and state.get("world_size") == 1:
             state = {**state, "version": _STATE_VERSION}
@@ -242,16 +247,18 @@ class Loader(Iterator[Batch]):
         if not isinstance(saved, list) or not all(isinstance(position, dict) for position in saved):
             raise DataError("the saved data state has no 'position'; it was not made by this loader")
         positions = tuple(map(RowPosition.from_json, saved))
+        # The thread must not read the stream while it is restored.
         self._stop()
         try:
             self._stream.restore(positions)
         except DataError:
+            # The loader stays usable at its former position.
             self._stream.restore(self._positions)
             raise
         self._positions = positions
 
     def close(self) -> None:
-        """Stop the thread; no more batches. May be called twice."""
+        """Stop the thread; there are no more batches. May be called twice."""
         self._closed = True
         self._stop()
 
@@ -268,22 +275,22 @@ class Loader(Iterator[Batch]):
 
 
 def validation_rows(dataset: Dataset, *, rows: int, seq_len: int, max_tokens: int | None = None) -> list[Batch]:
-    """Return the batches of `iterate_validation_rows`, to be used again and again."""
+    """Return the batches of `iterate_validation_rows` as a list."""
     return list(iterate_validation_rows(dataset, rows=rows, seq_len=seq_len, max_tokens=max_tokens))
 
 
 def iterate_validation_rows(
     dataset: Dataset, *, rows: int, seq_len: int, max_tokens: int | None = None
 ) -> Iterator[Batch]:
-    """Yield one pass over the validation split in stored order, packed as for training, on the CPU.
+    """Yield the batches of one pass over the validation split, in stored order, packed as for training, on the CPU.
 
     An incomplete batch at the end is left out.
 
     Args:
         dataset: the prepared text.
-        rows: B, rows per batch.
-        seq_len: T, inputs per row.
-        max_tokens: at most so many inputs, rounded down to batches, but one batch at least; all text when None.
+        rows: B, number of rows per batch.
+        seq_len: T, number of inputs per row.
+        max_tokens: limit of the number of inputs, rounded down to whole batches but to one at least; None for no limit.
 
     Raises:
         DataError: a number is out of range, or there is too little text for one batch.
@@ -296,7 +303,7 @@ def iterate_validation_rows(
             RowStream(table, seed=0, shuffle=False, buffer_documents=_VALIDATION_BUFFER, max_epochs=1)
             for table in tables
         ],
-        [share.weight or 1.0 for share in dataset.shares("val")],
+        [source.weight or 1.0 for source in dataset.source_ranges("val")],
     )
     count = 0
     while (wanted is None or count < wanted) and (block := stream.next_rows(rows)) is not None:
@@ -306,24 +313,23 @@ def iterate_validation_rows(
         raise _too_little_text("val", sum(table.num_tokens for table in tables), rows, seq_len, 1)
 
 
-def _tables(dataset: Dataset, split: SplitName, seq_len: int) -> list[PieceTable]:
-    """Return the pieces of each source's documents in a split."""
-    documents = dataset.split(split)
-    return [
-        PieceTable(documents, dataset.bos_id, seq_len + 1, (share.first, share.last)) for share in dataset.shares(split)
-    ]
+def _tables(dataset: Dataset, split: SplitName, seq_len: int) -> list[ChunkIndex]:
+    """Return the index of the chunks of each source's documents in a split."""
+    documents, sources = dataset.split(split), dataset.source_ranges(split)
+    return [ChunkIndex(documents, dataset.bos_id, seq_len + 1, (source.first, source.last)) for source in sources]
 
 
 def _next_batch(
-    stream: MixedRows, dataset: Dataset, device: torch.device, *, rows: int, part: int, parts: int
+    stream: MixedRows, dataset: Dataset, device: torch.device, *, rows: int, rank: int, world_size: int
 ) -> tuple[Batch, tuple[RowPosition, ...]]:
-    block = stream.next_rows(rows, part=part, parts=parts)
+    block = stream.next_rows(rows, rank=rank, world_size=world_size)
     assert block is not None  # a stream without max_epochs does not end
     return _to_batch(block, dataset).pinned(device), stream.positions()
 
 
 def _to_batch(block: PackedRows, dataset: Dataset, *, numbered: bool = False) -> Batch:
-    # The file may have changed since it was verified; on a GPU such an id would end the process without a word.
+    # The file may have changed since it was verified, and on a GPU an id outside of the vocabulary would abort the
+    # process without a message.
     largest = int(block.tokens.max())
     if largest >= dataset.vocab_size:
         raise DataError(

@@ -1,10 +1,11 @@
-"""Several text sources as one: their weights in training, and text that is only for validation.
+"""Several text sources in one dataset: sources with weights for training, and a source for validation only.
 
     quintic train --data "notes/=0.7 web.jsonl=0.3" --val-data held_out/
 
-Weights are shares of the training tokens, whatever the sources' sizes: `quintic.data.rows.MixedRows` takes rows from
-them accordingly, and reads a small source more often. Preparing writes the sources one after the other into one
-dataset with one tokenizer, trained on a sample of each in its share.
+A weight is the fraction of the training tokens that comes from a source, regardless of its size:
+`quintic.data.rows.MixedRows` takes rows from the sources in proportion, and reads a small source more often. Preparing
+writes the sources one after the other into one dataset with one tokenizer, which is trained on samples of all sources
+in proportion to their weights.
 """
 
 import json
@@ -14,22 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quintic.data.dataset import SplitName
+from quintic.data.open_source import open_source
 from quintic.data.source import Source, slug
-from quintic.data.sources import open_source
-from quintic.data.survey import HASH_RANGE, Survey, survey, teachable, text_hash
+from quintic.data.survey import HASH_RANGE, Survey, limited_sample, survey, text_hash
 from quintic.errors import DataError
 
-__all__ = ["MixedSource", "joined", "mixture_words", "open_sources", "survey_all"]
+__all__ = ["MixedSource", "joined", "open_sources", "parse_mixture", "survey_all"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedSource:
-    """One source of a dataset.
+    """One source of a dataset, with its role.
 
     Attributes:
-        source: its documents.
-        weight: share of the training tokens; 0 for validation text.
-        side: where all of its documents go; they are divided by hash when None.
+        source: the documents.
+        weight: fraction of the training tokens; 0 for validation text.
+        side: the split of all of its documents; None to divide them by hash.
     """
 
     source: Source
@@ -37,16 +38,17 @@ class MixedSource:
     side: SplitName | None
 
 
-def mixture_words(spec: str) -> list[tuple[str, float]] | None:
-    """Return the sources and weights of a mixture, `SOURCE=WEIGHT` two or more times; None for a single source.
+def parse_mixture(spec: str) -> list[tuple[str, float]] | None:
+    """Return the sources and weights of a mixture, two or more words `SOURCE=WEIGHT`; None for a single source.
 
     Raises:
-        DataError: some words have a weight and others none, a weight is no positive number, or a source comes twice.
+        DataError: only some words have a weight, a weight is not a positive number, or a source is given twice.
 
-    >>> mixture_words("a.txt=0.7 b/=0.3")
+    >>> parse_mixture("a.txt=0.7 b/=0.3")
     [('a.txt', 0.7), ('b/', 0.3)]
     """
     words = [word.rpartition("=") for word in spec.split()]
+    # The path of a single source may have spaces and equals signs, too.
     if len(words) < 2 or not any(sign for _, sign, _ in words) or Path(spec).expanduser().exists():
         return None
     found: list[tuple[str, float]] = []
@@ -61,31 +63,31 @@ def mixture_words(spec: str) -> list[tuple[str, float]] | None:
                 "mixture, with weights above 0 and no spaces in a path"
             )
         if source in dict(found):
-            raise DataError(f"--data {spec!r}: {source} comes twice; give it once, with the sum of its weights")
+            raise DataError(f"--data {spec!r}: {source} is given twice; give it once, with the sum of its weights")
         found.append((source, weight))
     return found
 
 
 def open_sources(spec: str, val_data: str | None, *, cache_dir: Path, text_field: str) -> tuple[MixedSource, ...]:
-    """Open the sources of a dataset: one, or those of a mixture, and the one for validation.
+    """Open the sources of a dataset: the training sources, followed by the validation source if there is one.
 
     Args:
-        spec: as for `open_source`, or a mixture.
-        val_data: source of the validation text; the documents of the others are divided when None.
+        spec: a source as for `open_source`, or a mixture.
+        val_data: source of the validation text; None to divide the documents of the other sources.
         cache_dir: as for `open_source`.
-        text_field: as for `open_source`, of all sources.
+        text_field: as for `open_source`, for all sources.
 
     Raises:
-        DataError: as `mixture_words` and `open_source`; or ``val_data`` is a mixture, or one of the other sources.
+        DataError: as `parse_mixture` and `open_source`; or ``val_data`` is a mixture, or one of the training sources.
     """
-    words = mixture_words(spec) or [(spec, 1.0)]
+    words = parse_mixture(spec) or [(spec, 1.0)]
     if val_data is not None:
-        if mixture_words(val_data) is not None:
+        if parse_mixture(val_data) is not None:
             raise DataError(f"--val-data {val_data!r}: takes one source; put several into one folder")
         if val_data in dict(words):
             raise DataError(
-                f"--val-data {val_data}: is also read for training (--data), and says nothing about other text then; "
-                "give other text, or leave it out to hold a part back"
+                f"--val-data {val_data}: is also trained on (--data), so its loss would not show how the model does on "
+                "new text; give other text, or leave out --val-data to hold back some documents"
             )
     total = sum(weight for _, weight in words)
     side: SplitName | None = None if val_data is None else "train"
@@ -102,7 +104,7 @@ def open_sources(spec: str, val_data: str | None, *, cache_dir: Path, text_field
 
 
 def joined(sources: Sequence[MixedSource], spec: str) -> Source:
-    """Return the documents of all sources, one after the other, as one source."""
+    """Return one source with the documents of all sources, one after the other."""
     if len(sources) == 1:
         return sources[0].source
     every = [mixed.source for mixed in sources]
@@ -110,9 +112,9 @@ def joined(sources: Sequence[MixedSource], spec: str) -> Source:
     return Source(
         name=slug("-".join(source.name for source in every)),
         spec=spec,
-        parts=tuple(part for source in every for part in source.parts),
+        files=tuple(part for source in every for part in source.files),
         identity=json.dumps(
-            [[mixed.weight, mixed.side, mixed.source.identity, len(mixed.source.parts)] for mixed in sources]
+            [[mixed.weight, mixed.side, mixed.source.identity, len(mixed.source.files)] for mixed in sources]
         ),
         text_bytes=sum(size for size in sizes if size is not None) if None not in sizes else None,
         is_remote=any(source.is_remote for source in every),
@@ -123,20 +125,20 @@ def joined(sources: Sequence[MixedSource], spec: str) -> Source:
 def survey_all(
     sources: Sequence[MixedSource], *, val_frac: float, max_bytes: int | None, sample_bytes: int
 ) -> tuple[Survey, list[int]]:
-    """Survey each source; return the text for the tokenizer, and each source's threshold.
+    """Survey each source, and return the text for the tokenizer and each source's threshold.
 
     Args:
-        sources: of one dataset.
+        sources: the sources of one dataset.
         val_frac: as for `survey`.
-        max_bytes: as for `survey`, of each source.
-        sample_bytes: as for `survey`; each source has its share of it.
+        max_bytes: as for `survey`, per source.
+        sample_bytes: as for `survey`; divided among the sources by their weights.
 
     Raises:
         DataError: as `survey`.
     """
     if len(sources) == 1:
-        alone = survey(sources[0].source, val_frac=val_frac, max_bytes=max_bytes, sample_bytes=sample_bytes)
-        return alone, [alone.threshold]
+        single = survey(sources[0].source, val_frac=val_frac, max_bytes=max_bytes, sample_bytes=sample_bytes)
+        return single, [single.threshold]
     texts: list[bytes] = []
     thresholds: list[int] = []
     num_bytes = 0
@@ -144,17 +146,18 @@ def survey_all(
         if mixed.side == "val":
             if next(mixed.source.documents_from((0, 0)), None) is None:
                 raise DataError(f"--val-data {mixed.source.spec}: there is no text in it; give a source with text")
+            # Every hash is below it: all documents are validation text, and none is for the tokenizer.
             thresholds.append(HASH_RANGE)
             continue
-        share = survey(
+        result = survey(
             mixed.source,
             val_frac=val_frac if mixed.side is None else 0.0,
             max_bytes=max_bytes,
             sample_bytes=max(1, int(sample_bytes * mixed.weight)),
         )
-        texts += share.texts
-        num_bytes += share.text_bytes
-        thresholds.append(share.threshold)
-    # Each sample is small enough by itself; together they may not be.
-    texts = teachable([(text_hash(text), text) for text in texts])
+        texts += result.texts
+        num_bytes += result.text_bytes
+        thresholds.append(result.threshold)
+    # Each sample is within the tokenizer's limits, but all samples together may exceed them.
+    texts = limited_sample([(text_hash(text), text) for text in texts])
     return Survey(texts=texts, text_bytes=num_bytes, threshold=thresholds[0]), thresholds

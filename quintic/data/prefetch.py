@@ -1,4 +1,4 @@
-"""Producing items ahead of their use, in one background thread, in order."""
+"""`Prefetcher` calls a function ahead of time in a background thread, and returns the results in order."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ __all__ = ["Prefetcher"]
 
 T = TypeVar("T")
 
-# Longest time in which a waiting thread notices that it is no longer wanted.
+# Longest time after which a waiting thread notices that it should stop.
 _POLL_SECONDS = 0.05
 
 
@@ -21,9 +21,9 @@ class Prefetcher(Generic[T]):
         """Start the thread.
 
         Args:
-            produce: called again and again in the thread; must not hold a reference to the owner of this object,
-                or neither is ever collected.
-            depth: results that may wait, at least 1.
+            produce: called repeatedly in the thread. It must not hold a reference to the owner of this object, because
+                then neither would ever be collected.
+            depth: number of results to produce ahead, at least 1.
         """
         self._results: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
@@ -32,24 +32,24 @@ class Prefetcher(Generic[T]):
             target=_produce_all, args=(produce, self._results, self._stop), name="quintic-prefetch", daemon=True
         )
         self._thread.start()
-        # Also when the owner forgets to close, and before the interpreter shuts down under the thread.
+        # Stops the thread if the owner is collected without `close`, and before the interpreter shuts down.
         self._finalizer = weakref.finalize(self, _stop_thread, self._stop, self._thread)
 
     def get(self) -> T:
         """Return the next result; waits for it.
 
         Raises:
-            BaseException: what the function raised, in its place in the order, and again on every later call.
+            BaseException: the function's exception, in its place in the order, and again on every later call.
         """
         if self._error is not None:
             raise self._error
         result, self._error = self._results.get()
         if self._error is not None:
             raise self._error
-        return result  # type: ignore[return-value]  # None only beside an error, or when T allows it
+        return result  # type: ignore[return-value]  # None only with an error, or if T allows it
 
     def close(self) -> None:
-        """Stop the thread and wait for it; results not taken are lost. May be called twice."""
+        """Stop the thread and wait for its end; results that were not taken are lost. May be called twice."""
         self._finalizer()
 
 
@@ -74,6 +74,6 @@ def _produce_all(
 
 def _stop_thread(stop: threading.Event, thread: threading.Thread) -> None:
     stop.set()
-    # A collection can run in any thread, this one included.
+    # Garbage collection can run in any thread, including this one, and a thread cannot join itself.
     if thread is not threading.current_thread():
         thread.join()

@@ -1,8 +1,8 @@
-"""Writing token shards so that a stop at any moment loses little and never shows a half-written dataset.
+"""`ShardWriter` writes token shards so that a stop at any moment loses little work and leaves no half-written dataset.
 
-A shard in the making is `<split>_<number>.bin.part`; finished shards lose the `.part`. `ShardWriter.checkpoint`
-makes what is written durable and describes it; `ShardWriter.resume` cuts the files back to that description.
-The layout of a finished dataset is drawn in `quintic.data.dataset`.
+An open shard is `<split>_<number>.bin.part`; when it is finished it loses the `.part`. `ShardWriter.checkpoint` makes
+everything written durable and returns a description of it; `ShardWriter.resume` truncates the files to that
+description. The layout of a finished dataset is drawn in `quintic.data.dataset`.
 """
 
 import os
@@ -21,16 +21,16 @@ __all__ = ["ShardWriter", "exclusive"]
 
 
 class ShardWriter:
-    """Appends documents of one split to shards of bounded size; a document is never divided between shards."""
+    """Appends the documents of one split to shards of bounded size; every document lies in one shard."""
 
     def __init__(self, folder: Path, split: str, dtype: str, shard_tokens: int) -> None:
-        """Start with no shards; existing files of the split are overwritten as numbers are reached.
+        """Start without shards; existing files of the same names are overwritten.
 
         Args:
-            folder: the dataset's folder; exists.
+            folder: the dataset's folder, which must exist.
             split: beginning of the file names.
             dtype: `uint16` or `uint32`.
-            shard_tokens: a shard is closed when it has this many tokens or more.
+            shard_tokens: number of tokens at which a shard is closed.
         """
         self._folder = folder
         self._split = split
@@ -49,21 +49,21 @@ class ShardWriter:
 
     @property
     def num_documents(self) -> int:
-        """Documents written so far."""
+        """Number of documents written so far."""
         return sum(int(shard["documents"]) for shard in self._closed) + len(self._offsets) - 1
 
     def add(self, ids: Sequence[int], num_bytes: int) -> None:
-        """Append one document, its bos included.
+        """Append one document.
 
         Args:
-            ids: the tokens, at least one.
+            ids: the tokens, bos first.
             num_bytes: UTF-8 bytes of the document's text.
 
         Raises:
             OSError: the file cannot be written.
         """
         if self._file is None:
-            # Closed in close_shard or abandon: a shard lives longer than any one call.
+            # Closed by `close_shard` or `abandon`, since a shard is written by many calls.
             self._file = self._open_path.open("wb")
         block = np.asarray(ids, dtype=self._dtype).tobytes()
         _append(self._file, block)
@@ -74,7 +74,7 @@ class ShardWriter:
             self.close_shard()
 
     def close_shard(self) -> None:
-        """Finish the shard in the making, if there is one.
+        """Finish the open shard, if there is one.
 
         Raises:
             OSError: the file cannot be written.
@@ -94,13 +94,13 @@ class ShardWriter:
     def abandon(self) -> None:
         """Close the file without finishing its shard; the disk keeps the state of the last checkpoint."""
         if self._file is not None:
-            # A full disk can make the flush inside close fail; the file is given up anyway.
+            # On a full disk closing the file may fail to flush it; its content is abandoned anyway.
             with suppress(OSError):
                 self._file.close()
             self._file = None
 
     def checkpoint(self) -> dict[str, Any]:
-        """Make everything written durable; return its description, fit for JSON.
+        """Make everything written durable, and return its description as JSON values.
 
         Raises:
             OSError: the files cannot be written.
@@ -112,10 +112,10 @@ class ShardWriter:
         return {"closed": list(self._closed), "open": self._counts() if self._file is not None else None}
 
     def resume(self, description: dict[str, Any]) -> bool:
-        """Go on from a checkpoint: finished shards stay, the open one is cut back to its durable length.
+        """Resume from a checkpoint: finished shards stay, the open one is truncated to the checkpoint.
 
         Returns:
-            Whether the files still are what the checkpoint describes; if not, nothing may be kept.
+            Whether the files match the checkpoint. If not, the writer and its files cannot be used.
         """
         try:
             for shard in description["closed"]:
@@ -126,7 +126,7 @@ class ShardWriter:
             counts = description["open"]
             if counts is None:
                 return True
-            # The rename of a shard closed after the checkpoint is undone: its number is written again.
+            # If the open shard was closed and renamed after the checkpoint, undo that.
             closed_later = self._open_path.with_suffix("")
             if not self._open_path.exists() and closed_later.exists():
                 replace(closed_later, self._open_path)
@@ -143,7 +143,7 @@ class ShardWriter:
         return True
 
     def finish(self) -> list[dict[str, Any]]:
-        """Close the last shard; return every shard's entry for the manifest.
+        """Close the last shard, and return the manifest's entries of all shards.
 
         Raises:
             OSError: the file cannot be written.
@@ -170,14 +170,15 @@ class ShardWriter:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock among processes while the block runs; waits for it. The lock file stays.
+    """Hold an exclusive lock between processes, waiting for it first; the lock file is not removed.
 
     Raises:
         OSError: the lock file cannot be made.
     """
     with path.open("ab") as file:
         lock(file.fileno(), wait=True)
-        yield  # closing the file releases the lock
+        # Closing the file releases the lock.
+        yield
 
 
 def _append(file: BinaryIO, block: bytes) -> None:

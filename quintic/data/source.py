@@ -1,4 +1,4 @@
-"""A text source: documents in a fixed order, read part by part."""
+"""`Source`: documents in a fixed order, read file by file."""
 
 import hashlib
 import re
@@ -9,7 +9,7 @@ from quintic.data.files.blocks import Utf8
 
 __all__ = ["NAME_ERRORS", "Source", "SourceFile", "slug"]
 
-# Names of files may be bytes that are no UTF-8, which Python reads as lone surrogates.
+# How to encode file names: a name that is not UTF-8 has lone surrogates in Python.
 NAME_ERRORS = "backslashreplace"
 
 
@@ -18,10 +18,10 @@ class SourceFile:
     """One file of a source.
 
     Attributes:
-        name: path inside the source, with `/`.
-        size_bytes: size as stored, compressed or not; 0 when unknown.
-        identity: returns a string that changes when the content does; may read the file.
-        read: yields the part's documents in order, as UTF-8; may download the file first.
+        name: path within the source, with `/`.
+        size_bytes: size of the stored file, compressed or not; 0 if unknown.
+        identity: returns a string that changes when the content changes; may read the file.
+        read: yields the file's documents in order, as UTF-8; may download the file first.
     """
 
     name: str
@@ -32,21 +32,21 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Documents in a fixed order, read part by part, so that reading can go on from any place.
+    """Documents in a fixed order, read file by file, so that reading can resume at any document.
 
     Attributes:
         name: lower-case letters, digits and `-`; usable in a folder name.
         spec: the string that names the source.
-        parts: the files in reading order.
-        identity: of the whole source besides its parts, for example a version.
-        text_bytes: UTF-8 bytes of all documents where the file sizes tell, else None.
-        is_remote: whether reading downloads.
-        notes: lines for people about what was left out.
+        files: the files in reading order.
+        identity: identity of the source in addition to its files, for example a version.
+        text_bytes: UTF-8 bytes of all documents if the file sizes tell, else None.
+        is_remote: whether reading downloads files.
+        notes: messages for users about files that were left out.
     """
 
     name: str
     spec: str
-    parts: tuple[SourceFile, ...]
+    files: tuple[SourceFile, ...]
     identity: str = ""
     text_bytes: int | None = None
     is_remote: bool = False
@@ -54,22 +54,22 @@ class Source:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parts as stored."""
-        return sum(part.size_bytes for part in self.parts)
+        """Total size of the stored files."""
+        return sum(file.size_bytes for file in self.files)
 
     def fingerprint(self) -> str:
-        """Return 32 hex digits that change when a file is added, removed, renamed or changed.
+        """Return 32 hex digits that change if a file is added, removed, renamed or changed.
 
         Raises:
             DataError: a file cannot be read.
         """
         digest = hashlib.blake2b(self.identity.encode(), digest_size=16)
-        for part in self.parts:
-            digest.update(f"\0{part.name}\0{part.size_bytes}\0{part.identity()}".encode(errors=NAME_ERRORS))
+        for file in self.files:
+            digest.update(f"\0{file.name}\0{file.size_bytes}\0{file.identity()}".encode(errors=NAME_ERRORS))
         return digest.hexdigest()
 
     def documents(self) -> Iterator[str]:
-        """Yield every document, always in the same order.
+        """Yield every document, in a fixed order.
 
         Raises:
             DataError: a file cannot be read, decoded or downloaded.
@@ -78,19 +78,19 @@ class Source:
             yield str(text, "utf-8")
 
     def documents_from(self, cursor: tuple[int, int]) -> Iterator[tuple[tuple[int, int], Utf8]]:
-        """Yield `(cursor, UTF-8 of a document)` from a place on; the cursor names the place after the document.
+        """Yield `(cursor, UTF-8 of a document)` from a cursor on; each cursor points after its document.
 
         Args:
-            cursor: (part, document in it) to begin at. Parts before it are not opened; the documents before it in
-                its part are read and thrown away.
+            cursor: (index of the file, number of its documents to skip). Earlier files are not opened; skipped
+                documents are read and discarded.
 
         Raises:
             DataError: a file cannot be read, decoded or downloaded.
         """
-        first_part, skipped = cursor
-        for index in range(first_part, len(self.parts)):
-            for count, text in enumerate(self.parts[index].read()):
-                if index > first_part or count >= skipped:
+        first_file, skipped = cursor
+        for index in range(first_file, len(self.files)):
+            for count, text in enumerate(self.files[index].read()):
+                if index > first_file or count >= skipped:
                     yield (index, count + 1), text
 
 

@@ -1,6 +1,6 @@
-"""The split into training and validation text, and a first look at a source: threshold, and text for the tokenizer.
+"""`survey` reads a sample of a source, for the bound between validation and training text and for the tokenizer.
 
-The rules are stated in `quintic.data.shards`, which uses them.
+`quintic.data.preparation`, which uses it, states the rules.
 """
 
 import hashlib
@@ -9,33 +9,35 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from quintic.data.files.blocks import Utf8
-from quintic.data.files.documents import MAX_DOCUMENT_BYTES, pieces_of
+from quintic.data.files.documents import MAX_DOCUMENT_BYTES, sections_of
 from quintic.data.source import NAME_ERRORS, Source
 from quintic.errors import DataError
 
-__all__ = ["HASH_RANGE", "Survey", "pieces_within", "survey", "teachable", "text_hash"]
+__all__ = ["HASH_RANGE", "Survey", "limited_sample", "sections_within", "survey", "text_hash"]
 
 HASH_RANGE = 1 << 64
-"""All values of `text_hash` are below it."""
+"""Upper bound of `text_hash`."""
 
-# What making a tokenizer may take. Memory: some 130 bytes for each byte of different words. Time: every merge goes
-# through all words that have its pair, so a word costs its length for each merge, of which it sees about as many as it
-# has bytes; some 10 nanoseconds each. Prose stays far below both: 32 MiB of web text have 1.2 MB of different words.
+# Limits of memory and time for training a tokenizer. Memory: about 130 bytes for each byte of different words. Time:
+# every merge visits all words that contain its pair, and a word takes part in about as many merges as it has bytes, so
+# its work is its length times the number of its merges, at about 10 nanoseconds. Ordinary text stays far below both:
+# 32 MiB of web text have 1.2 MB of different words.
 _WORD_BYTES = 5 << 20
 _WORD_WORK = 15 * 10**8
+# Upper bound of the merges of one word.
 _MERGES = 4096
-# Roughly the words that the tokenizer sees, whatever its exact pattern is.
+# Roughly the words that the tokenizer's own pattern finds.
 _RUNS = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """The result of a first look at a source.
+    """The result of a survey.
 
     Attributes:
         texts: training text for the tokenizer, as UTF-8.
-        text_bytes: UTF-8 bytes read for it.
-        threshold: a document whose `text_hash` is below it is validation text.
+        text_bytes: number of UTF-8 bytes in the sample.
+        threshold: documents with a `text_hash` below it are validation text.
     """
 
     texts: list[bytes]
@@ -44,19 +46,19 @@ class Survey:
 
 
 def text_hash(data: bytes) -> int:
-    """Return the hash of a document's UTF-8 text, evenly spread from 0 to 2**64 - 1."""
+    """Return the hash of a document's UTF-8 text, uniformly distributed from 0 to 2**64 - 1."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def pieces_within(document: Utf8, max_bytes: int | None, before: int) -> Iterator[bytes]:
-    """Yield the pieces of a document up to the one that reaches the end of the text used.
+def sections_within(document: Utf8, max_bytes: int | None, before: int) -> Iterator[bytes]:
+    """Yield the sections of a document, up to the section that reaches the limit of the text.
 
     Args:
-        document: its UTF-8.
-        max_bytes: the text used ends after so many bytes; all is used when None.
-        before: bytes of the documents before this one.
+        document: the document as UTF-8.
+        max_bytes: limit of the bytes of text of the whole source; None for no limit.
+        before: number of bytes of the documents before this one.
     """
-    for piece in pieces_of(document):
+    for piece in sections_of(document):
         if max_bytes is not None and before >= max_bytes:
             return
         before += len(piece)
@@ -64,13 +66,13 @@ def pieces_within(document: Utf8, max_bytes: int | None, before: int) -> Iterato
 
 
 def survey(source: Source, *, val_frac: float, max_bytes: int | None, sample_bytes: int) -> Survey:
-    """Read a sample of a source; where it is the whole source, see that both sides get a document.
+    """Read a sample of a source; if it is the whole source, move the threshold so that both sides get a document.
 
     Args:
         source: the text.
-        val_frac: wanted fraction of validation documents; with 0 there are none, however little text there is.
-        max_bytes: the text used ends after so many bytes; all is used when None.
-        sample_bytes: read about so much, at least 1.
+        val_frac: fraction of the documents for validation; with 0 there are none, even in a small source.
+        max_bytes: limit of the bytes of text of the whole source; None for no limit.
+        sample_bytes: approximate size of the sample, at least 1.
 
     Raises:
         DataError: there is no text, or all of it is one document.
@@ -87,12 +89,12 @@ def survey(source: Source, *, val_frac: float, max_bytes: int | None, sample_byt
         if seen >= budget:
             complete = max_bytes is not None and max_bytes <= sample_bytes
             break
-        # Cut twice: all pieces of a long document at once would be a second copy of it.
-        sizes = [len(piece) for piece in pieces_within(document, max_bytes, seen)]
+        # Divided twice, for the sizes and for the sections: all sections of a long document at once would be a copy.
+        sizes = [len(piece) for piece in sections_within(document, max_bytes, seen)]
         first_bytes = first_bytes or sizes[0]
-        # Pieces at even distances, if the document is too much for the sample.
+        # Of a document that is too large for the rest of the sample, every `stride`-th section is used.
         stride = -(-sum(sizes) // (sample_bytes - sampled))
-        for number, piece in enumerate(pieces_within(document, max_bytes, seen)):
+        for number, piece in enumerate(sections_within(document, max_bytes, seen)):
             value = text_hash(piece)
             hashes.append(value)
             if number % stride == 0:
@@ -111,22 +113,23 @@ def survey(source: Source, *, val_frac: float, max_bytes: int | None, sample_byt
             )
         threshold = min(max(threshold, smallest + 1), largest)
     return Survey(
-        texts=teachable([(value, piece) for value, piece in pieces if value >= threshold]),
+        texts=limited_sample([(value, piece) for value, piece in pieces if value >= threshold]),
         text_bytes=sampled,
         threshold=threshold,
     )
 
 
-def teachable(pieces: list[tuple[int, bytes]]) -> list[bytes]:
-    """Return the pieces that a tokenizer can be made from in little memory and time: all of ordinary text.
+def limited_sample(pieces: list[tuple[int, bytes]]) -> list[bytes]:
+    """Return the sections that a tokenizer can be trained on in limited memory and time: all sections of ordinary text.
 
-    Of text without spaces, whose words are as long as its pieces (DNA), or whose words are all different (Chinese,
-    hexadecimal numbers), some pieces are returned, drawn by hash; at least one.
+    Text without spaces (DNA), whose words are as long as its sections, and text whose words are all different (Chinese,
+    hexadecimal numbers) exceed the limits; then sections are drawn by hash, at least one.
 
     Args:
-        pieces: `text_hash` and UTF-8 of each.
+        pieces: `text_hash` and UTF-8 of each section.
     """
-    # Parts between spaces are quickly found. They have the words in them, so few parts are few words.
+    # A fast first check: strings between spaces contain the words, so if these strings are within the limits, so are
+    # the words.
     parts = set[bytes]()
     num_bytes = work = 0
     for _, piece in pieces:
@@ -151,7 +154,7 @@ def teachable(pieces: list[tuple[int, bytes]]) -> list[bytes]:
 
 
 def _with_costs(num_bytes: int, work: int, words: Iterable[bytes]) -> tuple[int, int]:
-    """Return the bytes of different words, and the work that they make for a trainer, with those of more words."""
+    """Return the bytes of different words, and the work of training on them, after adding more words."""
     for word in words:
         num_bytes += len(word)
         work += len(word) * min(len(word), _MERGES)
@@ -167,5 +170,5 @@ def _sample_documents(source: Source, *, in_order: bool) -> Iterator[Utf8]:
         for _, document in source.documents_from((0, 0)):
             yield document
     else:
-        for part in sorted(source.parts, key=lambda part: text_hash(part.name.encode(errors=NAME_ERRORS))):
-            yield from part.read()
+        for file in sorted(source.files, key=lambda file: text_hash(file.name.encode(errors=NAME_ERRORS))):
+            yield from file.read()

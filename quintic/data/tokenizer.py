@@ -1,8 +1,8 @@
-"""The tokenizer: byte-level BPE, trained here or taken from elsewhere, exact to the byte in both directions.
+"""`Tokenizer`: a byte-level BPE, trained here or loaded, that preserves every byte of a text.
 
-`Tokenizer` wraps the `tokenizers` library and adds what training needs: the token that starts a document, the bytes
-each token stands for (for bits per byte), and encoding that never takes text for a special token. Files of other
-makers (a `tokenizer.json`, GPT-2's two files, GPT-2 by name from the Hub) are found by `read_definition`.
+It wraps the `tokenizers` library and adds three things that training needs: a token that starts a document, the number
+of bytes of each token (for bits per byte), and encoding that never mistakes text for a special token. Tokenizers of
+other origin (a `tokenizer.json`, GPT-2's two files, GPT-2 from the Hub) are found by `read_definition`.
 """
 
 import contextlib
@@ -28,25 +28,27 @@ __all__ = ["BOS", "Tokenizer", "byte_alphabet", "lost_text"]
 BOS = "<|bos|>"
 _OTHER_DOCUMENT_STARTS = ("<|endoftext|>",)
 _PROBE = "Text  with\ttabs, 12345 numbers;\r\n\n  e\u0301\u00e9 \u6f22\U0001f642\x00 <|bos|>end "
-_MIN_VOCAB = 257  # every byte, and the document start
+# 256 bytes, and the token that starts a document.
+_MIN_VOCAB = 257
 
-# Properties of added tokens by which they swallow the spaces before or behind them.
+# Properties of added tokens that remove the spaces before or after them.
 _STRIPPING = ("lstrip", "rstrip")
-# Pre-tokenizers that do not give back what they split at, or give back something else.
+# Pre-tokenizers that remove or replace the characters at which they split.
 _LOSSY_STAGES = frozenset(
     {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit", "Metaspace", "Delimiter"}
 )
 
-# Characters of text that are encoded at once where it has no safe place to be cut; longer words are cut anywhere.
+# Number of characters after which `encode_parts` encodes text that cannot be divided safely; longer words are divided
+# anywhere.
 _MOST_AT_ONCE = 1 << 20
-# Characters that a pattern may look at behind a run of characters of one kind.
+# Number of characters that a word pattern may look at after a sequence of characters of one kind.
 _LOOK_AHEAD = 16
-# Seconds between two looks for Ctrl-C.
+# Seconds between two checks for Ctrl-C.
 _PATIENCE = 0.2
 
-# Words as BPE sees them: contractions; letters with one leading mark or space; one or two digits, so that numbers
-# get the same pieces wherever they stand; runs of other signs; line ends; and spaces, of which the last goes to the
-# word that follows. Combining marks count as letters, so that scripts which need them keep their words whole.
+# The words within which BPE merges: contractions; letters with one leading sign or space; one or two digits, so that
+# the tokens of a number do not depend on the text around it; sequences of other signs; line ends; and spaces, the last
+# one belonging to the following word. Combining marks count as letters, so that scripts with them keep words whole.
 _WORDS = (
     r"(?i:'(?:[sdmt]|ll|ve|re))"
     r"|[^\r\n\p{L}\p{M}\p{N}]?[\p{L}\p{M}]+"
@@ -59,20 +61,19 @@ _WORDS = (
 
 
 class Tokenizer:
-    """A byte-level BPE vocabulary with a token that starts a document.
+    """A byte-level BPE tokenizer with a token that starts a document.
 
-    Text round-trips exactly: `decode(encode(text)) == text` for every text without lone surrogates.
+    Every text without lone surrogates is preserved: `decode(encode(text)) == text`.
     """
 
     def __init__(self, definition: str) -> None:
-        """Take the content of a `tokenizer.json`; `train` and `load` are the usual ways in.
+        """Make a tokenizer from the content of a `tokenizer.json`; usually `train` or `load` is called instead.
 
-        The normalizer, truncation, padding, post-processor, dropout and prefix space of the definition are dropped,
-        and that added tokens take the spaces around them: each would make the tokens stand for other bytes than the
-        text's.
+        Normalizer, truncation, padding, post-processor, dropout and prefix space of the definition are ignored, and
+        added tokens do not strip spaces: with any of these, tokens would not represent the bytes of the text.
 
         Raises:
-            DataError: it is not a byte-level BPE, bytes are missing from its vocabulary, or it loses text.
+            DataError: it is not a byte-level BPE, its vocabulary lacks bytes, or it loses text.
         """
         from tokenizers import Tokenizer as Backend
 
@@ -117,27 +118,27 @@ class Tokenizer:
         # The library raises bare `Exception` for every kind of bad definition.
         except Exception as error:
             raise DataError(f"not a usable tokenizer.json ({str(error).splitlines()[0]})") from error
-        # Text is text: a document that spells out a special token does not get its id.
+        # A document that spells out a special token must not be encoded as its id.
         self._backend.encode_special_tokens = True
-        # Asked rather than read from the definition: the library numbers added tokens without gaps.
+        # From the library and not from the definition, because the library renumbers added tokens without gaps.
         self._is_special = {
             int(index): bool(token.special) for index, token in self._backend.get_added_tokens_decoder().items()
         }
         self.bos_id = next(index for index in self._is_special if self._backend.id_to_token(index) == bos)
         """Id of the token that starts a document."""
-        # The added tokens too, in the text of a user who writes them out.
+        # Encode and decode samples; users may also write the names of added tokens in their text.
         for probe in (_PROBE, *(f"a  {token['content']}  b{token['content']}" for token in added)):
             if (back := self.decode_bytes(self.encode(probe))) != probe.encode():
                 raise DataError(lost_text(probe.encode(), back))
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learn a vocabulary from texts; the same texts give the same vocabulary in every process.
+        """Return a tokenizer trained on texts; equal texts give equal tokenizers in every process.
 
         Args:
-            texts: the documents; read once, word counts are kept in memory, the texts are not.
-            vocab_size: number of ids wanted, `<|bos|>` and the 256 bytes included. A text with too few different
-                words gives fewer; `.vocab_size` is what came out.
+            texts: the documents; they are read once, and only word counts are kept in memory.
+            vocab_size: requested number of ids, including `<|bos|>` and the 256 bytes. Texts with too few different
+                words give fewer; the attribute `vocab_size` has the actual number.
 
         Raises:
             DataError: `vocab_size` is below 257.
@@ -166,16 +167,18 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, *, cache_dir: Path | None = None) -> "Tokenizer":
-        """Load a tokenizer from a file, a folder, or by the name `gpt2`.
+        """Return the tokenizer of a file or a folder, or the one named `gpt2`.
 
         Args:
             path: a `tokenizer.json`; a folder with one, or with GPT-2's `encoder.json` and `vocab.bpe` (also named
                 `vocab.json` and `merges.txt`); or `gpt2`, which is downloaded unless a file has that name.
-                Without a `<|bos|>`, an `<|endoftext|>` starts documents; without either, `<|bos|>` is added.
-            cache_dir: where the download is kept; the Hub client's own cache when None.
+                Documents start with `<|bos|>`, or with `<|endoftext|>` if there is no `<|bos|>`; if there is neither,
+                `<|bos|>` is added.
+            cache_dir: folder for the download; None for the Hub client's own cache.
 
         Raises:
-            DataError: missing, not a byte-level BPE, or not to be downloaded; the message names the path.
+            DataError: the tokenizer is missing, is not a byte-level BPE, or cannot be downloaded; the message names the
+                path.
         """
         definition = read_definition(str(path), cache_dir=cache_dir)
         try:
@@ -184,7 +187,7 @@ class Tokenizer:
             raise DataError(f"{path}: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write a `tokenizer.json`, which `transformers.PreTrainedTokenizerFast` loads too.
+        """Write a `tokenizer.json`, which `transformers.PreTrainedTokenizerFast` can load, too.
 
         Raises:
             DataError: the file cannot be written.
@@ -196,32 +199,33 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids: one more than the largest, special tokens included."""
+        """Number of ids including special tokens: one more than the largest id."""
         return len(self._bytes)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without the document start; special tokens in it are plain text."""
+        """Return the ids of a text, without a document start; names of special tokens in it are plain text."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of several texts; they are divided among the processor's cores."""
+        """Return the ids of several texts, encoded in parallel."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def encode_parts(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """Yield the ids of one text that comes in parts; they join to those of `encode` for the whole text.
+        """Yield the ids of one text that arrives as several strings; together they are the ids of the whole text.
 
-        Needs memory for a part and not for the text. It cuts between words at places that no later text can move. A
-        word of more than a million characters, as DNA has it, is cut where it reaches them.
+        Memory is needed for a string, not for the text. The text is divided between words, at positions where later
+        text cannot change the words. A word of more than a million characters, as in DNA, is divided at that length.
 
         Args:
-            texts: the parts, cut anywhere between characters.
+            texts: strings that join to the text, divided anywhere between characters.
         """
         margin = max(
             [_LOOK_AHEAD, *(len(token.content) for token in self._backend.get_added_tokens_decoder().values())]
         )
         rest = ""
-        tried = 0  # characters of `rest` that have no safe place
+        # Length of `rest` when it last had no safe position; it is tried again when it has doubled.
+        tried = 0
         for text in texts:
             rest += text
             if len(rest) < 2 * tried:
@@ -247,7 +251,7 @@ class Tokenizer:
         return self.decode_bytes(ids).decode(errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the exact bytes ids stand for; special tokens stand for none.
+        """Return the exact bytes of ids; special tokens have none.
 
         Raises:
             DataError: an id is outside the vocabulary.
@@ -262,22 +266,22 @@ class Tokenizer:
         return b"".join(pieces)
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
-        """Return the number of UTF-8 bytes of each token: (vocab_size,) int32, 0 for special tokens."""
+        """Return the number of bytes of each token: (vocab_size,) int32, 0 for special tokens."""
         return np.array([len(token) for token in self._bytes], dtype=np.int32)
 
     def fingerprint(self) -> str:
-        """Return 32 hex digits that change when a token or a merge does."""
+        """Return 32 hex digits that change if a token or a merge changes."""
         canonical = json.dumps(json.loads(self.definition), sort_keys=True)
         return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
     @cached_property
     def definition(self) -> str:
-        """The content of a `tokenizer.json`, as `save` writes and the constructor takes it."""
+        """The content of a `tokenizer.json`, which `save` writes and the constructor accepts."""
         return str(self._backend.to_str())
 
     @cached_property
     def _bytes(self) -> tuple[bytes, ...]:
-        """The bytes of each id; nothing for special tokens and for ids that no token has."""
+        """The bytes of each id; empty for special tokens and for unused ids."""
         from_symbol = {symbol: byte for byte, symbol in enumerate(byte_alphabet())}
         vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         table = [b""] * (max(vocab.values()) + 1)
@@ -290,11 +294,11 @@ class Tokenizer:
 
 
 def lost_text(text: bytes, back: bytes) -> str:
-    """Return the message about text that its tokens do not give back.
+    """Return an error message about a text that encoding and decoding does not preserve.
 
     Args:
-        text: UTF-8 of the text.
-        back: the bytes that its tokens stand for.
+        text: the text as UTF-8.
+        back: the bytes of its tokens.
     """
     at = next((at for at, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
     place = text[max(0, at - 10) : at + 20].decode(errors="replace")
@@ -303,9 +307,9 @@ def lost_text(text: bytes, back: bytes) -> str:
 
 
 def _interruptibly(work: Callable[[], object]) -> None:
-    """Do long work of the library, which Ctrl-C cannot stop, in a thread; the wait for it can be interrupted.
+    """Run long work of the library in a thread, so that Ctrl-C can interrupt the wait for it.
 
-    After an interruption the thread goes on until its work is done or the process ends.
+    After an interruption the thread continues until its work is done or the process ends.
     """
     errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
@@ -328,17 +332,17 @@ def _interruptibly(work: Callable[[], object]) -> None:
 def _last_safe_token(
     text: str, offsets: Sequence[tuple[int, int]], words: Sequence[int | None], margin: int
 ) -> int | None:
-    """Return the number of the last token at which a text may be cut, however it goes on; None if there is none.
+    """Return the index of the last token before which a text may be divided, for any continuation; None without one.
 
-    Such a token begins a word, with a character of another kind (letters, digits, spaces, others) than the one before
-    it. Within a run of one kind, of spaces for example, a pattern may look at all of the run to divide it; where the
-    run ends, it looks at few characters more.
+    Such a token begins a word, and its first character is of another kind (letter, digit, space, other) than the
+    character before it. Within a sequence of one kind, spaces for example, a word pattern may look at the whole
+    sequence to divide it; beyond its end it looks at a few more characters only.
 
     Args:
-        text: the text.
-        offsets: first character of each token, and the one behind its last.
-        words: number of the word of each token.
-        margin: characters at the end of the text that are not looked at.
+        text: the text so far.
+        offsets: (first character, one past the last character) of each token.
+        words: index of each token's word.
+        margin: number of characters at the end of the text at which it is never divided.
     """
     for token in range(len(offsets) - 1, 0, -1):
         start = offsets[token][0]
@@ -360,9 +364,9 @@ def _kind(character: str) -> str:
 
 
 def byte_alphabet() -> tuple[str, ...]:
-    """Return the character that stands for each byte in byte-level vocabularies, as GPT-2 introduced them.
+    """Return the character that represents each byte in byte-level vocabularies, as in GPT-2.
 
-    Printable Latin-1 characters stand for themselves; the other bytes take the characters from U+0100 on, in order.
+    Printable Latin-1 characters represent themselves; the other bytes are represented by U+0100 and so on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     symbols = []
@@ -377,7 +381,7 @@ def byte_alphabet() -> tuple[str, ...]:
 
 
 def _stages(stage: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return a pre-tokenizer or decoder of a definition, and where it is a sequence, those in it."""
+    """Return a pre-tokenizer or decoder of a definition and, if it is a sequence, its members, recursively."""
     if not stage:
         return []
     inner = [*(stage.get("pretokenizers") or []), *(stage.get("decoders") or [])]

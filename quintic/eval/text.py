@@ -9,7 +9,7 @@ from itertools import chain, islice
 import numpy as np
 
 from quintic.data.files.blocks import Utf8
-from quintic.data.files.documents import pieces_of
+from quintic.data.files.documents import sections_of
 from quintic.data.loader import Batch, batch_of
 from quintic.data.tokenizer import Tokenizer
 
@@ -38,7 +38,7 @@ def encoded(tokenizer: Tokenizer, documents: Iterable[Utf8]) -> Iterator[Iterabl
             yield from tokenizer.encode_batch(waiting)
             waiting, num_bytes = [], 0
         if is_long:
-            parts = (piece.decode() for piece in pieces_of(document, _LONG_DOCUMENT))
+            parts = (piece.decode() for piece in sections_of(document, _LONG_DOCUMENT))
             yield chain.from_iterable(tokenizer.encode_parts(parts))
         else:
             waiting.append(str(document, "utf-8"))

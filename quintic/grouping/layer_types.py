@@ -221,7 +221,7 @@ def _operations(node: fx.Node, *, transposed: bool = False) -> Iterator[Operatio
         elif name in _NORMS:
             yield Operation("norm")
         elif name.startswith("conv") and (position == 1 or user.kwargs.get("weight") is node):
-            yield _convolution(name, user)
+            yield _convolution_operation(name, user)
         elif name == "linear" and user.kwargs.get("weight") is node:
             yield Operation("linear (in, out)" if transposed else "linear")
         elif name in _PRODUCTS and position == _PRODUCTS[name][0]:
@@ -239,7 +239,7 @@ def _operation_name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target)).removeprefix("aten.").partition(".")[0]
 
 
-def _convolution(name: str, node: fx.Node) -> Operation:
+def _convolution_operation(name: str, node: fx.Node) -> Operation:
     is_general = name == "convolution"
     place = 8 if is_general else 6
     groups = node.args[place] if len(node.args) > place else node.kwargs.get("groups", 1)

@@ -1,7 +1,8 @@
-"""The choice of an operation's implementation: Triton on CUDA devices, plain PyTorch everywhere else.
+"""Chooses the implementation of an operation: Triton on CUDA devices, plain PyTorch everywhere else.
 
-`choose_kernels` answers for a parameter and the passes of the optimizer. An operation with conditions of its own says
-them as an obstacle, a sentence or None, and asks `decide`.
+Every operation with a kernel has a function `obstacle_to_...`: it returns None if Triton can compute the operation, or
+the reason why not, worded as a clause of a longer sentence. `decide` combines it with the user's option `kernels`.
+`choose_kernels` does so for the optimizer's element-wise passes over a parameter.
 """
 
 import functools
@@ -38,12 +39,12 @@ _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @functools.cache
 def triton_is_installed() -> bool:
-    """Return whether `import triton` would find something."""
+    """Return whether Triton is installed, without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 
 def triton_is_interpreted() -> bool:
-    """Return whether Triton runs kernels in its interpreter, which works on CPU tensors."""
+    """Return whether Triton's interpreter is on, which runs kernels on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -51,9 +52,11 @@ def triton_is_interpreted() -> bool:
 def cpu_multiplies_bfloat16() -> bool:
     """Return whether this machine's processor has instructions for bfloat16 products.
 
-    Without them such products run, but slower than float32's. Known of Linux on x86 alone: elsewhere False. Where
-    `ONEDNN_MAX_CPU_ISA` keeps PyTorch's products from using them, they count as absent.
+    Without them bfloat16 products run, but slower than float32 products. The answer is False on all systems except
+    Linux on x86, and if the environment variable `ONEDNN_MAX_CPU_ISA` keeps PyTorch from using the instructions.
     """
+    # oneDNN computes PyTorch's bfloat16 products. Only the values of this variable with one of these names let it use
+    # bfloat16 instructions.
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     if not any(name in limit for name in ("ALL", "DEFAULT", "BF16", "FP16", "AMX")):
         return False
@@ -65,10 +68,11 @@ def cpu_multiplies_bfloat16() -> bool:
 
 
 def choose_kernels(option: KernelsOption, param: Tensor) -> Kernels:
-    """Return the implementation for one parameter.
+    """Return the implementation of the optimizer's element-wise passes over a parameter.
 
     Args:
-        option: `"auto"` takes Triton where it can; `"triton"` insists; `"torch"` is the plain twin.
+        option: `"auto"` takes Triton if it can compute the passes; `"triton"` raises if it cannot; `"torch"` takes
+            plain PyTorch.
         param: the parameter.
 
     Raises:
@@ -80,17 +84,18 @@ def choose_kernels(option: KernelsOption, param: Tensor) -> Kernels:
 def decide(
     option: KernelsOption, device: torch.device, obstacle: Callable[[], str | None]
 ) -> tuple[Kernels, str | None]:
-    """Return the implementation of an operation, and why it is not Triton where `"auto"` would have taken that.
+    """Return the implementation of an operation, and the reason if `"auto"` on a CUDA device did not take Triton.
 
     Args:
         option: as for `choose_kernels`.
         device: of the operation's tensors.
-        obstacle: returns the reason why Triton cannot compute this, as a part of a sentence, or None; called where
-            Triton comes into question. Begin it with `obstacle_to_triton`.
+        obstacle: returns None if Triton can compute the operation, else the reason as a clause. Called only if Triton
+            is a candidate. It should ask `obstacle_to_triton` first.
 
     Raises:
         ValueError: `"triton"` cannot be honoured, or the option is unknown.
     """
+    # On a CPU "auto" never takes Triton, not even its interpreter, which only tests use.
     if option not in ("auto", "torch", "triton"):
         raise ValueError(f"kernels={option!r}: choose 'auto', 'torch' or 'triton'")
     if option == "torch" or (option == "auto" and device.type != "cuda"):
@@ -104,7 +109,7 @@ def decide(
 
 
 def obstacle_to_triton(device: torch.device, what: str = "the tensor") -> str | None:
-    """Return why Triton cannot run on the device of `what`, or None."""
+    """Return why Triton cannot run on a device, or None; `what` names the tensor in the message."""
     if device.type != "cuda" and not (device.type == "cpu" and triton_is_interpreted()):
         return f"{what} is on {device.type!r}, Triton needs a CUDA device"
     if not triton_is_installed():
@@ -119,7 +124,8 @@ def obstacle_to_kernels(param: Tensor) -> str | None:
         return obstacle
     if param.dtype not in _TRITON_DTYPES:
         return f"{param.dtype} has no kernel"
-    # A DTensor is none of these: callers have its local tensor, and what that wraps counts.
+    # Wrapper subclasses keep their data in inner tensors, which a kernel given the outer one cannot reach. DTensor is
+    # exempt: callers pass its local tensor on to the kernels.
     is_wrapper: bool = is_traceable_wrapper_subclass(param)
     if is_wrapper and not hasattr(param, "_local_tensor"):
         return f"a {type(param).__name__} keeps its memory in tensors of its own"
@@ -129,9 +135,10 @@ def obstacle_to_kernels(param: Tensor) -> str | None:
 
 
 def is_dense(param: Tensor) -> bool:
-    """Return whether the entries fill their memory without gaps or overlaps, in whatever order of dimensions."""
+    """Return whether the entries fill one stretch of memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(param.stride(), param.shape, strict=True)):
+        # The stride of a dimension of size 1 is arbitrary: it is never used.
         if size > 1:
             if stride != expected:
                 return False
@@ -139,20 +146,22 @@ def is_dense(param: Tensor) -> bool:
     return True
 
 
-# Below this side a product on a Hopper GPU is bound by launching it, and cuBLAS has smaller tiles.
+# Two tiles of 128. For smaller matrices a product on a Hopper GPU takes less time than its launch, and cuBLAS has
+# smaller tiles.
 _HOPPER_MIN_SIDE = 256
 
 
 MAX_SUM = 2048
-"""Terms of the sums in a 16-bit product up to which cuBLAS computes a matrix in the same way in every batch.
+"""Longest sum in a 16-bit product for which cuBLAS gives a matrix the same bits in every batch.
 
-It splits longer sums among blocks where there are few matrices (seen from 4,096 terms on an H200)."""
+For few matrices cuBLAS splits longer sums among thread blocks (observed from 4,096 terms on an H200)."""
 
 
 def fits_copy_engine(m: int, n: int, dtype: torch.dtype) -> bool:
-    """Return whether Hopper's kernels take products with contiguous (m, n) matrices, and pay for them.
+    """Return whether Hopper's kernels can multiply contiguous (m, n) matrices faster than other kernels.
 
-    The copy engine wants rows that start at multiples of 16 bytes; less than two tiles are left to other kernels.
+    The copy engine needs rows that start at multiples of 16 bytes. Sides of less than two tiles are not worth it.
     """
     is_16_bit = dtype in (torch.bfloat16, torch.float16)
+    # 8 entries of 16 bits are 16 bytes. Both sides count: products read the matrix and its transpose.
     return is_16_bit and min(m, n) >= _HOPPER_MIN_SIDE and m % 8 == 0 and n % 8 == 0

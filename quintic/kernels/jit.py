@@ -1,8 +1,8 @@
-"""Triton where it is installed, so that a kernel and its plain twin can stand in one file that imports everywhere.
+"""`jit`, `tl` and `triton`, importable also without Triton: a kernel and its plain twin can then be in one file.
 
     from quintic.kernels.jit import jit, tl, triton
 
-Without Triton the kernels are defined, but cannot be called; `dispatch.py` never chooses them then.
+Without Triton the kernels are defined but cannot be launched, and `dispatch.py` never chooses them.
 """
 
 import importlib
@@ -14,9 +14,10 @@ __all__ = ["jit", "tl", "triton"]
 
 
 class _Missing:
-    """Stands for Triton's modules in annotations and decorators."""
+    """Stand-in for Triton's modules; its attributes, such as `tl.constexpr`, may appear in annotations."""
 
     def __getattr__(self, name: str) -> Any:
+        # Python and its tools look for special methods and expect AttributeError if there is none.
         if name.startswith("__"):
             raise AttributeError(name)
         return self

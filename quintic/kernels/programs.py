@@ -1,4 +1,7 @@
-"""Division of a launch's programs among tensors of different sizes, which they find by address.
+"""Assigns the programs of one launch to the tiles of many tensors of different sizes.
+
+The host makes two tables, with the tensor and the tile of each program. A kernel looks its program up in them and finds
+the tensor through a third table, of addresses: it is launched once for all tensors instead of once for each.
 
 Import this module only where Triton is installed (see `dispatch.py`).
 """
@@ -15,46 +18,50 @@ __all__ = ["TRITON_DTYPE", "TilePrograms", "divide_tiles", "pointers_at", "tile_
 
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# Tensors with more programs than this are launched alone: a look into the tables costs more than a launch.
-_ALONE_PROGRAMS = 2048
+# Tensors with more tiles than this get a launch each: for that many programs, looking into the tables takes longer than
+# a launch.
+_MAX_TABLE_TILES = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class TilePrograms:
-    """The tensor and the tile of each program."""
+    """Which tensor and tile each program of a launch works on."""
 
-    alone: tuple[tuple[int, int], ...]
-    """(number, programs) of each large tensor: one launch each."""
+    large: tuple[tuple[int, int], ...]
+    """(index of the tensor, number of its tiles) of each large tensor, which gets a launch of its own."""
     tensor_of_program: Tensor
-    """(p,) int32: number of each program's tensor among the small ones."""
+    """(p,) int32: index of each program's tensor, in the launch of all small tensors."""
     tile_of_program: Tensor
-    """(p,) int32: number of its tile in that tensor."""
+    """(p,) int32: index of each program's tile within that tensor."""
 
     def launches(self) -> list[tuple[int, int]]:
-        """Return (number of a tensor, its programs) for each launch; number -1 launches all small tensors together."""
-        together = self.tensor_of_program.shape[0]
-        return [*self.alone, *([(-1, together)] if together else [])]
+        """Return (index of the tensor, number of programs) of each launch; index -1 stands for all small tensors."""
+        small = self.tensor_of_program.shape[0]
+        return [*self.large, *([(-1, small)] if small else [])]
 
 
 def divide_tiles(numels: Sequence[int], block: int) -> TilePrograms:
-    """Return the division for tensors of so many entries, on the CPU.
+    """Return the programs for tensors with these numbers of entries; the tables are on the CPU.
 
     Args:
-        numels: entries of each tensor.
-        block: entries of a tile.
+        numels: number of entries of each tensor.
+        block: number of entries of a tile.
     """
     tiles = [-(-numel // block) for numel in numels]
-    alone = tuple((number, count) for number, count in enumerate(tiles) if count > _ALONE_PROGRAMS)
-    small = torch.tensor([0 if count > _ALONE_PROGRAMS else count for count in tiles], dtype=torch.int64, device="cpu")
+    large = tuple((index, count) for index, count in enumerate(tiles) if count > _MAX_TABLE_TILES)
+    # Large tensors have no programs in the launch of the small ones.
+    small = torch.tensor([0 if count > _MAX_TABLE_TILES else count for count in tiles], dtype=torch.int64, device="cpu")
     tensors = torch.repeat_interleave(torch.arange(len(tiles), device="cpu"), small)
+    # The first program of each program's tensor: what remains of a program's number is the tile within the tensor.
     first_program = (small.cumsum(0) - small)[tensors]
-    return TilePrograms(alone, tensors.int(), (torch.arange(len(tensors), device="cpu") - first_program).int())
+    return TilePrograms(large, tensors.int(), (torch.arange(len(tensors), device="cpu") - first_program).int())
 
 
 @triton.jit
-def tile_of(tensor_of_program, tile_of_program, only_tensor, ALONE: tl.constexpr):
-    """Return the tensor and the tile of a program, the latter as int64: a tile's start may lie beyond 2^31."""
-    if ALONE:
+def tile_of(tensor_of_program, tile_of_program, only_tensor, ONE_TENSOR: tl.constexpr):
+    """Return the indices of this program's tensor and tile, the latter as int64: tile * block may exceed 2^31."""
+    # With ONE_TENSOR all programs work on tensor `only_tensor`, and the tables are not read.
+    if ONE_TENSOR:
         tensor = only_tensor
         tile = tl.program_id(0)
     else:
@@ -65,9 +72,10 @@ def tile_of(tensor_of_program, tile_of_program, only_tensor, ALONE: tl.constexpr
 
 @triton.jit
 def pointers_at(base, offsets, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return pointers to entries `offsets` of the tensor at address `base`."""
+    """Return pointers to the entries `offsets` of the tensor of dtype `dtype` at the int64 address `base`."""
     pointers = base.to(tl.pointer_type(dtype)) + offsets
     if ALIGNED:
-        # Addresses from a table carry no alignment: without the hint every entry would be a load of its own.
+        # The compiler knows nothing about an address from a table. Without this promise, that 16 entries in a row begin
+        # at a multiple of 16 bytes, it would load every entry separately.
         pointers = tl.max_contiguous(tl.multiple_of(pointers, 16), 16)
     return pointers

@@ -1,7 +1,9 @@
-"""Runs of memory found by address: many copied by one launch, and the mean of what several ranks sent.
+"""Copies many spans of memory to or from one buffer in a single launch, and averages a buffer over ranks.
 
-Gradients and weights of many tensors travel as one message; these are the passes before and after it. The twins are in
-`optim/layout/packing.py`. Import this module only where Triton is installed (see `dispatch.py`).
+Gradients and weights of many tensors are sent as one message. `copy_spans_` packs them into the message's buffer and
+unpacks it afterwards; `mean_of_ranks_` averages the received copies. The plain twins are in `optim/layout/packing.py`.
+
+Import this module only where Triton is installed (see `dispatch.py`).
 """
 
 import torch
@@ -14,32 +16,41 @@ from quintic.kernels.programs import TRITON_DTYPE, TilePrograms, divide_tiles, p
 
 __all__ = ["copy_spans_", "mean_of_ranks_", "span_programs"]
 
-# Entries per program of each.
+# Entries per program.
 _COPY_BLOCK = 4096
 _MEAN_BLOCK = 2048
 
 
 def span_programs(numels: list[int]) -> TilePrograms:
-    """Divide the programs of `copy_spans_` among spans with these numbers of entries; tables are on the CPU."""
+    """Return the programs of `copy_spans_` for spans with these numbers of entries; the tables are on the CPU."""
     return divide_tiles(numels, _COPY_BLOCK)
 
 
 @triton.jit
 def _copy_kernel(
+    # (r,) int64: address of each span; 0 stands for a span of zeros, when packing.
     addresses,
+    # (r,) int64: entry of the buffer at which each span begins.
     places,
+    # (r,) int64: number of entries of each span.
     numels,
+    # (n,) contiguous.
     buffer,
+    # (p,) int32 each: span and tile of each program (see programs.py); not read with ONE_TENSOR.
     tensor_of_program,
     tile_of_program,
+    # With ONE_TENSOR: the span that all programs copy.
     only_span,
-    ALONE: tl.constexpr,
+    ONE_TENSOR: tl.constexpr,
+    # Dtype of the spans; entries are converted from or to that of the buffer.
     DTYPE: tl.constexpr,
+    # Whether to copy from the spans into the buffer, or back.
     PACKS: tl.constexpr,
+    # Whether every span, and its place in the buffer, begins at a multiple of 16 bytes.
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    span, tile = tile_of(tensor_of_program, tile_of_program, only_span, ALONE)
+    span, tile = tile_of(tensor_of_program, tile_of_program, only_span, ONE_TENSOR)
     numel = tl.load(numels + span)
     element = tile * BLOCK + tl.arange(0, BLOCK)
     address = tl.load(addresses + span)
@@ -48,7 +59,7 @@ def _copy_kernel(
     if ALIGNED:
         packed = tl.max_contiguous(tl.multiple_of(packed, 16), 16)
     if ((tile + 1) * BLOCK <= numel) & (address != 0):
-        # Without masks, which would be asked entry by entry.
+        # A whole tile of a span that exists needs no masks, which would be evaluated entry by entry.
         if PACKS:
             tl.store(packed, tl.load(outside).to(buffer.dtype.element_ty))
         else:
@@ -56,7 +67,7 @@ def _copy_kernel(
     else:
         inside = element < numel
         if PACKS:
-            # A missing span has address zero and consists of zeros.
+            # Address 0 makes the mask false everywhere, so that zeros are written and nothing is read.
             values = tl.load(outside, mask=element < numel * (address != 0).to(tl.int64), other=0.0)
             tl.store(packed, values.to(buffer.dtype.element_ty), mask=inside)
         else:
@@ -74,17 +85,17 @@ def copy_spans_(
     packs: bool,
     aligned: bool,
 ) -> None:
-    """Copy spans of the memory of many tensors into a buffer or back, converting entries.
+    """Copy spans of memory of many tensors into a buffer or back, converting the dtype.
 
     Args:
-        addresses: (r,) int64 on the device: where each span is; zero, if they are packed, for one of zeros.
-        places: (r,) int64 on the device: the entry of the buffer where each span begins.
-        numels: (r,) int64 on the device: entries of each span.
+        addresses: (r,) int64 on the device: address of each span. When packing, address 0 stands for a span of zeros.
+        places: (r,) int64 on the device: entry of the buffer at which each span begins.
+        numels: (r,) int64 on the device: number of entries of each span.
         programs: from `span_programs`, on the device.
-        buffer: contiguous, float32, bfloat16 or float16.
-        dtype: of the spans, likewise.
-        packs: from the spans into the buffer; else from the buffer into the spans, which must not overlap.
-        aligned: whether all addresses, and the spans' places in the buffer, are multiples of 16 bytes.
+        buffer: contiguous float32, bfloat16 or float16.
+        dtype: dtype of the spans, one of the same three.
+        packs: True copies the spans into the buffer, False copies the buffer into the spans, which must not overlap.
+        aligned: whether all spans, and their places in the buffer, begin at multiples of 16 bytes.
     """
     for span, count in programs.launches():
         launch(
@@ -97,7 +108,7 @@ def copy_spans_(
             programs.tensor_of_program,
             programs.tile_of_program,
             span,
-            ALONE=span >= 0,
+            ONE_TENSOR=span >= 0,
             DTYPE=TRITON_DTYPE[dtype],
             PACKS=packs,
             ALIGNED=aligned,
@@ -108,24 +119,26 @@ def copy_spans_(
 
 @triton.jit
 def _mean_kernel(received, mean, numel, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    # received (RANKS, numel) and mean (numel,), contiguous. int64 offsets: a buffer may have 2^31 entries or more.
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = element < numel
     place = element
     total = tl.load(received + place, mask=inside, other=0.0).to(tl.float32)
     for _ in tl.static_range(1, RANKS):
-        place += numel  # 64 bits wide, which a rank times the entries of each need not be
+        # Added up in 64 bits: the product rank * numel could overflow in 32 bits.
+        place += numel
         total += tl.load(received + place, mask=inside, other=0.0).to(tl.float32)
-    # Rounded once, as a division rounds; times the reciprocal would round twice.
+    # A correctly rounded division, as in the twin; multiplying by the reciprocal would round twice.
     average = tl.div_rn(total, tl.full(total.shape, RANKS, tl.float32))
     tl.store(mean + element, average.to(mean.dtype.element_ty), mask=inside)
 
 
 def mean_of_ranks_(received: Tensor, mean: Tensor) -> Tensor:
-    """Write the mean of the first dimension, summed in order in float32 and rounded once; return it.
+    """Write the mean over ranks, added in order of rank in float32 and rounded once, and return it.
 
     Args:
-        received: (ranks, entries) contiguous, float32, bfloat16 or float16.
-        mean: (entries,) contiguous, of the same dtype; changed.
+        received: (ranks, entries) contiguous float32, bfloat16 or float16.
+        mean: (entries,) contiguous, same dtype; overwritten.
     """
     num_ranks, numel = received.shape
     if numel:

@@ -212,7 +212,7 @@ class CapturedStep:
         """Raise a ValueError if the optimizer cannot be captured; repeated before each capture, as options change."""
         groups, sparse = self._optimizer.param_groups, self._sparse_groups()
         for number, group in enumerate(groups):
-            reason = _obstacle(group, is_sparse=number in sparse)
+            reason = _host_option(group, is_sparse=number in sparse)
             if reason is not None:
                 raise ValueError(f"{reason}: step with optimizer.step(), or without this option")
         # The set of due groups repeats after the least common multiple of all `step_every`.
@@ -269,7 +269,7 @@ def _check_devices(optimizer: Muon, params: Iterable[Tensor]) -> None:
             )
 
 
-def _obstacle(group: Mapping[str, Any], *, is_sparse: bool) -> str | None:
+def _host_option(group: Mapping[str, Any], *, is_sparse: bool) -> str | None:
     """Return why a group cannot be captured: an option that needs the host at each step. None if it can."""
     if group["telemetry_every"] is not None:
         return "telemetry_every counts on the host"

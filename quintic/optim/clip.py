@@ -227,7 +227,7 @@ def _squared_norms(
     The norms are a list of (n,) tensors, one per mesh and device, in the order of the names.
     """
     # Sort the parameters by mesh and device; plain tensors have no mesh. Ranks outside a mesh hold nothing of it.
-    norms = _norms(gradients)
+    norms = _gradient_norms(gradients)
     places: dict[tuple[DeviceMesh | None, torch.device], list[int]] = {}
     for place, (_, param, _) in enumerate(gradients):
         mesh = getattr(param, "device_mesh", None)
@@ -236,7 +236,7 @@ def _squared_norms(
     names: list[str] = []
     shards = [torch.zeros(0, dtype=_wide(device), device=device)]
     # Meshes in one order on all ranks, since a rank of several meshes runs a collective in each.
-    for (mesh, where), members in sorted(places.items(), key=lambda item: _ranks(item[0][0])):
+    for (mesh, where), members in sorted(places.items(), key=lambda item: _mesh_ranks(item[0][0])):
         # (n,) for the n parameters of this mesh and device.
         zero = torch.zeros((), dtype=_wide(where), device=where)
         squares = torch.stack([norms.get(place, zero) for place in members]).square()
@@ -247,7 +247,7 @@ def _squared_norms(
     return names, shards
 
 
-def _ranks(mesh: "DeviceMesh | None") -> list[int]:
+def _mesh_ranks(mesh: "DeviceMesh | None") -> list[int]:
     return [] if mesh is None else sorted(mesh.mesh.flatten().tolist())
 
 
@@ -256,13 +256,13 @@ def _squared_norms_of_shards(
 ) -> Tensor:
     """Return the (n,) squared norms of sharded averages, summed over the ranks of a group. All of them must call it."""
     # A rank without a piece of a parameter adds zero.
-    norms = _norms(shards)
+    norms = _gradient_norms(shards)
     zero = torch.zeros((), dtype=_wide(device), device=device)
     squares = torch.stack([norms.get(place, zero).to(device) for place in range(len(shards))]).square()
     return _gathered(squares, group, num_ranks).sum(dim=0)
 
 
-def _norms(gradients: Sequence[_Gradient]) -> dict[int, Tensor]:
+def _gradient_norms(gradients: Sequence[_Gradient]) -> dict[int, Tensor]:
     """Return the () 2-norm of each gradient, by its position; those without entries or gradient are left out."""
     norms: dict[int, Tensor] = {}
     pieces = [gradient.local for gradient in gradients]
@@ -280,7 +280,7 @@ def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any], commu
     """
     if mesh.size() == 1:
         return squares
-    ranks = _ranks(mesh)
+    ranks = _mesh_ranks(mesh)
     # (ranks, n), gathered in the process group of the whole mesh, which is connected; those of its axes may not be.
     squares = _gathered(squares, communicators[tuple(ranks)], len(ranks))
     # Rows from ascending ranks to the order of the mesh, then (*mesh.shape, n).

@@ -249,8 +249,8 @@ class Muon(OptimizerBase):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runner, first = self.connected(), self._step_history.first_gradients
-        is_scaled = "found_inf" in self._home  # given by GradScaler, see `_step_supports_amp_scaling`
+        runner = self._plan_cache.connected(self.param_groups, self._home["state"])
+        first, is_scaled = self._step_history.first_gradients, "found_inf" in self._home  # set by GradScaler
         if is_scaled:
             unscale_(self._plan_cache.groups, self._home["grad_scale"])
         for group in self._plan_cache.groups:

@@ -9,6 +9,7 @@ and state is made, moved along or left as it is (`sync.py`). `StepHistory` count
 from collections.abc import Container, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -41,6 +42,8 @@ ADDED_WITH = "added_with"
 _CYCLED_KEY = "max_momentum"
 
 States: TypeAlias = dict[Tensor, dict[str, Any]]
+
+_PARAMS = itemgetter("params")
 
 _Dictionaries: TypeAlias = Sequence[dict[str, Any]]
 """Parameter groups as PyTorch keeps them."""
@@ -104,6 +107,9 @@ class PlanCache:
 
         They tell each other then on which hosts they are, which the plan may depend on.
         """
+        self.refresh(dictionaries)
+        if self.runner is not None and self.runner.consensus.plans_validated:
+            return self.runner
         runner = self.planned(dictionaries, states)
         if not runner.consensus.plans_validated:
             self.communicators.connect(self.groups, [layouts_of(group) for group in self.groups])
@@ -118,7 +124,8 @@ class PlanCache:
             for group in self.groups:
                 for param in group.params:
                     open_for_step(param)
-        self._make_state(states)
+        if not self._state_sync.is_current(self.groups, states):
+            self._make_state(states)
         self._state_sync.use()
 
     def close_wrappers(self, steps_until_due: Sequence[int]) -> None:
@@ -189,7 +196,7 @@ class PlanCache:
     def refresh(self, dictionaries: _Dictionaries) -> None:
         """Notice parameters that were moved or exchanged; bring `groups` up to date, and check those that changed."""
         if self._fingerprint is not None:
-            change = self._fingerprint.check([dictionary["params"] for dictionary in dictionaries])
+            change = self._fingerprint.check(list(map(_PARAMS, dictionaries)))
             if change is Change.PARAMETERS:
                 self.invalidate()
             elif change is Change.MEMORY and self.runner is not None:

@@ -67,12 +67,12 @@ def table(rehearsal: Rehearsal) -> str:
         kinds.setdefault((load.method, load.shapes, load.dtype, load.exchange_bytes is None), []).append(load)
     for (method, shapes, _, is_local), loads in kinds.items():
         matrices = f"{sum(load.num_matrices for load in loads):,} x {'+'.join(f'{m}x{n}' for m, n in shapes)}"
-        sent = _most_and_mean(_sum(load.bytes_sent for load in loads), 1e6)
-        most_buckets = int(_sum(load.present for load in loads).max())
+        sent = _most_and_mean(_sum_loads(load.bytes_sent for load in loads), 1e6)
+        most_buckets = int(_sum_loads(load.present for load in loads).max())
         workspace = torch.stack([load.workspace_bytes for load in loads]).amax(0)
         lines.append(
             f"{method:18} {matrices if shapes else '-':>22} {most_buckets:>7} "
-            f"{_most_and_mean(_sum(load.flops for load in loads), 1e9):>21} {'-' if is_local else sent:>21} "
+            f"{_most_and_mean(_sum_loads(load.flops for load in loads), 1e9):>21} {'-' if is_local else sent:>21} "
             f"{_most_and_mean(workspace, 2**20):>19}"
         )
     totals = {
@@ -87,7 +87,7 @@ def table(rehearsal: Rehearsal) -> str:
     return "\n".join([*lines, "", *(f"{name:18} {text}" for name, text in totals.items()), *chosen])
 
 
-def _sum(values: Iterable[Tensor]) -> Tensor:
+def _sum_loads(values: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(values)).sum(0)
 
 

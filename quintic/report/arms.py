@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from quintic.errors import ConfigError
+from quintic.report.formatting import finite, flatten
 from quintic.report.history import METRICS_FILE, RunHistory
-from quintic.report.words import finite, flatten
 
 __all__ = ["Arm", "Point", "load_arm", "median", "tokenizers_differ", "unit_of"]
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quintic.launch import hint, install_command
+from quintic.report.formatting import finite, format_si
 from quintic.report.svg import COLORS, GRID, INK, MARKS, SOFT, inline
-from quintic.report.words import finite, format_si
 
 __all__ = ["MAX_POINTS", "Chart", "Curve", "LegendEntry", "curve_of", "line_chart", "upper_edge"]
 
@@ -126,7 +126,7 @@ def line_chart(
         log_y: logarithmic y axis; values that are not positive leave gaps.
         y_limits: lowest and highest y that must be seen, None for what the data need; lines are clipped there.
     """
-    drawn = [(curve, _thinned(curve, log_y)) for curve in curves]
+    drawn = [(curve, _thinned_points(curve, log_y)) for curve in curves]
     drawn = [(curve, line) for curve, line in drawn if any(map(math.isfinite, line.y))]
     if not drawn:
         return Chart(title=title, missing="Nothing was measured yet.")
@@ -204,7 +204,7 @@ def upper_edge(points: Sequence[tuple[float, float]]) -> float | None:
     return edge if max(value for _, value in points) > edge + 0.3 * (edge - min(late)) else None
 
 
-def _thinned(curve: Curve, log_y: bool) -> _Line:
+def _thinned_points(curve: Curve, log_y: bool) -> _Line:
     """The curve with at most `MAX_POINTS` points, averages of neighbours."""
     size = max(1, math.ceil(len(curve.x) / MAX_POINTS))
     spread = curve.spread or [None] * len(curve.x)

@@ -13,9 +13,9 @@ from typing import Any
 from quintic.errors import ConfigError
 from quintic.report.arms import Arm, Point, load_arm, median, tokenizers_differ, unit_of
 from quintic.report.charts import Chart, Curve, line_chart, upper_edge
+from quintic.report.formatting import duration, finite, flatten, humanize, large_number
 from quintic.report.history import RunHistory
 from quintic.report.page import learning_axes, write_page
-from quintic.report.words import duration, finite, flatten, in_words, large_number
 
 __all__ = ["write_comparison"]
 
@@ -91,7 +91,7 @@ def write_comparison(
         num_runs=[len(arm.histories) for arm in arms],
         tokenizers_differ=tokenizers_differ(arms),
         has_errors=errors and any(arm.ends("bpb_stderr") != [None] for arm in arms),
-        panels=_learning(arms, errors=errors),
+        panels=_learning_charts(arms, errors=errors),
         differences=_differences(arms),
         typed=list(dict.fromkeys(commands)),
         repeats=[(arm.name, history.repeat) for arm in arms for history in arm.histories if history.repeat],
@@ -228,7 +228,7 @@ def _results(arms: Sequence[Arm]) -> list[list[str]]:
     ]
 
 
-def _learning(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Chart]]:
+def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Chart]]:
     """Validation loss and bits per byte of all runs over steps, tokens and time."""
     axes = learning_axes([record for arm in arms for history in arm.histories for record in history.evals])
     charts = {"loss": ("Validation loss", "nats per token"), "bpb": ("Validation bits per byte", "bits per byte")}
@@ -292,5 +292,5 @@ def _differences(arms: Sequence[Arm]) -> list[list[str]]:
         texts = [", ".join(dict.fromkeys(str(entries.get(key, "–")) for entries in runs)) for runs in of_arms]
         if len(set(texts)) > 1:
             name = key.removeprefix("config.")
-            rows.append([name if key.startswith("config.") else in_words(key.split(".")[-1]), *texts])
+            rows.append([name if key.startswith("config.") else humanize(key.split(".")[-1]), *texts])
     return rows

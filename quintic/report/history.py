@@ -44,8 +44,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from quintic.errors import ConfigError, DataError
+from quintic.report.formatting import finite
 from quintic.report.records import wrong_in
-from quintic.report.words import finite
 
 __all__ = ["METRICS_FILE", "SOURCE_FILE", "RunHistory", "read_metrics"]
 

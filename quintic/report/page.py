@@ -11,7 +11,7 @@ from typing import Any
 
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError
-from quintic.report.words import duration, finite, in_words, large_number, or_dash, value_text
+from quintic.report.formatting import duration, finite, humanize, large_number, or_dash, value_text
 
 __all__ = ["learning_axes", "write_page"]
 
@@ -30,7 +30,7 @@ def _environment() -> Any:
     )
     environment.filters |= {
         "duration": or_dash(duration),
-        "in_words": in_words,
+        "humanize": humanize,
         "large_number": or_dash(large_number),
         "value_text": value_text,
         "number": lambda value, form: or_dash(form.format)(value),

@@ -130,7 +130,7 @@ class Progress:
             self.step, self._train = step, record
         if self._live is None and self._is_line_due(step, now, first):
             self._last_line = now
-            figures = [*_losses(record), *_rates(record), _speed(record), *_machine(record), self._times()]
+            figures = [*_losses(record), *_rate_lines(record), _speed(record), *_machine(record), self._times()]
             self.message("  ".join([f"step {step:,}/{self.total_steps:,} ({self._percent()})", *figures]))
         if record.get("spike") is not None:
             self.message(
@@ -193,7 +193,7 @@ class Progress:
                 score = f"validation {_number(self._evaluation.get('bpb'), 4)} bits per byte"
                 figures = [(0, loss), *([(3, f"({mean}")] if mean else []), *((6, text) for text in gradient)]
                 figures += [*([(2, score)] if self._evaluation else []), (4, _speed(self._train))]
-                figures += [(7, text) for text in _rates(self._train)]
+                figures += [(7, text) for text in _rate_lines(self._train)]
                 figures += [*((5, text) for text in _machine(self._train)), (1, self._times())]
             while len(figures) > 1 and len(_line(figures)) > width:
                 figures.pop(max(range(len(figures)), key=lambda place: (figures[place][0], place)))
@@ -232,7 +232,7 @@ def _losses(record: Mapping[str, Any]) -> list[str]:
     return [f"loss {_number(record.get('loss'), 3)}{mean}", *([] if norm is None else [f"gradient {norm:.2g}"])]
 
 
-def _rates(record: Mapping[str, Any]) -> list[str]:
+def _rate_lines(record: Mapping[str, Any]) -> list[str]:
     """The schedule's factor on all learning rates."""
     factor = record.get("lr_multiplier")
     return [] if factor is None else [f"rates x {_number(factor, 3)}"]

@@ -12,11 +12,11 @@ from typing import Any
 
 from quintic.durable import json_object
 from quintic.report.charts import MAX_POINTS, Chart, Curve, curve_of, line_chart, upper_edge
+from quintic.report.formatting import date, duration, finite, flatten, humanize, large_number, or_dash
 from quintic.report.history import SOURCE_FILE, RunHistory
 from quintic.report.page import learning_axes, write_page
 from quintic.report.speed import about_speed
 from quintic.report.tasks import about_tasks
-from quintic.report.words import date, duration, finite, flatten, in_words, large_number, or_dash
 
 __all__ = ["write_report"]
 
@@ -78,7 +78,7 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
         layers=_layers(history),
         speed=about_speed(history),
         samples=[{key: str(sample.get(key, "")) for key in ("prompt", "text")} for sample in history.samples],
-        setup=[(title, [(in_words(key), value) for key, value in flatten(values)]) for title, values in tables],
+        setup=[(title, [(humanize(key), value) for key, value in flatten(values)]) for title, values in tables],
         config=list(flatten(run.get("config") or {})),
         typed=run.get("command"),
         repeat=history.repeat,
@@ -104,7 +104,7 @@ def _sources(folder: Path) -> list[tuple[str, list[tuple[str, Any]], str]]:
             text = diff.read_text(encoding="utf-8", errors="replace") if facts.get("diff_bytes") else ""
         except OSError:
             text = f"{diff.name} is gone."
-        sources.append((title, [(in_words(key), value) for key, value in facts.items()], text))
+        sources.append((title, [(humanize(key), value) for key, value in facts.items()], text))
     return sources
 
 

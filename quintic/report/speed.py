@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quintic.report.charts import curve_of, line_chart
+from quintic.report.formatting import finite
 from quintic.report.history import RunHistory
-from quintic.report.words import finite
 
 __all__ = ["about_speed"]
 

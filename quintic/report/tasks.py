@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quintic.report.charts import curve_of, line_chart
-from quintic.report.words import finite, or_dash
+from quintic.report.formatting import finite, or_dash
 
 __all__ = ["about_tasks"]
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quintic.data.hub import download
-from quintic.data.sources import open_source
+from quintic.data.open_source import open_source
 from quintic.data.tokenizer import Tokenizer, byte_alphabet
 from quintic.durable import write_atomically
 from quintic.errors import DataError

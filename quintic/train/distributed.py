@@ -169,7 +169,7 @@ def _attempt(store: Store, rank: int, size: int) -> str:
     if rank > 0:
         store.set(f"here/{rank}", mark)
         while True:
-            answered, _, name = _read(store, f"attempt/{rank}").partition(" ")
+            answered, _, name = _read_key(store, f"attempt/{rank}").partition(" ")
             if answered == mark:
                 store.set(f"{name}/{rank}", "taken")
                 return name
@@ -177,13 +177,13 @@ def _attempt(store: Store, rank: int, size: int) -> str:
     waiting = set(range(1, size))
     while waiting:
         for other in waiting:
-            store.set(f"attempt/{other}", f"{_read(store, f'here/{other}')} {mark}")
+            store.set(f"attempt/{other}", f"{_read_key(store, f'here/{other}')} {mark}")
         time.sleep(_POLL_SECONDS)
-        waiting = {other for other in waiting if not _read(store, f"{mark}/{other}")}
+        waiting = {other for other in waiting if not _read_key(store, f"{mark}/{other}")}
     return mark
 
 
-def _read(store: Store, key: str) -> str:
+def _read_key(store: Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 

@@ -15,31 +15,11 @@ from benchmarks.common import results
 from benchmarks.orthogonalize import __main__ as bench
 from benchmarks.orthogonalize import contestants, measure, page, shapes
 from benchmarks.orthogonalize.contestants import CONTESTANTS
-from benchmarks.orthogonalize.shapes import LIMITS, NOMINAL_TFLOPS, PEER_LIMIT, Polynomials, Shape
+from benchmarks.orthogonalize.shapes import LIMITS, PEER_LIMIT, Polynomials, Shape
 
 BENCHMARKS = Path(bench.__file__).parents[1]
 
 # -------------------------------------------------------------------------------- shapes and floors
-
-
-@pytest.mark.parametrize(
-    ("text", "milliseconds"),
-    [
-        ("40x768x768", 0.459), ("24x768x3072", 0.399), ("3x768x3072", 0.050), ("5x768x768", 0.057),
-        ("1x2048x2048", 0.218), ("1x2048x6144", 0.283), ("28x2048x2048", 6.09), ("1x4096x4096", 1.74),
-        ("1x4096x14336", 2.39), ("64x1408x2048", 4.83), ("1x7168x7168", 9.32),
-    ],
-)  # fmt: skip
-def test_the_floors_are_those_that_were_agreed_on(text, milliseconds):
-    shape = Shape.parse(text)
-    assert shape in LIMITS
-    precision = 10 ** -(len(str(milliseconds).partition(".")[2]))
-    assert shapes.floor_ms(shape, NOMINAL_TFLOPS) == pytest.approx(milliseconds, abs=0.6 * precision)
-
-
-def test_every_shape_has_its_limit():
-    assert len(LIMITS) == 11
-    assert list(LIMITS.values()) == [1.8, 2.3, 3.2, 2.6, 1.7, 1.9, 1.35, 1.25, 1.6, 1.6, 1.2]
 
 
 @pytest.mark.parametrize(("m", "n", "steps"), [(8, 8, 1), (8, 8, 5), (8, 40, 2), (8, 9, 5), (8, 800, 5)])
@@ -110,15 +90,6 @@ def test_the_error_is_that_of_the_worse_of_the_first_and_the_last_matrix():
     wrong[1] = 7  # not looked at
     wrong[2] *= 1.25
     assert references.error(wrong, x, shape, polynomials) == pytest.approx(0.25)
-
-
-def test_names_are_unique_and_families_stand_together():
-    names = [one.name for one in CONTESTANTS]
-    assert len(names) == len(set(names))
-    families = [one.family for one in CONTESTANTS]
-    assert sorted(set(families), key=families.index) == [
-        family for index, family in enumerate(families) if index == 0 or families[index - 1] != family
-    ]
 
 
 SCRIPT = """
@@ -196,23 +167,6 @@ def options(tmp_path: Path = Path(), **changes: object) -> argparse.Namespace:
         "caches": tmp_path, "peers": [], "limit": 4.0, "no_preload": False,
     }  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
-
-
-def test_jobs_are_what_was_asked_for():
-    def names(**changes: object) -> set[str]:
-        return {job["contestant"] for job in bench.plan_jobs(options(**changes))}
-
-    jobs = [bench.key(job) for job in bench.plan_jobs(options())]
-    assert len(jobs) == len(set(jobs))
-    assert [shape for name, shape, _ in jobs if name == "quintic"] == list(map(str, LIMITS))
-    assert {"dion-newton-schulz", "speedrun", "gram-ns-cute", "gram-ns-compiled", "compiled", "eager"} <= names()
-    assert "quintic-gram-fp16-torch" not in names()
-    assert names(all=True) == {one.name for one in CONTESTANTS}
-    assert names(contestants=["dion"]) == {"dion-newton-schulz", "dion-polar-express"}
-    assert names(contestants=["quintic-gram-fp16-torch"]) == {"quintic-gram-fp16-torch"}
-    square = {"shapes": [Shape(1, 4096, 4096)]}
-    assert "standard-cute" not in names(**square)
-    assert "standard-cute" in names(**square, contestants=["standard-cute"])
 
 
 # -------------------------------------------------------------------------------- tables

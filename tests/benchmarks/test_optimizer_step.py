@@ -1,8 +1,5 @@
 """The arithmetic and tables of `benchmarks.optimizer_step`; what it measures is in benchmarks/results."""
 
-import argparse
-import math
-
 import pytest
 import torch
 
@@ -11,25 +8,6 @@ from benchmarks.optimizer_step import __main__ as optimizer_step
 from benchmarks.optimizer_step import contestants, measure
 
 # -------------------------------------------------------------------------------- optimizer_step
-
-
-def numel(shapes: tuple[tuple[int, ...], ...]) -> int:
-    return sum(math.prod(shape) for shape in shapes)
-
-
-@pytest.mark.parametrize(
-    ("name", "matrices", "others", "count"),
-    [
-        ("gpt124m", 40 * 768 * 768 + 22 * 3072 * 768, 2 * 50304 * 768, 64),
-        ("qwen1.7b", 28 * 2048 * (2 * 2048 + 2 * 1024 + 3 * 6144), 151936 * 2048, 28 * 7 + 1),
-        ("params500", 60 * 128 * (4 * 128 + 2 * 512), 128 * (2 * 4096 + 138), 500),
-    ],
-)
-def test_the_sets_have_the_parameters_they_are_named_for(name, matrices, others, count):
-    shapes = contestants.SETS[name]
-    assert numel(shapes.matrices) == matrices
-    assert numel(shapes.others) == others
-    assert sum(shape[0] for shape in [*shapes.matrices, *shapes.others]) == count
 
 
 def test_weights_come_with_normal_gradients_and_are_the_same_for_everyone():
@@ -51,32 +29,6 @@ def test_state_counts_every_storage_once():
 
 def test_spread_is_median_and_quartiles():
     assert results.spread([5.0, 1.0, 2.0, 4.0, 3.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "least": 1.0, "n": 5}
-
-
-def options(**changes: object) -> argparse.Namespace:
-    values = {
-        "sets": ["gpt124m"],
-        "dtype": None,
-        "only": None,
-        "device": "cpu",
-        "steps": 1,
-        "seconds": 1.0,
-        "peers": [],
-    }
-    return argparse.Namespace(**{**values, **changes})
-
-
-def test_jobs_are_those_of_the_set_and_of_its_dtypes():
-    jobs = [optimizer_step.key(job) for job in optimizer_step.plan_jobs(options())]
-    assert len(jobs) == len(set(jobs))
-    assert jobs[0] == ("gpt124m", "bf16", "quintic")
-    assert ("gpt124m", "bf16", "quintic-mantissa") in jobs
-    assert ("gpt124m", "fp32", "quintic-mantissa") not in jobs  # nothing to keep beside float32 weights
-    small = [optimizer_step.key(job) for job in optimizer_step.plan_jobs(options(sets=["params500"]))]
-    assert {dtype for _, dtype, _ in small} == {"bf16"}
-    assert ("params500", "bf16", "dion-muon") not in small
-    asked = optimizer_step.plan_jobs(options(sets=["params500"], only=["dion-muon"], dtype=["fp32"]))
-    assert [optimizer_step.key(job) for job in asked] == [("params500", "fp32", "dion-muon")]
 
 
 def measured(**changes: object) -> dict[str, object]:

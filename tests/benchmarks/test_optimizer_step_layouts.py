@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 from harness import run
 
 from benchmarks.common import peer_files, results
-from benchmarks.optimizer_step import __main__ as optimizer_step
 from benchmarks.optimizer_step import rows
 from benchmarks.optimizer_step.layouts import collectives, invariance, page, targets
 from benchmarks.optimizer_step.layouts import contestants as layouts
@@ -47,10 +46,6 @@ class Muon(torch.optim.Optimizer):
             time.sleep(1000)
         dist.all_reduce(torch.zeros(1))
 """
-
-
-def table_cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 @pytest.fixture(scope="module")
@@ -246,30 +241,6 @@ def test_what_a_name_needs_is_taken_out_of_a_script(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------- jobs, rows, tables
-
-
-def test_families_come_one_after_the_other_and_one_device_first():
-    options = optimizer_step.arguments(["--out", "x", "--layout", "sharded", "single", "ddp", "--ranks", "2"])
-    jobs = list(optimizer_step.plan_layout_jobs(options))
-    assert options.sets == ["gpt124m", "qwen1.7b"]
-    assert [(job["set"], job["contestant"], job["layout"]) for job in jobs[:3]] == [
-        ("gpt124m", "quintic", "single"),
-        ("gpt124m", "quintic", "ddp"),
-        ("gpt124m", "quintic", "sharded"),
-    ]
-    families = [job["family"] for job in jobs]
-    assert list(dict.fromkeys(families)) == ["quintic", "nanochat", "speedrun", "dion"]
-    assert families == sorted(families, key=["quintic", "nanochat", "speedrun", "dion"].index)
-    assert len({rows.key(job) for job in jobs}) == len(jobs)
-
-
-def test_what_has_a_target_is_measured_before_the_rest():
-    options = optimizer_step.arguments(
-        ["--out", "x", "--layout", "tp", "hsdp", "ddp", "--ranks", "4", "--only", "dion"]
-    )
-    jobs = list(optimizer_step.plan_layout_jobs(options))
-    assert [job["layout"] for job in jobs] == ["ddp"] * 4 + ["hsdp", "tp", "hsdp"] * 2
-    assert {job["ranks"] for job in jobs} == {4}
 
 
 def test_the_slowest_rank_counts_in_each_step():

@@ -8,9 +8,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from benchmarks.training import quality, quality_page
-from quintic.commands.parsing import parse
-from quintic.train.config import Config
+from benchmarks.training import quality_page
 
 
 def cells(line: str) -> list[str]:
@@ -20,19 +18,6 @@ def cells(line: str) -> list[str]:
 def run(variant: str, rate: float, seed: int, losses: list[float]) -> quality_page.Run:
     curve = tuple((20 * (index + 1), loss) for index, loss in enumerate(losses))
     return quality_page.Run(variant, rate, seed, losses[-1], losses[-1] / 2, 1.0, curve)
-
-
-@pytest.mark.parametrize("variant", quality_page.VARIANTS, ids=lambda variant: variant.name)
-def test_the_variants_are_what_they_are_called(variant):
-    arguments = [*variant.options, variant.rate_option, "0.5", *quality.FIXED_OPTIONS]
-    config = parse(Config, arguments, "train", "", default=Config()).optim
-    steps = [one.name for one in quality_page.VARIANTS].index(variant.name)
-    assert (config.adamw_lr if steps == 0 else config.muon_lr) == 0.5
-    assert config.optimizer == ("muon" if steps > 0 else "adamw")
-    if steps > 0:
-        assert config.orthogonalizer == ("polar_express" if steps > 1 else "newton_schulz")
-    assert config.normalize == ("neuron" if steps > 2 else None)
-    assert config.cautious == (steps > 3)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The grid, the best rates and the page of `benchmarks.training.transfer`, whose runs take minutes."""
 
-import json
 import math
 import sys
 import time
@@ -35,32 +34,6 @@ def test_widths_are_the_model_s(width: int, depth: int, head_dim: int) -> None:
 def test_a_width_that_no_model_has_is_refused(width: int, depth: int, head_dim: int) -> None:
     with pytest.raises(SystemExit, match=f"--widths {width}"):
         transfer.aspect_ratio(width, depth, head_dim)
-
-
-def test_the_grid_has_every_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = ("--widths", "256", "512", "1024", "--batches", "4096", "8192", "--tokens", "81920", "--rates", "0.1", "1")
-    side = ("--side-rates", "0.1", "--warmups", "0.02", "0.2", "--decays", "0.3", "--adamw-rates", "0.01")
-    parsed = options(*wanted, *side, "--seeds", "5", "6", monkeypatch=monkeypatch)
-    lines = transfer.lines_of(parsed)
-    assert [(line.study, line.label) for line in lines] == [
-        *(("width", f"width {width}") for width in (256, 512, 1024)),
-        *(("batch", f"batch {batch}") for batch in ("4,096", "8,192")),
-        ("weight decay", "decay 0.3"),
-        *(("warm-up", f"warm-up {share} %") for share in (2, 20)),
-        *(("AdamW, width", f"width {width}") for width in (256, 512, 1024)),
-    ]
-    base = Config()
-    cells = [transfer.with_defaults(cell, base) for cell in transfer.cells_of(lines, parsed.seeds)]
-    runs = {json.dumps(cell, sort_keys=True) for cell in cells}
-    # Three widths at 8,192 and one more batch with two rates each; one more warm-up; three widths of AdamW: two seeds.
-    assert len(runs) == 2 * (2 * (3 + 1) + 1 + 3)
-    assert {cell["batch_tokens"] * cell["steps"] for cell in cells} == {81920}
-    assert [cell["seed"] for cell in cells[:12]] == [5] * 6 + [6] * 6  # the first study's seeds one after the other
-    for cell in cells:
-        assert ("muon_lr" in cell) == (cell["optimizer"] == "muon") == ("adamw_lr" not in cell)
-        with_values(base, cell)  # all are options
-    more = transfer.lines_of(options(*wanted, *side, "--product", monkeypatch=monkeypatch))
-    assert len([line for line in more if line.study == "width and batch"]) == 6
 
 
 def parabola(rate: float, best: float) -> float:

@@ -12,7 +12,7 @@ from quintic.commands.options import training_options
 from quintic.commands.presets import GPU_PRESETS, PRESETS, gpu_preset, gpu_small_preset
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Loader
-from quintic.data.shards import prepare
+from quintic.data.preparation import prepare
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.config import Config
 from quintic.train.distributed import rows_at_once

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from text_samples import write_folder
 
-from quintic.data.shards import Dataset, prepare
+from quintic.data.preparation import Dataset, prepare
 
 
 @pytest.fixture(scope="session")

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from text_samples import make_text, write_folder
 
 import quintic.errors
-from quintic.data import shards, survey
+from quintic.data import preparation, survey
 from quintic.data.files import blocks, json_records
 from quintic.data.files.documents import read_documents
-from quintic.data.shards import Dataset, prepare
-from quintic.data.sources import open_source
-from quintic.data.survey import teachable, text_hash
+from quintic.data.open_source import open_source
+from quintic.data.preparation import Dataset, prepare
+from quintic.data.survey import limited_sample, text_hash
 from quintic.data.tokenizer import Tokenizer
 from quintic.errors import DataError
 
@@ -113,7 +113,7 @@ def test_surrogates_and_escapes(tmp_path: Path, written: str, scanned: int, monk
         ("a.jsonl", '{"text" "x"}', "a.jsonl:1: not a JSON object"),
         ("a.jsonl", '{"text": 12}', "a.jsonl:1: 'text' is 12, not a string"),
         ("a.jsonl", '{"body": "x", "id": {}}', "a.jsonl:1: no field 'text' (its fields are body, id); choose the one"),
-        ("a.jsonl", '["x"]', "a.jsonl:1: no field 'text' (no object with fields)"),
+        ("a.jsonl", '["x"]', "a.jsonl:1: no field 'text' (the record is not an object)"),
         ("a.json", '[{"text": "x"}, 3]', "a.json: not JSON with records at byte offset 16 ('3]')"),
         ("a.json", '[{"text": "x"}, {"text": "y"', "a.json: ends inside the record at byte offset 16"),
         ("a.json", "plain text", "a.json: not JSON with records at byte offset 0"),
@@ -311,7 +311,7 @@ def test_a_tokenizer_that_loses_text_of_the_user_is_refused(tmp_path: Path) -> N
 
 def test_teachable_keeps_ordinary_text_whole() -> None:
     pieces = [make_text(seed, 3000).encode() for seed in range(50)]
-    assert teachable([(text_hash(piece), piece) for piece in pieces]) == pieces
+    assert limited_sample([(text_hash(piece), piece) for piece in pieces]) == pieces
 
 
 @pytest.mark.parametrize("alphabet", ["ACGT", "漢字語文国日本人大一", "0123456789abcdef"])
@@ -321,12 +321,12 @@ def test_teachable_bounds_words_and_their_lengths(alphabet: str, monkeypatch: py
     rng = random.Random(0)
     pieces = ["".join(rng.choices(alphabet, k=5000)).encode() for _ in range(100)]
     hashed = [(text_hash(piece), piece) for piece in pieces]
-    chosen = teachable(hashed)
+    chosen = limited_sample(hashed)
     assert 1 <= len(chosen) < 60
     assert chosen == [piece for piece in pieces if piece in set(chosen)]  # in their order
-    assert teachable(list(reversed(hashed))) == chosen[::-1]  # and the same ones, whatever the order
+    assert limited_sample(list(reversed(hashed))) == chosen[::-1]  # and the same ones, whatever the order
     # A page of prose among them, drawn or not, makes no difference to what fits.
-    assert len(teachable([*hashed, (0, b"a few words more")])) == len(chosen) + 1
+    assert len(limited_sample([*hashed, (0, b"a few words more")])) == len(chosen) + 1
 
 
 def peak_mib(code: str, *arguments: str) -> int:
@@ -341,16 +341,16 @@ def peak_mib(code: str, *arguments: str) -> int:
 READ = """
 from pathlib import Path
 import pyarrow.parquet, csv
-from quintic.data.files.documents import pieces_of, read_documents
+from quintic.data.files.documents import sections_of, read_documents
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-size = sum(len(piece) for text in read_documents(Path(sys.argv[1])) for piece in pieces_of(text))
+size = sum(len(piece) for text in read_documents(Path(sys.argv[1])) for piece in sections_of(text))
 assert size == int(sys.argv[2]), size
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 PREPARE = """
 from pathlib import Path
-from quintic.data.shards import prepare
+from quintic.data.preparation import prepare
 prepare(sys.argv[2], data_dir=Path(sys.argv[3]), vocab_size=300, tokenizer=sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 prepare(sys.argv[4], data_dir=Path(sys.argv[3]), vocab_size=300, tokenizer=sys.argv[1])
@@ -397,7 +397,7 @@ def test_batches_and_checkpoints_within_a_document_change_nothing(
         return prepare(str(tmp_path / "a.txt"), data_dir=tmp_path / folder, vocab_size=300, shard_tokens=20_000)
 
     whole = made("whole")
-    monkeypatch.setattr(shards, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(preparation, "_BATCH_BYTES", 1)
     pieces = made("pieces")
     for name in ("train", "val"):
         assert [list(shard) for shard in whole.split(name).shards] == [

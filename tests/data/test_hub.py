@@ -14,10 +14,10 @@ from durability import disk_events, durable_names
 from hub_server import Hub, serve
 from text_samples import make_text
 
-from quintic.data import mixture, shards
+from quintic.data import mixture, preparation
 from quintic.data.files.definitions import read_definition
 from quintic.data.hub import open_hub
-from quintic.data.shards import prepare
+from quintic.data.preparation import prepare
 from quintic.data.tokenizer import BOS, Tokenizer
 from quintic.errors import DataError
 
@@ -47,7 +47,7 @@ def test_files_are_downloaded_as_they_are_reached(hub: Hub, tmp_path: Path) -> N
     }
     source = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
     assert (source.name, source.is_remote) == ("web", True)
-    assert source.size_bytes == sum(len(hub.files["me/web"][part.name]) for part in source.parts)
+    assert source.size_bytes == sum(len(hub.files["me/web"][part.name]) for part in source.files)
     documents = source.documents()
     assert [next(documents), next(documents)] == ["one", "two"]
     assert hub.downloads == ["data/train-0.parquet"]
@@ -90,7 +90,7 @@ def test_a_configuration_chooses_files(hub: Hub, tmp_path: Path, config: str | N
     }
     spec = "hf:me/web" + (f"/{config}" if config else "")
     source = open_hub(spec, cache_dir=tmp_path, endpoint=hub.endpoint)
-    assert [part.name for part in source.parts] == expected
+    assert [part.name for part in source.files] == expected
     assert list(source.documents()) == expected
 
 
@@ -194,8 +194,8 @@ def test_a_full_disk_is_told_from_a_lost_network(hub: Hub, tmp_path: Path, monke
 def test_a_preparation_goes_on_after_a_lost_network(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.files["me/web"] = {f"{index}.jsonl": jsonl_bytes([make_text(index, 500)] * 3) for index in range(8)}
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client's waits between its attempts
-    monkeypatch.setattr(shards, "_SAMPLE_BYTES", 5000)
-    monkeypatch.setattr(shards, "_BATCH_BYTES", 5000)
+    monkeypatch.setattr(preparation, "_SAMPLE_BYTES", 5000)
+    monkeypatch.setattr(preparation, "_BATCH_BYTES", 5000)
     monkeypatch.setattr(
         mixture,
         "open_source",

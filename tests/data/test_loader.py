@@ -19,7 +19,7 @@ from text_samples import make_text
 
 import quintic.errors
 from quintic.data.loader import Batch, Loader, validation_rows
-from quintic.data.shards import Dataset, prepare
+from quintic.data.preparation import Dataset, prepare
 from quintic.errors import DataError
 
 ROOT = Path(quintic.errors.__file__).parents[1]
@@ -36,7 +36,7 @@ def load(dataset: Dataset, **changes: Any) -> Loader:
     return Loader(dataset, options.pop("split", "train"), **options)
 
 
-def pieces_of(batch: Batch) -> list[list[int]]:
+def sections_of(batch: Batch) -> list[list[int]]:
     """The documents of a batch, each with its bos and without what only the targets hold."""
     flat = batch.inputs.reshape(-1).tolist()
     starts = batch.document_starts.tolist()
@@ -58,7 +58,7 @@ def test_shapes_and_content(dataset: Dataset) -> None:
             assert (starts[0], starts[-1]) == (0, 3 * 32)
             is_bos = batch.inputs.reshape(-1) == dataset.bos_id
             assert torch.equal(is_bos.nonzero().reshape(-1).int(), starts[:-1])
-            for piece in pieces_of(batch):
+            for piece in sections_of(batch):
                 assert " ".join(map(str, ["", *piece[1:], ""])) in joined
 
 
@@ -142,7 +142,7 @@ def test_resuming_in_another_process(dataset: Dataset, tmp_path: Path) -> None:
     code = f"""
 import json
 from quintic.data.loader import Loader
-from quintic.data.shards import Dataset
+from quintic.data.preparation import Dataset
 loader = Loader(Dataset.open({str(dataset.path)!r}), "train", rows=3, seq_len=32, buffer_documents=50)
 loader.load_state_dict(json.load(open({str(tmp_path / "state.json")!r})))
 print(json.dumps(next(loader).inputs.tolist()))
@@ -161,7 +161,7 @@ def test_an_epoch_has_each_document_once(dataset: Dataset) -> None:
     seen: list[tuple[int, ...]] = []
     with load(dataset, rows=1, seq_len=max(map(len, documents))) as loader:
         while (batch := next(loader)).epoch == 0:
-            seen += [tuple(piece[:known]) for piece in pieces_of(batch) if len(piece) >= known]
+            seen += [tuple(piece[:known]) for piece in sections_of(batch) if len(piece) >= known]
     assert len(seen) == len(set(seen))
     assert len(seen) > 0.8 * len(documents)
 
@@ -358,7 +358,7 @@ def test_the_thread_ends_with_the_loader(dataset: Dataset) -> None:
 def test_a_process_ends_without_closing(dataset: Dataset) -> None:
     code = f"""
 from quintic.data.loader import Loader
-from quintic.data.shards import Dataset
+from quintic.data.preparation import Dataset
 loader = Loader(Dataset.open({str(dataset.path)!r}), "train", rows=3, seq_len=32)
 next(loader)
 print("end")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from text_samples import make_text
 
-from quintic.data import shards
+from quintic.data import preparation
 from quintic.data.loader import Batch, Loader, validation_rows
-from quintic.data.mixture import mixture_words
-from quintic.data.shards import Dataset, prepare
+from quintic.data.mixture import parse_mixture
+from quintic.data.preparation import Dataset, prepare
 from quintic.errors import DataError
 
 
@@ -64,7 +64,7 @@ def sources_of(batches: list[Batch], dataset: Dataset, name: str = "val") -> Cou
 
 def test_the_manifest_says_which_documents_are_of_which_source(mixed: Dataset, specs: dict[str, str]) -> None:
     for name in ("train", "val"):
-        shares = mixed.shares(name)
+        shares = mixed.source_ranges(name)
         assert [(share.source, share.weight) for share in shares] == [(specs["large"], 0.25), (specs["small"], 0.75)]
         found = marks(mixed, name)
         assert found == [
@@ -82,7 +82,9 @@ def test_the_tokens_of_training_have_the_shares(mixed: Dataset, specs: dict[str,
         next(loader)
     served = [position.served for position in loader._positions]
     assert served == [count * 65, 3 * count * 65]  # 400 rows, a quarter and three quarters
-    tokens = [sum(len(mixed.split("train").document(n)) for n in range(s.first, s.last)) for s in mixed.shares("train")]
+    tokens = [
+        sum(len(mixed.split("train").document(n)) for n in range(s.first, s.last)) for s in mixed.source_ranges("train")
+    ]
     epochs = loader.epochs
     assert list(epochs) == [specs["large"], specs["small"]]
     assert epochs[specs["small"]] > 4 > 1 > epochs[specs["large"]] > 0
@@ -132,7 +134,7 @@ def test_a_state_of_other_text_is_refused(mixed: Dataset) -> None:
     loader = Loader(mixed, "train", rows=3, seq_len=48, prefetch=0)
     state = loader.state_dict()
     fewer = {**state, "positions": state["positions"][:1]}
-    assert "is of 1 sources, the text has 2" in message(lambda: loader.load_state_dict(fewer))
+    assert "has 1 sources, the text has 2" in message(lambda: loader.load_state_dict(fewer))
     damaged = {**state, "positions": [1, 2]}
     assert "has no 'position'" in message(lambda: loader.load_state_dict(damaged))
     del state["positions"]
@@ -145,9 +147,9 @@ def test_validation_text_of_ones_own(specs: dict[str, str], tmp_path: Path) -> N
         train = Counter(marks(dataset, "train"))
         assert train == ({"LARGE": 120, "SMALL": 12} if " " in spec else {"LARGE": 120})
         assert Counter(marks(dataset, "val")) == {"HELD": 30}
-        assert [share.source for share in dataset.shares("val")] == [specs["held"]]
+        assert [share.source for share in dataset.source_ranges("val")] == [specs["held"]]
         assert set(sources_of(validation_rows(dataset, rows=2, seq_len=32), dataset)) == {"HELD"}
-        assert len(dataset.shares("train")) == len(train)
+        assert len(dataset.source_ranges("train")) == len(train)
         with Loader(dataset, "train", rows=2, seq_len=32, prefetch=0) as loader:
             next(loader)
             assert len(loader.epochs) == len(train)
@@ -161,7 +163,7 @@ def test_validation_text_that_cannot_be_is_refused(specs: dict[str, str], tmp_pa
     large, small, held = specs["large"], specs["small"], specs["held"]
     mixture = f"{large}=1 {small}=2"
     for spec in (small, mixture):
-        assert refused(spec, small).startswith(f"--val-data {small}: is also read for training (--data), and says")
+        assert refused(spec, small).startswith(f"--val-data {small}: is also trained on (--data), so its loss")
     assert refused(large, mixture) == f"--val-data {mixture!r}: takes one source; put several into one folder"
     (tmp_path / "empty.txt").touch()
     empty = f"--val-data {tmp_path / 'empty.txt'}: there is no text in it; give a source with text"
@@ -189,7 +191,7 @@ def test_weights_make_another_dataset_and_sources_alone_do_not(specs: dict[str, 
 def test_a_mixture_goes_on_after_a_stop_in_any_source(
     specs: dict[str, str], mixed: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "_BATCH_BYTES", 3000)
+    monkeypatch.setattr(preparation, "_BATCH_BYTES", 3000)
     spec = f"{specs['large']}=0.5 {specs['small']}=1.5"
     total = mixed.split("train").num_bytes + mixed.split("val").num_bytes
     resumed_in = set()
@@ -219,12 +221,12 @@ def test_a_mixture_goes_on_after_a_stop_in_any_source(
         ("a.txt=0.7 b=-1", "'b' has no weight"),
         ("a.txt=inf b=1", "'a.txt' has no weight"),
         ("a.txt=nan b=1", "'a.txt' has no weight"),
-        ("a.txt=1 a.txt=2", "a.txt comes twice"),
+        ("a.txt=1 a.txt=2", "a.txt is given twice"),
         ("a.txt=1 =2", "'2' has no weight"),
     ],
 )
 def test_a_mixture_that_cannot_be_read_is_named(spec: str, expected: str) -> None:
-    assert message(lambda: mixture_words(spec)).startswith(f"--data {spec!r}: {expected}")
+    assert message(lambda: parse_mixture(spec)).startswith(f"--data {spec!r}: {expected}")
 
 
 @pytest.mark.parametrize("spec", ["a.txt b.txt", "a.txt=0.7", "my notes/"])
@@ -238,5 +240,5 @@ def test_a_single_source_is_no_mixture(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my notes=2 more=1").mkdir()
     for spec in ("python", "a.txt", "a.txt=0.7", "my notes/", "hf:owner/name", "", "my notes=2 more=1"):
-        assert mixture_words(spec) is None
-    assert mixture_words("hf:a/b=1 c=d.txt=2e-1") == [("hf:a/b", 1.0), ("c=d.txt", 0.2)]
+        assert parse_mixture(spec) is None
+    assert parse_mixture("hf:a/b=1 c=d.txt=2e-1") == [("hf:a/b", 1.0), ("c=d.txt", 0.2)]

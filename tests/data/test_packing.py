@@ -76,8 +76,8 @@ def test_what_is_left_does_not_fill_a_row(lengths: list[int], row: int, buffer: 
     while (pieces := packer.pack_row(following)) is not None:
         used |= {index for index, _ in pieces}
     assert following() is None
-    assert packer.buffered_tokens == sum(lengths[index] for index in packer.waiting()) < row
-    assert used | set(packer.waiting()) == set(range(len(lengths)))
+    assert packer.buffered_tokens == sum(lengths[index] for index in packer.buffered()) < row
+    assert used | set(packer.buffered()) == set(range(len(lengths)))
 
 
 @given(Lengths, st.integers(1, 25), st.integers(1, 40), st.integers(0, 10))
@@ -88,7 +88,7 @@ def test_a_packer_made_from_the_waiting_documents_goes_on(
     following = arrivals(lengths)
     for _ in range(before):
         packer.pack_row(following)
-    other = BestFitPacker(row, buffer, [(index, lengths[index]) for index in reversed(packer.waiting())])
+    other = BestFitPacker(row, buffer, [(index, lengths[index]) for index in reversed(packer.buffered())])
     rest = []
     while (document := following()) is not None:
         rest.append(document)

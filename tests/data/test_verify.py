@@ -14,7 +14,7 @@ from text_samples import write_folder
 import quintic.errors
 from quintic.data import dataset as dataset_module
 from quintic.data.loader import Loader, validation_rows
-from quintic.data.shards import Dataset, prepare
+from quintic.data.preparation import Dataset, prepare
 from quintic.data.tokenizer import Tokenizer
 from quintic.errors import DataError
 

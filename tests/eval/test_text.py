@@ -106,14 +106,14 @@ def test_no_more_is_read_than_is_scored(tokenizer: Tokenizer, monkeypatch: pytes
     assert len(begun) <= 4
 
     pieces = []
-    pieces_of = module.pieces_of
+    sections_of = module.sections_of
 
     def counted(document: bytes, max_bytes: int) -> Iterator[bytes]:
-        for piece in pieces_of(document, max_bytes):
+        for piece in sections_of(document, max_bytes):
             pieces.append(piece)
             yield piece
 
-    monkeypatch.setattr(module, "pieces_of", counted)
+    monkeypatch.setattr(module, "sections_of", counted)
     one = encoded(tokenizer, [b"some words of text, " * 50_000])
     batches = text_batches(one, bos_id=tokenizer.bos_id, rows=2, seq_len=16, max_tokens=64)
     assert len(next(batches).inputs) == 2  # the first batch is there before the text has been read

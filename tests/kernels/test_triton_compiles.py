@@ -70,7 +70,7 @@ def test_matrices(weight, master, contiguous, grouped):
 def test_adamw(weight, master, alone):
     indices = {"LR": 0, "WEIGHT_DECAY": 1, "BETA1": 3, "BETA2": 4, "EPS": 5}
     flags = {
-        "ALONE": alone,
+        "ONE_TENSOR": alone,
         "CAUTIOUS": "strict" if alone else False,
         "SQUARED": alone,
         "HAS_MASK": not alone,
@@ -144,7 +144,7 @@ def test_symmetric_products(dtype, even, add):
 @pytest.mark.parametrize("packs", [True, False])
 def test_spans(packs, aligned):
     for alone in (True, False):
-        constants = {"ALONE": alone, "DTYPE": tl.float32, "PACKS": packs, "ALIGNED": aligned, "BLOCK": 4096}
+        constants = {"ONE_TENSOR": alone, "DTYPE": tl.float32, "PACKS": packs, "ALIGNED": aligned, "BLOCK": 4096}
         compile_kernel(spans._copy_kernel, constants, num_warps=4, buffer="*bf16")
 
 

@@ -16,7 +16,7 @@ from quintic.kernels.products import normalize
 from quintic.kernels.products.normalize import can_normalize, normalize_matrices
 from quintic.kernels.products.symmetric import can_multiply, symmetric_multiply
 from quintic.kernels.update import adamw, matrix_update
-from quintic.kernels.update.matrix_update import MatrixLayout
+from quintic.kernels.update.matrix_layout import MatrixLayout
 from quintic.optim.plan.members import BucketMember
 from quintic.optim.polar.forms import resolve
 from quintic.optim.polar.orthogonalize import apply_form
@@ -478,7 +478,7 @@ def test_state_that_the_kernels_would_misread_is_brought_into_its_form(algorithm
 
 
 def test_some_matrices_of_a_launch_stay_as_they_are():
-    layout = matrix_update.MatrixLayout(1, 5, 7, 35, 7, 1)
+    layout = MatrixLayout(1, 5, 7, 35, 7, 1)
     gradient, momentum, weight = (torch.randn(3, 5, 7).to(DEVICE) for _ in range(3))
     before = momentum.clone(), weight.clone()
     table = torch.tensor([[t[i].data_ptr() for i in range(3)] for t in (gradient, momentum, weight, weight)]).to(DEVICE)

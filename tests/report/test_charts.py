@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quintic.report.charts import Chart, Curve, line_chart, upper_edge
-from quintic.report.words import date, duration, format_si, in_words, large_number, value_text
+from quintic.report.formatting import date, duration, format_si, humanize, large_number, value_text
 
 LEFT, RIGHT, TOP, BOTTOM = 56, 388, 28, 220
 
@@ -174,4 +174,4 @@ def test_numbers_as_people_write_them() -> None:
     values = (True, None, 12_345, 4096, 2.5, [1, "a"], {}, 10**400)
     assert [value_text(value) for value in values[:-1]] == ["yes", "–", "12,345", "4096", "2.5", '[1, "a"]', "{}"]
     assert value_text(values[-1]).startswith("10,000,000")
-    assert in_words("parameters_value_embeddings") == "parameters in value embeddings"
+    assert humanize("parameters_value_embeddings") == "parameters in value embeddings"

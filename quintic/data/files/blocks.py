@@ -1,4 +1,4 @@
-"""The bytes of one file: decompressed by its ending, in blocks or in lines, and checked to be UTF-8."""
+"""Reads the bytes of a file in blocks or in lines, decompressed by its ending, and checks that they are UTF-8."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -11,18 +11,18 @@ __all__ = ["COMPRESSIONS", "Utf8", "blocks_of", "check_utf8", "cut", "lines_of",
 
 COMPRESSIONS = (".gz", ".zst")
 
-# Text as it is stored: one byte for each of its bytes, where a `str` takes up to four.
+# Text as UTF-8, which takes less memory than a `str` with up to four bytes per character.
 Utf8 = bytes | bytearray | memoryview
 
 _BLOCK_BYTES = 1 << 20
-# Bytes decompressed at once: a small file can hold gigabytes of one character. Four bytes of Zstandard can stand for
-# 128 KiB, one of gzip for about 1 KiB, so either way a piece becomes 64 MiB at most.
+# Compressed bytes that are decompressed at a time: a small file can hold gigabytes of one character. Four bytes of
+# Zstandard can become 128 KiB, one byte of gzip about 1 KiB: with these sizes at most 64 MiB result.
 _ZSTD_PIECE_BYTES = 2 << 10
 _GZIP_PIECE_BYTES = 64 << 10
 
 
 def uncompressed_name(name: str) -> str:
-    """Return a file's name in lower case without the ending of a compression.
+    """Return a file's name in lower case, without the ending of a compression.
 
     >>> uncompressed_name("C4-00001.JSON.gz")
     'c4-00001.json'
@@ -32,35 +32,37 @@ def uncompressed_name(name: str) -> str:
 
 
 def cut(data: Utf8, start: int, max_bytes: int) -> int:
-    """Return where a piece of UTF-8 that begins at `start` ends: behind its last line, else between characters.
+    """Return the end of a section of UTF-8 that begins at `start`: after its last line end, else between characters.
 
     Args:
-        data: UTF-8 with more than `max_bytes` bytes behind `start`.
-        start: beginning of the piece.
-        max_bytes: most bytes of the piece, at least 4.
+        data: UTF-8 with more than `max_bytes` bytes from `start` on.
+        start: beginning of the section.
+        max_bytes: largest number of bytes of the section, at least 4.
     """
     if (length := bytes(data[start : start + max_bytes]).rfind(b"\n") + 1) > 0:
         return start + length
     end = start + max_bytes
-    while end > start + 1 and data[end] & 0xC0 == 0x80:  # inside a character: go back to its first byte
+    # Within a character (its later bytes begin with the bits 10): go back to its first byte.
+    while end > start + 1 and data[end] & 0xC0 == 0x80:
         end -= 1
     return end
 
 
 def check_utf8(data: Utf8, name: str, offset: int = 0) -> None:
-    """Refuse bytes that are no UTF-8. Needs little memory, where decoding all at once can take four times the bytes.
+    """Raise an error if bytes are not UTF-8; decodes in blocks, to need little memory.
 
     Args:
         data: the bytes.
-        name: of the file, for the message.
-        offset: where the bytes begin in the file, for the message.
+        name: name of the file, for the message.
+        offset: offset of the bytes in the file, for the message.
 
     Raises:
-        DataError: a byte is wrong; the message says where it is.
+        DataError: the bytes are not UTF-8; the message has the offset of the first wrong byte.
     """
     with memoryview(data) as view:
         start = 0
         while start < len(view):
+            # Blocks end between characters.
             end = start + _BLOCK_BYTES
             while start < end < len(view) and view[end] & 0xC0 == 0x80:
                 end -= 1
@@ -77,13 +79,14 @@ def check_utf8(data: Utf8, name: str, offset: int = 0) -> None:
 
 
 def lines_of(path: Path, max_bytes: int) -> Iterator[bytearray]:
-    """Yield the lines of a file, line ends included, without holding more than one line and one block.
+    """Yield the lines of a file with their line ends; at most one line and one block are in memory.
 
     Raises:
         DataError: a line has more than `max_bytes` bytes, or the file is damaged.
         OSError: it cannot be read.
     """
-    held = [bytearray()]  # the line so far; given away with `pop`, so that nothing here keeps a long line alive
+    # The line so far, in a list: `pop` yields it without keeping a reference, so that the caller can free a long line.
+    held = [bytearray()]
     for block in blocks_of(path):
         start = 0
         while (end := block.find(b"\n", start) + 1) > 0:
@@ -102,7 +105,7 @@ def lines_of(path: Path, max_bytes: int) -> Iterator[bytearray]:
 
 
 def blocks_of(path: Path) -> Iterator[bytes]:
-    """Yield a file's bytes, decompressed by its ending; blocks are never empty.
+    """Yield the bytes of a file in blocks that are not empty, decompressed by the file's ending.
 
     Raises:
         DataError: the compressed data is damaged or stops early.
@@ -115,7 +118,7 @@ def blocks_of(path: Path) -> Iterator[bytes]:
         import zstandard
 
         def frame() -> Any:
-            # Long-distance frames (`zstd --long=31`) need a window beyond the library's default.
+            # Frames of `zstd --long=31` need a larger window than the library's default.
             return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
 
         yield from _decompressed(path, frame, zstandard.ZstdError, _ZSTD_PIECE_BYTES)
@@ -128,16 +131,19 @@ def blocks_of(path: Path) -> Iterator[bytes]:
 def _decompressed(
     path: Path, start_frame: Callable[[], Any], broken: type[Exception], piece_bytes: int
 ) -> Iterator[bytes]:
-    """Decompress a file of one or more frames, `piece_bytes` at once, and refuse one that ends inside a frame.
+    """Yield the decompressed bytes of a file of one or more frames, reading `piece_bytes` at a time.
 
-    Decompression objects of `zlib` and `zstandard`, which `start_frame` makes, have the same methods.
+    `start_frame` returns a decompression object of `zlib` or `zstandard`, which have the same methods; `broken` is the
+    exception that it raises for damaged data. A file that ends within a frame is an error.
     """
     with path.open("rb", buffering=_BLOCK_BYTES) as file:
-        frame = start_frame()  # so that an empty file counts as truncated
+        # Started before anything is read, so that an empty file counts as truncated.
+        frame = start_frame()
         while block := file.read(piece_bytes):
             while block:
                 if frame is None:
-                    block = block.lstrip(b"\0")  # gzip allows zero padding between and after members
+                    # gzip allows padding with zeros between and after its members.
+                    block = block.lstrip(b"\0")
                     if not block:
                         break
                     frame = start_frame()

@@ -1,4 +1,4 @@
-"""Definitions of tokenizers: where they are found, and what other makers' files say."""
+"""`read_definition` finds the definition of a tokenizer, a `tokenizer.json`, or makes one from GPT-2's files."""
 
 from pathlib import Path
 
@@ -11,15 +11,15 @@ _GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 
 
 def read_definition(name: str, *, cache_dir: Path | None = None, endpoint: str | None = None) -> str:
-    """Return the text of a `tokenizer.json` for a path or the name `gpt2`.
+    """Return the content of a `tokenizer.json` for a path or the name `gpt2`.
 
     Args:
-        name: a file, a folder (see `Tokenizer.load`), or `gpt2` where no file or folder has that name.
-        cache_dir: where a download is kept; the Hub client's cache when None.
-        endpoint: address of the Hub; the client's own when None.
+        name: a file, a folder (see `Tokenizer.load`), or `gpt2` unless a file or folder has that name.
+        cache_dir: folder for the download; None for the Hub client's cache.
+        endpoint: address of the Hub; None for the client's default.
 
     Raises:
-        DataError: there is nothing of that name, it cannot be read, or it cannot be downloaded.
+        DataError: the file does not exist, cannot be read, or cannot be downloaded.
     """
     path = Path(name).expanduser()
     if name == "gpt2" and not path.exists():
@@ -38,7 +38,7 @@ def read_definition(name: str, *, cache_dir: Path | None = None, endpoint: str |
             f"{name}: cannot be read alone, it holds no complete byte-level BPE; give a tokenizer.json, or a folder "
             "with encoder.json and vocab.bpe"
         )
-    return _read(path, name)
+    return _read_definition(path, name)
 
 
 def _from_gpt2_files(folder: Path) -> str:
@@ -50,7 +50,7 @@ def _from_gpt2_files(folder: Path) -> str:
         if vocab_file.is_file() and merges_file.is_file():
             try:
                 backend = Backend(models.BPE.from_file(str(vocab_file), str(merges_file)))
-            # The library raises bare `Exception` for every kind of bad file.
+            # The library raises a plain `Exception` for any bad file.
             except Exception as error:
                 reason = str(error).splitlines()[0]
                 raise DataError(f"{folder}: {vocab_name} and {merges_name} do not fit together ({reason})") from error
@@ -60,10 +60,11 @@ def _from_gpt2_files(folder: Path) -> str:
     raise DataError(f"{folder}: no tokenizer.json in it, and no encoder.json with vocab.bpe")
 
 
-def _read(path: Path, name: str) -> str:
+def _read_definition(path: Path, name: str) -> str:
     if not path.exists():
         raise DataError(f"{name}: no such tokenizer; give a tokenizer.json, a folder with one, or 'gpt2'")
-    if not path.is_file():  # opening a pipe waits for a writer
+    # Opening a pipe would wait for a writer.
+    if not path.is_file():
         raise DataError(f"{name}: a pipe or a device, not a file; give a tokenizer.json")
     try:
         return path.read_text(encoding="utf-8")

@@ -1,11 +1,10 @@
-"""Documents out of one file: plain text, JSON, CSV and Parquet, each text format also compressed.
+"""`read_documents` reads the documents of one file: plain text, JSON and CSV, also compressed, and Parquet.
 
-A text file (`.txt`, `.md`, `.rst`) is one document, or one per 64 MiB where it is larger, so that a file of any size
-can be read; JSON gives one document per object, CSV and Parquet one per row. Documents are bytes of UTF-8, and
-`pieces_of` cuts those that are too long for one. `quintic.data.sources` decides which files make up a source, and in
-which order.
+A text file (`.txt`, `.md`, `.rst`) is one document, or one per 64 MiB if it is larger, so that files of any size can be
+read; JSON gives one document per object, CSV and Parquet one per row. Documents are bytes of UTF-8. `sections_of`
+divides long documents into sections. `quintic.data.open_source` decides which files make up a source, and their order.
 
-Memory. No document needs more than twice its own bytes while it is read; the longest allowed have 256 MiB.
+Memory. Reading a document takes at most twice its bytes; a document has at most 256 MiB.
 """
 
 from collections.abc import Iterator
@@ -23,13 +22,13 @@ __all__ = [
     "TEXT_FIELD",
     "has_fields",
     "is_supported",
-    "pieces_of",
     "read_documents",
+    "sections_of",
     "stored_as_text",
 ]
 
 TEXT_FIELD = "text"
-"""The field of JSON, CSV and Parquet that holds the text unless another is named."""
+"""Default name of the field of JSON, CSV and Parquet that holds the text."""
 
 TEXT_ENDINGS = (".txt", ".md", ".rst")
 _JSON_LINES = (".jsonl", ".ndjson")
@@ -47,32 +46,32 @@ _MAX_TEXT_BYTES = 64 << 20
 
 
 def is_supported(name: str) -> bool:
-    """Return whether a file of this name can be read, judged by its ending (upper or lower case)."""
+    """Return whether a file can be read, judged by its ending (in upper or lower case)."""
     return name.lower().endswith(SUPPORTED_ENDINGS)
 
 
 def stored_as_text(name: str) -> bool:
-    """Return whether a file's size on disk is the size of its text, as it is for uncompressed plain text."""
+    """Return whether the size of a file is the size of its text: true for uncompressed plain text."""
     return name.lower().endswith(TEXT_ENDINGS)
 
 
 def has_fields(name: str) -> bool:
-    """Return whether a file of this name is JSON or CSV that may be something else than documents, settings say.
+    """Return whether a file is JSON or CSV, which may hold something else than documents, for example settings.
 
-    Files of JSON lines and Parquet are taken for documents.
+    Files of JSON lines and Parquet always count as documents.
     """
     return uncompressed_name(name).endswith((".json", ".csv"))
 
 
 def read_documents(path: Path, field: str = TEXT_FIELD) -> Iterator[Utf8]:
-    """Yield the documents of one file as UTF-8, in the order they are stored; empty ones are left out.
+    """Yield the documents of one file as UTF-8 in stored order, except empty ones.
 
-    A leading byte order mark is dropped; line endings stay as they are. Halves of surrogate pairs, which JSON can
-    spell but UTF-8 cannot, become U+FFFD.
+    A leading byte order mark is dropped; line ends are preserved. Lone halves of surrogate pairs, which JSON can
+    contain but UTF-8 cannot, become U+FFFD.
 
     Args:
         path: a file with one of `SUPPORTED_ENDINGS`.
-        field: the key or column that holds the text; of no importance for plain text.
+        field: the key or column that holds the text; ignored for plain text.
 
     Raises:
         MissingField: a record or the table has no such field.
@@ -121,20 +120,20 @@ def _checked(text: bytearray, path: Path, offset: int) -> Utf8:
     return text
 
 
-def pieces_of(document: Utf8, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[bytes]:
-    r"""Cut a long document into pieces at line ends, or between characters where a line is too long.
+def sections_of(document: Utf8, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[bytes]:
+    r"""Yield the sections of a document, divided at line ends, or between characters within a line that is too long.
 
-    The pieces join to the document again. Cutting goes from the front, so text appended to a file leaves the pieces
-    before it as they were.
+    The sections join to the document. Division begins at the front, so that text appended to a file does not change the
+    sections before it.
 
     Args:
         document: UTF-8.
-        max_bytes: most bytes of a piece, at least 4.
+        max_bytes: largest number of bytes of a section, at least 4.
 
     Yields:
-        The document when it is short enough, else two or more pieces.
+        The document if it is short enough, else two or more sections.
 
-    >>> list(pieces_of(b"one\ntwo\nthree\n", max_bytes=9))
+    >>> list(sections_of(b"one\ntwo\nthree\n", max_bytes=9))
     [b'one\ntwo\n', b'three\n']
     """
     start = 0

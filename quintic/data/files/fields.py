@@ -1,4 +1,4 @@
-"""The error for a record without the field that should hold its text."""
+"""`MissingField`, the error for a record without the field that should hold its text."""
 
 from collections.abc import Iterable
 
@@ -6,21 +6,22 @@ from quintic.errors import DataError
 
 __all__ = ["MissingField"]
 
+# Number of fields that the message names.
 _NAMED = 20
 
 
 class MissingField(DataError):
-    """A record or a table has no field of that name.
+    """A record or a table lacks the field that should hold the text.
 
     Attributes:
-        fields: the names of the fields that it has; None where it has none at all.
+        fields: names of its fields; None for a record that is not an object.
     """
 
     def __init__(self, place: str, field: str, fields: Iterable[str] | None) -> None:
-        """Name the fields there are, and the option that chooses one."""
+        """Make a message with the names of the fields, and the option that chooses one of them."""
         self.fields = None if fields is None else tuple(fields)
         if self.fields is None:
-            given = "no object with fields"
+            given = "the record is not an object"
         else:
             more = f" and {len(self.fields) - _NAMED} more" if len(self.fields) > _NAMED else ""
             given = f"its fields are {', '.join(self.fields[:_NAMED]) or 'none'}{more}"

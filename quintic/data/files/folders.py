@@ -1,8 +1,8 @@
-"""Which files of a folder are text to train on, and what is said about those that are left out.
+"""`list_folder` finds the files of a folder that are text to train on, and reports the others.
 
-Left out are hidden files and folders; folders of installed packages and caches; what Quintic itself has written (runs,
-prepared text, downloads), recognised by its content and not by its name; files with other endings; and `.json` and
-`.csv` files without the field of the text, which are settings as a rule.
+It leaves out hidden files and folders; folders of installed packages and caches; folders written by Quintic (runs,
+prepared text, downloads), recognised by their content and not by their names; files with other endings; and `.json` and
+`.csv` files without the field of the text, which are usually settings.
 """
 
 import json
@@ -19,14 +19,16 @@ from quintic.errors import DataError
 
 __all__ = ["list_folder", "visible_files"]
 
+# Number of files or endings that a note names.
 _NAMED = 6
+# Bytes of a log's first line that are read.
 _FIRST_RECORD_BYTES = 1 << 16
 _COMPRESSED = (*COMPRESSIONS, ".bz2", ".xz", ".lz4", ".zip")
 _INSTALLED = frozenset({"node_modules", "site-packages", "dist-packages", "__pycache__"})
 
 
 class _LeftOut:
-    """What a walk leaves out, by reason."""
+    """Files and folders that were left out, by reason."""
 
     def __init__(self) -> None:
         self.endings: Counter[str] = Counter()
@@ -34,10 +36,10 @@ class _LeftOut:
         self.installed: list[str] = []
         self.own: list[str] = []
         self.without_field: dict[str, tuple[str, ...]] = {}
-        """Path -> the fields that it has."""
+        """Path -> names of its fields."""
 
     def notes(self, spec: str, text_field: str) -> Iterator[str]:
-        """Yield a line for each reason."""
+        """Yield a message for users for each reason."""
         if self.endings:
             count = self.endings.total()
             kinds = [f"{number:,} {ending}" for ending, number in self.endings.most_common()]
@@ -62,12 +64,12 @@ def _some(names: Iterable[str]) -> str:
 
 
 def list_folder(root: Path, spec: str, *, cache_dir: Path, text_field: str) -> tuple[list[Path], tuple[str, ...]]:
-    """Return the files of a folder that hold text, sorted by path, and lines for people about those left out.
+    """Return the files of a folder that hold text, sorted by path, and messages for users about the other files.
 
     Args:
         root: the folder.
-        spec: what it was called, for messages.
-        cache_dir: of downloads, which are left out.
+        spec: the user's name of the folder, for messages.
+        cache_dir: folder of downloads, which is left out.
         text_field: the field of JSON and CSV that holds the text.
 
     Raises:
@@ -106,12 +108,12 @@ def visible_files(
     *,
     cache_dir: Path | None = None,
 ) -> Iterator[Path]:
-    """Yield the files of a folder and those in it, links to folders included, each folder once; nothing hidden.
+    """Yield the files of a folder, recursively, except hidden ones; links to folders are followed, each folder once.
 
     Args:
         root: the folder.
         unwanted: names of folders to skip.
-        left_out: is told what is skipped; folders written by Quintic and environments are skipped only with it.
+        left_out: record of skipped files; folders written by Quintic and environments are skipped only if it is given.
         cache_dir: a folder to skip.
 
     Raises:
@@ -124,7 +126,8 @@ def visible_files(
     cache = None if cache_dir is None else os.path.realpath(cache_dir)
     read = set[str]()
     for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
-        if (real := os.path.realpath(folder)) in read:  # a link in a circle, or a second one
+        # A link to a folder that was already read, or a cycle of links.
+        if (real := os.path.realpath(folder)) in read:
             folders.clear()
             continue
         read.add(real)
@@ -142,6 +145,7 @@ def visible_files(
                 f"{prefix}{name}" for name in sorted(files) if name.startswith(".") and is_supported(name)
             ]
             left_out.installed += [f"{prefix}{name}/" for name in sorted(folders) if name in unwanted]
+        # os.walk descends into the folders that are left in the list, in its order.
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in unwanted)
         for name in files:
             path = Path(folder, name)
@@ -150,7 +154,7 @@ def visible_files(
 
 
 def _own_kind(folder: Path, names: set[str]) -> str | None:
-    """Return what a folder is if Quintic has written it, judged by what is in it."""
+    """Return what kind of folder it is if Quintic has written it, judged by its files; else None."""
     if "manifest.json" in names and {"splits", "tokenizer", "dtype"} <= _fields(folder / "manifest.json"):
         return "prepared text"
     if "progress.json" in names and {"cursor", "splits"} <= _fields(folder / "progress.json"):
@@ -163,7 +167,7 @@ def _own_kind(folder: Path, names: set[str]) -> str | None:
 
 
 def _is_log(path: Path) -> bool:
-    """Return whether a file is the log of a run: each of its records says of which kind it is."""
+    """Return whether a file is the log of a run: its records have a field "kind" and no text."""
     try:
         with path.open("rb") as file:
             record = json.loads(file.readline(_FIRST_RECORD_BYTES))
@@ -182,7 +186,7 @@ def _is_installed(files: list[str]) -> bool:
 
 
 def _ending(name: str) -> str:
-    """Return what to call a file that is not read: its ending, with that before a compression's.
+    """Return the ending of an unsupported file for a note, including the ending before that of a compression.
 
     >>> _ending("part-1.json.xz"), _ending("Makefile")
     ('.json.xz', 'without an ending')
@@ -196,9 +200,9 @@ def _ending(name: str) -> str:
 
 
 def _fields_without(path: Path, text_field: str) -> tuple[str, ...] | None:
-    """Return the fields of a file whose first record lacks that of the text; None for a file to read.
+    """Return the fields of the first record if it lacks the text's field; None if the file should be read.
 
-    A damaged file is read, so that the error says what is wrong with it.
+    A damaged file counts as a file to read, so that reading it raises an error that explains the damage.
     """
     try:
         next(read_documents(path, text_field), None)

@@ -1,8 +1,8 @@
-"""Texts out of JSON: one record per line, or a `.json` file with an array of records or records one after another.
+"""Reads texts from JSON: files with one record per line, and `.json` files with an array or a sequence of records.
 
-A record is an object; the text is the string under one of its keys. Short records go through Python's parser. A long
-one is scanned in place instead, because a parsed copy takes up to four bytes for each of the record's: strings that
-hold one wide character are wide everywhere.
+A record is an object; its text is the string under one of its keys. Python's parser reads short records. A long record
+is scanned in place instead, because a parsed copy takes up to four bytes per byte: a Python string with a single wide
+character stores all of its characters wide.
 """
 
 import json
@@ -17,14 +17,16 @@ from quintic.errors import DataError
 __all__ = ["MAX_RECORD_BYTES", "read_json", "read_json_lines"]
 
 MAX_RECORD_BYTES = 256 << 20
-_SCANNED_BYTES = 8 << 20  # from this length on a record is scanned, not parsed
+# Records of this length or more are scanned, not parsed.
+_SCANNED_BYTES = 8 << 20
+# Bytes of a scanned string that are decoded at a time.
 _UNESCAPED_BYTES = 1 << 20
 
 _QUOTE_OR_ESCAPE = re.compile(rb'["\\]')
 _STRUCTURE = re.compile(rb'["{}\[\]]')
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _SCALAR = re.compile(rb"[^\s,\]}]+")
-# Whole characters and escapes of a string, as many as there are; a pair of surrogates is one escape.
+# The longest sequence of whole characters and escapes of a string; a pair of surrogates is one escape.
 _ESCAPED = re.compile(rb"(?:[^\\]++|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\[^u])++", re.DOTALL)
 
 
@@ -37,7 +39,7 @@ def read_json_lines(path: Path, field: str) -> Iterator[Utf8]:
 
     Raises:
         MissingField: a record has no such key.
-        DataError: a line is no object, is not UTF-8 or is longer than `MAX_RECORD_BYTES`, or its text is no string.
+        DataError: a line is not an object, not UTF-8, or longer than `MAX_RECORD_BYTES`, or its text is not a string.
         OSError: the file cannot be read.
     """
     offset = 0
@@ -50,7 +52,8 @@ def read_json_lines(path: Path, field: str) -> Iterator[Utf8]:
         if line.isspace() or not line:
             continue
         text = _text_of(line, f"{path}:{number}", field)
-        line.clear()  # whoever reads may keep a long text for a while
+        # The caller may keep a long text for a while: free the record before yielding.
+        line.clear()
         yield text
 
 
@@ -58,13 +61,13 @@ def read_json(path: Path, field: str) -> Iterator[Utf8]:
     """Yield the text of each record as UTF-8.
 
     Args:
-        path: a file with an array of objects, or with objects one after another, on a line each or not.
+        path: a file with an array of objects, or with objects one after another, with or without line ends.
         field: the key of the text.
 
     Raises:
         MissingField: a record has no such key.
-        DataError: something is no object, is not UTF-8 or is longer than `MAX_RECORD_BYTES`, a text is no string, or
-            the file ends inside a record.
+        DataError: a record is not an object, not UTF-8, or longer than `MAX_RECORD_BYTES`, its text is not a string, or
+            the file ends within a record.
         OSError: the file cannot be read.
     """
     for number, record in enumerate(_records(path), start=1):
@@ -74,9 +77,11 @@ def read_json(path: Path, field: str) -> Iterator[Utf8]:
 
 
 def _records(path: Path) -> Iterator[bytearray]:
-    """Yield the bytes of each record of a `.json` file; nothing here keeps one alive after it is yielded."""
+    """Yield the bytes of each record of a `.json` file, without keeping a reference to them."""
+    # `held` is the text since the last record, at `offset` of the file. Its first `scanned` bytes were looked at, and
+    # `depth` brackets are open there.
     held = bytearray()
-    offset = scanned = depth = 0  # of `held` in the file; how far `held` was looked at; open brackets there
+    offset = scanned = depth = 0
     in_string = in_array = begun = False
     for block in blocks_of(path):
         if offset == 0 and not held and block.startswith(b"\xef\xbb\xbf"):
@@ -112,7 +117,8 @@ def _records(path: Path) -> Iterator[bytearray]:
             sign = match[0]
             scanned = match.end()
             if sign == b"\\":
-                if match.end() == len(held):  # what is escaped comes with the next block
+                # The escaped character is in the next block.
+                if match.end() == len(held):
                     scanned = match.start()
                     break
                 scanned += 1
@@ -143,7 +149,7 @@ def _skip_between(data: bytearray, start: int) -> int:
 
 
 def _text_of(record: bytearray, place: str, field: str) -> Utf8:
-    """Return a record's text as UTF-8; halves of surrogate pairs, which UTF-8 cannot spell, become U+FFFD."""
+    """Return the text of a record as UTF-8; lone halves of surrogate pairs become U+FFFD."""
     if len(record) >= _SCANNED_BYTES:
         return _scanned_text(record, place, field)
     try:
@@ -172,7 +178,7 @@ def _utf8(text: str) -> bytes:
 
 
 def _scanned_text(record: bytearray, place: str, field: str) -> Utf8:
-    """Return the text of a long record without a parsed copy of it; the last of several equal keys counts."""
+    """Return the text of a long record by scanning it in place; of several equal keys the last one counts."""
     found: tuple[int, int] | None = None
     keys: list[str] = []
     try:
@@ -215,10 +221,10 @@ def _after_space(data: bytearray, start: int) -> int:
 
 
 def _value_end(data: bytearray, start: int) -> int:
-    """Return where the JSON value that begins at `start` ends.
+    """Return the end of the JSON value that begins at `start`.
 
     Raises:
-        ValueError: there is none, or it does not end.
+        ValueError: no value begins there, or it does not end.
     """
     first = bytes(data[start : start + 1])
     if first == b'"':
@@ -242,7 +248,7 @@ def _value_end(data: bytearray, start: int) -> int:
 
 
 def _string_end(data: bytearray, start: int) -> int:
-    """Return where the string ends whose first character is at `start`: behind its closing quotes."""
+    """Return the position after the closing quotes of the string whose first character is at `start`."""
     while (match := _QUOTE_OR_ESCAPE.search(data, start)) is not None:
         if match[0] == b'"':
             return match.end()
@@ -251,7 +257,7 @@ def _string_end(data: bytearray, start: int) -> int:
 
 
 def _unescaped(data: bytearray, start: int, end: int) -> bytearray:
-    """Return the UTF-8 text that a JSON string stands for, taken from between its quotes."""
+    """Return the text of a JSON string as UTF-8; `start` and `end` are the positions between its quotes."""
     text = bytearray()
     while start < end:
         stop = min(end, start + _UNESCAPED_BYTES)
@@ -263,7 +269,7 @@ def _unescaped(data: bytearray, start: int, end: int) -> bytearray:
             while cut_at > start + 1 and data[cut_at] & 0xC0 == 0x80:
                 cut_at -= 1
         part = json.loads(f'"{data[start:cut_at].decode()}"')
-        # The first half of a pair whose second half was behind `stop`.
+        # The first half of a pair whose second half lies after `stop`: decode it with the next section.
         if cut_at < end and "\ud800" <= part[-1:] <= "\udbff" and cut_at - start > 6:
             part, cut_at = part[:-1], cut_at - 6
         text += _utf8(part)

@@ -1,4 +1,4 @@
-"""Texts out of tables: Parquet and CSV, one document per row, from one column."""
+"""Reads texts from one column of a table, CSV or Parquet: one document per row."""
 
 import csv
 from collections.abc import Iterator
@@ -11,11 +11,13 @@ from quintic.errors import DataError
 
 __all__ = ["read_csv", "read_parquet"]
 
+# Bytes of a column that are read at a time, about, and size of the read buffer.
 _BATCH_BYTES = 8 << 20
 _READ_BYTES = 1 << 20
+# A row group may not exceed both of these: bytes of the column, and their mean per row.
 _MAX_GROUP_BYTES = 256 << 20
 _MAX_MEAN_BYTES = 32 << 20
-# Python's CSV reader takes four bytes for each character of a cell, and doubles them as the cell grows.
+# Python's CSV reader takes four bytes per character of a cell, and doubles its buffer as the cell grows.
 _MAX_CELL_BYTES = 32 << 20
 
 
@@ -23,12 +25,12 @@ def read_csv(path: Path, field: str) -> Iterator[bytes]:
     """Yield the text of each row as UTF-8.
 
     Args:
-        path: a file with commas between cells, quotes (doubled inside) around those that need them, and the names of
+        path: a file with commas between cells, quotes (doubled within) around cells that need them, and the names of
             the columns in its first row.
-        field: the column of the text.
+        field: name of the column that holds the text.
 
     Raises:
-        MissingField: there is no such column.
+        MissingField: the table has no such column.
         DataError: two columns have the name, a row has too few cells, a cell is longer than 32 MiB, or the file is not
             UTF-8.
         OSError: it cannot be read.
@@ -42,7 +44,8 @@ def read_csv(path: Path, field: str) -> Iterator[bytes]:
             yield (line.removeprefix(b"\xef\xbb\xbf") if offset == 0 else line).decode()
             offset += len(line)
 
-    csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL_BYTES))  # Python's own limit is 128 KiB
+    # Python's default limit is 128 KiB.
+    csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL_BYTES))
     try:
         rows = csv.reader(lines(), strict=True)
         names = next(rows, None)
@@ -66,7 +69,7 @@ def read_csv(path: Path, field: str) -> Iterator[bytes]:
 
 
 def _column(path: Path, field: str, names: list[str]) -> int:
-    """Return the number of the column that has the text."""
+    """Return the index of the column that holds the text."""
     if field not in names:
         raise MissingField(str(path), field, names)
     if names.count(field) > 1:
@@ -78,15 +81,15 @@ def _column(path: Path, field: str, names: list[str]) -> int:
 
 
 def read_parquet(path: Path, field: str) -> Iterator[memoryview]:
-    """Yield the text of each row as UTF-8; rows without one are left out.
+    """Yield the text of each row as UTF-8; rows with a missing text are left out.
 
     Args:
         path: a Parquet file.
-        field: the column of the text, which holds strings.
+        field: name of the column that holds the text, as strings.
 
     Raises:
-        MissingField: there is no such column.
-        DataError: two columns have the name, the column holds no strings, its rows are too long, or the file is
+        MissingField: the table has no such column.
+        DataError: two columns have the name, the column does not hold strings, its rows are too long, or the file is
             damaged.
         OSError: it cannot be read.
     """
@@ -94,7 +97,7 @@ def read_parquet(path: Path, field: str) -> Iterator[memoryview]:
     import pyarrow.parquet as parquet
 
     try:
-        # Through a buffer: else the column is read as a whole for each group of rows.
+        # With a buffer, because otherwise the whole column of a row group is read at once.
         with parquet.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False) as table:
             schema = table.schema_arrow
             column = _column(path, field, list(schema.names))
@@ -116,9 +119,10 @@ def read_parquet(path: Path, field: str) -> Iterator[memoryview]:
 
 
 def _cells(strings: Any) -> Iterator[memoryview]:
-    """Yield the UTF-8 of an Arrow array of strings, in its own memory; those that are missing are left out."""
+    """Yield the strings of an Arrow array as views of its memory, in UTF-8; missing ones are left out."""
     _, offsets, data = strings.buffers()
-    if data is None:  # no string has a character
+    # There is no buffer if all strings are empty.
+    if data is None:
         return
     wide = str(strings.type).startswith("large")
     places = memoryview(offsets).cast("q" if wide else "i")[strings.offset :]
@@ -130,10 +134,10 @@ def _cells(strings: Any) -> Iterator[memoryview]:
 
 
 def _rows_at_once(path: Path, field: str, group: Any) -> int:
-    """Return how many rows of a group to read at once, so that rows of ordinary length take some megabytes.
+    """Return the number of rows of a row group to read at a time, a few megabytes for rows of ordinary length.
 
     Raises:
-        DataError: rows are so long that reading one may take more than a gigabyte: Arrow holds it three times.
+        DataError: a row is so long that reading it may take more than a gigabyte, since Arrow copies it three times.
     """
     columns = (group.column(number) for number in range(group.num_columns))
     size = int(sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field))
@@ -145,5 +149,5 @@ def _rows_at_once(path: Path, field: str, group: Any) -> int:
         )
     if size <= 4 * _BATCH_BYTES:
         return 1024
-    # Few at once also where rows are short on average: a single one may be as long as the group.
+    # Few rows at a time even if they are short on average, since a single one may be as long as the whole group.
     return max(1, min(64, _BATCH_BYTES * rows // size))

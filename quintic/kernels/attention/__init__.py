@@ -1,1 +1,1 @@
-"""Attention over documents, and the largest logits of its heads."""
+"""Attention within documents and windows, and the largest logit of each head."""

@@ -1,15 +1,16 @@
-"""Attention: one call over several implementations, with documents, sliding windows and grouped queries.
+"""Attention with documents, sliding windows and grouped queries: one function over several implementations.
 
-A batch row holds several documents one after the other; a token sees the tokens of its own document that lie at most
-`window - 1` positions back. All implementations compute the same function:
+A row of a batch holds several documents one after the other. A token sees the tokens of its own document that lie at
+most `window - 1` positions back. All implementations compute the same function:
 
-- `"fa3"`, `"fa4"`: FlashAttention 3 and 4, where they are installed; see `flash.py`.
+- `"fa3"`, `"fa4"`: FlashAttention 3 and 4, if they are installed; see `flash.py`.
 - `"varlen"`: `torch.nn.attention.varlen` (FlashAttention over variable-length sequences); CUDA, bfloat16 or float16.
 - `"flex"`: FlexAttention with a block mask; CUDA, best under `torch.compile`.
-- `"sdpa"`: scaled dot-product attention with an explicit mask; everywhere.
+- `"sdpa"`: scaled dot-product attention with an explicit mask; on all devices.
 
-`choose_attention` is the only place that picks one. `max_logits` returns the largest logit of each head, for QK-clip;
-`attention_with_max_logits` does both. Shape suffixes: B rows, T positions, H query heads, G key/value heads, D head
+A forward pass chooses an implementation once (`choose_attention`), makes one mask per batch (`document_mask`), and
+calls `attention` in every layer. For QK-clip, `max_logits` returns the largest logit of each head, and
+`attention_with_max_logits` returns both. Shape suffixes: B rows, T positions, H query heads, G key/value heads, D head
 dimension.
 """
 
@@ -49,17 +50,17 @@ AttentionName = Literal["sdpa", "flex", "varlen", "fa3", "fa4"]
 
 _FLASH = get_args(FlashName)
 
-# What "auto" tries before "sdpa".
+# The order in which "auto" tries implementations before "sdpa".
 _FASTEST_FIRST: tuple[FlashName, ...] = ("fa3", "fa4", "varlen")
 
-# Scores that `max_logits` holds at a time in plain PyTorch.
+# Largest number of scores that `max_logits` holds at a time in plain PyTorch.
 _MAX_SCORES = 2**24
 
 
 def choose_attention(
     requested: AttentionName | Literal["auto"], *, device: torch.device, dtype: torch.dtype
 ) -> AttentionName:
-    """Return the implementation to use: the requested one, or for `"auto"` the fastest that the device and dtype allow.
+    """Return the implementation to use: the requested one, or for `"auto"` the fastest one for the device and dtype.
 
     Raises:
         ValueError: the requested implementation cannot run on this device or dtype, its package is not installed, or
@@ -77,7 +78,7 @@ def choose_attention(
 
 
 def fastest_attention(device: torch.device, dtype: torch.dtype) -> tuple[AttentionName, list[str]]:
-    """Return the implementation that `"auto"` takes, and for each preferred one a sentence why it cannot run."""
+    """Return the implementation that `"auto"` takes, and for each faster one the reason why it cannot run."""
     reasons: list[str] = []
     for name in _FASTEST_FIRST:
         obstacle = obstacle_to_flash(name, device, dtype)
@@ -88,7 +89,7 @@ def fastest_attention(device: torch.device, dtype: torch.dtype) -> tuple[Attenti
 
 
 def obstacle_to_attention(name: AttentionName, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why an implementation cannot run, as the end of a sentence that begins with its name, or None."""
+    """Return why an implementation cannot run, as a sentence without its subject, the name; None if it can."""
     if name == "sdpa":
         return None
     if name == "flex":
@@ -97,7 +98,7 @@ def obstacle_to_attention(name: AttentionName, device: torch.device, dtype: torc
 
 
 def needs_document_starts(name: AttentionName) -> TypeGuard[FlashName]:
-    """Return whether an implementation's `document_mask` needs `document_starts`."""
+    """Return whether `document_mask` needs `document_starts` for an implementation."""
     return name in _FLASH
 
 
@@ -107,13 +108,13 @@ class DocumentMask:
 
     implementation: AttentionName
     per_window: dict[int, Any] = field(default_factory=dict)
-    """sdpa: (B, 1, T, T) additive mask per window; flex: block mask per window; others: empty."""
+    """Window -> its mask. sdpa: (B, 1, T, T) additive mask; flex: block mask; others: empty."""
     document_starts: Tensor | None = None
     """varlen, fa3, fa4: (num_documents + 1,) int32 cumulative offsets into the flattened B*T positions."""
     documents: Tensor | None = None
     """(B, T) number of each position's document within its row."""
     longest: int | None = None
-    """varlen, fa3, fa4: positions that no document exceeds; None for T."""
+    """varlen, fa3, fa4: upper bound of a document's length; None for T."""
 
 
 def document_mask(
@@ -126,22 +127,23 @@ def document_mask(
     document_starts: Tensor | None = None,
     longest: int | None = None,
 ) -> DocumentMask:
-    """Prepare the mask of a batch once for all layers.
+    """Return the attention mask of a batch, for all layers.
 
     Args:
         inputs: (B, T) int64 tokens; a document starts at every `bos_id` and at the start of each row.
         bos_id: token that starts a document.
-        windows: window sizes (positions, itself included) that the layers use.
+        windows: window sizes of the layers, in positions, the query's own included.
         implementation: from `choose_attention`.
         dtype: dtype of queries and keys.
         document_starts: (num_documents + 1,) int32 cumulative offsets on the device of `inputs`, for implementations
-            that need it (`needs_document_starts`); may be padded at the end with B*T, so that its size stays the same
-            from batch to batch.
-        longest: positions that no document exceeds, which saves these implementations work on long rows; None for T.
+            that need them (`needs_document_starts`); may be padded at the end with B*T, so that all batches have the
+            same size.
+        longest: upper bound of a document's length, which saves these implementations work on long rows; None for T.
 
     Raises:
         ValueError: `document_starts` is needed and missing.
     """
+    # Index of each position's document within its row.
     document_BT = (inputs == bos_id).cumsum(dim=1)
     if needs_document_starts(implementation):
         if document_starts is None:
@@ -158,6 +160,7 @@ def document_mask(
     same_document = document_BT[:, :, None] == document_BT[:, None, :]
     per_window = {}
     for window in set(windows):
+        # (B, T, T), then (B, 1, T, T) for all heads.
         visible = same_document & (distance >= 0) & (distance < window)
         bias = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
         per_window[window] = bias.unsqueeze(1)
@@ -165,20 +168,21 @@ def document_mask(
 
 
 def attention(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: DocumentMask, window: int) -> Tensor:
-    """Return softmax(q k^T / sqrt(D)) v within documents and window.
+    """Return softmax(q k^T / sqrt(D)) v, causal, within documents and window.
 
     Args:
         q_BTHD: (B, T, H, D) queries.
         k_BTGD: (B, T, G, D) keys, H a multiple of G.
         v_BTGD: (B, T, G, D) values.
-        mask: from `document_mask` for this batch, made with this `window` among its windows.
-        window: positions a query sees, itself included; at least T for all of them.
+        mask: from `document_mask` for this batch, with `window` among its windows.
+        window: number of positions that a query sees, its own included; T or more for no limit.
 
     Returns:
         (B, T, H, D) in the dtype of the queries.
     """
     if needs_document_starts(mask.implementation):
         assert mask.document_starts is not None
+        # All rows as one sequence of N = B*T positions.
         q_NHD, k_NGD, v_NGD = (x.flatten(0, 1) for x in (q_BTHD, k_BTGD, v_BTGD))
         rows, length = q_BTHD.shape[:2]
         longest = length if mask.longest is None else min(length, mask.longest)
@@ -194,6 +198,7 @@ def attention(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: DocumentMask
         flex_BTHD: Tensor = out_BHTD.transpose(1, 2)
         return flex_BTHD
     if groups > 1:
+        # SDPA with a mask wants as many key heads as query heads.
         k_BTGD, v_BTGD = (kv.repeat_interleave(groups, dim=2) for kv in (k_BTGD, v_BTGD))
     out_BHTD = F.scaled_dot_product_attention(
         q_BHTD, k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2), attn_mask=mask.per_window[window]
@@ -206,8 +211,8 @@ def attention_with_max_logits(
 ) -> tuple[Tensor, Tensor]:
     """Return `attention(...)` and the largest logit of each query head, (H,) float32 without gradient.
 
-    Implementation "flex" computes both in one pass. The others keep no maxima, so `max_logits` makes another one over
-    queries and keys.
+    Implementation "flex" computes both in one pass. For the others, `max_logits` makes another pass over queries and
+    keys.
     """
     if mask.implementation == "flex":
         q_BHTD, k_BGTD, v_BGTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTGD, v_BTGD))
@@ -238,18 +243,20 @@ def max_logits(
     Args:
         q_BTHD: (B, T, H, D) queries, as they enter attention: after rotary positions and normalisation.
         k_BTGD: (B, T, G, D) keys, H a multiple of G; query head h meets key head h // (H / G).
-        window: positions a query sees, itself included; None for all.
-        documents: (B, T) integers; positions see each other only where these are equal. None for one document per row.
-        causal: a query sees no later key.
-        scale: factor on q.k; None for 1 / sqrt(D).
-        implementation: `"flex"` is FlexAttention (CUDA; no scores in memory), `"chunked"` plain PyTorch, exact to the
-            rounding of float32 products and a part of the scores at a time; `"auto"` is "flex" where it runs.
+        window: number of positions that a query sees, its own included; None for no limit.
+        documents: (B, T) integers; positions with different numbers do not see each other. None for one document per
+            row.
+        causal: whether a query sees no later keys.
+        scale: factor of q.k; None for 1 / sqrt(D).
+        implementation: `"flex"` is FlexAttention (CUDA only; scores are never in memory), `"chunked"` is plain PyTorch
+            with a chunk of scores at a time, exact to the rounding of float32 products; `"auto"` takes "flex" if it
+            runs.
 
     Returns:
-        (H,) float32, on the device of the queries and without waiting for it; -inf for a head that sees nothing.
+        (H,) float32 on the device of the queries, without waiting for it; -inf for a head without visible keys.
 
     Raises:
-        ValueError: shapes that do not fit, or "flex" where it cannot run.
+        ValueError: shapes do not fit, or "flex" cannot run.
     """
     rows, length, num_heads, head_dim = q_BTHD.shape
     if k_BTGD.shape[0] != rows or k_BTGD.shape[3] != head_dim or num_heads % k_BTGD.shape[2]:
@@ -266,6 +273,7 @@ def max_logits(
             f"whose FlexAttention returns max_scores; got {q_BTHD.device.type}, {head_dim} channels and "
             f"{str(q_BTHD.dtype).removeprefix('torch.')}; use 'chunked'"
         )
+    # A window that hides nothing is dropped, so that cached block masks are shared.
     if window is not None and window >= max(length, k_BTGD.shape[1]):
         window = None
     if implementation == "flex" or (implementation == "auto" and choose_max_logits(q_BTHD) == "flex"):
@@ -284,8 +292,10 @@ def _flex_max_logits(
     _, maxima_BHT = flex_with_maxima(
         q_BHTD,
         k_BGTD,
-        k_BGTD[..., :16].contiguous(),  # the values do not matter: as few channels as the kernel takes
-        # Making a block mask of the documents takes longer than looking at all that the window allows.
+        # Values do not affect the maxima: 16 channels are the fewest that the kernel takes.
+        k_BGTD[..., :16].contiguous(),
+        # The block mask ignores documents, which `score_mod` hides: computing a block mask of documents takes longer
+        # than the scores that it would skip.
         block_mask=shared_block_mask(q_BTHD.shape[1], k_BTGD.shape[1], window, causal, q_BTHD.device),
         score_mod=None if documents is None else within_document,
         scale=scale,
@@ -297,12 +307,14 @@ def _chunked_max_logits(q_BTHD: Tensor, k_BTGD: Tensor, visible: Callable[..., T
     rows, length, num_heads, head_dim = q_BTHD.shape
     num_keys, groups = k_BTGD.shape[1:3]
     dtype = torch.promote_types(q_BTHD.dtype, torch.float32)
+    # R = H / G query heads for each key head.
     q_BGRTD = q_BTHD.to(dtype).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
     k_BGDT = k_BTGD.to(dtype).permute(0, 2, 3, 1)
     row = torch.arange(rows, device=q_BTHD.device)[:, None, None]
     query = torch.arange(length, device=q_BTHD.device)[:, None]
     key = torch.arange(num_keys, device=q_BTHD.device)
     largest_H = torch.full((num_heads,), float("-inf"), device=q_BTHD.device)
+    # Queries at a time.
     chunk = max(1, _MAX_SCORES // max(1, rows * num_heads * num_keys))
     for first in range(0, length, chunk):
         q_chunk = q_BGRTD[:, :, :, first : first + chunk]

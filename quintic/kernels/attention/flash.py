@@ -1,11 +1,11 @@
-"""FlashAttention over documents that lie one after the other, from three packages behind one call.
+"""FlashAttention over documents that lie one after the other: one function over three packages.
 
 - `"varlen"`: `torch.nn.attention.varlen`, FlashAttention-2, comes with PyTorch.
 - `"fa3"`: FlashAttention-3, for Hopper; its module is `flash_attn_interface`.
 - `"fa4"`: FlashAttention-4, written in CuTe for Hopper and later; its module is `flash_attn.cute`. It compiles its
-  kernels at their first call, which `torch.compile` cannot look into: both passes are operators of their own here.
+  kernels when they are first called, which `torch.compile` cannot trace, so both passes are custom operators here.
 
-The packages are imported where they are first asked for. Shape suffixes: N positions of all rows, H query heads, G
+The packages are imported when they are first needed. Shape suffixes: N positions of all rows, H query heads, G
 key/value heads, D head dimension.
 """
 
@@ -26,20 +26,21 @@ __all__ = ["FlashName", "attend", "obstacle_to_flash"]
 FlashName = Literal["varlen", "fa3", "fa4"]
 
 
-# What both passes are given by name, since packages and their versions order it differently.
+# Arguments that are passed by name, since packages and versions order them differently.
 _SHARED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "causal", "deterministic"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Package:
-    """Where an implementation comes from, and what it needs."""
+    """The package of an implementation, and its requirements."""
 
     module: str
     functions: dict[str, set[str]]
-    """Arguments that are passed by name to functions of the module, or of modules in it."""
+    """Function of the module (or of a submodule) -> arguments that it must accept by name."""
     install: str
+    """Name of the package in messages."""
     generations: tuple[int, ...]
-    """Major compute capabilities with kernels for both passes."""
+    """Major compute capabilities for which the package has kernels of both passes."""
 
 
 _PACKAGES: dict[FlashName, _Package] = {
@@ -65,7 +66,7 @@ _PACKAGES: dict[FlashName, _Package] = {
 
 
 def obstacle_to_flash(name: FlashName, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why an implementation cannot run, as the end of a sentence that begins with its name, or None."""
+    """Return why an implementation cannot run, as a sentence without its subject, the name; None if it can."""
     package = _PACKAGES[name]
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         found = f"{device.type} and {str(dtype).removeprefix('torch.')}"
@@ -87,12 +88,13 @@ def _obstacle_to_import(package: _Package) -> str | None:
         module = importlib.import_module(package.module)
         functions = {name: attrgetter(name)(module) for name in package.functions}
     except ModuleNotFoundError as error:
-        # The package that holds the module, or one that it needs.
+        # The missing module may be the package itself, or one of its dependencies.
         missing = error.name or package.module
         if package.module == missing or package.module.startswith(f"{missing}."):
             return f"needs a package that is not installed: {package.install}"
         return f"needs {package.install}: importing it failed with {type(error).__name__}: {error}"
-    except Exception as error:  # whatever a build for another version of PyTorch or CUDA raises
+    # A package built for another version of PyTorch or CUDA may raise any exception.
+    except Exception as error:
         return f"needs {package.install}: importing it failed with {type(error).__name__}: {error}"
     for name, function in functions.items():
         lacking = sorted(package.functions[name] - inspect.signature(function).parameters.keys())
@@ -107,20 +109,21 @@ def attend(
     """Return softmax(q k^T / sqrt(D)) v, causal, within documents and window.
 
     Args:
-        name: an implementation to which `obstacle_to_flash` finds none.
+        name: an implementation for which `obstacle_to_flash` returned None.
         q_NHD: (N, H, D) bfloat16 or float16 queries.
         k_NGD: (N, G, D) keys, H a multiple of G.
         v_NGD: (N, G, D) values.
         starts: (num_documents + 1,) int32 cumulative offsets; documents may be empty.
-        longest: at least the positions of the longest document.
-        window: positions a query sees, itself included; at least `longest` for all of them.
+        longest: upper bound of the longest document's length.
+        window: number of positions that a query sees, its own included; `longest` or more for no limit.
 
     Returns:
         (N, H, D) in the dtype of the queries.
     """
     if name == "varlen":
         return _attend_varlen(q_NHD, k_NGD, v_NGD, starts, longest, window)
-    before = None if window >= longest else window - 1  # positions before its own that a query sees
+    # Number of earlier positions that a query sees; None for all.
+    before = None if window >= longest else window - 1
     return (_attend_fa3 if name == "fa3" else _attend_fa4)(q_NHD, k_NGD, v_NGD, starts, longest, before)
 
 
@@ -133,8 +136,8 @@ def _attend_varlen(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, starts: Tensor, 
         options["enable_gqa"] = True
     elif groups > 1:
         k_NGD, v_NGD = (kv.repeat_interleave(groups, dim=1) for kv in (k_NGD, v_NGD))
-    # The operator itself sees whether the window is wider than all documents: where code is compiled for any window,
-    # nothing may depend on its size.
+    # Passed even if it hides nothing: under torch.compile with a symbolic window, a comparison with `longest` would
+    # compile the code once more.
     sides = (window - 1, 0)
     out = varlen_attn(q_NHD, k_NGD, v_NGD, starts, starts, longest, longest, window_size=sides, **options)
     return cast(Tensor, out)
@@ -147,7 +150,7 @@ def _attend_fa3(
 
     window = (-1 if before is None else before, 0)
     out = flash_attn_varlen_func(q_NHD, k_NGD, v_NGD, **_varlen_arguments(starts, longest), window_size=window)
-    # Early builds return the logarithms of the sums of exponentials, too.
+    # Early builds also return the log-sum-exps.
     attended: Tensor = out[0] if isinstance(out, tuple) else out
     return attended
 
@@ -163,7 +166,7 @@ def _attend_fa4(
 def _fa4_forward(
     q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, starts: Tensor, longest: int, before: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (N, H, D) and the (H, N) float32 logarithms of the sums of exponentials."""
+    """Return the output (N, H, D), and for the backward pass the log-sum-exps (H, N) float32."""
     from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
 
     out: tuple[Tensor, Tensor] = flash_attn_varlen_func(
@@ -191,7 +194,7 @@ def _fa4_backward(
     longest: int,
     before: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
+    """Return the gradients of queries (N, H, D), keys and values (N, G, D)."""
     from flash_attn.cute.interface import _flash_attn_bwd  # type: ignore[import-not-found, unused-ignore]
 
     grads: tuple[Tensor, Tensor, Tensor] = _flash_attn_bwd(
@@ -228,7 +231,7 @@ _fa4_forward.register_autograd(_backward_fa4, setup_context=_setup_fa4)
 
 
 def _varlen_arguments(starts: Tensor, longest: int) -> dict[str, Any]:
-    """Return the arguments of `_SHARED`."""
+    """Return the arguments named in `_SHARED`."""
     return {
         "cu_seqlens_q": starts,
         "cu_seqlens_k": starts,
@@ -241,5 +244,5 @@ def _varlen_arguments(starts: Tensor, longest: int) -> dict[str, Any]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _varlen_takes_groups() -> bool:
-    """Return whether this PyTorch's kernel takes fewer key than query heads."""
+    """Return whether PyTorch's kernel accepts fewer key heads than query heads."""
     return varlen_takes_groups()

@@ -1,1 +1,1 @@
-"""Linear layers: products with their activation, in 8 bits, and matrices written transposed."""
+"""Linear layers: products fused with their activation, products of 8-bit floats, and transposed copies."""

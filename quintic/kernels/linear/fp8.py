@@ -1,11 +1,17 @@
-"""Products of 8-bit floats with per-tensor scales, and a linear layer as a function.
+"""`fp8_linear`, a linear layer as a function, multiplied in 8-bit floats with one scale per tensor.
 
-A tensor is kept as `quantised * scale`: e4m3 (4 bits of exponent, 3 of mantissa) for activations and weights, e5m2 for
-gradients, whose range is wider. Tensor cores multiply both and add in float32; the scales come in at the end. They take
-the left operand row by row and the right one column by column, so what a backward pass needs in the other orientation
-is written transposed by the same pass that quantises.
+A tensor is represented as `quantised * scale`: e4m3 (4 bits of exponent, 3 of mantissa) for activations and weights,
+e5m2, with a wider range, for gradients. Tensor cores multiply the quantised values and add in float32; the scales are
+applied to the sums. With x (m, in), weight (in, out) and grad (m, out) the products are
 
-On CPUs, and on GPUs that have no such tensor cores, the twin quantises in the same way and multiplies in float32.
+    forward    x @ weight            e4m3 by e4m3
+    backward   grad @ weight^T       e5m2 by e4m3
+               x^T @ grad            e4m3 by e5m2
+
+8-bit tensor cores read the left operand by rows and the right one by columns, and every matrix appears in two products
+in different roles. So the pass that quantises a matrix writes both orientations at once.
+
+On CPUs, and on GPUs without 8-bit tensor cores, the twin quantises in the same way and multiplies in float32.
 
 Source: P. Micikevicius et al., FP8 Formats for Deep Learning (2022), https://arxiv.org/abs/2209.05433, sections 3, 4.
 Read next: fp8_quantize.py.
@@ -35,17 +41,18 @@ __all__ = ["fp8_linear"]
 def scaled_product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, *, fast: bool, chosen: Kernels
 ) -> Tensor:
-    """Return a @ b.mT * a_scale * b_scale: inside operators only.
+    """Return a @ b.mT * a_scale * b_scale, (m, n). Call it inside operators only: it is not differentiable.
 
     Args:
         a: (m, k) 8-bit, contiguous.
-        b: (n, k) 8-bit, contiguous; not both e5m2. n and k are multiples of 16.
+        b: (n, k) 8-bit, contiguous; n and k are multiples of 16. At most one of a and b is e5m2.
         a_scale: () float32.
         b_scale: () float32.
-        dtype: of the result; sums are float32.
-        fast: let Hopper's tensor cores add with fewer bits (about 14): for forward products only.
-        chosen: `"triton"` for tensor cores.
+        dtype: dtype of the result; sums are float32.
+        fast: let Hopper's tensor cores add with fewer bits (about 14).
+        chosen: `"triton"` for tensor cores, `"torch"` for the twin.
     """
+    # A product without terms is zero; tensor cores do not take empty matrices.
     if 0 in (*a.shape, b.shape[0]):
         return a.new_zeros((a.shape[0], b.shape[0]), dtype=dtype)
     if chosen == "triton" and a.is_cuda:
@@ -55,7 +62,7 @@ def scaled_product(
 
 
 def check_multiples(name: str, shape: torch.Size) -> None:
-    """Raise ValueError for a weight that tensor cores do not take."""
+    """Raise ValueError if a size of a weight is no multiple of 16, which 8-bit tensor cores need."""
     if any(size % MULTIPLE for size in shape):
         padded = tuple(next_multiple(size) for size in shape)
         raise ValueError(
@@ -74,23 +81,24 @@ def fp8_linear(
 ) -> Tensor:
     """Return x @ weight, multiplied in 8 bits: e4m3 by e4m3 forward, e5m2 gradients by e4m3 backward.
 
-    The weight is stored (in, out), the transpose of `nn.Linear`: its gradient, x^T @ grad, comes out row by row in the
-    weight's own layout, and adding it to the last one is a pass over contiguous memory also where the output is a
-    vocabulary. The weight is quantised by every call. Gradients are added in full float32.
+    The weight is stored (in, out), the transpose of `nn.Linear`. Its gradient, x^T @ grad, then has the weight's own
+    memory order, and accumulating it is a pass over contiguous memory even if `out` is a vocabulary. Every call
+    quantises the weight again. Products of the backward pass are summed in full float32.
 
     Args:
         x: (..., in) float32, bfloat16 or float16, any strides.
         weight: (in, out), one of these dtypes, any strides; in and out are multiples of 16.
-        x_scale: () float32 on that device, > 0: one unit of the quantised `x`.
-        weight_scale: the same for `weight`.
-        grad_scale: the same for the gradient of the result; None for one from the largest magnitude of that gradient.
+        x_scale: () float32 on the device of `x`, > 0: value of one unit of the quantised `x`.
+        weight_scale: () float32, > 0: value of one unit of the quantised `weight`.
+        grad_scale: () float32, > 0: value of one unit of the quantised gradient of the result; None to derive it from
+            the largest magnitude of that gradient.
         kernels: `"auto"` takes Triton and tensor cores on CUDA devices of compute capability 8.9 or more.
 
     Returns:
         (..., out) in the dtype of `x`. Gradients have the dtypes of `x` and `weight`, rounded once from float32.
 
     Raises:
-        TypeError: a dtype has no quantisation.
+        TypeError: a dtype cannot be quantised.
         ValueError: shapes, devices or scales do not fit, or `kernels="triton"` cannot be honoured.
     """
     check_float("x", x)
@@ -104,6 +112,7 @@ def fp8_linear(
         if scale is not None:
             check_scalar(name, scale, x)
     learns = torch.is_grad_enabled()
+    # The two other results are the quantised operands that the backward pass uses.
     out, _, _ = torch.ops.quintic.fp8_linear(
         x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
         weight,
@@ -129,9 +138,10 @@ def _fp8_linear(
     keep_weight: bool,
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the product, and x (transposed) and weight quantised for its backward pass."""
+    """Return the product (m, out), and for the backward pass x^T (in, m') and the weight (in, out) in 8 bits."""
     chosen = choose_fp8_kernels(kernels, x)
     e4m3 = torch.float8_e4m3fn
+    # Forward x by rows and the weight by columns; kept for the backward pass is the other orientation of each.
     x_rows, x_columns = quantized_layouts(x, x_scale, e4m3, True, keep_x, chosen)
     weight_rows, weight_columns = quantized_layouts(weight, weight_scale, e4m3, keep_weight, True, chosen)
     out = scaled_product(x_rows, weight_columns, x_scale, weight_scale, x.dtype, fast=True, chosen=chosen)
@@ -167,7 +177,7 @@ def _fp8_linear_backward(
     for_weight: bool,
     kernels: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and weight; one that is not wanted has size 0."""
+    """Return the gradients of x (m, in) and of the weight (in, out); one that is not needed has size 0."""
     chosen = choose_fp8_kernels(kernels, grad)
     rows, columns = quantized_layouts(grad, grad_scale, torch.float8_e5m2, for_x, for_weight, chosen)
     grad_x, grad_weight = grad.new_empty(0), grad.new_empty(0, dtype=weight_dtype)
@@ -201,7 +211,7 @@ def _setup_fp8_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     _, x_columns, weight_rows = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    # Saved: a scale updated between forward and backward is an error, which autograd finds by the tensor's version.
+    # Scales are saved as tensors, so that autograd detects, by their version, an update between forward and backward.
     ctx.save_for_backward(x_columns, weight_rows, x_scale, weight_scale, grad_scale)
     ctx.weight_dtype, ctx.kernels = weight.dtype, kernels
 

@@ -1,7 +1,7 @@
-"""Quantisation to 8-bit floats with a per-tensor scale, in one or both orientations, in one pass.
+"""Quantisation of a matrix to 8-bit floats with one scale, written in one or both orientations in a single pass.
 
-What a product needs of a matrix in the other orientation is written transposed by the same pass that quantises. All
-implementations give the same bits.
+Products need a matrix sometimes by rows and sometimes by columns (see fp8.py), so the kernel can write the quantised
+matrix and its transpose. The twin gives the same bits.
 
 Read next: fp8.py, products of such matrices.
 """
@@ -18,12 +18,14 @@ from quintic.kernels.launch import launch
 
 __all__ = ["obstacle_to_fp8"]
 
+# Largest finite value of each dtype.
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
-# Far below what any tensor needs, far above where 1 / scale leaves float32: also zeros have a scale.
+# Lower bound of scales, so that a tensor of zeros has one, too: small enough for any tensor, and large enough that
+# 1 / scale stays within float32.
 SMALLEST_SCALE = 2.0**-100
 
-# What tensor cores ask of the sizes of a product: 16 bytes.
+# 8-bit tensor cores need rows of a multiple of 16 bytes.
 MULTIPLE = 16
 
 
@@ -43,7 +45,7 @@ def check_scalar(name: str, scalar: Tensor, x: Tensor) -> None:
 
 
 def choose_fp8_kernels(option: str, x: Tensor) -> Kernels:
-    """Return the implementation, Triton with tensor cores or the twin; inside operators only."""
+    """Return the implementation: Triton with 8-bit tensor cores, or the twin."""
     return decide(cast(KernelsOption, option), x.device, lambda: obstacle_to_fp8(x.device))[0]
 
 
@@ -61,7 +63,7 @@ def _has_fp8(device: torch.device) -> bool:
 
 
 def next_multiple(size: int) -> int:
-    """Return the size with the padding that tensor cores want."""
+    """Return a size rounded up to a multiple of 16."""
     return -(-size // MULTIPLE) * MULTIPLE
 
 
@@ -73,22 +75,22 @@ def quantized_layouts(
     columns: bool,
     chosen: Kernels,
 ) -> tuple[Tensor, Tensor]:
-    """Return a matrix quantised in one or both orientations, in one pass.
+    """Return a matrix in 8-bit floats, and its transpose, written in one pass; either may be left out.
 
-    Inside operators only. What is too large, infinities included, becomes the dtype's largest finite value; NaN stays
-    NaN. All implementations give the same bits.
+    Call it inside operators only: it is not differentiable. Values beyond the range, infinities included, become the
+    dtype's largest finite value; NaN stays NaN. All implementations give the same bits.
 
     Args:
         x: (m, n) float32, bfloat16 or float16, any strides.
         scale: () float32 on the device of `x`, > 0: one unit of the result. Value = quantised * scale.
         dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        rows: return the matrix.
-        columns: return its transpose.
+        rows: whether to return the matrix.
+        columns: whether to return its transpose.
         chosen: the implementation.
 
     Returns:
-        x * (1 / scale) rounded to the nearest, ties to even, (m, n) contiguous; its transpose (n, m') contiguous, m'
-        the next multiple of 16, padded with zeros. A result that is not wanted has size 0.
+        x * (1 / scale), rounded to nearest, ties to even: (m, n) contiguous; and its transpose (n, m') contiguous, with
+        m' the next multiple of 16, padded with zeros. A result that is left out has size 0.
     """
     by_rows, by_columns = empty_quantized(x, dtype, rows, columns)
     if chosen == "triton" and x.shape[1] % 4 == 0:  # kernels store four 8-bit floats at a time
@@ -112,7 +114,7 @@ def empty_quantized(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) ->
 
 
 def unit_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scale that quantises a tensor to the whole range of a dtype, () float32; NaN where `x` has one."""
+    """Return the scale, () float32, that maps the largest magnitude of `x` to that of the dtype; NaN if x has a NaN."""
     least, most = x.detach().aminmax()
     return (torch.maximum(-least, most).float() / LARGEST[dtype]).clamp_min(SMALLEST_SCALE)
 
@@ -124,12 +126,14 @@ def quantized_twin(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @jit
 def _four_in_one(value, dtype: tl.constexpr, NATIVE: tl.constexpr):
-    """Return (rows, columns / 4) int32, four neighbours of each row of (rows, columns) float32 as 8-bit floats."""
+    """Convert (rows, columns) float32 to 8-bit floats, packed as (rows, columns / 4) int32: four neighbours a word."""
+    # Split (rows, columns / 4, 2, 2) twice, by the lower and by the upper bit of an entry's index within its word.
     shape: tl.constexpr = (value.shape[0], value.shape[1] // 4, 2, 2)
     even, odd = tl.split(tl.reshape(value, shape))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     if NATIVE:
+        # PTX converts two values at a time, the first operand to the upper byte, and saturates.
         kind: tl.constexpr = "e5m2x2" if dtype == tl.float8e5 else "e4m3x2"
         convert: tl.constexpr = "cvt.rn.satfinite." + kind + ".f32"
         words = tl.inline_asm_elementwise(
@@ -157,7 +161,7 @@ def byte_of(value, dtype: tl.constexpr):
 
 @jit
 def saturated(value, LARGEST: tl.constexpr):
-    # Comparisons keep NaN.
+    # Comparisons with NaN are false, so that it stays.
     value = tl.where(value > LARGEST, LARGEST, value)
     return tl.where(value < -LARGEST, -LARGEST, value)
 
@@ -179,9 +183,13 @@ def _store_quantized(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Store a tile at (row, column) of one or both orientations; the numbers of columns and padded rows divide by 4."""
-    # In words of four: Triton 3.6 mixes up the bytes when it moves 8-bit entries between threads (H200, 2026-11), and
-    # a tile is moved on its way to memory. Float32 values and 32-bit words arrive where they should.
+    """Store a float32 tile (BLOCK_ROWS, BLOCK_COLUMNS) at (row, column) in 8 bits, in one or both orientations.
+
+    by_rows is (num_rows, num_columns) and by_columns (num_columns, padded_rows), contiguous; num_columns and
+    padded_rows are multiples of 4.
+    """
+    # Stored in words of four: Triton 3.6 mixes up 8-bit entries when it moves them between threads (H200, 2026-11), as
+    # it does on their way to memory. It moves float32 values and 32-bit words correctly.
     dtype: tl.constexpr = by_rows.dtype.element_ty
     columns_left = tl.minimum(num_columns - column, BLOCK_COLUMNS).to(tl.int32)
     if ROWS:
@@ -202,8 +210,11 @@ def _store_quantized(
 
 @jit
 def _quantize_kernel(
+    # (num_rows, num_columns) with strides x_row and x_column.
     x,
+    # () float32.
     scale,
+    # Results as in `_store_quantized`, written if ROWS and COLUMNS.
     by_rows,
     by_columns,
     num_rows,
@@ -214,7 +225,9 @@ def _quantize_kernel(
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    # Whether to convert with NVIDIA's instruction; False in the interpreter.
     NATIVE: tl.constexpr,
+    # Whether offsets within a tile need 64 bits.
     WIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -227,11 +240,12 @@ def _quantize_kernel(
     columns_left = tl.minimum(num_columns - column, BLOCK_COLUMNS).to(tl.int32)
     inside = (i[:, None] < rows_left) & (j[None, :] < columns_left)
     x += row * x_row + column * x_column
-    # Rows beyond the last are read as zeros, which is what the padding holds.
+    # Rows beyond the last are read as zeros, the values of the padding.
     value = tl.load(x + i[:, None] * x_row + j[None, :] * x_column, mask=inside, other=0.0).to(tl.float32)
-    # A division per tile: one per entry would take as long as the memory.
+    # One division per program; a division per entry would take as long as reading memory.
     value *= tl.div_rn(1.0, tl.load(scale))
-    if not NATIVE:  # NVIDIA's conversion keeps within the range, and NaN, by itself
+    # NVIDIA's instruction saturates, and keeps NaN, by itself.
+    if not NATIVE:
         value = saturated(value, LARGEST)
     # fmt: off
     _store_quantized(value, by_rows, by_columns, row, column, num_rows, num_columns, padded_rows, ROWS, COLUMNS, NATIVE,
@@ -241,7 +255,7 @@ def _quantize_kernel(
 
 @jit
 def tile_offsets(WIDE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """Return the indices of a tile's rows and columns: in 64 bits only where needed, they fill the registers."""
+    """Return the indices of a tile's rows and columns, int64 only if WIDE: 64-bit offsets take twice the registers."""
     i = tl.arange(0, BLOCK_ROWS)
     j = tl.arange(0, BLOCK_COLUMNS)
     if WIDE:
@@ -251,17 +265,18 @@ def tile_offsets(WIDE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl
 
 
 def needs_wide_offsets(*strides: int) -> bool:
-    """Return whether a tile of at most 256 rows and columns spans more than 32 bits count."""
+    """Return whether offsets within a tile of at most 256 rows and columns may exceed 32 bits."""
     return max(strides) * 256 * 2 >= 2**31
 
 
-# Bound by memory: both orientations are written in lines of at least 64 bytes.
+# Tiles (rows, columns). The kernel is bound by memory: in both orientations it writes lines of at least 64 bytes. A
+# single row without its transpose is one long line.
 _BOTH_BLOCK = (64, 128)
 _ROWS_BLOCK = (1, 4096)
 
 
 def _launch_quantize(x: Tensor, scale: Tensor, by_rows: Tensor, by_columns: Tensor) -> None:
-    """Fill the wanted results; the others have one dimension of size 0."""
+    """Fill the results; one that is left out has a single dimension, of size 0."""
     rows, columns = by_rows.ndim == 2, by_columns.ndim == 2
     m, n = x.shape
     if m and n:

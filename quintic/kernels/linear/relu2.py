@@ -1,7 +1,10 @@
-"""The Triton kernel of a product that ends in relu(.)^2 or in its backward.
+"""The Triton kernel of a product with relu(.)^2, or the backward of relu(.)^2, in its epilogue.
 
-The public function is in mlp.py. Forward `product_relu2` squares what is positive, backward it multiplies by 2 sqrt(s),
-s being the activation. Its operands may be 8-bit floats; then it writes the result as such as well.
+`product_relu2` computes relu(a b^T)^2 in the forward pass and 2 sqrt(s) (a b^T) in the backward pass, s being the
+activation. Operands may be 8-bit floats with scales; then the result is written in 16 and in 8 bits. mlp.py calls it.
+
+The kernel has two ways to memory: tensor descriptors, which let the hardware load and store whole tiles (Hopper and
+Blackwell), and pointers with masks, for all other GPUs and for tensors that descriptors cannot describe.
 """
 
 import functools
@@ -23,23 +26,23 @@ __all__ = ["QuantizedProduct", "product_relu2", "relu2_backward_twin"]
 
 @jit
 def _through_relu2(grad, activation):
-    """Return 2 sqrt(activation) grad in float32: the gradient before relu(.)^2."""
+    """Return the gradient of the pre-activation, 2 sqrt(activation) grad, in float32."""
     activation = activation.to(tl.float32)
-    # Zero where relu was, whatever the gradient: also an infinite one.
+    # An inactive entry has gradient zero, even if `grad` is infinite and the product would be NaN.
     return tl.where(activation == 0.0, 0.0, 2.0 * tl.sqrt(activation) * grad)
 
 
 @jit
 def _relu2(value):
-    # A comparison keeps NaN, which a maximum would drop.
+    # The comparison keeps a NaN, which tl.maximum would drop.
     value = tl.where(value < 0.0, 0.0, value)
     return value * value
 
 
 @jit
 def _two_in_one(value, FP8: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr):
-    """Return (rows, columns / 2) int16: two neighbours of each row of (rows, columns) float32 as 8-bit floats."""
-    # In words of two, which one thread has: Triton 3.6 mixes up 8-bit entries that move (see fp8_quantize.py).
+    """Convert (rows, columns) float32 to 8-bit floats, packed as (rows, columns / 2) int16: two neighbours a word."""
+    # Packed, because Triton 3.6 mixes up 8-bit entries when it moves them between threads (see fp8_quantize.py).
     low, high = tl.split(tl.reshape(value, (value.shape[0], value.shape[1] // 2, 2)))
     if NATIVE:
         convert: tl.constexpr = "cvt.rn.satfinite." + FP8 + "x2.f32 $0, $2, $1;"
@@ -69,7 +72,10 @@ def _store_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Finish a tile and store it through descriptors, in two halves: a staging buffer of half the size."""
+    """Apply the epilogue to a tile (BLOCK_M, BLOCK_N) at (row, column), and store it through descriptors.
+
+    The tile is stored in two halves of its columns, so that the staging buffer in shared memory is half as large.
+    """
     halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
     left, right = tl.split(halves)
     if BACKWARD:
@@ -87,47 +93,55 @@ def _store_tile(
 
 
 @jit
-def _product_kernel(
+def _linear_kernel(
+    # Tensors, or their descriptors with DESCRIPTORS. a (m, k); b (n, k), or (k, n) if TRANSPOSED.
     a,
     b,
+    # (m, n) contiguous, read if BACKWARD.
     activation,
+    # (m, n / 2) int16, contiguous: the result in 8 bits, two entries a word; written if FP8.
     words,
+    # (m, n) contiguous, written.
     out,
     m,
     n,
     k,
+    # Strides of a and b; used without DESCRIPTORS.
     a_row,
     a_column,
     b_row,
     b_column,
+    # () float32 each, read if FP8: one unit of a, of b and of the 8-bit result.
     a_scale,
     b_scale,
     words_scale,
     BACKWARD: tl.constexpr,
+    # None, or the format of the 8-bit result in PTX: "e4m3" or "e5m2".
     FP8: tl.constexpr,
     LARGEST: tl.constexpr,
     NATIVE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    # Whether offsets within a tile need 64 bits.
     WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """A product of a (m, k) with b, stored (n, k) or, TRANSPOSED, (k, n); then relu(.)^2 or its backward.
-
-    With FP8, the kind of 8-bit floats, (m, n / 2) `words` of two are written, in units of `words_scale`.
-    """
-    unit, words_unit = 1.0, 1.0  # without FP8 nothing is multiplied by them
+    """Write relu(a b^T)^2 or, if BACKWARD, 2 sqrt(activation) (a b^T), rounded once; with FP8 also in 8 bits."""
+    # Without FP8, multiplying by 1 changes no bit.
+    unit, words_unit = 1.0, 1.0
     if FP8 is not None:
         unit = tl.load(a_scale) * tl.load(b_scale)
         words_unit = tl.div_rn(1.0, tl.load(words_scale))
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
-    # One program per multiprocessor takes several tiles: loads of the next one begin under the epilogue of the last.
+    # With descriptors there is one program per multiprocessor, which takes several tiles (a persistent kernel): loads
+    # of the next tile begin during the epilogue of the last one.
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=DESCRIPTORS):
-        # Tiles go down GROUP rows before they go right: what runs at a time shares more of both operands in L2.
+        # GROUP rows of tiles are computed column by column, so that tiles computed at the same time have operands in
+        # common in the L2 cache.
         group = tile // (GROUP * tiles_n)
         height = min(tiles_m - group * GROUP, GROUP)
         place = tile % (GROUP * tiles_n)
@@ -149,9 +163,10 @@ def _product_kernel(
         else:
             i, j = tile_offsets(WIDE, BLOCK_M, BLOCK_N)
             _, inner = tile_offsets(WIDE, BLOCK_M, BLOCK_K)
-            # Strides of b are those of its (k, n) or (n, k) storage.
+            # Strides of b along k and n.
             b_k = b_row if TRANSPOSED else b_column
             b_n = b_column if TRANSPOSED else b_row
+            # int64 for the start of a tile; offsets within it are int64 only if WIDE, to save registers.
             wide_row = row.to(tl.int64)
             wide_column = column.to(tl.int64)
             a_tile = a + wide_row * a_row + (i[:, None] * a_row + inner[None, :] * a_column)
@@ -181,45 +196,46 @@ def _product_kernel(
 
 # ------------------------------------------------------------------------------------------------------------ launches
 
-# In the interpreter: few programs, so that each takes several tiles.
+# Programs in the interpreter: few, so that tests cover programs with several tiles.
 _INTERPRETED_PROGRAMS = 2
 
 
 class _Tiling(NamedTuple):
-    """Tiles of a product, and how they are computed."""
+    """Sizes of the tiles of a product, and options of the compiler."""
 
     block_m: int
     block_n: int
     inner_bytes: int
-    """Bytes of a row that are loaded together."""
+    """Bytes along k that are loaded at a time."""
     group: int = 8
-    """Tiles that programs go down before they go right."""
+    """Rows of tiles that are computed column by column."""
     num_warps: int = 8
     num_stages: int = 3
 
 
-# With descriptors, in the shared memory of a Hopper GPU; small where there are fewer large tiles than multiprocessors.
+# With descriptors, sized for the shared memory of a Hopper GPU. Small tiles are for results with fewer large tiles than
+# there are multiprocessors.
 _LARGE = _Tiling(block_m=128, block_n=256, inner_bytes=128)
 _SMALL = _Tiling(block_m=128, block_n=128, inner_bytes=128)
-# Without descriptors, in the shared memory that every GPU has.
+# Without descriptors, sized for the shared memory that every GPU has.
 _POINTERS = _Tiling(block_m=128, block_n=128, inner_bytes=64)
 
 
 @functools.cache
 def _device_limits(device: torch.device) -> tuple[int, bool]:
-    """Return the number of multiprocessors, and whether shared memory and descriptors are as Hopper's."""
+    """Return the number of multiprocessors, and whether the device has Hopper's descriptors and shared memory."""
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS, True
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, torch.version.hip is None and properties.major in (9, 10)
 
 
-# What PTX calls the 8-bit floats.
+# Names of the 8-bit dtypes in PTX.
 _KINDS = {None: None, torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 class QuantizedProduct(NamedTuple):
-    """The scales of 8-bit operands of `product_relu2`, and where it writes the result in 8 bits."""
+    """The scales of 8-bit operands of `product_relu2`, and the tensor for its 8-bit result."""
 
     a_scale: Tensor
     """() float32: one unit of `a`."""
@@ -228,7 +244,7 @@ class QuantizedProduct(NamedTuple):
     scale: Tensor
     """() float32: one unit of `values`."""
     values: Tensor
-    """(m, n) e4m3 or e5m2, contiguous, n even: the result rounded once from float32; what is too large saturates."""
+    """(m, n) e4m3 or e5m2, contiguous, n even; overwritten with the result, rounded once and saturated."""
 
 
 def product_relu2(
@@ -245,12 +261,14 @@ def product_relu2(
     Args:
         a: (m, k) bfloat16 or float16, any strides; with `quantized` e4m3 or e5m2, contiguous.
         b: (n, k), or (k, n) if `transposed`, same dtype, any strides; with `quantized` e4m3, (n, k) contiguous.
-        transposed: how `b` is stored.
-        activation: (m, n) contiguous, dtype of the result, or None.
-        dtype: of the result; None for that of the operands.
-        quantized: None for 16-bit operands; sums of 8-bit products have about 14 bits on Hopper.
+        transposed: whether `b` is stored as (k, n).
+        activation: (m, n) contiguous, dtype of the result; None for the forward pass.
+        dtype: dtype of the result; None for that of the operands.
+        quantized: scales and 8-bit result for 8-bit operands, whose sums have about 14 bits on Hopper; None for 16-bit
+            operands.
     """
-    if b.stride(1) != 1 and b.stride(0) == 1 and quantized is None:  # a view of what is stored the other way round
+    # A transposed view of `b`: use the stored matrix, whose rows are contiguous.
+    if b.stride(1) != 1 and b.stride(0) == 1 and quantized is None:
         b, transposed = b.mT, not transposed
     (m, k), n = a.shape, b.shape[1] if transposed else b.shape[0]
     out = a.new_empty((m, n), dtype=dtype)
@@ -258,12 +276,13 @@ def product_relu2(
         return out.zero_()
     programs, is_hopper = _device_limits(a.device)
     scales: tuple[Tensor | None, ...] = (None,) * 3
-    kind, words = None, out  # any matrix where there are no words
+    # Arguments that the kernel does not read still need a tensor: `out`.
+    kind, words = None, out
     if quantized is not None:
         scales, kind, words = quantized[:3], quantized.values.dtype, quantized.values.view(torch.int16)
     operands = [a, b, out if activation is None else activation, words, out]
     descriptors = is_hopper and all(_fits_descriptor(tensor) for tensor in operands)
-    # Chosen from shape and device only.
+    # The tiling depends on shapes, strides and device only, so that equal inputs give equal bits.
     if not descriptors:
         tiling = _POINTERS
     elif _num_tiles(m, n, _LARGE) < programs:
@@ -277,11 +296,12 @@ def product_relu2(
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         b_block = [block_k, block_n] if transposed else [block_n, block_k]
+        # Results are stored in halves of a tile (`_store_tile`), words of two entries in a quarter of its columns.
         half = [block_m, block_n // 2]
         blocks = [[block_m, block_k], b_block, half, half if kind is None else [block_m, block_n // 4], half]
         operands = [TensorDescriptor.from_tensor(*each) for each in zip(operands, blocks, strict=True)]
     launch(
-        _product_kernel,
+        _linear_kernel,
         (min(programs, tiles) if descriptors else tiles,),
         *operands,
         m,
@@ -312,13 +332,13 @@ def _num_tiles(m: int, n: int, tiling: _Tiling) -> int:
 
 
 def _fits_descriptor(x: Tensor) -> bool:
-    """Return whether the hardware can address tiles of this matrix: rows begin at multiples of 16 bytes."""
+    """Return whether a tensor descriptor can describe a matrix: contiguous rows that start at multiples of 16 bytes."""
     row_bytes = x.stride(0) * x.element_size()
     return x.stride(1) == 1 and row_bytes % 16 == 0 and row_bytes > 0 and x.data_ptr() % 16 == 0
 
 
 def relu2_backward_twin(grad: Tensor, activation: Tensor) -> Tensor:
-    """Return 2 sqrt(activation) grad in plain PyTorch, in float32 or wider."""
+    """Return the gradient of the pre-activation, 2 sqrt(activation) grad, in plain PyTorch, in float32 or wider."""
     wide = torch.promote_types(grad.dtype, torch.float32)
     product = 2 * activation.to(wide).sqrt() * grad.to(wide)
     return torch.where(activation == 0, 0.0, product)

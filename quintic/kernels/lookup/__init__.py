@@ -1,1 +1,1 @@
-"""Attention of each position over the rows that belong to its token."""
+"""Lookup layers: attention of each position over its token's rows of a table, and gradients of embeddings."""

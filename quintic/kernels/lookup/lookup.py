@@ -1,15 +1,17 @@
 """Attention of each position over the table rows of its own token: the read of a large lookup layer.
 
-Tables have one block of rows per token, of any length: token t owns rows offsets[t] to offsets[t + 1]. With K_t and V_t
-these rows of keys and values, position i with token t and hidden state x_i gets
+Two tables, of keys and of values, have rows of width d; token t owns rows offsets[t] to offsets[t + 1], any number of
+them. With K_t and V_t these rows of keys and values, position i with token t and hidden state x_i gets
 
     out_i = V_t^T p_i,   p_i = softmax(K_t x_i)
 
-Positions are sorted by token, once for all layers (`plan_lookup`). Then a tile of positions reads few runs of rows, and
-a tile of rows is read by one run of positions: gradients of the tables are summed there in a fixed order, without
-atomics. Nothing waits for the device, and no list of rows is padded to the longest. With g_i the gradient of out_i:
+and, with g_i the gradient of out_i, the backward pass is
 
     ds_i = p_i * (V_t g_i - g_i . out_i)   dx_i = K_t^T ds_i   dK_t = sum_i ds_i x_i^T   dV_t = sum_i p_i g_i^T
+
+Positions are sorted by token, once for all layers (`plan_lookup`). A tile of sorted positions then reads few contiguous
+ranges of rows, and the positions that read a tile of rows are one contiguous range. So gradients of the tables are
+summed in a fixed order without atomics, nothing waits for the device, and no list of rows is padded to the longest.
 
 Source: Tseng and De Sa, L3: Large Lookup Layers (2026), https://arxiv.org/abs/2601.21461. Read next: segments.py.
 """
@@ -26,32 +28,33 @@ from quintic.kernels.lookup.segments import launch_lookup, launch_lookup_backwar
 
 __all__ = ["LookupPlan", "lookup", "obstacle_to_lookup", "plan_lookup"]
 
-# Positions that the twin takes at a time, and how many positions are so few that it takes one at a time: then no rows
-# between those of distant tokens are read.
+# Positions that the twin takes at a time: it reads all rows between its first and its last token. Up to _FEW_POSITIONS
+# positions it takes one at a time, because their tokens lie far apart.
 _TWIN_POSITIONS, _FEW_POSITIONS = 64, 16
 
 
 class LookupPlan(NamedTuple):
-    """The positions of a batch sorted by token."""
+    """The N positions of a batch sorted by token."""
 
     order: Tensor
-    """(N,) int64: positions by token, then by place."""
+    """(N,) int64: indices of the positions, sorted by token and then by index."""
     tokens: Tensor
-    """(N,) int32: their tokens."""
+    """(N,) int32: the token of each position in `order`."""
     starts: Tensor
-    """(vocabulary + 1,) int32: where each token's positions begin in `order`, and N."""
+    """(vocabulary + 1,) int32: index in `order` of each token's first position; the last entry is N."""
     owners: Tensor
-    """(rows,) int32: the token that each row of the tables belongs to."""
+    """(rows,) int32: the token to which each row of the tables belongs."""
 
 
 def plan_lookup(tokens: Tensor, offsets: Tensor, num_rows: int) -> LookupPlan:
-    """Return the order in which `lookup` goes through positions, the same for all layers.
+    """Return the positions sorted by token, for `lookup` in all layers.
 
     Args:
         tokens: int64 of any shape, in [0, vocabulary).
         offsets: (vocabulary + 1,) int32, strictly increasing from 0 to `num_rows`.
-        num_rows: rows of a table.
+        num_rows: number of rows of a table.
     """
+    # Stable, so that sums over positions have one order.
     in_order, order = tokens.flatten().sort(stable=True)
     vocabulary = torch.arange(len(offsets), dtype=in_order.dtype, device=tokens.device)
     starts = torch.searchsorted(in_order, vocabulary, out_int32=True)
@@ -71,16 +74,16 @@ def lookup(
 ) -> Tensor:
     """Return for each position the value rows of its token, weighted by softmax(keys x) and summed.
 
-    Products have the dtype of `x`, to which rows are rounded when they are read; sums and the softmax are float32
-    (float64 for float64). Gradients of the tables are dense, and the same bits every time.
+    Rows are rounded to the dtype of `x` when they are read, and multiplied in it; sums and the softmax are float32
+    (float64 for float64). Gradients of the tables are dense, and have the same bits in every run.
 
     Args:
-        x: (..., d) float32, bfloat16 or float16 (float64 without kernels); the positions that `plan` was made of.
+        x: (..., d) float32, bfloat16 or float16 (float64 without kernels); its positions are those of `plan`.
         keys: (rows, d), any float dtype.
-        values: like `keys`; None for tied tables, whose values are the keys.
+        values: (rows, d), any float dtype; None for tied tables, whose values are the keys.
         offsets: as for `plan_lookup`.
         plan: from `plan_lookup`.
-        kernels: `"auto"` takes Triton on CUDA devices; `"torch"` is plain PyTorch, which waits for the device.
+        kernels: `"auto"` takes Triton on CUDA devices; `"torch"` is plain PyTorch, which synchronises with the device.
 
     Returns:
         (..., d) in the dtype of `x`, differentiable in `x`, `keys` and `values`; gradients have their dtypes.
@@ -107,8 +110,11 @@ def obstacle_to_lookup(*tensors: Tensor) -> str | None:
 # --------------------------------------------------------------------------------------------------------------- twin
 
 
-def _tiles(plan: LookupPlan, offsets: Tensor) -> Iterator[tuple[Tensor, slice, Tensor]]:
-    """Yield positions, the run of rows that holds all of theirs, and a mask of (position, row) with equal tokens."""
+def _position_tiles(plan: LookupPlan, offsets: Tensor) -> Iterator[tuple[Tensor, slice, Tensor]]:
+    """Yield (positions, range of rows, mask) for tiles of positions.
+
+    The range holds the rows of all their tokens; the mask (positions, rows) is true for rows of the position's token.
+    """
     count = len(plan.order)
     size = _TWIN_POSITIONS if count > _FEW_POSITIONS else 1
     starts = range(0, count, size)
@@ -121,13 +127,13 @@ def _tiles(plan: LookupPlan, offsets: Tensor) -> Iterator[tuple[Tensor, slice, T
 
 
 def _wide(tensor: Tensor, x: Tensor) -> Tensor:
-    """Round to the dtype of `x`, for products with sums in float32."""
+    """Round a tensor to the dtype of `x` and widen it again, for products with float32 sums."""
     return tensor.to(x.dtype).to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _lookup_twin(x: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, plan: LookupPlan) -> tuple[Tensor, Tensor]:
     out, lse = _empty(x)
-    for i, rows, together in _tiles(plan, offsets):
+    for i, rows, together in _position_tiles(plan, offsets):
         scores = (_wide(x[i], x) @ _wide(keys[rows], x).mT).masked_fill_(~together, -math.inf)
         lse[i] = scores.logsumexp(1)
         out[i] = (_wide((scores - lse[i, None]).exp_(), x) @ _wide(values[rows], x)).to(x.dtype)
@@ -139,7 +145,7 @@ def _backward_twin(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_x, grad_keys = torch.empty_like(x), torch.zeros_like(keys, dtype=lse.dtype)
     grad_values = grad_keys if values is keys else torch.zeros_like(grad_keys)
-    for i, rows, together in _tiles(plan, offsets):
+    for i, rows, together in _position_tiles(plan, offsets):
         low_x, low_grad, low_keys = _wide(x[i], x), _wide(grad[i], x), _wide(keys[rows], x)
         weights = (low_x @ low_keys.mT - lse[i, None]).masked_fill_(~together, -math.inf).exp_()
         scores = _wide(weights * (low_grad @ _wide(values[rows], x).mT - delta[i, None]), x)
@@ -166,7 +172,7 @@ def _takes_triton(kernels: str, x: Tensor, keys: Tensor) -> bool:
     "quintic::lookup", mutates_args=(), schema=f"(Tensor x, {_TABLES}, str kernels) -> (Tensor, Tensor)"
 )
 def _lookup(x: Tensor, keys: Tensor, values: Tensor | None, offsets: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Return the outputs, and the logarithms of the softmaxes' sums."""
+    """Return the outputs (N, d), and for the backward pass the log-sum-exp of each softmax (N,)."""
     x, keys = x.contiguous(), keys.contiguous()
     compute = launch_lookup if _takes_triton(others[-1], x, keys) else _lookup_twin
     return compute(x, keys, keys if values is None else values.contiguous(), offsets, LookupPlan(*others[:-1]))
@@ -183,9 +189,10 @@ _lookup.register_fake(lambda x, *others: _empty(x))
 def _backward(
     grad: Tensor, x: Tensor, out: Tensor, lse: Tensor, keys: Tensor, values: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, keys and values; for tied tables that of the values is in that of the keys."""
+    """Return the gradients of x, keys and values; for tied tables the second is the sum of both, the third is empty."""
     offsets, *plan, kernels = others
     grad, x, keys = grad.contiguous(), x.contiguous(), keys.contiguous()
+    # g_i . out_i, (N,).
     delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(1)
     compute = launch_lookup_backward if _takes_triton(kernels, x, keys) else _backward_twin
     full = keys if values is None else values.contiguous()

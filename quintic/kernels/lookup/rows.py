@@ -1,8 +1,8 @@
-"""Gradients of an embedding, added to the rows that were looked up: no dense gradient is made for them.
+"""Adds gradients of an embedding to the rows that were looked up, without a dense gradient of the whole table.
 
-A batch looks up few rows of a large table. PyTorch makes a gradient of the whole table of it, zeros mostly, and adds
-that to the one that is there, which costs more than the sums themselves. Here positions are sorted by row, and each row
-is read, added to and written once: in a fixed order, in float32, rounded once.
+A batch looks up few rows of a large table. PyTorch allocates a gradient of the whole table, mostly zeros, and adds it
+to the accumulated one, which takes longer than the sums themselves. Here positions are sorted by row, and each row is
+read, added to and written once: in a fixed order, in float32, rounded once.
 """
 
 import torch
@@ -16,7 +16,7 @@ __all__ = ["add_to_rows_", "embedding_into_grad"]
 
 
 def add_to_rows_(table: Tensor, rows: Tensor, grad: Tensor, *, kernels: KernelsOption = "auto") -> None:
-    """Add each position's gradient to the row that it looked up, in place.
+    """Add each position's gradient to the row that the position looked up, in place.
 
     Args:
         table: (R, C) contiguous, float32, bfloat16 or float16 (float64 without kernels).
@@ -33,6 +33,7 @@ def add_to_rows_(table: Tensor, rows: Tensor, grad: Tensor, *, kernels: KernelsO
     if decide(kernels, table.device, lambda: _obstacle(table, grad))[0] == "triton":
         launch_add_to_rows(table, rows, grad)
         return
+    # The twin: read the touched rows, add in float32, round once.
     touched, places = rows.unique(return_inverse=True)
     wide = torch.promote_types(table.dtype, torch.float32)
     table[touched] = table[touched].to(wide).index_add_(0, places, grad.to(wide)).to(table.dtype)
@@ -44,13 +45,13 @@ def _obstacle(table: Tensor, grad: Tensor) -> str | None:
 
 
 def embedding_into_grad(rows: Tensor, table: Tensor) -> Tensor:
-    """Return `F.embedding(rows, table)`; its backward pass adds to `table.grad` itself, which autograd does not see.
+    """Return `F.embedding(rows, table)`, with a backward pass that adds to `table.grad` directly.
 
-    Hooks of the table do not run, and `torch.autograd.grad` finds no gradient of it.
+    Autograd sees no gradient of the table: its hooks do not run, and `torch.autograd.grad` does not find it.
 
     Args:
         rows: int64 of any shape.
-        table: (R, C) leaf; where it has no gradient, the backward pass makes one of zeros.
+        table: (R, C) leaf; if it has no gradient yet, the backward pass begins with zeros.
     """
     out: Tensor = _IntoGrad.apply(rows, table)  # type: ignore[no-untyped-call]
     return out

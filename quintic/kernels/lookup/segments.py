@@ -1,4 +1,11 @@
-"""Triton kernels over runs of positions and rows. lookup.py and rows.py have the formulas and the plain twins."""
+"""Triton kernels over positions sorted by token, and over the rows of the tokens.
+
+    _positions_kernel   a tile of positions: outputs, or the gradient of x      grid (tiles of positions, columns)
+    _tables_kernel      a tile of rows: gradients of keys and values            grid (tiles of rows, columns)
+    _rows_kernel        one position: gradient added to its row of a table      grid (positions, columns)
+
+lookup.py and rows.py have the formulas and the plain twins. Names: i are positions, j rows of the tables.
+"""
 
 import torch
 from torch import Tensor
@@ -8,11 +15,11 @@ from quintic.kernels.launch import launch
 
 __all__ = ["launch_add_to_rows", "launch_lookup", "launch_lookup_backward"]
 
-# Positions and rows of a tile, entries of a product at a time, and most columns that a program writes: each computes
-# the scores anew. Not tuned yet; with fewer warps registers are spilt to memory.
+# Positions and rows of a tile, terms of a product that are loaded at a time, largest number of columns that a program
+# writes (every program computes its scores again), and warps. Not tuned yet; with fewer warps registers are spilt.
 _POSITIONS, _ROWS, _CHUNK, _COLUMNS, _WARPS = 64, 32, 64, 256, 8
 
-# Where nothing is multiplied: positions at a time, columns, and warps.
+# For `_rows_kernel`, which multiplies nothing: positions at a time, columns, and warps.
 _FEW_POSITIONS, _MANY_COLUMNS, _FEW_WARPS = 8, 1024, 4
 
 # ------------------------------------------------------------------------------------------------------------ kernels
@@ -20,14 +27,16 @@ _FEW_POSITIONS, _MANY_COLUMNS, _FEW_WARPS = 8, 1024, 4
 
 @jit
 def _tile(table, row, is_row, column, width, dtype: tl.constexpr):
-    """Load entries of a contiguous table, rounded to the dtype of products; zeros where there are none."""
+    """Load entries (row, column) of a contiguous table of this width, rounded to `dtype`; zeros outside of it."""
+    # int64: a table may have 2^31 entries or more.
     place = table + row[:, None].to(tl.int64) * width + column[None, :]
     return tl.load(place, mask=is_row[:, None] & (column < width)[None, :], other=0.0).to(dtype)
 
 
 @jit
 def _dots(a, i, is_i, b, j, is_j, width, dtype: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the products of rows i of a with rows j of b, in float32."""
+    """Return the dot products of rows i of a with rows j of b, (i, j) float32."""
+    # "ieee": float32 inputs are not rounded to tf32.
     total = tl.zeros((i.shape[0], j.shape[0]), dtype=tl.float32)
     for start in range(0, width, CHUNK):
         column = start + tl.arange(0, CHUNK)
@@ -43,7 +52,12 @@ def _positions_kernel(x, keys, values, grad, out, lse, delta, order, tokens, off
                       BACKWARD: tl.constexpr, POSITIONS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
                       COLUMNS: tl.constexpr):
     # fmt: on
-    """The outputs of a tile of positions and the logarithms of its sums; with BACKWARD the gradient of x instead."""
+    """Write outputs and log-sum-exps of a tile of positions or, if BACKWARD, the gradient of x to `out`.
+
+    x, grad and out are (count, width); keys and values (rows, width); lse and delta (count,) float32; order, tokens and
+    offsets as in lookup.py. All are contiguous. The softmax is computed online: `total` and `sums` are relative to the
+    largest score so far.
+    """
     LAST: tl.constexpr = 2147483647
     dtype: tl.constexpr = x.dtype.element_ty
     place = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
@@ -57,11 +71,12 @@ def _positions_kernel(x, keys, values, grad, out, lse, delta, order, tokens, off
     if BACKWARD:
         peak = tl.load(lse + i, mask=inside, other=0.0)
         less = tl.load(delta + i, mask=inside, other=0.0)
-    # One token after the other: the next is the least of those that are larger.
+    # Take one token after the other: the tile's tokens are sorted, and the next one is the least that is larger.
     current = tl.min(token, axis=0)
     while current < LAST:
         mine = token == current
         stop = tl.load(offsets + current + 1)
+        # The rows of this token; positions of other tokens are masked.
         for start in range(tl.load(offsets + current), stop, ROWS):
             j = start + tl.arange(0, ROWS)
             is_row = j < stop
@@ -74,7 +89,7 @@ def _positions_kernel(x, keys, values, grad, out, lse, delta, order, tokens, off
                 right = _tile(keys, j, is_row, column, width, dtype)
             else:
                 higher = tl.maximum(peak, tl.max(score, axis=1))
-                # Of a token that has not had its turn nothing is known, and minus infinity less itself is NaN.
+                # Positions of tokens that come later have seen only -inf, and -inf - -inf would be NaN.
                 base = tl.where(higher == float("-inf"), 0.0, higher)
                 part = tl.exp2((score - base[:, None]) * 1.4426950408889634)
                 kept = tl.exp2((peak - base) * 1.4426950408889634)
@@ -85,8 +100,10 @@ def _positions_kernel(x, keys, values, grad, out, lse, delta, order, tokens, off
             total = tl.dot(part.to(dtype), right, total, input_precision="ieee")
         current = tl.min(tl.where(token > current, token, LAST), axis=0)
     if not BACKWARD:
+        # Lanes beyond the last position have no sum.
         sums = tl.where(inside, sums, 1.0)
         total /= sums[:, None]
+        # All programs of a tile have the same sums; the first one writes.
         if tl.program_id(1) == 0:
             tl.store(lse + i, peak + tl.log2(sums) * 0.6931471805599453, mask=inside)
     place = out + i[:, None] * width + column[None, :]
@@ -99,7 +116,11 @@ def _tables_kernel(x, keys, values, grad, lse, delta, grad_keys, grad_values, or
                    width, TIED: tl.constexpr, POSITIONS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
                    COLUMNS: tl.constexpr):
     # fmt: on
-    """The gradients of a tile of rows: the positions of their tokens are one run; zeros where there are none."""
+    """Write the gradients of a tile of rows; zeros for rows whose tokens do not occur.
+
+    The rows of the tile belong to consecutive tokens, so the positions of these tokens are one range of `order`. Every
+    row is written by one program, which adds positions in order.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     first = tl.program_id(0) * ROWS
     j = first + tl.arange(0, ROWS)
@@ -113,8 +134,10 @@ def _tables_kernel(x, keys, values, grad, lse, delta, grad_keys, grad_values, or
         place = start + tl.arange(0, POSITIONS)
         inside = place < stop
         i = tl.load(order + place, mask=inside, other=0)
+        # (ROWS, POSITIONS): whether row and position have the same token. -1 and -2 are equal to nothing.
         together = owner[:, None] == tl.load(tokens + place, mask=inside, other=-2)[None, :]
         score = _dots(keys, j, is_row, x, i, inside, width, dtype, CHUNK)
+        # p = exp(score - lse), recomputed; then ds = p (V g - delta).
         weight = tl.exp2((score - tl.load(lse + i, mask=inside, other=0.0)[None, :]) * 1.4426950408889634)
         weight = tl.where(together, weight, 0.0)
         part = _dots(values, j, is_row, grad, i, inside, width, dtype, CHUNK)
@@ -135,9 +158,13 @@ def _tables_kernel(x, keys, values, grad, lse, delta, grad_keys, grad_values, or
 
 # fmt: off
 @jit
-def _rows_kernel(table, rows, order, grad, count, width, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
+def _add_kernel(table, rows, order, grad, count, width, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
     # fmt: on
-    """The first of the positions that have a row in common adds them all."""
+    """Add the gradients of all positions of one row to the row: done by the program of the first of them.
+
+    rows (count,) int32 are the sorted rows and order (count,) their positions; table (R, width) and grad (count, width)
+    are contiguous. Other programs of the same row do nothing.
+    """
     first = tl.program_id(0)
     row = tl.load(rows + first)
     before = tl.load(rows + first - 1, mask=first > 0, other=-1)
@@ -146,6 +173,7 @@ def _rows_kernel(table, rows, order, grad, count, width, POSITIONS: tl.constexpr
         inside = column < width
         place = table + row.to(tl.int64) * width + column
         total = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        # Tiles of POSITIONS, until one contains a position of another row.
         left = tl.full((), 1, dtype=tl.int32)
         while left > 0:
             here = first + tl.arange(0, POSITIONS)
@@ -170,9 +198,10 @@ def _launch(kernel, count: int, size: int, width: int, *arguments, **constants) 
 
 
 def launch_lookup(x: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, plan) -> tuple[Tensor, Tensor]:
-    """Return the output of each position, and the logarithm of its softmax's sum."""
+    """Return the outputs (N, d) and the log-sum-exp of each softmax (N,) float32."""
     (count, width), (order, tokens, _, _) = x.shape, plan
     out, lse = torch.empty_like(x), x.new_empty(count, dtype=torch.float32)
+    # `grad` and `delta` are not read forward.
     arguments = (x, keys, values, x, out, lse, lse, order, tokens, offsets)
     _launch(_positions_kernel, count, _POSITIONS, width, *arguments, BACKWARD=False)
     return out, lse
@@ -200,4 +229,4 @@ def launch_add_to_rows(table: Tensor, rows: Tensor, grad: Tensor) -> None:
     columns = min(_MANY_COLUMNS, triton.next_power_of_2(width))
     sizes = {"POSITIONS": _FEW_POSITIONS, "COLUMNS": columns}
     grid = (count, triton.cdiv(width, columns))
-    launch(_rows_kernel, grid, table, in_order, order, grad, count, width, **sizes, num_warps=_FEW_WARPS)
+    launch(_add_kernel, grid, table, in_order, order, grad, count, width, **sizes, num_warps=_FEW_WARPS)

@@ -1,14 +1,20 @@
-"""The loss chunk by chunk: in plain PyTorch, and as products around the Triton kernels of rows.py.
+"""Computes the loss and its gradients chunk by chunk: `loss_twin` in plain PyTorch, `loss_on_device` with kernels.
 
 The operators in loss.py choose one of the two; both take a `Problem` and return losses and gradients. Per token, with
-weights w_k of its targets y_k that count, W their sum, p the softmax of the capped logits z, and s = dz / dlogit:
+weights w_k of its targets y_k (ignored targets left out), W their sum, p the softmax of the capped logits z, and
+s = dz / dlogit:
 
     loss = W logsumexp(z) - sum_k w_k z[y_k]        d loss / d logit_j = (W p_j - sum_k w_k [j = y_k]) s_j
 
-On a device, a chunk of logits is written by a product, overwritten by its gradient in place, and read by the products
-for the gradients of x and weight. Where the cap bounds the logits, the gradient is written in the only pass over a row,
-before the sum of the softmax is known: with exp(z - cap) instead of p. What is missing is one factor per token, and
-both products take that on their small side: on the rows of grad_x, and on those of x for the gradient of the weight.
+On a device a chunk of tokens goes through three phases:
+
+1. A product writes the chunk's logits into a buffer (chunk, vocabulary).
+2. A kernel of rows.py computes the losses and overwrites the logits with their gradient.
+3. Two products read the buffer and give the gradients of x and of the weight.
+
+If the cap bounds the logits, phase 2 reads a row only once and writes its gradient before the sum of the softmax is
+known, with exp(z - cap) in place of p. Each row then lacks one factor, which phase 3 applies to its small matrices: to
+the rows of grad_x, and to the rows of x in the product for the weight's gradient.
 """
 
 import functools
@@ -27,7 +33,7 @@ __all__ = ["loss_on_device", "loss_twin"]
 
 
 def loss_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of losses and of gradients before they are rounded."""
+    """Return the dtype of losses, and of gradients before they are rounded: float32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -42,26 +48,28 @@ def empty_gradients(x: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, 
 
 
 def loss_twin(problem: Problem, wanted: Wanted | None, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses (tokens,), gradient of x, and of weight, in plain PyTorch.
+    """Return the losses (tokens,), the gradient of x and the gradient of the weight, in plain PyTorch.
 
     Args:
         problem: the inputs.
-        wanted: the gradients to compute; None for the losses alone.
-        chunk: tokens at a time.
+        wanted: the gradients to compute; None for losses only, with empty gradients.
+        chunk: number of tokens at a time.
     """
     x, fp8, dtype = problem.x, problem.fp8, loss_dtype(problem.x)
     num_tokens, vocab = x.shape[0], problem.vocab_size
     head = (problem.weight.mT if problem.transposed else problem.weight)[:vocab]
-    # Scaled by 1 / tokens, most gradients of logits would be too small for float16.
+    # Products with gradients of logits. In float16 most of these, scaled by 1 / tokens, would be zero: use float32.
     product_dtype = dtype if fp8 is not None or x.dtype == torch.float16 else x.dtype
     if fp8 is None:
         head = head.to(x.dtype)
         back_x, back_head = x.to(product_dtype), head.to(product_dtype)
     else:
+        # Emulate products in 8 bits: quantise, then multiply in float32.
         back_x = quantized_twin(x.float(), fp8.x, torch.float8_e4m3fn).float() * fp8.x
         back_head = quantized_twin(head.float(), fp8.weight, torch.float8_e4m3fn).float() * fp8.weight
     if problem.softcap is not None:
-        # c tanh(z / c) is 2c sigmoid(2z / c) - c, and softmax knows no constants. On CPUs tanh takes six times as long.
+        # c tanh(z / c) = 2c sigmoid(2z / c) - c, and a softmax ignores the constant. On CPUs tanh takes six times as
+        # long as a sigmoid.
         cap = problem.softcap[0]
         height, shift, width = problem.softcap if len(problem.softcap) == 3 else (2 * cap, 0.0, cap / 2)
     targets, target_weights, total_weights = _counted(problem, dtype)
@@ -70,10 +78,12 @@ def loss_twin(problem: Problem, wanted: Wanted | None, chunk: int) -> tuple[Tens
         grad_x, grad_weight = empty_gradients(x, problem.weight, wanted)
         grad_weight.zero_()
         grad_head = (grad_weight.mT if problem.transposed else grad_weight)[:vocab]
+        # Emulating 8 bits, one scale of all tokens is applied after the gradient of the logits was quantised.
         within = wanted.scale.expand(num_tokens) if fp8 is None or wanted.scale.ndim else None
     for start in range(0, num_tokens, chunk):
         rows = slice(start, start + chunk)
         if fp8 is None:
+            # (chunk, vocabulary).
             logits = F.linear(x[rows], head).to(dtype)
         else:
             logits = F.linear(back_x[rows], back_head).to(x.dtype).to(dtype)
@@ -90,6 +100,7 @@ def loss_twin(problem: Problem, wanted: Wanted | None, chunk: int) -> tuple[Tens
             total_weight, target_weight = total_weight * within[rows], target_weight * within[rows, None]
         if problem.softcap is not None:
             total_weight, target_weight = total_weight * (height / width), target_weight * (height / width)
+        # The gradient of the logits: W p - the weights at the targets, times the derivative of the cap.
         grad = log_probs.exp_().mul_(total_weight[:, None])
         grad.scatter_add_(1, targets[rows], -target_weight)
         if problem.softcap is not None:
@@ -106,7 +117,7 @@ def loss_twin(problem: Problem, wanted: Wanted | None, chunk: int) -> tuple[Tens
 
 
 def _counted(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return targets that all exist, their weights (zero for the ignored ones), and these summed per token."""
+    """Return the targets with 0 for ignored ones, their weights with 0 for ignored ones, and the sums of weights."""
     counted = problem.targets != problem.ignore_index
     if problem.target_weights is None:
         weights = counted.to(dtype)
@@ -117,33 +128,35 @@ def _counted(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 
 # ------------------------------------------------------------------------------------------------------- on the device
 
-# Logits kept at a time with gradients, and without: large enough that products run at full speed. H200, 2026-11, 16,384
-# tokens, width 768, vocabulary 50,304: three chunks 6.59 ms, four 6.82, all at once 6.41 (docs/development/LOG.md).
+# Bytes of a chunk of logits with gradients, and for losses only: large enough for products at full speed. H200,
+# 2026-11, 16,384 tokens, width 768, vocabulary 50,304: three chunks take 6.59 ms, four 6.82, a single one 6.41
+# (docs/development/LOG.md).
 _CHUNK_BYTES = 532 * 2**20
 _LOSS_BYTES = 256 * 2**20
-# Tokens whose logits a product writes and a kernel turns into gradients at a time, within a chunk.
-_PART_TOKENS = 8192
+# Within a chunk, phases 1 and 2 take this number of tokens at a time.
+_SUBCHUNK_TOKENS = 8192
 
-# Gradients of logits in float16 are at most this: half of the range.
+# Largest gradient of a logit in float16: half of the dtype's range.
 _FLOAT16_LARGEST = 2.0**15
 
-# Rows of logits begin at multiples of 128 bytes, columns are padded to 16 where the weight has them: products are slow
-# over odd sizes.
+# Products are slow with odd sizes. Rows of logits begin at multiples of 64 entries (128 bytes in 16 bits), columns are
+# padded to multiples of 16 if the weight has these rows, and chunks have multiples of 128 tokens, a product's tile.
 _ROW_MULTIPLE = 64
 _COLUMN_MULTIPLE = 16
 _TOKEN_MULTIPLE = 128
 
 
 def loss_on_device(problem: Problem, wanted: Wanted | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the results of `loss_twin` by the kernels."""
+    """Return the losses and gradients of `loss_twin`, computed by kernels on the device."""
     x, vocab = problem.x, problem.vocab_size
+    # Columns of logits to compute: the vocabulary, or somewhat more if the stored weight is padded.
     stored = problem.weight.shape[1 if problem.transposed else 0]
     padded = -(-vocab // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
     columns = padded if padded <= stored else vocab
     losses = x.new_empty(x.shape[0], dtype=torch.float32)
     empty = losses.new_empty(0)
     if problem.fp8 is not None:
-        return losses, *_in_8_bits(problem, problem.fp8, wanted, columns, losses)
+        return losses, *_chunk_in_8_bits(problem, problem.fp8, wanted, columns, losses)
     if wanted is not None:
         return losses, *_in_chunks(problem, wanted, columns, losses)
     head = _low_head(problem, columns)
@@ -153,18 +166,18 @@ def loss_on_device(problem: Problem, wanted: Wanted | None) -> tuple[Tensor, Ten
 
 
 def _slices(tokens: int, row_bytes: int, most_bytes: int) -> list[slice]:
-    """Return equal chunks of tokens, in multiples of a product's tile."""
+    """Return chunks of tokens of equal size, with at most `most_bytes` of logits if the rounding allows it."""
     count = max(1, -(-tokens * row_bytes // most_bytes))
     size = -(-tokens // (count * _TOKEN_MULTIPLE)) * _TOKEN_MULTIPLE
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(1, size))]
 
 
-def _parts(rows: slice, size: int) -> list[slice]:
+def _subchunks(rows: slice, size: int) -> list[slice]:
     return [slice(start, min(start + size, rows.stop)) for start in range(rows.start, rows.stop, size)]
 
 
 def _low_head(problem: Problem, columns: int) -> Tensor:
-    """Return the weight (columns, d) in the dtype of x, in strides that products take as they are."""
+    """Return the weight as (columns, d) in the dtype of x, with strides that cuBLAS takes without a copy."""
     weight = problem.weight[:, :columns] if problem.transposed else problem.weight[:columns]
     weight = weight.to(problem.x.dtype)
     weight = weight if 1 in weight.stride() else weight.contiguous()
@@ -178,25 +191,31 @@ def _in_chunks(problem: Problem, wanted: Wanted, columns: int, losses: Tensor) -
     used = _used_gradient(grad_weight, problem, columns)
     if x.shape[0] == 0:
         return grad_x, grad_weight
+    # `unit` is the common scale of all gradients of logits, applied to both results at the end.
     unit = None
     if x.dtype == torch.float16:
-        # The gradients of the loss are below what float16 resolves: those of logits are made as large as they may be.
+        # Gradients of the loss are too small for float16, so gradients of logits are made as large as the range allows.
         largest = _largest_gradients(problem, wanted.scale).amax().clamp_min(torch.finfo(torch.float32).tiny)
-        largest *= max(1.0, in_ln2(problem.softcap)[-1] / 4)  # the steepest that a cap is
+        # The derivative of a cap is at most a quarter of its slope.
+        largest *= max(1.0, in_ln2(problem.softcap)[-1] / 4)
         unit = largest / _FLOAT16_LARGEST
         wanted = wanted._replace(scale=wanted.scale / unit)
     one_pass = takes_one_pass(problem.softcap, x.dtype, gradient=True)
     chunks = _slices(x.shape[0], columns * x.element_size(), _CHUNK_BYTES)
     stride = -(-columns // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    # One buffer for all chunks: (tokens of a chunk, stride).
     buffer = x.new_empty((chunks[0].stop, stride))
     for rows in chunks:
         tokens = rows.stop - rows.start
+        # (tokens,) float32: the missing factor of each row, with one pass.
         factors = losses.new_empty(tokens) if one_pass else None
-        for part in _parts(rows, _PART_TOKENS):
-            within = slice(part.start - rows.start, part.stop - rows.start)
+        for sub in _subchunks(rows, _SUBCHUNK_TOKENS):
+            within = slice(sub.start - rows.start, sub.stop - rows.start)
             logits = buffer[within, :columns]
-            torch.mm(x[part], head.mT, out=logits)
-            launch_rows(problem, part, logits, columns, losses, wanted, None if factors is None else factors[within])
+            # Phases 1 and 2 in turns: (tokens, d) by (d, columns).
+            torch.mm(x[sub], head.mT, out=logits)
+            launch_rows(problem, sub, logits, columns, losses, wanted, None if factors is None else factors[within])
+        # Phase 3: (tokens, columns) by (columns, d), and (columns, tokens) by (tokens, d) or transposed.
         grad = buffer[:tokens, :columns]
         if wanted.for_x:
             product = _product(grad, head, grad_x.dtype)
@@ -210,7 +229,7 @@ def _in_chunks(problem: Problem, wanted: Wanted, columns: int, losses: Tensor) -
                 right = x.new_empty((tokens, x.shape[1]))
                 scale_rows(x[rows], factors, right)
             a, b = (right.mT, grad) if transposed else (grad.mT, right)
-            _accumulate(used, a, b, first=rows.start == 0)
+            _add_product(used, a, b, first=rows.start == 0)
     if unit is not None:
         grad_x.mul_(unit)
         used.mul_(unit)
@@ -218,7 +237,7 @@ def _in_chunks(problem: Problem, wanted: Wanted, columns: int, losses: Tensor) -
 
 
 def _largest_gradients(problem: Problem, scale: Tensor) -> Tensor:
-    """Return an upper bound for the gradients of each token's logits."""
+    """Return an upper bound, () or (tokens,), of the gradients of each token's logits without a cap."""
     weights = problem.target_weights
     if weights is None:
         return scale.abs() * problem.targets.shape[1]
@@ -227,7 +246,10 @@ def _largest_gradients(problem: Problem, scale: Tensor) -> Tensor:
 
 
 def _used_gradient(grad_weight: Tensor, problem: Problem, columns: int) -> Tensor:
-    """Return the part of the gradient that products write; the rest is set to zero, all of it without tokens."""
+    """Return the rows of the weight's gradient that products write, and set the rest to zero.
+
+    They are the first `columns` rows of the vocabulary. Without tokens no product runs, and all rows are set to zero.
+    """
     if grad_weight.ndim < 2:
         return grad_weight
     used, rest = grad_weight.tensor_split([columns], dim=1 if problem.transposed else 0)
@@ -236,17 +258,18 @@ def _used_gradient(grad_weight: Tensor, problem: Problem, columns: int) -> Tenso
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b in float32."""
+    """Return a @ b in `dtype`, float32, also for 16-bit operands."""
     if a.dtype == dtype:
         return a @ b
     if a.is_cuda:
         out: Tensor = torch.mm(a, b, out_dtype=dtype)
         return out
+    # Triton's interpreter on a CPU, which has no products with another result dtype.
     return a.to(dtype) @ b.to(dtype)
 
 
-def _accumulate(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """Add a @ b to a float32 total in place, or set it to the first of the products."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """Add a @ b to a float32 total in place; `first` overwrites the total instead."""
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=0.0 if first else 1.0, out=total)
     elif not a.is_cuda:
@@ -261,7 +284,7 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 
 @functools.cache
 def _adds_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether this PyTorch adds a product of 16 bits to a float32 matrix: some versions refuse."""
+    """Return whether `torch.addmm` adds a 16-bit product to a float32 matrix; some versions of PyTorch refuse."""
     total = torch.zeros((16, 16), device=device)
     factor = torch.zeros((16, 16), dtype=dtype, device=device)
     try:
@@ -271,17 +294,18 @@ def _adds_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def _in_8_bits(
+def _chunk_in_8_bits(
     problem: Problem, scales: Fp8Scales, wanted: Wanted | None, columns: int, losses: Tensor
 ) -> tuple[Tensor, Tensor]:
-    # Only where there is Triton: it defines a kernel of Gluon, which is part of it.
+    # Imported here because the module needs Triton, of which Gluon is a component.
     from quintic.kernels.loss.fp8_rows import launch_rows_fp8
 
     x, transposed = problem.x, problem.transposed
     e4m3 = torch.float8_e4m3fn
     weight = problem.weight[:, :columns] if transposed else problem.weight[:columns]
     for_x, for_weight = (wanted.for_x, wanted.for_weight) if wanted is not None else (False, False)
-    # The products of the forward pass and of grad_x take the weight in its two orientations.
+    # Tensor cores take the right operand column by column in 8 bits. The products for the logits and for grad_x use the
+    # weight as the right operand in its two orientations: (columns, d) and (d, columns).
     layouts = (for_x, True) if transposed else (True, for_x)
     by_rows, by_columns = quantized_layouts(weight, scales.weight, e4m3, *layouts, "triton")
     head, head_turned = (by_columns, by_rows) if transposed else (by_rows, by_columns)
@@ -289,7 +313,7 @@ def _in_8_bits(
     if wanted is not None:
         grad_x, grad_weight = empty_gradients(x, problem.weight, wanted)
         used = _used_gradient(grad_weight, problem, columns)
-        # One factor of all tokens is left to the products, so that it costs no bits.
+        # A scale common to all tokens is applied by the products, so that it does not change the quantised gradient.
         per_token = wanted.scale.ndim > 0
         units = (wanted.scale if per_token else losses.new_ones(())) / scales.grad
         grad_scale = scales.grad if per_token else scales.grad * wanted.scale
@@ -305,6 +329,7 @@ def _in_8_bits(
             grad_x[rows] = scaled_product(
                 grad, head_turned, grad_scale, scales.weight, grad_x.dtype, fast=False, chosen="triton"
             )
+        # The weight's gradient sums over tokens, so both operands are needed with tokens along their rows.
         if for_weight:
             grad_turned = _turned(grad)
             a, b = (x_turned, grad_turned) if transposed else (grad_turned, x_turned)
@@ -319,16 +344,16 @@ def _in_8_bits(
 
 @functools.cache
 def _chunk_bytes_in_8_bits(device: torch.device) -> int:
-    """Return the bytes of logits to keep at a time; their gradients take as much again.
+    """Return the bytes of a chunk of 16-bit logits; their 8-bit gradients, in both orientations, take as much again.
 
-    No product in 8 bits adds to a matrix. So each chunk costs a pass over the weight's gradient, and more is kept where
-    there is more memory.
+    No 8-bit product adds to a matrix, so every chunk costs a pass over the weight's gradient. Chunks are therefore
+    larger on devices with more memory.
     """
     return max(_CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // 64)
 
 
 def _turned(grad: Tensor) -> Tensor:
-    """Return the transpose of a matrix of 8-bit floats, its rows padded with zeros to what products want."""
+    """Return the contiguous transpose of a matrix of 8-bit floats, its rows padded with zeros to a multiple of 16."""
     tokens = grad.shape[0]
     _, turned = empty_quantized(grad, grad.dtype, False, True)
     turned[:, tokens:].view(torch.uint8).zero_()

@@ -1,8 +1,8 @@
-"""A Gluon kernel over rows of logits: the losses, and the gradients in 8 bits, in one read of the logits.
+"""A Gluon kernel over rows of logits: it computes the losses, and the gradients of the logits in 8 bits (e5m2).
 
-A row waits in shared memory until the sum of its softmax is known; one that does not fit there is read and computed
-again. So every gradient is written once, as e5m2 with the factor of its token. (The kernel of rows.py overwrites logits
-by gradients of 16 bits that lack this factor, as products in 16 bits take them.)
+One program takes one token. It keeps the row's exponentials in shared memory until the sum of the softmax is known, so
+that logits are read once; a row that does not fit there is read and computed again. Every gradient is written once,
+with its final factor: unlike the 16-bit gradients of rows.py it could not be rescaled later without a second rounding.
 
 Import this module only where Triton is installed, and call it on CUDA devices that have 8-bit floats. chunks.py has the
 formulas, and the plain twin.
@@ -27,10 +27,10 @@ __all__ = ["launch_rows_fp8"]
 
 @gluon.jit
 def _entry(logit, peak, height, steepness, offset, CAPPED: gl.constexpr):
-    """Return a capped logit less `peak`, in units of ln 2, and what its derivative is proportional to."""
+    """Return a capped logit minus `peak`, in units of ln 2, and its derivative up to the factor `slope`."""
     z = logit.to(gl.float32) * steepness + offset
     if CAPPED:
-        # One instruction, right to 2^-11 of its value, where logits in bfloat16 are right to 2^-9.
+        # One instruction with a relative error of 2^-11; bfloat16 logits have one of 2^-9.
         tanh = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z], dtype=gl.float32, is_pure=True, pack=1)
         z = height * tanh
         derivative = 1.0 - tanh * tanh
@@ -41,7 +41,8 @@ def _entry(logit, peak, height, steepness, offset, CAPPED: gl.constexpr):
 
 @gluon.jit
 def _e5m2(value):
-    """Return float32 values as bytes of e5m2: to the nearest, ties to even; what is too large becomes the largest."""
+    """Return float32 values as bytes of e5m2, rounded to nearest, ties to even; values beyond the range saturate."""
+    # Four values at a time (pack=4) become the four bytes of one register.
     return gl.inline_asm_elementwise(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; "
         "mov.b32 $0, {low, high}; }",
@@ -58,7 +59,7 @@ def _e5m2(value):
 def _targets(targets, weights, row, k, num_targets, weights_row, weights_column, vocab, ignore_index,
              WEIGHTED: gl.constexpr):
     # fmt: on
-    """Return a token's targets, which of them exist, and their weights."""
+    """Return a token's targets, a mask of targets within the vocabulary, and their weights; one entry per `k`."""
     target = gl.load(targets + row * num_targets + k, mask=k < num_targets, other=ignore_index)
     counted = target != ignore_index
     exists = counted & (target >= 0) & (target < vocab)
@@ -66,17 +67,22 @@ def _targets(targets, weights, row, k, num_targets, weights_row, weights_column,
         weight = gl.load(weights + row * weights_row + k * weights_column, mask=counted, other=0.0).to(gl.float32)
     else:
         weight = counted.to(gl.float32)
-    # Nothing can be raised from here: the loss of a token with a target that does not exist is not a number.
+    # A kernel cannot raise an error: a target outside of the vocabulary makes the token's loss NaN.
     return target, exists, gl.where(counted == exists, weight, float("nan"))
 
 
 # fmt: off
 @gluon.jit
-def _row_kernel(logits, targets, weights, scale, losses, out, vocab, columns, num_targets, weights_row, weights_column,
+def _fp8_kernel(logits, targets, weights, scale, losses, out, vocab, columns, num_targets, weights_row, weights_column,
                 scale_row, height, steepness, offset, slope, ignore_index, WEIGHTED: gl.constexpr, CAPPED: gl.constexpr,
                 ONE_PASS: gl.constexpr, KEPT: gl.constexpr, TARGETS: gl.constexpr, VECTOR: gl.constexpr):
     # fmt: on
-    """The loss of one token, and its gradient times `scale`; KEPT blocks wait in shared memory, 0 for none."""
+    """Write the loss of one token, and the gradient of its logits times `scale`, as e5m2.
+
+    KEPT is the number of blocks that a row takes in shared memory, 0 for rows that do not fit. Tensors: logits and out
+    (tokens, columns) contiguous, out as bytes; targets, weights, scale and losses as in rows.py.
+    """
+    # A block is VECTOR adjacent entries per thread. `pairs` lays out (target, target) comparisons.
     BLOCK: gl.constexpr = VECTOR * 32 * gl.num_warps()
     line: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [gl.num_warps()], [0])
     pairs: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
@@ -86,7 +92,8 @@ def _row_kernel(logits, targets, weights, scale, losses, out, vocab, columns, nu
     whole = vocab // BLOCK * BLOCK
     if KEPT > 0:
         kept = gl.allocate_shared_memory(gl.bfloat16, [KEPT, BLOCK], gl.SwizzledSharedLayout(8, 1, 1, [0]))
-    peak = height  # of all that there may be, or of those that there are
+    # The bound of the capped logits, or else the largest logit of this row, found in a pass of its own.
+    peak = height
     if not ONE_PASS:
         peak = float("-inf")
         for start in range(0, vocab, BLOCK):
@@ -94,6 +101,7 @@ def _row_kernel(logits, targets, weights, scale, losses, out, vocab, columns, nu
             z, _ = _entry(logit, 0.0, height, steepness, offset, CAPPED)
             peak = gl.maximum(peak, gl.max(gl.where(start + block < vocab, z, float("-inf")), axis=0))
 
+    # Blocks within the vocabulary need no masks; a last block may reach beyond it.
     sums = gl.zeros([BLOCK], gl.float32, layout=line)
     for start in range(0, whole, BLOCK):
         z, derivative = _entry(gl.load(place + start + block), peak, height, steepness, offset, CAPPED)
@@ -110,7 +118,7 @@ def _row_kernel(logits, targets, weights, scale, losses, out, vocab, columns, nu
             kept.index(whole // BLOCK).store((value * derivative).to(gl.bfloat16))
     total = gl.sum(sums, axis=0)
 
-    # Targets twice: as rows and as columns of the pairs that are the same.
+    # Targets in two layouts: along the rows and along the columns of the comparison of all pairs.
     k = gl.arange(0, TARGETS, layout=gl.SliceLayout(1, pairs))
     target, exists, weight = _targets(
         targets, weights, row, k, num_targets, weights_row, weights_column, vocab, ignore_index, WEIGHTED
@@ -127,6 +135,7 @@ def _row_kernel(logits, targets, weights, scale, losses, out, vocab, columns, nu
     magnitude = gl.sum(gl.abs(weight), axis=0)
     gl.store(losses + row, gl.where(magnitude == 0.0, 0.0, loss))
 
+    # The sum is known: write the gradients.
     scale_of_row = slope * gl.load(scale + row * scale_row)
     factor = total_weight * scale_of_row / total
     there = out + row * columns
@@ -138,43 +147,45 @@ def _row_kernel(logits, targets, weights, scale, losses, out, vocab, columns, nu
             power, steep = _entry(again, peak, height, steepness, offset, CAPPED)
             grad = gl.where(start + block < vocab, gl.exp2(power) * steep, 0.0)
         gl.store(there + start + block, _e5m2(grad * factor), mask=start + block < columns)
-    # The entries of targets once more, whole: one target may stand there several times.
+    # Rewrite the gradients of the targets' logits, now with their weights. Equal targets must all write the same value,
+    # so each adds the weights of all targets equal to it.
     same = (target[:, None] == other[None, :]) & other_exists[None, :]
     pull = gl.sum(gl.where(same, gl.expand_dims(other_weight, 0), 0.0), axis=1)
     grad = (gl.exp2(z) * factor - pull * scale_of_row) * derivative
-    # All warps have written their blocks before these entries are written again.
+    # The blocks that contain these entries must have been written before.
     group_barrier()
     gl.store(there + target, _e5m2(grad), mask=exists)
 
 
-# Entries of a row that a thread takes at a time, and warps: H200, 2026-11, docs/development/LOG.md.
+# Adjacent entries per thread, and warps; measured on an H200, 2026-11 (docs/development/LOG.md).
 _VECTOR, _WARPS = 8, 16
-# Conversion to 8 bits takes four values at a time.
+# `_e5m2` converts four values at a time.
 _FEWEST_TARGETS = 4
 
 
 def launch_rows_fp8(problem: Problem, rows: slice, logits: Tensor, losses: Tensor, scale: Tensor) -> Tensor:
-    """Compute the losses of some tokens from their logits (tokens, columns), and return their gradients times `scale`.
+    """Write the losses of tokens `rows`, and return the gradients of their logits times `scale`.
 
     Args:
-        problem: the inputs.
-        rows: the tokens.
-        logits: contiguous, with the padding that `problem.weight` has.
-        losses: of all tokens, written.
-        scale: () or (tokens,) float32, of all tokens.
+        problem: the inputs of all tokens.
+        rows: which tokens.
+        logits: (tokens of these rows, columns) contiguous; columns beyond the vocabulary are padding.
+        losses: (tokens,) float32 of all tokens; the entries of these rows are written.
+        scale: () or (tokens,) float32 of all tokens.
 
     Returns:
-        (tokens, columns) float8_e5m2, zero in padding.
+        (tokens of these rows, columns) float8_e5m2, zero in the padding.
     """
     targets, weights, cap = problem.targets, problem.target_weights, problem.softcap
     columns = logits.shape[1]
     height, steepness, offset, slope = _as_tanh(cap)
     block = _VECTOR * 32 * _WARPS
     blocks = triton.cdiv(columns, block)
+    # Two bytes per entry, and 1 KiB to spare.
     fits = blocks * block * 2 + 1024 <= _shared_memory(logits.device)
     out = torch.empty(logits.shape, dtype=torch.float8_e5m2, device=logits.device)
     # fmt: off
-    launch(_row_kernel, (logits.shape[0],), logits, targets[rows], losses if weights is None else weights[rows],
+    launch(_fp8_kernel, (logits.shape[0],), logits, targets[rows], losses if weights is None else weights[rows],
            scale[rows] if scale.ndim else scale, losses[rows], out.view(torch.uint8), problem.vocab_size, columns,
            targets.shape[1], 0 if weights is None else weights.stride(0),
            0 if weights is None else weights.stride(1), scale.stride(0) if scale.ndim else 0, height, steepness, offset,
@@ -186,9 +197,10 @@ def launch_rows_fp8(problem: Problem, rows: slice, logits: Tensor, losses: Tenso
 
 
 def _as_tanh(cap: tuple[float, ...] | None) -> tuple[float, float, float, float]:
-    """Return the constants of z = height tanh(steepness logit + offset), in units of ln 2 less a constant, and a slope.
+    """Return height, steepness, offset and slope of the cap z = height tanh(steepness logit + offset) + constant.
 
-    The derivative, in nats, is slope (1 - tanh^2). Without a cap, z = steepness logit and the derivative is 1.
+    z is in units of ln 2; its derivative, in nats, is slope (1 - tanh^2). Without a cap z = steepness logit and the
+    derivative is slope = 1.
     """
     _, span, steepness, offset, slope = in_ln2(cap)
     if cap is None:
@@ -199,6 +211,7 @@ def _as_tanh(cap: tuple[float, ...] | None) -> tuple[float, float, float, float]
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have."""
-    properties: Any = torch.cuda.get_device_properties(device)  # whose annotations do not know all of them
+    """Return the bytes of shared memory that a program may use."""
+    # Any: PyTorch's annotations lack some properties.
+    properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)

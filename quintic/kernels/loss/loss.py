@@ -1,9 +1,10 @@
-"""Soft-capped cross entropy from hidden states, without keeping the logits of the whole batch.
+"""Soft-capped cross entropy of hidden states, without the logits of the whole batch in memory.
 
-The logits of a batch are by far its largest tensor. Where gradients will be wanted, the forward pass goes over the
-tokens in chunks and computes each chunk's gradients together with its losses, so that only one chunk of logits exists
-at a time; the backward pass multiplies by what arrives from above. For `reduction="none"` something different arrives
-for every token, and the weight's gradient is a sum over tokens: there the backward pass computes the chunks anew.
+The logits are by far the largest tensor of a batch. If gradients are needed, the forward pass goes through the tokens
+in chunks and computes each chunk's gradients together with its losses, so that only one chunk of logits exists at a
+time; the backward pass multiplies these gradients by the upstream gradient, one number. With `reduction="none"` the
+upstream gradient differs from token to token, and the weight's gradient is a sum over tokens: then the backward pass
+computes all chunks again.
 
 Read next: chunks.py, where a chunk is computed.
 """
@@ -23,10 +24,9 @@ from quintic.kernels.loss.problem import Fp8Scales, Problem, SigmoidCap, Wanted
 
 __all__ = ["Fp8Scales", "SigmoidCap", "obstacle_to_loss", "softcap_cross_entropy"]
 
-# Chunk of logits kept at a time on the CPU: small enough to stay in its caches. Measured 2026-11-20,
-# docs/development/LOG.md.
+# Bytes of a chunk of logits on the CPU: small enough for its caches. Measured 2026-11-20 (docs/development/LOG.md).
 _CHUNK_BYTES = 4 * 2**20
-# The same for the twin on other devices.
+# Bytes of a chunk of logits for plain PyTorch on other devices.
 _DEVICE_CHUNK_BYTES = 256 * 2**20
 
 
@@ -56,9 +56,9 @@ def softcap_cross_entropy(
         x: (..., d) float32, bfloat16, float16 or float64 hidden states, any strides; the products are computed in their
             dtype, everything after them in float32 (float64 for float64).
         weight: (vocabulary, d) output head, any float dtype and strides; computed in the dtype of `x`.
-        targets: (...) int64, or (..., K) for K targets per token; in [0, vocab_size) or `ignore_index`. Another value
-            is an error on a CPU; with Triton's kernels the token's loss is NaN instead.
-        softcap: bound of the logits, > 0; `SigmoidCap` for that form of a cap, None for logits as they are.
+        targets: (...) int64, or (..., K) for K targets per token; in [0, vocab_size) or `ignore_index`. Any other value
+            raises an error on a CPU; with Triton's kernels the token's loss becomes NaN instead.
+        softcap: bound of the logits, > 0; a `SigmoidCap` for that form of a cap, None for no cap.
         target_weights: (K,) or (..., K) float weights w_k of the targets, where these are (..., K); None for ones. No
             gradient flows through them.
         ignore_index: value of targets that do not count.
@@ -66,21 +66,21 @@ def softcap_cross_entropy(
             gradients; their values must be finite. None for all rows.
         transposed: `weight` is stored as (d, vocabulary).
         fp8: scales for products in 8 bits, see `Fp8Scales`; both sizes of `weight` must be multiples of 16. On CUDA
-            devices of compute capability 8.9 or more they run on tensor cores, elsewhere they are emulated.
-        reduction: `"mean"` is the sum divided by the number of tokens that have a target that counts, whatever its
-            weight: with one target per token, what `torch.nn.functional.cross_entropy` returns. Where no token has one,
-            loss and gradients are 0 (there: NaN), so that a rank or microbatch of padding does no harm. `"sum"`;
-            `"none"` for one loss per token, 0 where nothing counts.
-        kernels: `"auto"` takes Triton on CUDA devices (up to 32 bits), `"torch"` is plain PyTorch, a smaller chunk of
-            logits at a time; `"triton"` insists.
+            devices of compute capability 8.9 or more they run on tensor cores; on other devices they are emulated.
+        reduction: `"mean"` divides the sum by the number of tokens with a target that is not ignored, of any weight;
+            for one target per token this is `torch.nn.functional.cross_entropy`. Without such a token, loss and
+            gradients are 0 (PyTorch returns NaN), so that a rank or microbatch of padding does no harm. `"sum"` adds
+            the losses; `"none"` returns one loss per token, 0 for a token whose targets are all ignored.
+        kernels: `"auto"` takes Triton on CUDA devices (up to 32 bits), `"torch"` is plain PyTorch with smaller chunks
+            of logits; `"triton"` raises an error if Triton cannot compute this.
 
     Returns:
-        Scalar, or (...) losses; float32 (float64 for float64). Differentiable in `x` and `weight`, gradients in their
-        dtypes.
+        A scalar, or (...) losses; float32 (float64 for float64). Differentiable in `x` and `weight`, with gradients in
+        their dtypes.
 
     Raises:
-        TypeError: dtypes that do not fit.
-        ValueError: shapes, devices or values that do not fit; `kernels="triton"` cannot be honoured.
+        TypeError: a dtype is not supported.
+        ValueError: shapes, devices or values do not fit, or `kernels="triton"` cannot be honoured.
     """
     stored = _check(x, weight, targets, target_weights, transposed=transposed)
     vocab_size = stored if vocab_size is None else vocab_size
@@ -94,6 +94,7 @@ def softcap_cross_entropy(
     shape = x.shape[:-1]
     num_tokens = math.prod(shape)
     num_targets = 1 if targets.ndim < x.ndim else targets.shape[-1]
+    # Flattened to (tokens, d) and (tokens, K); operators take tensors, numbers and strings only.
     arguments = (
         x.reshape(num_tokens, x.shape[-1]),
         weight,
@@ -112,6 +113,7 @@ def softcap_cross_entropy(
     if reduction == "none":
         losses = torch.ops.quintic.softcap_cross_entropy(*arguments)
         return losses.view(shape)
+    # Factor of each token's loss: 1, or 1 / tokens that count.
     scale = torch.ones((), dtype=loss_dtype(x), device=x.device)
     if reduction == "mean":
         counted = (arguments[2] != ignore_index).any(1).sum()
@@ -126,7 +128,7 @@ def softcap_cross_entropy(
 
 
 def _check(x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor | None, *, transposed: bool) -> int:
-    """Check the tensors against each other; return the number of rows that the head has."""
+    """Check dtypes, shapes and devices of the tensors, and return the stored size of the vocabulary."""
     for name, tensor in (("x", x), ("weight", weight)):
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise TypeError(f"{name} is {tensor.dtype}; need float32, bfloat16, float16 or float64")
@@ -185,7 +187,7 @@ def obstacle_to_loss(x: Tensor, *, fp8: bool = False) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- operators
 
 
-# Both operators begin with these arguments, the last of which is `kernels`.
+# Both operators begin with these 12 arguments: 7 tensors, then options, `kernels` last.
 _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor targets, Tensor? target_weights, Tensor? x_scale, Tensor? weight_scale, "
     "Tensor? grad_scale, float[]? softcap, SymInt ignore_index, SymInt vocab_size, bool transposed, str kernels"
@@ -233,7 +235,7 @@ def _check_targets(problem: Problem) -> None:
 
 @torch.library.custom_op("quintic::softcap_cross_entropy", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
 def _losses(*arguments: Any) -> Tensor:
-    """Return one loss per token; the backward pass computes everything again."""
+    """Return one loss per token, (tokens,); the backward pass computes all chunks again."""
     return _compute(_problem(arguments), None, arguments[-1])[0]
 
 
@@ -252,6 +254,7 @@ def _setup_losses(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward_losses(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     for_x, for_weight = ctx.needs_input_grad[:2]
     x, weight, *others = ctx.saved_tensors
+    # The upstream gradient is the factor of each token's loss.
     _, grad_x, grad_weight = torch.ops.quintic.softcap_cross_entropy_with_gradients(
         x, weight, *others, *ctx.options, grad.contiguous(), for_x, for_weight
     )
@@ -271,7 +274,7 @@ _losses.register_autograd(_backward_losses, setup_context=_setup_losses)
     schema=f"({_ARGUMENTS}, Tensor scale, bool for_x, bool for_weight) -> (Tensor, Tensor, Tensor)",
 )
 def _with_gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sum_t scale_t loss_t, scale being () or (tokens,), and its gradients, not rounded yet."""
+    """Return sum_t scale_t loss_t, with scale () or (tokens,), and its gradients before they are rounded."""
     wanted = Wanted(*arguments[_NUM_ARGUMENTS:])
     losses, grad_x, grad_weight = _compute(_problem(arguments), wanted, arguments[_NUM_ARGUMENTS - 1])
     total = losses.sum() * wanted.scale if wanted.scale.ndim == 0 else losses @ wanted.scale
@@ -286,7 +289,7 @@ def _with_gradients_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _setup_with_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, weight, *_ = inputs
-    # Or zeros as large as the gradients would arrive for them.
+    # Otherwise autograd would allocate zeros of the gradients' size for the two outputs that nothing uses.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
     ctx.dtypes = x.dtype, weight.dtype
@@ -307,8 +310,9 @@ def _backward_with_gradients(
 
 
 def _times(saved: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return saved * factor, rounded: in one pass that leaves `saved` to other backward passes."""
-    if torch.is_grad_enabled():  # create_graph; `out` is not for tensors that are differentiated
+    """Return saved * factor in `dtype`, in one pass; `saved` stays intact for another backward pass."""
+    # With create_graph=True gradients are enabled here, and `out` does not allow differentiation.
+    if torch.is_grad_enabled():
         return (saved * factor).to(dtype)
     return torch.mul(saved, factor, out=torch.empty_like(saved, dtype=dtype))
 

@@ -1,4 +1,4 @@
-"""The inputs of a loss, its caps, and the gradients wanted of it."""
+"""Records that describe one computation of the loss: inputs, cap, 8-bit scales, and the gradients to compute."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,16 @@ __all__ = ["Fp8Scales", "Problem", "SigmoidCap", "Wanted"]
 
 
 class Fp8Scales(NamedTuple):
-    """Scales of the products in 8 bits: () float32 > 0 on the device of `x`, value = quantised * scale.
+    """Scales of the 8-bit products, () float32 > 0 on the device of `x`: value = quantised * scale.
 
-    `x` and `weight` are quantised as e4m3. `grad` is for the gradient with respect to the logits before the cap, e5m2:
-    of the *sum* of the losses for reductions "sum" and "mean" (a mean is divided afterwards), so that its entries lie
-    within a token's sum of absolute weights, 1 for a single target, and 1 / 57344 of that never saturates; with the
-    upstream gradient of each token included for "none". A `SigmoidCap` multiplies them by height / (4 width) at most.
+    `x` and `weight` are quantised as e4m3. `grad` is the scale of the gradient of the logits before the cap, as e5m2:
+
+    - For reductions "sum" and "mean" it is the gradient of the *sum* of the losses; a mean is divided afterwards. No
+      entry exceeds the token's sum of absolute target weights, which is 1 for a single target, so that 1 / 57344 of
+      that sum never saturates.
+    - For "none" it includes the upstream gradient of each token.
+
+    A `SigmoidCap` multiplies these gradients by at most height / (4 width).
     """
 
     x: Tensor
@@ -22,7 +26,7 @@ class Fp8Scales(NamedTuple):
 
 
 class SigmoidCap(NamedTuple):
-    """The cap height * sigmoid((logit + shift) / width) of logits, which come to lie between 0 and `height`.
+    """A cap of logits, height * sigmoid((logit + shift) / width): capped logits lie between 0 and `height`.
 
     `height` and `width` are > 0. Source: the modded-nanogpt speedrun, with 23 sigmoid((logit + 5) / 7.5).
     """
@@ -45,16 +49,16 @@ class Problem(NamedTuple):
     """(tokens, K), any strides."""
     fp8: Fp8Scales | None
     softcap: tuple[float, ...] | None
-    """One number for tanh, the three of a `SigmoidCap`, or None for no cap."""
+    """(cap,) for cap tanh(logit / cap), the three numbers of a `SigmoidCap`, or None for no cap."""
     ignore_index: int
     vocab_size: int
     transposed: bool
 
 
 class Wanted(NamedTuple):
-    """The gradients to compute, and their scale."""
+    """Which gradients to compute, and their scale."""
 
     scale: Tensor
-    """() for all tokens or (tokens,): factor of each token's loss."""
+    """Factor of each token's loss: () for one factor, or (tokens,)."""
     for_x: bool
     for_weight: bool

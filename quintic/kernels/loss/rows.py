@@ -1,4 +1,8 @@
-"""Triton kernels over rows of logits: the losses, and the gradients in place of the logits.
+"""Triton kernels over rows of logits: they compute the losses and overwrite the logits with their gradient.
+
+One program of `_row_kernel` takes one token. It makes one pass over the row if a cap bounds the logits tightly enough
+(`takes_one_pass`), else two: one for the sum of the softmax, one for the gradient. `_scale_rows_kernel` applies the
+factors that one pass leaves open. Exponentials are powers of two, so capped logits z are kept in units of ln 2.
 
 chunks.py has the formulas, the plain twin and the products around these kernels.
 """
@@ -21,7 +25,8 @@ __all__ = ["LOG2_E", "in_ln2", "launch_rows", "scale_rows", "takes_one_pass"]
 @jit
 def _reciprocal(x, APPROXIMATE: tl.constexpr):
     if APPROXIMATE:
-        # One instruction, right to a unit in the last place; a division takes several, and this kernel counts them.
+        # One instruction with an error of one unit in the last place. A division takes several instructions, and the
+        # kernel is bound by their number.
         result = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -32,10 +37,10 @@ def _reciprocal(x, APPROXIMATE: tl.constexpr):
 
 @jit
 def _capped(logit, cap, span, steepness, offset, CAPPED: tl.constexpr, APPROXIMATE: tl.constexpr):
-    """Return a capped logit z in units of ln 2, and r in (0, 1), from which its derivative is slope (r - r^2)."""
+    """Return the capped logit z in units of ln 2, and r in (0, 1) with the derivative slope (r - r^2)."""
     if CAPPED:
-        # tanh u = 1 - 2 r with r = 1 / (1 + exp 2u), sigmoid u = 1 - r with r = 1 / (1 + exp u). An overflow of the
-        # exponential makes r = 0, as it should.
+        # z = cap - span r: tanh u = 1 - 2 r with r = 1 / (1 + exp 2u), sigmoid u = 1 - r with r = 1 / (1 + exp u). If
+        # the exponential overflows, r = 0, which is its limit.
         r = _reciprocal(1.0 + tl.exp2(logit * steepness + offset), APPROXIMATE)
         z = cap - span * r
     else:
@@ -56,20 +61,25 @@ def _derivative(r, slope, CAPPED: tl.constexpr):
 
 # fmt: off
 @jit
-def _one_pass_block(place, sums, column, vocab, columns, span, steepness, offset, share, GRADIENT: tl.constexpr,
+def _one_pass_block(place, sums, column, vocab, columns, span, steepness, offset, ratio, GRADIENT: tl.constexpr,
                     APPROXIMATE: tl.constexpr, MASKED: tl.constexpr):
     # fmt: on
-    """Add exp(z - cap) of a block to the sums and replace the logits by that times share (r - r^2)."""
+    """Add exp(z - cap) of a block of logits to the sums; with GRADIENT replace them by exp(z - cap) ratio (r - r^2).
+
+    `column` are the columns of the block (BLOCK,), `sums` is (BLOCK,) float32, `place` points to the row. MASKED blocks
+    reach beyond the vocabulary, up to `columns`, where the gradient is zero.
+    """
     if MASKED:
         logit = tl.load(place + column, mask=column < vocab, other=0.0).to(tl.float32)
     else:
         logit = tl.load(place + column).to(tl.float32)
     r = _reciprocal(1.0 + tl.exp2(logit * steepness + offset), APPROXIMATE)
+    # z - cap = -span r.
     value = tl.exp2(-span * r)
     if MASKED:
         value = tl.where(column < vocab, value, 0.0)
     if GRADIENT:
-        grad = (value * (share * (r - r * r))).to(place.dtype.element_ty)
+        grad = (value * (ratio * (r - r * r))).to(place.dtype.element_ty)
         if MASKED:
             tl.store(place + column, grad, mask=column < columns)
         else:
@@ -84,13 +94,20 @@ def _row_kernel(logits, targets, weights, scale, losses, factors, vocab, columns
                 WEIGHTED: tl.constexpr, CAPPED: tl.constexpr, ONE_PASS: tl.constexpr, GRADIENT: tl.constexpr,
                 APPROXIMATE: tl.constexpr, TARGETS: tl.constexpr, BLOCK: tl.constexpr):
     # fmt: on
-    """The loss of one token and, with GRADIENT, its row of logits overwritten by the gradient.
+    """Write the loss of one token and, with GRADIENT, overwrite its row of logits with the gradient.
 
-    With ONE_PASS gradient = row * factor; `factors` is written in that case alone.
+    With ONE_PASS the gradient is the row times a factor, which is written to `factors`.
+
+    Tensors: logits (tokens, columns) with rows `logits_row` apart; targets (tokens, num_targets) int64, contiguous;
+    weights (tokens, num_targets) with two strides, read if WEIGHTED; scale () or (tokens,) with stride `scale_row`;
+    losses and factors (tokens,) float32. Columns from `vocab` on are padding. TARGETS is num_targets rounded up to a
+    power of two. cap, span, steepness, offset and slope are from `in_ln2`.
     """
+    # int64: the offset of a row in a chunk of logits may exceed 2^31.
     row = tl.program_id(0).to(tl.int64)
     place = logits + row * logits_row
     k = tl.arange(0, TARGETS)
+    # (TARGETS,): lanes beyond the last target are ignored targets.
     target = tl.load(targets + row * num_targets + k, mask=k < num_targets, other=ignore_index)
     counted = target != ignore_index
     missing = counted & ((target < 0) | (target >= vocab))
@@ -99,53 +116,57 @@ def _row_kernel(logits, targets, weights, scale, losses, factors, vocab, columns
         weight = tl.load(weights + row * weights_row + k * weights_column, mask=counted, other=0.0).to(tl.float32)
     else:
         weight = counted.to(tl.float32)
-    # Nothing can be raised from here: the loss of a token with a target that does not exist is not a number.
+    # A kernel cannot raise an error: a target outside of the vocabulary makes the token's loss NaN.
     weight = tl.where(missing, float("nan"), weight)
     total_weight = tl.sum(weight, axis=0)
     magnitude = tl.sum(tl.abs(weight), axis=0)
     if ONE_PASS:
-        # Rows are kept relative to the sum of absolute weights: the sum of weights, which may cancel, divides nothing.
+        # Rows are scaled by 1 / sum of absolute weights. The sum of weights may cancel to zero and must not divide.
         relative = 1.0 / tl.where(magnitude == 0.0, 1.0, magnitude)
     else:
         relative = tl.load(scale + row * scale_row)
-    share = total_weight * relative
+    ratio = total_weight * relative
+    # The logits of the targets, before they are overwritten.
     logit = tl.load(place + target, mask=exists, other=0.0).to(tl.float32)
     z, r = _capped(logit, cap, span, steepness, offset, CAPPED, APPROXIMATE)
-    # No warp may overwrite the row before all have read the logits of the targets.
+    # All warps must have read them before any warp overwrites the row.
     tl.debug_barrier()
 
     block = tl.arange(0, BLOCK)
+    # Blocks before `whole` lie within the vocabulary and need no masks.
     whole = vocab // BLOCK * BLOCK
     if ONE_PASS:
         sums = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, whole, BLOCK):
             sums = _one_pass_block(
-                place, sums, start + block, vocab, columns, span, steepness, offset, share, GRADIENT, APPROXIMATE, False
+                place, sums, start + block, vocab, columns, span, steepness, offset, ratio, GRADIENT, APPROXIMATE, False
             )
         for start in range(whole, columns, BLOCK):
             sums = _one_pass_block(
-                place, sums, start + block, vocab, columns, span, steepness, offset, share, GRADIENT, APPROXIMATE, True
+                place, sums, start + block, vocab, columns, span, steepness, offset, ratio, GRADIENT, APPROXIMATE, True
             )
         total = tl.sum(sums, axis=0)
         lse = tl.log2(total) + cap
     else:
+        # The sum relative to the largest logit so far, rescaled whenever a larger one is found (online softmax).
         peak = float("-inf")
         total = 0.0
         for start in range(0, vocab, BLOCK):
             inside = start + block < vocab
-            part = tl.load(place + start + block, mask=inside, other=0.0).to(tl.float32)
-            part, _ = _capped(part, cap, span, steepness, offset, CAPPED, APPROXIMATE)
-            part = tl.where(inside, part, float("-inf"))
-            higher = tl.maximum(peak, tl.max(part, axis=0))
-            total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(part - higher), axis=0)
+            z_block = tl.load(place + start + block, mask=inside, other=0.0).to(tl.float32)
+            z_block, _ = _capped(z_block, cap, span, steepness, offset, CAPPED, APPROXIMATE)
+            z_block = tl.where(inside, z_block, float("-inf"))
+            higher = tl.maximum(peak, tl.max(z_block, axis=0))
+            total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(z_block - higher), axis=0)
             peak = higher
         lse = tl.log2(total) + peak
         if GRADIENT:
+            # Another pass, now that the sum is known.
             for start in range(0, columns, BLOCK):
                 inside = start + block < vocab
-                part = tl.load(place + start + block, mask=inside, other=0.0).to(tl.float32)
-                part, part_r = _capped(part, cap, span, steepness, offset, CAPPED, APPROXIMATE)
-                grad = tl.exp2(part - lse) * share * _derivative(part_r, slope, CAPPED)
+                z_block = tl.load(place + start + block, mask=inside, other=0.0).to(tl.float32)
+                z_block, r_block = _capped(z_block, cap, span, steepness, offset, CAPPED, APPROXIMATE)
+                grad = tl.exp2(z_block - lse) * ratio * _derivative(r_block, slope, CAPPED)
                 grad = tl.where(inside, grad, 0.0).to(logits.dtype.element_ty)
                 tl.store(place + start + block, grad, mask=start + block < columns)
 
@@ -153,15 +174,16 @@ def _row_kernel(logits, targets, weights, scale, losses, factors, vocab, columns
     loss = (total_weight * lse - tl.sum(weight * z, axis=0)) * 0.6931471805599453
     tl.store(losses + row, tl.where(magnitude == 0.0, 0.0, loss))
     if GRADIENT:
-        # The entries of targets once more, whole: one target may stand there several times.
+        # Rewrite the gradients of the targets' logits, now with their weights. Equal targets must all write the same
+        # value, so each adds the weights of all targets equal to it.
         same = (target[:, None] == target[None, :]) & exists[None, :]
         pull = tl.sum(tl.where(same, weight[None, :], 0.0), axis=1) * relative
         if ONE_PASS:
-            value = (tl.exp2(z - cap) * share - total * pull) * (r - r * r)
+            value = (tl.exp2(z - cap) * ratio - total * pull) * (r - r * r)
             tl.store(factors + row, slope * magnitude * tl.load(scale + row * scale_row) / total)
         else:
-            value = (tl.exp2(z - lse) * share - pull) * _derivative(r, slope, CAPPED)
-        # All warps have written their blocks before these entries are written again.
+            value = (tl.exp2(z - lse) * ratio - pull) * _derivative(r, slope, CAPPED)
+        # The blocks that contain these entries must have been written before.
         tl.debug_barrier()
         tl.store(place + target, value.to(logits.dtype.element_ty), mask=exists)
 
@@ -170,6 +192,7 @@ def _row_kernel(logits, targets, weights, scale, losses, factors, vocab, columns
 def _scale_rows_kernel(
     x, factors, out, num_rows, width, x_row, x_column, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
+    # x (num_rows, width) with two strides, factors (num_rows,) float32, out (num_rows, width) contiguous.
     column_tiles = tl.cdiv(width, BLOCK_COLUMNS)
     i = (tl.program_id(0) // column_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     j = tl.program_id(0) % column_tiles * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -181,37 +204,38 @@ def _scale_rows_kernel(
 
 # ------------------------------------------------------------------------------------------------------------ launches
 
-# Columns of a row at a time, and warps.
+# Columns of a row that a program takes at a time, and its warps.
 _ROW_BLOCK, _ROW_WARPS = 4096, 8
+# Rows and columns per program of `_scale_rows_kernel`.
 _SCALE_BLOCK = (16, 128)
 
 LOG2_E = math.log2(math.e)
 
-# Up to this distance between the bounds of logits, exp(-span) is far from the smallest float32 and bfloat16, and a row
-# needs one pass.
+# Largest span, the distance between the bounds of capped logits, for one pass: exp(-span) is then far above the
+# smallest normal float32 and bfloat16.
 _ONE_PASS_SPAN = 60.0
 
 
 def _approximate(x: Tensor) -> bool:
-    """Return whether kernels on the device of `x` have the instruction of NVIDIA that approximates a reciprocal."""
+    """Return whether kernels on the device of `x` can use NVIDIA's instruction for an approximate reciprocal."""
     return x.is_cuda and torch.version.hip is None and not triton_is_interpreted()
 
 
 def in_ln2(softcap: tuple[float, ...] | None) -> tuple[float, float, float, float, float]:
-    """Return cap, span, steepness, offset and slope for `_capped` and `_derivative`, in units of ln 2 but for slope."""
+    """Return cap, span, steepness, offset and slope for `_capped` and `_derivative`; all but slope in units of ln 2."""
     if softcap is None:
         return 0.0, 0.0, LOG2_E, 0.0, 1.0
     if len(softcap) == 1:
         return softcap[0] * LOG2_E, 2 * softcap[0] * LOG2_E, 2 * LOG2_E / softcap[0], 0.0, 4.0
     height, shift, width = softcap
-    # Lower by the cap of zero, which no softmax sees: small differences between losses are more exact.
+    # z less its value at logit 0: a softmax ignores the constant, and smaller z make the loss more exact.
     top = height / (1 + math.exp(min(shift / width, 700.0)))
     return top * LOG2_E, height * LOG2_E, LOG2_E / width, shift * LOG2_E / width, height / width
 
 
 def takes_one_pass(softcap: tuple[float, ...] | None, dtype: torch.dtype, *, gradient: bool) -> bool:
-    """Return whether the sum of a softmax can be made without its largest logit, and gradients be written before it."""
-    # float16 has no exp(-span).
+    """Return whether one pass over a row suffices: the cap bounds z - cap, so that no largest logit must be found."""
+    # exp(-span) underflows in float16, in which gradients would be stored.
     span = math.inf if softcap is None else softcap[0] * (2 if len(softcap) == 1 else 1)
     return span <= _ONE_PASS_SPAN and not (gradient and dtype == torch.float16)
 
@@ -225,11 +249,13 @@ def launch_rows(
     wanted: Wanted | None,
     factors: Tensor | None = None,
 ) -> None:
-    """Compute the losses of some tokens from their logits, and overwrite these where gradients are wanted.
+    """Write the losses of tokens `rows` and, if gradients are wanted, overwrite their logits with the gradient.
 
-    `factors` (tokens,) gets the factors of gradients made in one pass; None for others and for losses alone.
+    `factors` (tokens of these rows,) receives the factors that complete gradients of one pass; None for other gradients
+    and for losses only.
     """
     targets, weights, cap = problem.targets, problem.target_weights, problem.softcap
+    # Arguments that the kernel does not read still need a tensor: `losses`.
     scale = losses if wanted is None else wanted.scale
     # fmt: off
     launch(_row_kernel, (logits.shape[0],), logits, targets[rows], losses if weights is None else weights[rows],
@@ -244,7 +270,7 @@ def launch_rows(
 
 
 def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Write x (m, n) times one factor per row into a contiguous tensor."""
+    """Write x (m, n) times one factor per row, (m,), into a contiguous tensor."""
     (m, n), (block_rows, block_columns) = x.shape, _SCALE_BLOCK
     # fmt: off
     launch(_scale_rows_kernel, (triton.cdiv(m, block_rows) * triton.cdiv(n, block_columns),), x, factors, out, m, n,

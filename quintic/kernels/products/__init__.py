@@ -1,1 +1,1 @@
-"""The products of an orthogonalisation, and the norms before them."""
+"""Kernels of an orthogonalisation: scaling matrices to one norm, and products of batches of matrices."""

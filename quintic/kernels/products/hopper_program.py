@@ -1,14 +1,16 @@
-"""All products of an orthogonalisation in one launch, for Hopper: `hopper.py` run as a queue.
+"""All products of an orthogonalisation in one launch on Hopper GPUs: the kernel of `hopper.py`, fed by a queue.
 
-Product by product a few small matrices leave a GPU idle: while it is launched, while the last tiles of a product are
-computed, while results are written and read again. Here the tiles of all products (see `optim/polar/program.py`) are
-one queue, dealt out to the programs of the grid in turn. A tile waits for the rows that it reads, and for nothing else:
-every row of tiles of every matrix has a counter of the tiles finished in it. A tile depends on earlier ones of the
-queue alone, and all programs run at the same time (a cooperative launch), so that one of them can always go on.
+With a launch per product, a few small matrices leave the GPU idle during launches, while the last tiles of a product
+are computed, and while results are written and read again. Here the tiles of all products (see
+`optim/polar/program.py`) form one queue, and tile q goes to program q modulo the size of the grid.
 
-To the two groups that multiply and the warp that fetches, as in `hopper.py`, comes a warp that watches the counters, a
-few tiles ahead (both are in `hopper_queue.py`). The arithmetic is the same, and so are the bits: which of the two runs
-may depend on the number of matrices.
+- Every row of tiles of every matrix has a counter of finished tiles. A tile waits for the rows that it reads only.
+- There is no deadlock: a tile depends on earlier tiles of the queue only, and all programs run at the same time (a
+  cooperative launch), so that the first unfinished tile can always be computed.
+- A program has four kinds of warps: two groups that multiply (here), as in `hopper.py`, one warp that fetches and one
+  that watches the counters a few tiles ahead (both in `hopper_queue.py`).
+
+The arithmetic is that of `hopper.py`, and so are the bits: the number of matrices may decide which of the two runs.
 
 Import this module only where Triton is installed, and call it on devices of compute capability 9.0.
 """
@@ -61,7 +63,7 @@ __all__ = ["APPLY", "GRAM", "SQUARE", "Step", "run_program", "steps_table"]
 
 @gluon.jit
 def _finish(counters, first_row, second_row):
-    """Count a tile in the rows that it is part of, one or two, once it is in memory."""
+    """Count a finished tile in the row or the two rows that it belongs to, once it is in memory."""
     await_stores()
     group_barrier()
     count_up(counters + first_row)
@@ -72,11 +74,14 @@ def _finish(counters, first_row, second_row):
 @gluon.jit
 def _accumulate(
     WHICH: gl.constexpr,
+    # The ring of stages and its barriers, as in hopper.py.
     smem_left,
     smem_right,
     full,
     empty,
+    # Barrier of the other group's turn.
     next_turn,
+    # First stage of the tile, counted from the start of the ring, and number of stages.
     position,
     steps,
     LEFT_TRANSPOSED: gl.constexpr,
@@ -84,13 +89,14 @@ def _accumulate(
     HALVES: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Return the sum of the products of `steps` stages of the ring, from `position` on, and pass the turn on."""
+    """Return a tile's float32 sum of products, (HEIGHT, TILE), and pass the turn on to the other group."""
     HEIGHT: gl.constexpr = TILE // HALVES
     value = gl.zeros((HEIGHT, TILE), gl.float32, layout)
     for step in range(steps):
         stage = (position + step) % STAGES
         mbarrier.wait(full.index(stage), ((position + step) // STAGES) & 1)
         left = smem_left.index(stage * HALVES + WHICH * (HALVES - 1))
+        # Stages are allocated in the shape of untransposed blocks: see them as they were loaded, then transpose.
         if LEFT_TRANSPOSED:
             left = reinterpret(left, left.dtype, [1, BLOCK_K, HEIGHT], left.layout)
             left = left.reshape([BLOCK_K, HEIGHT]).permute([1, 0])
@@ -102,6 +108,7 @@ def _accumulate(
             right = right.reshape([TILE, BLOCK_K]).permute([1, 0])
         else:
             right = right.reshape([BLOCK_K, TILE])
+        # One multiplication stays in flight; when the one before it is done, its stage may be filled again.
         value = warpgroup_mma(left, right, value, is_async=True)
         value = warpgroup_mma_wait(1, deps=(value,))
         mbarrier.arrive(empty.index((position + step + STAGES - 1) % STAGES), pred=step > 0)
@@ -115,25 +122,32 @@ def _accumulate(
 
 @gluon.jit
 def _multiply(
+    # Number of the group, 0 or 1.
     WHICH: gl.constexpr,
+    # Descriptors of results: whole matrices, the last product's result, small matrices, and these in transposed blocks.
     apply_out,
     last_out,
     square_out,
     square_out_transposed,
+    # The ring, and one block of shared memory per group for c and results, seen in both orientations.
     smem_left,
     smem_right,
     staging,
     staging_transposed,
+    # Barriers, as in hopper.py and hopper_queue.py.
     full,
     empty,
     loaded,
     turns,
     gates,
     passed,
+    # (products, COLUMNS) int32 and (products, SCALARS) float32, see `steps_table`.
     table,
     scalars,
     products,
+    # (batch, short) int32: finished tiles of each row; with HALVES 2 each group counts its half.
     counters,
+    # Sizes in tiles along the sides, and in blocks of BLOCK_K entries.
     batch,
     short,
     long,
@@ -142,7 +156,7 @@ def _multiply(
     WIDE: gl.constexpr,
     HALVES: gl.constexpr,
 ):
-    """One of the two groups of warps that multiply: every other tile (HALVES 1), or half of every tile (HALVES 2)."""
+    """Compute this group's tiles: every other tile of the program (HALVES 1), or half of every tile (HALVES 2)."""
     HEIGHT: gl.constexpr = TILE // HALVES
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     next_turn = turns.index(1 - WHICH)
@@ -150,13 +164,15 @@ def _multiply(
     mine_transposed = staging_transposed.index(WHICH)
     result_here = mine.reshape([HEIGHT, TILE])
     result_there = mine_transposed.reshape([TILE, HEIGHT]).permute([1, 0])
+    # Stages of the ring and tiles of this program so far, those of the other group included.
     position = 0
     number = 0
+    # Group 0 begins: waiting for phase 1 of a fresh barrier returns at once.
     turn = 1 - WHICH
     loaded_phase = 0
     finished = 0
-    # The rows that the last tile counts in, once its stores are complete: after the next tile's multiplications, or at
-    # the end of a product.
+    # A tile is counted after the multiplications of the next one, or at the end of the product, so that its stores have
+    # time to complete. Until then `pending` is 1, and these are its rows.
     pending = 0
     first_row = 0
     second_row = 0
@@ -174,6 +190,7 @@ def _multiply(
             if HALVES == 2 or number % 2 == WHICH:
                 matrix, i, j = place_of(t, kind, short, long, WIDE)
                 row = i * TILE + WHICH * (HALVES - 1) * HEIGHT
+                # The gate says that c is complete, too.
                 mbarrier.wait(gates.index(number % GATES), (number // GATES) & 1)
                 mbarrier.arrive(passed.index(number % GATES))
                 if c >= 0:
@@ -181,7 +198,7 @@ def _multiply(
                     mbarrier.expect(loaded.index(WHICH), square_out.block_type.nbytes)
                     tma_load(square_out, [c * batch + matrix, row, j * TILE], loaded.index(WHICH), mine)
                 if HALVES == 1:
-                    # The other group has waited for all its stages: none of mine is two rounds of the ring away.
+                    # The turn also keeps the phases of `full` unambiguous, as in hopper.py.
                     mbarrier.wait(turns.index(WHICH), turn)
                     turn ^= 1
                 # fmt: off
@@ -194,16 +211,19 @@ def _multiply(
                 # fmt: on
                 if pending != 0:
                     _finish(counters, first_row, second_row)
+                # Epilogue in float32, rounded once.
                 value = value * alpha
                 if c >= 0:
                     mbarrier.wait(loaded.index(WHICH), loaded_phase)
                     loaded_phase ^= 1
                     value += beta * result_here.load(layout).to(gl.float32)
+                # In an APPLY `diagonal` is zero.
                 if i == j:
                     down = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
                     across = j * TILE + gl.arange(0, TILE, gl.SliceLayout(0, layout))
                     value += gl.where(down[:, None] == across[None, :], diagonal, 0.0)
                 result = value.to(square_out.dtype)
+                # The last result may have another 16-bit dtype.
                 if product == products - 1:
                     last = reinterpret(mine, last_out.dtype, last_out.block_type.shape, last_out.layout)
                     last.reshape([HEIGHT, TILE]).store(value.to(last_out.dtype))
@@ -218,6 +238,7 @@ def _multiply(
                 else:
                     tma_store(square_out, [out + matrix, row, j * TILE], mine)
                     if i != j:
+                        # Mirror the tile through the same memory, once the first copy has read it.
                         tma.store_wait(0)
                         result_there.store(result)
                         fence_async_shared()
@@ -225,6 +246,7 @@ def _multiply(
                 rows = matrix * short
                 first_row = rows + i
                 second_row = rows + j
+                # A tile of x counts in its row along the short side; a small one in its row and in its mirror's.
                 if kind == APPLY:
                     if WIDE:
                         second_row = rows + i
@@ -239,9 +261,10 @@ def _multiply(
         finished += total
 
 
-# Compiled once for all sizes, not anew for those that happen to be 1 or multiples of 16.
+# Triton would compile variants for sizes that are 1 or multiples of 16; one for all sizes is enough.
 @gluon.jit(do_not_specialize=["products", "batch", "short", "long", "short_steps", "long_steps"])
 def _program_kernel(
+    # Descriptors of operands by kind of product, then of results; see `run_program`.
     gram_left,
     gram_right,
     square_left,
@@ -252,6 +275,7 @@ def _program_kernel(
     last_out,
     square_out,
     square_out_transposed,
+    # As in `_multiply`.
     table,
     scalars,
     products,
@@ -285,7 +309,8 @@ def _program_kernel(
         mbarrier.init(turns.index(group), count=1)
     for gate in gl.static_range(GATES):
         mbarrier.init(gates.index(gate), count=1)
-        mbarrier.init(passed.index(gate), count=1 + HALVES)  # the warp that fetches, and who multiplies
+        # The fetching warp passes a gate, and one multiplying group or both.
+        mbarrier.init(passed.index(gate), count=1 + HALVES)
     fence_async_shared()
     # fmt: off
     gl.warp_specialize(
@@ -301,6 +326,7 @@ def _program_kernel(
                       WIDE, HALVES)),
             (watch, (gates, passed, table, products, counters, batch, short, long, WIDE, HALVES)),
         ],
+        # Warps of all functions but the first, and registers per thread: see hopper.py.
         [4, 1, 1],
         [232, 40, 40],
     )
@@ -308,7 +334,7 @@ def _program_kernel(
 
 
 class Step(NamedTuple):
-    """One product of a program, with its operands' places in memory."""
+    """One product, out = alpha a b + beta c + diagonal I, with the places of its matrices in memory."""
 
     kind: int
     """GRAM, SQUARE or APPLY."""
@@ -325,43 +351,49 @@ def steps_table(steps: Sequence[Step], m: int, n: int) -> tuple[Tensor, Tensor]:
     """Return the kernel's tables of a program: (products, 6) int32 and (products, 3) float32, on the CPU.
 
     Args:
-        steps: in order.
-        m: rows of the matrices.
-        n: columns.
+        steps: the products in order.
+        m: number of rows of the matrices.
+        n: number of columns of the matrices.
     """
     short, long = sorted((triton.cdiv(m, TILE.value), triton.cdiv(n, TILE.value)))
     finished = 0
     rows = []
     for step in steps:
+        # A tall x is multiplied from the right: x q instead of q x.
         left, right = (step.b, step.a) if step.kind == APPLY.value and m > n else (step.a, step.b)
         rows.append((step.kind, left, right, -1 if step.c is None else step.c, step.out, finished))
+        # The tiles that a product adds to each row along the short side.
         finished += long if step.kind == APPLY.value else short
     scalars = [(step.alpha, step.beta, step.diagonal) for step in steps]
     return torch.tensor(rows, dtype=torch.int32, device="cpu"), torch.tensor(scalars, device="cpu")
 
 
 def run_program(x: Tensor, squares: Tensor, result: Tensor, table: Tensor, scalars: Tensor) -> None:
-    """Run a program on a batch of matrices.
+    """Run all products of a program on a batch of matrices.
 
     Args:
-        x: (2, b, m, n) bfloat16 or float16, contiguous: the matrices, normalised, in [0]; both are overwritten.
-        squares: (places, b, s, s) of that dtype with s = min(m, n), contiguous; overwritten.
-        result: (b, m, n) bfloat16 or float16, contiguous: where the last product goes; it may be the half of `x` that
-            the table says.
-        table: from `steps_table`, on the device.
-        scalars: likewise.
+        x: (2, b, m, n) contiguous bfloat16 or float16: the normalised matrices in x[0], and memory for results in x[1].
+            Both are overwritten.
+        squares: (places, b, s, s) contiguous, same dtype, s = min(m, n): memory for small matrices; overwritten.
+        result: (b, m, n) contiguous bfloat16 or float16: memory for the last result; it may be the x[i] to which the
+            table directs that result.
+        table: table of products from `steps_table`, on the device.
+        scalars: table of scalars from `steps_table`, on the device.
     """
     _, batch, m, n = x.shape
     wide = m <= n
     side, length = sorted((m, n))
     short, long = triton.cdiv(side, TILE.value), triton.cdiv(length, TILE.value)
     grid = min(multiprocessors(x.device), batch * max(short * long, short * (short + 1) // 2))
-    # With fewer tiles than multiprocessors it is better to finish each sooner than to write results in the shadow.
+    # With few tiles the time until each is finished counts, so both groups work on the same tile.
     halves = 2 if batch * short * (short + 1) // 2 <= grid else 1
     height = TILE.value // halves
+    # All places and matrices as one batch: place p of matrix i is entry p * b + i.
     rows, small = x.view(-1, m, n), squares.view(-1, side, side)
     counters = torch.zeros((batch, short), dtype=torch.int32, device=x.device)
     square_left, square_right = blocks_of(small, height, BLOCK_K.value), blocks_of(small, BLOCK_K.value, TILE.value)
+    # Blocks of the left operands are (height, BLOCK_K), of the right ones (BLOCK_K, TILE), or transposed as stored: the
+    # product on the short side is x x^T for a wide x, and x^T x for a tall one.
     if wide:
         gram_left, gram_right = blocks_of(rows, height, BLOCK_K.value), blocks_of(rows, TILE.value, BLOCK_K.value)
         apply_left, apply_right = square_left, blocks_of(rows, BLOCK_K.value, TILE.value)

@@ -1,4 +1,4 @@
-"""Sizes and numbers of tiles, Gluon's names, and descriptors of matrices, for both kernels for Hopper.
+"""Tile sizes, numbering of tiles, and tensor descriptors, for both Hopper kernels: `hopper.py` and `hopper_program.py`.
 
 Import this module only where Triton is installed.
 """
@@ -28,23 +28,28 @@ __all__ = [
     "triangle",
 ]
 
-# Rows and columns of a tile, and terms of a sum in one stage.
+# Rows and columns of a tile of the result, and terms of a sum that one stage of the ring holds.
 TILE = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
-# As many as fit into shared memory beside the two results being written.
+# As many stages as fit into shared memory beside the two results being written: 5 of 32 KiB and 2 of 32 KiB, of the
+# 227 KiB that a program may have.
 STAGES = gl.constexpr(5)
-# Rows of tiles computed one after the other, so that the L2 cache still holds their operands.
+# Rows of tiles that are computed column by column, so that the L2 cache still holds their operands.
 GROUP = gl.constexpr(8)
+
+# Names that differ between versions of Triton.
 
 tma_load, tma_store, reinterpret, group_barrier = gluon_names()
 
-# How a block of one matrix of a batch lies in shared memory, for the copy engine and the tensor cores alike.
+# Layout of a block (1, rows, columns) in shared memory, which both the copy engine and the tensor cores understand.
+# Swizzled by 128 bytes, the widest pattern, against bank conflicts.
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 
 @gluon.jit
 def triangle(number):
-    """Row and column of one of the pairs with column <= row, counted row by row."""
+    """Return (row, column) of the tile with this number, among tiles with column <= row counted row by row."""
+    # Inverts number = row (row + 1) / 2 + column. The root may be off by one, which the next two lines mend.
     row = ((gl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(gl.int32)
     row = gl.where(row * (row + 1) // 2 > number, row - 1, row)
     row = gl.where((row + 1) * (row + 2) // 2 <= number, row + 1, row)
@@ -53,7 +58,8 @@ def triangle(number):
 
 @gluon.jit
 def rectangle(number, rows, columns):
-    """Row and column of a tile: GROUP rows at a time, column by column."""
+    """Return (row, column) of the tile with this number: GROUP rows at a time, and these column by column."""
+    # `width` tiles per group of rows; the last group may have fewer than GROUP rows.
     width = GROUP * columns
     first = (number // width) * GROUP
     height = gl.minimum(rows - first, GROUP)
@@ -61,13 +67,14 @@ def rectangle(number, rows, columns):
 
 
 def blocks_of(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return (batch, m, n) matrices, rows contiguous, as the copy engine sees them: a block of one at a time.
+    """Return a tensor descriptor of (batch, m, n) matrices with contiguous rows, in blocks (1, rows, columns).
 
-    It checks nothing, which would take the host longer than everything else about a launch; `launch` lets it be checked
-    when a kernel is compiled for it.
+    The checks of `TensorDescriptor` are skipped, since they would take longer than the rest of a launch; `launch` runs
+    them when a kernel is compiled for the descriptor.
     """
     shape, (matrix, row, column) = tensor.shape, tensor.stride()
-    if shape[0] == 1:  # may be any number then; the copy engine wants multiples of 16 bytes
+    if shape[0] == 1:
+        # The stride of a batch of one is arbitrary, but the copy engine needs a multiple of 16 bytes.
         matrix = shape[1] * row
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.base, descriptor.shape, descriptor.strides = tensor, shape, (matrix, row, column)
@@ -77,5 +84,5 @@ def blocks_of(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors, each of which runs one program of these kernels at a time."""
+    """Return the number of multiprocessors of a device; each runs one program of these kernels at a time."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,7 +1,14 @@
 """Scales every matrix of a batch to one Frobenius norm in two reads and one write, in Triton.
 
-The plain twin is `_normalized` in optim/polar/orthogonalize.py. How a matrix is cut into tiles follows from its size
-alone, so that a matrix gives the same bits alone and in any batch.
+    _tile_kernel      x -> exponent and sum of squares of each tile
+    _combine_kernel   these -> two factors per matrix (only for matrices of many tiles)
+    _scale_kernel     x -> out, scaled
+
+Sums of squares could leave the range of float32. So each tile is first multiplied by a power of two, which is exact,
+that brings its largest entry near one.
+
+The plain twin is `_normalized` in optim/polar/orthogonalize.py. The tiles of a matrix depend on its size only: it has
+the same bits in every batch.
 
 Import this module only where Triton is installed (see `dispatch.py`).
 """
@@ -15,10 +22,12 @@ from quintic.kernels.launch import launch
 
 __all__ = ["can_normalize", "normalize_matrices", "scratch_bytes"]
 
+# Entries of a tile.
 _BLOCK = 8192
 # Tiles that one program combines at a time.
 _COMBINE_BLOCK = 512
-# Up to so many tiles of a matrix every program combines them by itself; more are combined once, in a launch between.
+# Matrices of at most this many tiles: every program of `_scale_kernel` combines them for itself, which saves a launch.
+# Of more: `_combine_kernel` combines them once.
 _MAX_TILES = 1024
 _NUM_WARPS = 8
 
@@ -27,26 +36,30 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit
 def _exponent(peak):
-    """Biased exponent of a float32 that is not negative, as its bits say: 255 for infinity and NaN."""
+    """Return the biased exponent of a non-negative float32, 255 for infinity and NaN."""
     return peak.to(tl.int32, bitcast=True) >> 23
 
 
 @triton.jit
 def _inverse_power(exponent):
-    """The power of two that brings numbers of a biased exponent near one; NaN for infinity and NaN."""
-    # Beyond these the power would not be a normal number.
+    """Return the power of two that scales numbers of a biased exponent to near one; NaN for exponent 255."""
+    # 254 - e is the biased exponent of the inverse; clamped, so that the power is a normal number.
     bits = (254 - tl.minimum(tl.maximum(exponent, 1), 253)) << 23
     return tl.where(exponent < 255, bits.to(tl.float32, bitcast=True), float("nan"))
 
 
 @triton.jit
 def _tile_kernel(x, exponents, sums, numel, BLOCK: tl.constexpr):
-    """Exponent of the largest entry of each tile, and the sum of squares relative to it."""
+    """Write the exponent of the largest entry of each tile, and the sum of squares of entries scaled by it.
+
+    x is (b, numel), exponents (b, tiles) int32 and sums (b, tiles) float32; all contiguous.
+    """
+    # int64 for the start of the matrix only: one matrix has fewer than 2^31 entries (`can_normalize`).
     tiles = tl.cdiv(numel, BLOCK)
     matrix = tl.program_id(0) // tiles
     element = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + matrix.to(tl.int64) * numel + element, mask=element < numel, other=0.0).to(tl.float32)
-    # Not through tl.max, which loses NaN: the largest bits are those of the largest number, or of NaN.
+    # The maximum of exponents and not of values: tl.max drops a NaN, whose exponent is the largest.
     exponent = tl.max(_exponent(tl.abs(value)))
     relative = value * _inverse_power(exponent)
     tl.store(exponents + tl.program_id(0), exponent)
@@ -55,10 +68,12 @@ def _tile_kernel(x, exponents, sums, numel, BLOCK: tl.constexpr):
 
 @triton.jit
 def _combined(exponents, sums, first, tiles, norm, BLOCK: tl.constexpr):
-    """Return the power of two by which a matrix is multiplied first, and the factor that follows.
+    """Return the power of two and the factor that together scale a matrix to the norm.
 
-    A single factor could leave float32's range for tiny or huge matrices.
+    They are applied one after the other: their product could leave the range of float32 for tiny or huge matrices. The
+    tiles of the matrix are entries first to first + tiles of `exponents` and `sums`.
     """
+    # The largest exponent of all tiles.
     largest = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, tiles, BLOCK):
         tile = start + tl.arange(0, BLOCK)
@@ -69,10 +84,11 @@ def _combined(exponents, sums, first, tiles, norm, BLOCK: tl.constexpr):
     for start in range(0, tiles, BLOCK):
         tile = start + tl.arange(0, BLOCK)
         own = tl.load(exponents + first + tile, mask=tile < tiles, other=0)
-        # The excess of the tile's power; both are powers of two within float32's range.
+        # Converts the tile's sum to the matrix' power; a quotient of powers of two is exact.
         ratio = power / _inverse_power(own)
         total += tl.load(sums + first + tile, mask=tile < tiles, other=0.0) * ratio * ratio
     root = tl.sqrt_rn(tl.sum(total))
+    # A zero matrix stays zero.
     return power, norm / tl.where(root == 0, 1.0, root)
 
 
@@ -88,6 +104,7 @@ def _combine_kernel(exponents, sums, factors, tiles, norm, BLOCK: tl.constexpr):
 def _scale_kernel(
     x, out, exponents, sums, factors, numel, norm, COMBINED: tl.constexpr, BLOCK: tl.constexpr, COMBINE: tl.constexpr
 ):
+    # x and out are (b, numel), contiguous; factors (b, 2) float32 is read if COMBINED, else exponents and sums are.
     tiles = tl.cdiv(numel, BLOCK)
     matrix = tl.program_id(0) // tiles
     element = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
@@ -99,11 +116,12 @@ def _scale_kernel(
         factor = tl.load(factors + 2 * matrix + 1)
     else:
         power, factor = _combined(exponents, sums, matrix.to(tl.int64) * tiles, tiles, norm, COMBINE)
+    # From left to right: the power first.
     tl.store(out + place, (value * power * factor).to(out.dtype.element_ty), mask=inside)
 
 
 def can_normalize(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether `normalize_matrices` takes these arguments: dtypes it knows, matrices without gaps in memory."""
+    """Return whether `normalize_matrices` takes x and a result of this dtype."""
     if x.ndim != 3 or x.dtype not in _DTYPES or dtype not in _DTYPES or x.requires_grad:
         return False
     _, m, n = x.shape
@@ -111,23 +129,25 @@ def can_normalize(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def scratch_bytes(m: int, n: int) -> int:
-    """Return the bytes that `normalize_matrices` allocates per (m, n) matrix, besides its result."""
+    """Return the bytes that `normalize_matrices` allocates per (m, n) matrix, without its result."""
     tiles = -(-m * n // _BLOCK)
+    # An int32 and a float32 per tile, and two float32 factors.
     return 8 * tiles + (8 if tiles > _MAX_TILES else 0)
 
 
 def normalize_matrices(x: Tensor, norm: float, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Return each matrix of `x` scaled to the Frobenius norm `norm`, for any scale it has; zero stays zero.
+    """Return the matrices of `x` scaled to the Frobenius norm `norm`, without overflow at any scale; zero stays zero.
 
     Args:
         x: (b, m, n) float32, bfloat16 or float16, contiguous or with contiguous transposes, not empty; not modified.
-        norm: of every result but zero.
-        dtype: of the result; the arithmetic is float32.
-        out: where the result goes, of that dtype and in the memory order of `x`; None for a new tensor.
+        norm: norm of every matrix that is not zero.
+        dtype: dtype of the result; the arithmetic is float32.
+        out: tensor for the result, of that dtype and the strides of `x`; None for a new tensor.
 
     Returns:
-        (b, m, n) in the memory order of `x`; all NaN where a matrix has a NaN or an infinity.
+        (b, m, n) with the strides of `x`; a matrix with a NaN or an infinity becomes all NaN.
     """
+    # The norm of the transpose is the same: go through entries in the order of memory.
     if not x.is_contiguous():
         return normalize_matrices(x.mT, norm, dtype, None if out is None else out.mT).mT
     count, m, n = x.shape
@@ -136,6 +156,7 @@ def normalize_matrices(x: Tensor, norm: float, dtype: torch.dtype, out: Tensor |
     exponents = torch.empty((count, tiles), dtype=torch.int32, device=x.device)
     sums = torch.empty((count, tiles), dtype=torch.float32, device=x.device)
     combined = tiles > _MAX_TILES
+    # Without `_combine_kernel` the argument is not read.
     factors = torch.empty((count, 2), dtype=torch.float32, device=x.device) if combined else sums
     out = torch.empty_like(x, dtype=dtype) if out is None else out
     grid = (count * tiles,)

@@ -1,8 +1,8 @@
 """Products whose result is known to be symmetric, in Triton: half of the tiles are computed, the others mirrored.
 
-Every small product of Newton-Schulz is one: X X^T, and products of polynomials of one symmetric matrix, which commute.
-The linear term is added before the only rounding, so that it needs no copy. The plain twin is `multiply` of
-optim/polar/products.py. A result does not depend on how many matrices are in the batch.
+Every product of Newton-Schulz on the short side is symmetric: X X^T, and products of polynomials of one symmetric
+matrix, which commute. The kernel computes alpha a b + beta c + diagonal I and rounds once. The plain twin is `multiply`
+in optim/polar/products.py. A matrix has the same bits in every batch.
 
 Import this module only where Triton is installed (see `dispatch.py`).
 """
@@ -19,15 +19,16 @@ __all__ = ["can_multiply", "symmetric_multiply"]
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
-# Below this side a product is bound by launching it, and cuBLAS has smaller tiles.
+# For shorter sides a product takes less time than its launch, and cuBLAS has smaller tiles.
 _MIN_SIDE = 256
 
-# Side of a tile of the result, and of one for small matrices: it decides which entries are mirrored.
+# Side of a tile of the result, and the least side for small matrices. Bits depend on it: entries above the diagonal are
+# mirrored outside of diagonal tiles, and computed within them.
 _BLOCK = 128
 _SMALLEST_BLOCK = 16
 
-# Terms of a sum that are loaded together. H200, 2026-11: with these warps and stages within 5 % of the fastest of six
-# settings for batches of 768 to 2048 (docs/development/LOG.md).
+# Terms of a sum that are loaded at a time. H200, 2026-11: with these warps and stages, batches of matrices of side 768
+# to 2048 take at most 5 % longer than with the fastest of six settings (docs/development/LOG.md).
 _BLOCK_K = 32
 _NUM_WARPS = 8
 _NUM_STAGES = 5
@@ -35,9 +36,12 @@ _NUM_STAGES = 5
 
 @triton.jit
 def _symmetric_kernel(
+    # (b, side, inner) and (b, inner, side) with the six strides below.
     a,
     b,
+    # (b, side, side) contiguous; read with ADD.
     c,
+    # (b, side, side) contiguous; written.
     out,
     side,
     inner,
@@ -50,8 +54,10 @@ def _symmetric_kernel(
     alpha,
     beta,
     diagonal,
+    # Tiles along a side.
     tiles,
     ADD: tl.constexpr,
+    # Whether side and inner are multiples of the blocks, so that loads need no masks.
     EVEN_SIDE: tl.constexpr,
     EVEN_INNER: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -60,7 +66,8 @@ def _symmetric_kernel(
     pairs = tiles * (tiles + 1) // 2
     batch = (tl.program_id(0) // pairs).to(tl.int64)
     pair = tl.program_id(0) % pairs
-    # Pairs (row, column) of tiles with column <= row, counted row by row.
+    # Each program computes one tile (row, column) with column <= row, counted row by row: pair number row (row + 1) / 2
+    # + column. The root inverts that in floating point and may be off by one, which the next two lines mend.
     row_tile = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) / 2.0).to(tl.int32)
     row_tile = tl.where(row_tile * (row_tile + 1) // 2 > pair, row_tile - 1, row_tile)
     row_tile = tl.where((row_tile + 1) * (row_tile + 2) // 2 <= pair, row_tile + 1, row_tile)
@@ -68,6 +75,7 @@ def _symmetric_kernel(
     rows = row_tile * BLOCK + tl.arange(0, BLOCK)
     columns = column_tile * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, BLOCK_K)
+    # int64 offsets: a batch may have 2^31 entries or more. Tiles are (BLOCK, BLOCK_K) and (BLOCK_K, BLOCK).
     a_tile = a + batch * a_batch + rows[:, None].to(tl.int64) * a_row + k[None, :].to(tl.int64) * a_column
     b_tile = b + batch * b_batch + k[:, None].to(tl.int64) * b_row + columns[None, :].to(tl.int64) * b_column
     total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
@@ -92,15 +100,16 @@ def _symmetric_kernel(
     result = total.to(out.dtype.element_ty)
     tl.store(out + place + here, result, mask=inside)
     if row_tile != column_tile:
+        # Store the transpose above the diagonal.
         mirrored = columns[:, None].to(tl.int64) * side + rows[None, :]
         outside = (columns[:, None] < side) & (rows[None, :] < side)
         tl.store(out + place + mirrored, tl.trans(result), mask=outside)
 
 
 def can_multiply(shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Return whether the kernel computes products of (batch, m, n) matrices on the short side.
+    """Return whether to use the kernel for products of (batch, m, n) matrices on the short side.
 
-    It does where it is faster than cuBLAS, and where cuBLAS's bits would depend on the batch.
+    It is used where it is faster than cuBLAS, and where cuBLAS's bits would depend on the batch (see `MAX_SUM`).
     """
     return dtype in _DTYPES and (min(shape[-2:]) >= _MIN_SIDE or max(shape[-2:]) > MAX_SUM)
 
@@ -114,7 +123,7 @@ def symmetric_multiply(
     beta: float = 0.0,
     diagonal: float = 0.0,
 ) -> Tensor:
-    """Return alpha a @ b + beta c + diagonal I where that is symmetric, rounded once; the upper half mirrors the lower.
+    """Return the symmetric matrices alpha a @ b + beta c + diagonal I, rounded once; the upper half mirrors the lower.
 
     Args:
         a: (batch, s, k) bfloat16 or float16, any strides.
@@ -122,12 +131,13 @@ def symmetric_multiply(
         alpha: factor of the product.
         c: (batch, s, s) contiguous, or None.
         beta: factor of `c`.
-        diagonal: added to the entries of the diagonal.
+        diagonal: number added to the entries of the diagonal.
 
     Returns:
-        (batch, s, s) contiguous in that dtype, a new tensor, symmetric to the bit except within diagonal tiles.
+        A new contiguous (batch, s, s) tensor of that dtype, symmetric to the bit except within diagonal tiles.
     """
     count, side, inner = a.shape
+    # A power of two, as Triton needs, and at least the 16 of tensor cores.
     block = min(_BLOCK, max(_SMALLEST_BLOCK, triton.next_power_of_2(side)))
     tiles = triton.cdiv(side, block)
     out = torch.empty((count, side, side), dtype=a.dtype, device=a.device)

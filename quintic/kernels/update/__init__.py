@@ -1,1 +1,1 @@
-"""Momentum, weights, AdamW, neuron factors: the element-wise passes of a step."""
+"""Triton kernels of an optimizer step besides products: momentum, weights, AdamW, NorMuon's neuron factors."""

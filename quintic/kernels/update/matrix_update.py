@@ -1,18 +1,19 @@
-"""Momentum and weights of matrices in Triton: each pass reads and writes every byte once, for many tensors at a time.
+"""Element-wise passes of a Muon step over a bucket of matrices, in Triton; every byte is read and written once.
 
-    momentum_directions_   gradient, momentum -> momentum, direction (stacked)     twin: optim/rules/update.py momentum_
-    apply_updates_         weight, master, update (stacked) -> weight, master      twin: apply_
+    momentum_directions_   gradient, momentum -> momentum, direction           before the orthogonalisation
+    apply_updates_         weight, master, update, factors -> weight, master   after it
 
-A launch finds its tensors through a table of addresses, so that forty weights of a model are one launch and not forty.
-Hyperparameters are read from device memory: they may change between the replays of a captured CUDA graph, and no
-change compiles anything. With a guard, nothing is written where its flag is zero: a step with non-finite gradients
-leaves every byte as it was, and the host never has to know.
+The plain twins are `momentum_` and `apply_` in optim/rules/update.py. Gradients, momenta, weights and masters lie in
+the memory of their parameters; directions and updates are stacked, (b, m, n).
+
+- A launch finds its matrices through a table of addresses, so that forty weights of a model take one launch.
+- Hyperparameters are read from device memory: they may change between replays of a captured CUDA graph, and a new
+  value compiles nothing.
+- With a mask, flags in device memory (1 or 0) say which matrices may be written: a step with non-finite gradients
+  leaves every byte as it was, without a wait on the host.
 
 Import this module only where Triton is installed (see `dispatch.py`).
 """
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from quintic.kernels.launch import launch
 from quintic.kernels.programs import TRITON_DTYPE, pointers_at
+from quintic.kernels.update.matrix_layout import MatrixLayout, matrix_offsets
 from quintic.kernels.update.weights import (
     MASTER,
     flags_of,
@@ -29,107 +31,27 @@ from quintic.kernels.update.weights import (
     store_weight,
 )
 
-__all__ = ["MatrixLayout", "apply_updates_", "momentum_directions_"]
+__all__ = ["apply_updates_", "momentum_directions_"]
 
-# Entries per program, of which each is computed by itself. H200, 2026-11: 4.4 TB/s and more (docs/development/LOG.md).
+# Entries per program; no bit depends on it, since no entry depends on another. H200, 2026-11: 4.4 TB/s and more
+# (docs/development/LOG.md).
 _BLOCK = 2048
 _NUM_WARPS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixLayout:
-    """Sizes and strides of each matrix of a bucket in the memory of its parameter, in elements.
-
-    The matrix has `groups` groups of `rows` rows of `columns` columns, with these strides. Kernels go through the
-    entries in the order of memory: where rows lie closer than columns, the roles of the two are exchanged. Columns may
-    be in two dimensions: `kernel` of them, `kernel_stride` apart, before the next `column_stride`.
-    """
-
-    groups: int
-    rows: int
-    columns: int
-    group_stride: int
-    row_stride: int
-    column_stride: int
-    kernel: int = 1
-    kernel_stride: int = 0
-
-    @classmethod
-    def of(cls, shape: Sequence[int], strides: Sequence[int]) -> "MatrixLayout":
-        """Return the layout of the matrices of a block, given its (g, r, n) or (g, r, c, k) and their strides."""
-        (groups, rows, columns, *kernel), (group_stride, row_stride, column_stride, *kernel_stride) = shape, strides
-        within = (kernel[0], kernel_stride[0]) if kernel else (1, 0)
-        return cls(groups, rows, columns * within[0], group_stride, row_stride, column_stride, *within)
-
-    @property
-    def transposed(self) -> bool:
-        """Return whether memory runs along columns: the stored matrix is the transpose."""
-        return self.groups == 1 and self.kernel == 1 and self.row_stride == 1 and self.column_stride != 1
-
-    @property
-    def numel(self) -> int:
-        """Return the entries of one matrix."""
-        return self.groups * self.rows * self.columns
-
-    def physical(self) -> tuple[int, int, int, int, int, int, int, int]:
-        """Return (rows, columns, rows of a group, group stride, row stride, column stride, kernel, kernel stride).
-
-        In the order of memory.
-        """
-        kernel = self.kernel, self.kernel_stride
-        if self.transposed:
-            return self.columns, self.rows, self.columns, 0, self.column_stride, self.row_stride, *kernel
-        rows = self.groups * self.rows
-        return rows, self.columns, self.rows, self.group_stride, self.row_stride, self.column_stride, *kernel
-
-    @property
-    def contiguous(self) -> bool:
-        """Return whether the entries of a matrix fill their memory in order."""
-        rows, columns, rows_of_group, group_stride, row_stride, column_stride, kernel, _ = self.physical()
-        grouped = rows_of_group != rows and group_stride != rows_of_group * columns
-        if grouped or kernel > 1:
-            return False
-        return (row_stride == columns or rows == 1) and (column_stride == 1 or columns == 1)
-
-
-@triton.jit
-def _matrix_offsets(
-    element,
-    columns,
-    rows_of_group,
-    group_stride,
-    row_stride,
-    column_stride,
-    kernel,
-    kernel_stride,
-    CONTIGUOUS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    FILTERS: tl.constexpr,
-):
-    if CONTIGUOUS:
-        offsets = element.to(tl.int64)
-    else:
-        row = element // columns
-        column = element % columns
-        if FILTERS:
-            offsets = (column // kernel).to(tl.int64) * column_stride + (column % kernel).to(tl.int64) * kernel_stride
-        else:
-            offsets = column.to(tl.int64) * column_stride
-        if GROUPED:
-            offsets += (row // rows_of_group).to(tl.int64) * group_stride
-            row = row % rows_of_group
-        offsets += row.to(tl.int64) * row_stride
-    return offsets
-
-
 @triton.jit
 def _momentum_kernel(
+    # (2, b) int64, rows `addresses_stride` apart: addresses of gradients, then of momenta.
     addresses,
+    # (b, rows, columns) contiguous, in the order of memory; written.
     directions,
+    # (k,) float64; MU is an index into it.
     hyperparameters,
+    # int32, one flag or one per matrix (stride 0 or not): with HAS_MASK, a flag of 0 leaves the momentum as it is.
     apply_mask,
     mask_stride,
     addresses_stride,
+    # Layout of every matrix, in the order of memory: see `MatrixLayout.physical`.
     numel,
     columns,
     rows_of_group,
@@ -139,21 +61,25 @@ def _momentum_kernel(
     kernel,
     kernel_stride,
     MU: tl.constexpr,
+    # Dtypes of gradients and momenta.
     GRADIENT: tl.constexpr,
     MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    # Special cases of the layout: see `matrix_offsets`.
     CONTIGUOUS: tl.constexpr,
     GROUPED: tl.constexpr,
     FILTERS: tl.constexpr,
+    # Whether all addresses are multiples of 16 bytes, and the matrices contiguous.
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # The grid has b * tiles programs. A matrix has fewer than 2^31 entries (see `_tiles`), so `element` is int32.
     tiles = tl.cdiv(numel, BLOCK)
     matrix = tl.program_id(0) // tiles
     element = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
     inside = element < numel
-    offsets = _matrix_offsets(
+    offsets = matrix_offsets(
         element,
         columns,
         rows_of_group,
@@ -168,14 +94,18 @@ def _momentum_kernel(
     )
     gradients = pointers_at(tl.load(addresses + matrix), offsets, GRADIENT, ALIGNED)
     momenta = pointers_at(tl.load(addresses + addresses_stride + matrix), offsets, MOMENTUM, ALIGNED)
+    # Subtracted in float64, as in the twin, and rounded once.
     rest = (1.0 - tl.load(hyperparameters + MU)).to(tl.float32)
     gradient = tl.load(gradients, mask=inside, other=0.0).to(tl.float32)
     momentum = tl.load(momenta, mask=inside, other=0.0).to(tl.float32)
     momentum += (gradient - momentum) * rest
     keep = inside
     if HAS_MASK:
+        # A flag of 0 makes the bound 0: nothing is stored.
         keep = element < numel * tl.load(apply_mask + matrix * mask_stride)
     tl.store(momenta, momentum.to(MOMENTUM), mask=keep)
+    # The direction is made of the momentum before it is rounded to MOMENTUM, and written whether or not the flag is 0:
+    # the matrix' update is then dropped by `_apply_kernel`.
     direction = momentum
     if NESTEROV:
         direction = momentum + (gradient - momentum) * rest
@@ -185,13 +115,20 @@ def _momentum_kernel(
 
 @triton.jit
 def _apply_kernel(
+    # (2, b) int64, rows `addresses_stride` apart: addresses of weights, then of masters.
     addresses,
+    # (b, rows, columns) in the order of memory, with the strides `update_...`.
     updates,
+    # (1 or 2, b, rows or 1, columns or 1) float32 with the strides `factor_...`, 0 in dimensions of size 1. The second
+    # entry of the first dimension, `decay_stride` away, is the factor of the decay (SCALED).
     factors,
+    # (k,) float64; LR and WEIGHT_DECAY are indices into it.
     hyperparameters,
+    # int32, one flag or one per matrix (stride 0 or not): with HAS_MASK, a flag of 0 leaves the weights as they are.
     apply_mask,
     mask_stride,
     addresses_stride,
+    # Layout of every matrix, in the order of memory: see `MatrixLayout.physical`.
     numel,
     columns,
     rows_of_group,
@@ -209,17 +146,23 @@ def _apply_kernel(
     factor_column_stride,
     LR: tl.constexpr,
     WEIGHT_DECAY: tl.constexpr,
+    # Dtype of weights, and MASTER as in weights.py.
     WEIGHT: tl.constexpr,
     MASTER: tl.constexpr,
+    # See `stepped_weight`.
     CAUTIOUS: tl.constexpr,
     SQUARED: tl.constexpr,
     HAS_MASK: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
+    # Whether entry e of an update lies at offset e.
     UPDATE_CONTIGUOUS: tl.constexpr,
+    # Whether each matrix has one factor.
     PER_MATRIX: tl.constexpr,
     SCALED: tl.constexpr,
+    # Special cases of the layout: see `matrix_offsets`.
     GROUPED: tl.constexpr,
     FILTERS: tl.constexpr,
+    # Whether all addresses are multiples of 16 bytes, and the matrices contiguous.
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -227,7 +170,7 @@ def _apply_kernel(
     matrix = tl.program_id(0) // tiles
     element = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
     inside = element < numel
-    offsets = _matrix_offsets(
+    offsets = matrix_offsets(
         element,
         columns,
         rows_of_group,
@@ -242,6 +185,7 @@ def _apply_kernel(
     )
     weights = pointers_at(tl.load(addresses + matrix), offsets, WEIGHT, ALIGNED)
     master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else tl.float32
+    # Without masters their pointers are never dereferenced, but must have a type.
     masters = weights
     if MASTER != 0:
         masters = pointers_at(tl.load(addresses + addresses_stride + matrix), offsets, master_dtype, ALIGNED)
@@ -253,6 +197,7 @@ def _apply_kernel(
         update_offsets = row.to(tl.int64) * update_row_stride + column.to(tl.int64) * update_column_stride
     update = tl.load(updates + matrix.to(tl.int64) * update_stride + update_offsets, mask=inside, other=0.0)
     update = update.to(tl.float32)
+    # One factor per matrix is a single scalar load for the whole program.
     places, known = factors + matrix * factor_stride, True
     if not PER_MATRIX:
         places, known = places + row * factor_row_stride + column * factor_column_stride, inside
@@ -284,19 +229,20 @@ def momentum_directions_(
     """Advance the momentum of a bucket's matrices and write their update directions.
 
     Args:
-        addresses: (2, b) int64 on the device, a part of the columns of a table perhaps: of each matrix' gradient and
-            momentum, which is changed.
-        directions: (b, rows, columns) contiguous, any floating dtype, overwritten, in the order of memory of `layout`.
+        addresses: (2, b) int64 on the device: addresses of each matrix' gradient and momentum. Columns of a larger
+            table may be passed. The momenta are changed.
+        directions: (b, rows, columns) contiguous, any floating dtype; overwritten, in the order of memory of `layout`.
         hyperparameters: (k,) float64 on the device.
-        layout: of every matrix, in gradient and momentum alike.
-        gradient_dtype: of the gradients.
-        momentum_dtype: float32 or bfloat16, to which the momentum is rounded when it is stored.
-        mu_index: where the momentum coefficient stands in `hyperparameters`.
-        nesterov: whether the direction looks one gradient ahead.
-        apply_mask: () or (b,) int32 on the device, 1 or 0: at 0 no momentum is written. None for always.
-        aligned: whether all addresses are multiples of 16.
+        layout: layout of every matrix, for gradients and momenta alike.
+        gradient_dtype: dtype of the gradients.
+        momentum_dtype: float32 or bfloat16; momenta are rounded to it when they are stored.
+        mu_index: index of the momentum coefficient in `hyperparameters`.
+        nesterov: True for Nesterov's direction, momentum + (1 - mu)(gradient - momentum), else the momentum.
+        apply_mask: () or (b,) int32 on the device, 1 or 0: a matrix with 0 keeps its momentum. None for 1 everywhere.
+        aligned: whether all addresses are multiples of 16 bytes.
     """
     count = addresses.shape[1]
+    # The kernel needs no number of rows.
     _, *geometry = layout.physical()
     launch(
         _momentum_kernel,
@@ -341,22 +287,26 @@ def apply_updates_(
     """Decay a bucket's weights and step against their updates.
 
     Args:
-        addresses: (2, b) int64 likewise: of each matrix' weight and master (any number without masters), changed.
-        updates: (b, m, n) floating, any strides, in the orientation of the view; not modified.
-        factors: (1 or 2, b, m or 1, n or 1) float32; what multiplies updates besides the learning rate, and decay.
+        addresses: (2, b) int64 on the device: addresses of each matrix' weight and master (ignored without masters),
+            which are changed. Columns of a larger table may be passed.
+        updates: (b, m, n) floating, any strides, in the orientation of the view (not transposed to the order of
+            memory); not modified.
+        factors: (1 or 2, b, m or 1, n or 1) float32: factors of the updates in addition to the learning rate, and, if
+            there is a second entry, of the decay.
         hyperparameters: (k,) float64 on the device.
-        layout: of every matrix, in weight and master alike.
-        weight_dtype: of the weights.
+        layout: layout of every matrix, for weights and masters alike.
+        weight_dtype: dtype of the weights.
         master_dtype: float32, uint16 or None; see `quintic/optim/rules/precision.py`.
-        lr_index: where the learning rate stands in `hyperparameters`.
-        weight_decay_index: where the weight decay stands there.
+        lr_index: index of the learning rate in `hyperparameters`.
+        weight_decay_index: index of the weight decay in `hyperparameters`.
         cautious: decay only entries where update and weight agree in sign; see optim/rules/update.py `apply_`.
         squared_lr_decay: decay by lr^2 weight_decay instead of lr weight_decay.
-        apply_mask: () or (b,) int32 on the device, 1 or 0: at 0 nothing is written. None for always.
-        aligned: whether all addresses are multiples of 16.
+        apply_mask: () or (b,) int32 on the device, 1 or 0: a matrix with 0 keeps its weight and master. None for all 1.
+        aligned: whether all addresses are multiples of 16 bytes.
     """
     count = addresses.shape[1]
     _, columns, *geometry = layout.physical()
+    # In the order of memory, as the kernel counts entries. Factors of size 1 in a dimension are read with stride 0.
     update = updates.mT if layout.transposed else updates
     factor = factors.expand(-1, count, -1, -1)
     factor = factor.mT if layout.transposed else factor

@@ -3,13 +3,15 @@
     _sum_kernel      update -> sums of squares, one per neuron and segment of its entries
     _factor_kernel   sums, second moments, scale -> second moments, factors
 
-A neuron is a row of a matrix, or a column of a wide one; the plain twin is `neuron_factors_` in optim/rules/update.py.
+A neuron is a row of a matrix, or a column if the matrix is wide (m < n). The plain twin is `neuron_factors_` in
+optim/rules/update.py, which has the formulas.
 
-Every sum has an order of its own that follows from (m, n) alone. Within a segment, entry j belongs to lane j mod 64; a
-lane adds its entries one after the other, and then the upper half of the lanes is added to the lower half until one is
-left. Segments are added by eights in the same way. `tl.sum` over a whole tile would be shorter: it adds in the order in
-which the compiler has laid out the registers, and that depends on alignment, on strides and on whether there is a
-guard. So a matrix has the same bits alone and in any batch, stored by rows or by columns, with and without a guard.
+A matrix has the same bits in every batch, stored by rows or by columns, with and without a mask, because the order of
+every sum depends on (m, n) only. The entries of a neuron are divided into segments. Within a segment, entry j belongs
+to lane j mod 64; a lane adds its entries one after the other, then the upper half of the lanes is added to the lower
+half until one lane is left. Segments are added eight at a time in the same way. `tl.sum` over a whole tile would be
+shorter, but adds in the order in which the compiler has laid out the registers, which depends on alignment, strides and
+mask.
 
 Import this module only where Triton is installed (see `dispatch.py`).
 """
@@ -25,22 +27,24 @@ from quintic.kernels.update.weights import flags_of
 
 __all__ = ["advance_neuron_factors_", "neuron_bytes"]
 
-# These decide the order of sums, and with it the last bits.
+# The following numbers decide the order of sums, and with it the last bits of the results.
+#
+# Logarithms of the number of lanes of a segment, and of the segments added at a time.
 _LOG_LANES = 6
 _LOG_SEGMENTS = 3
-# Entries of a neuron in one segment: fewer make more programs of one matrix, more make fewer sums to add up. Powers of
-# two, whole numbers of lanes.
+# Entries of a neuron in one segment. Shorter segments give more programs per matrix, longer ones fewer sums to add up.
+# Powers of two and multiples of the number of lanes.
 _MIN_SEGMENT = 128
 _MAX_SEGMENT = 1024
-# Programs of one matrix that fill a large GPU: with more of them, segments grow.
+# Programs of one matrix that fill a large GPU; segments grow until there are no more than these.
 _PROGRAMS = 512
-# Neurons of one program in the first launch; how many programs there are decides on the segments.
+# Neurons per program of the first launch; `_segment` counts programs with it.
 _SUM_BLOCK = 64
-# Neurons that a program of the second launch has at a time, powers of two.
+# Neurons that a program of the second launch takes at a time; powers of two.
 _MIN_FACTOR_BLOCK = 256
 _MAX_FACTOR_BLOCK = 2048
 
-# No bit depends on these.
+# No bit depends on the numbers of warps.
 _SUM_WARPS = 4
 _NEURONS_PER_WARP = 256
 
@@ -50,7 +54,10 @@ _EPS = 1e-10
 
 @triton.jit
 def _sum_of_lanes(x, LOG: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the sums (WIDTH,) of (2^LOG, WIDTH). Only two numbers are added at a time, which has but one order."""
+    """Return the sums over the first dimension of (2^LOG, WIDTH), in a fixed order, as (WIDTH,).
+
+    Each step adds the upper half of the rows to the lower half. `tl.sum` over two numbers has only one order.
+    """
     for step in tl.static_range(LOG):
         x = tl.sum(tl.reshape(x, (2, 1 << (LOG - 1 - step), WIDTH)), axis=0)
     return tl.reshape(x, (WIDTH,))
@@ -58,14 +65,18 @@ def _sum_of_lanes(x, LOG: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _sum_kernel(
+    # (b, neurons, entries) with the three strides below.
     update,
+    # (b, segments, neurons) float32, contiguous; written.
     sums,
     neurons,
     entries,
+    # Entries per segment.
     segment,
     matrix_stride,
     neuron_stride,
     entry_stride,
+    # Whether the entries of a neuron lie side by side in memory.
     ENTRIES_FIRST: tl.constexpr,
     LOG_LANES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -75,7 +86,7 @@ def _sum_kernel(
     blocks = tl.cdiv(neurons, BLOCK)
     matrix = (tl.program_id(0) // (segments * blocks)).to(tl.int64)
     place = tl.program_id(0) % (segments * blocks)
-    # Programs of a moment read memory that lies together.
+    # Consecutive programs run at the same time: number them so that they read adjacent memory.
     if ENTRIES_FIRST:
         block, number = place // segments, place % segments
     else:
@@ -84,11 +95,13 @@ def _sum_kernel(
     lane = tl.arange(0, LANES)
     known = neuron < neurons
     starts = update + matrix * matrix_stride + neuron.to(tl.int64) * neuron_stride
+    # Lane l of column c adds the squares of entries l, l + 64, ... of neuron c; masked entries add zeros.
     total = tl.zeros((LANES, BLOCK), tl.float32)
     for first in range(number * segment, tl.minimum((number + 1) * segment, entries), LANES):
         entry = first + lane
         pointers = starts[None, :] + (entry.to(tl.int64) * entry_stride)[:, None]
         value = tl.load(pointers, mask=known[None, :] & (entry < entries)[:, None], other=0.0).to(tl.float32)
+        # An explicit fma: whether the compiler fuses a product and a sum would be its own choice.
         total = tl.fma(value, value, total)
     target = sums + (matrix * segments + number) * neurons + neuron
     tl.store(target, _sum_of_lanes(total, LOG_LANES, BLOCK), mask=known)
@@ -96,20 +109,29 @@ def _sum_kernel(
 
 @triton.jit
 def _lerp(start, end, weight):
-    """Return start + weight (end - start) from the nearer end, as torch.lerp; the compiler has nothing to choose."""
+    """Return start + weight (end - start), computed from the nearer end as `torch.lerp` does.
+
+    The fused multiply-adds are explicit, so that the compiler has no choice that could change bits.
+    """
     difference = end - start
     return tl.where(weight < 0.5, tl.fma(difference, weight, start), tl.fma(difference, weight - 1.0, end))
 
 
 @triton.jit
 def _factor_kernel(
+    # (b, segments, neurons) float32, from `_sum_kernel`.
     sums,
+    # (b,) int64: address of the (neurons,) float32 second moments of each matrix; changed.
     moments,
+    # (b,) float32, `scale_stride` apart: factor of all factors of a matrix.
     scale,
+    # (b, neurons) float32, contiguous; written.
     factors,
+    # int32, one flag or one per matrix (stride 0 or not): with HAS_MASK, a flag of 0 leaves the moments as they are.
     apply_mask,
     scale_stride,
     mask_stride,
+    # `rest` is 1 - beta.
     neurons,
     segments,
     entries,
@@ -121,6 +143,7 @@ def _factor_kernel(
 ):
     TOGETHER: tl.constexpr = 1 << LOG_SEGMENTS
     BLOCK: tl.constexpr = 1 << LOG_BLOCK
+    # One program per matrix, since the norms need all of its neurons.
     matrix = tl.program_id(0).to(tl.int64)
     base = tl.load(moments + matrix)
     sums += matrix * segments * neurons
@@ -128,6 +151,7 @@ def _factor_kernel(
     lane = tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK,), tl.float32)
     after = tl.zeros((BLOCK,), tl.float32)
+    # First pass: second moments, and 1 / sqrt(second moment), stored in `factors` for the time being.
     for start in range(0, neurons, BLOCK):
         neuron = start + lane
         known = neuron < neurons
@@ -142,19 +166,22 @@ def _factor_kernel(
         moment = _lerp(tl.load(places, mask=known, other=0.0), mean_square, rest)
         keep = known
         if HAS_MASK:
+            # A flag of 0 makes the bound 0: nothing is stored.
             keep = neuron < neurons * tl.load(apply_mask + matrix * mask_stride)
         tl.store(places, moment, mask=keep)
-        # The maximum keeps NaN, as the twin does.
+        # The maximum must keep a NaN, as the twin does.
         inverse_root = tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(moment, eps, propagate_nan=tl.PropagateNan.ALL)))
         tl.store(factors + neuron, inverse_root, mask=known)
-        # Lanes beyond the last neuron have a mean square of zero.
+        # Lanes beyond the last neuron have a mean square of zero and add nothing.
         before += mean_square
         after = tl.fma(mean_square, inverse_root * inverse_root, after)
+    # Norms, up to a common factor, of the update and of the update times `inverse_root`. Their ratio restores the norm
+    # of the update.
     norm_before = tl.sqrt_rn(_sum_of_lanes(tl.reshape(before, (BLOCK, 1)), LOG_BLOCK, 1))
     norm_after = tl.sqrt_rn(_sum_of_lanes(tl.reshape(after, (BLOCK, 1)), LOG_BLOCK, 1))
     ratio = tl.div_rn(norm_before, tl.maximum(norm_after, eps, propagate_nan=tl.PropagateNan.ALL))
     own_scale = tl.load(scale + matrix * scale_stride)
-    # What other threads of this program wrote is read below.
+    # Second pass: scale the factors. The barrier is needed because a thread may read entries that another one wrote.
     tl.debug_barrier()
     for start in range(0, neurons, BLOCK):
         neuron = start + lane
@@ -166,28 +193,29 @@ def _factor_kernel(
 def advance_neuron_factors_(
     update: Tensor, moments: Tensor, scale: Tensor, *, beta: float, apply_mask: Tensor | None
 ) -> Tensor:
-    """Advance NorMuon's second moments; return the factors that even out the neurons, times the learning-rate scale.
+    """Advance NorMuon's second moments and return the factors that even out the neurons, times a scale per matrix.
 
-    See `neuron_factors_` in optim/rules/update.py for the arithmetic, here in float32. Nothing waits for the device,
-    and a new `beta` compiles nothing; a captured CUDA graph keeps the one that it was captured with.
+    The formulas are those of `neuron_factors_` in optim/rules/update.py, here in float32. Nothing waits for the device,
+    and a new `beta` compiles nothing; a captured CUDA graph keeps the `beta` of its capture.
 
     Args:
-        update: (b, m, n) in 16, 32 or 64 bits floating point, any strides, fastest where the entries of rows or of
-            columns lie side by side in memory; not modified.
-        moments: (b,) int64 on the device: the address of each matrix' second moments, max(m, n) float32 in a row,
-            which are changed.
-        scale: (b, 1, 1) float32.
+        update: (b, m, n) of 16, 32 or 64 bits floating point, any strides (fastest if rows or columns are contiguous);
+            not modified.
+        moments: (b,) int64 on the device: address of each matrix' max(m, n) second moments, contiguous float32, which
+            are changed.
+        scale: (b, 1, 1) float32, the learning-rate scale.
         beta: averaging coefficient in [0, 1).
-        apply_mask: () or (b,) int32 on the device, 1 or 0: at 0 no second moment is written. None for always.
+        apply_mask: () or (b,) int32 on the device, 1 or 0: a matrix with 0 keeps its second moments. None for all 1.
 
     Returns:
-        (b, m, 1), or (b, 1, n) where m < n, float32. A matrix' bits depend neither on b nor strides nor `apply_mask`.
+        (b, m, 1), or (b, 1, n) if m < n, float32. A matrix' bits do not depend on b, on strides or on `apply_mask`.
     """
     count, m, n = update.shape
     is_tall = m >= n
     factors = torch.empty((count, m, 1) if is_tall else (count, 1, n), dtype=torch.float32, device=update.device)
     if factors.numel() == 0:
         return factors
+    # Neurons first: (b, neurons, entries).
     by_neuron = update if is_tall else update.mT
     _, neurons, entries = by_neuron.shape
     segment = _segment(neurons, entries)
@@ -233,13 +261,13 @@ def advance_neuron_factors_(
 
 
 def neuron_bytes(m: int, n: int) -> int:
-    """Return the bytes that `advance_neuron_factors_` allocates per (m, n) matrix, its result included."""
+    """Return the bytes that `advance_neuron_factors_` allocates per (m, n) matrix, including its result."""
     neurons, entries = max(m, n), min(m, n)
     return 4 * neurons * (1 + -(-entries // _segment(neurons, entries)))
 
 
 def _segment(neurons: int, entries: int) -> int:
-    """Return the entries of a segment, which depend on one matrix and not on the batch."""
+    """Return the number of entries of a segment; independent of the batch, as the order of sums must be."""
     segment = _MIN_SEGMENT
     while segment < _MAX_SEGMENT and triton.cdiv(neurons, _SUM_BLOCK) * triton.cdiv(entries, segment) > _PROGRAMS:
         segment *= 2

@@ -1,4 +1,4 @@
-"""The mean over ranks of a table's rows of which each rank sent only some. The twin is in `optim/plan/row_sharding.py`.
+"""Averages the rows of a table over ranks, each of which sent only some rows. Twin: `optim/plan/row_sharding.py`.
 
 Import this module only where Triton is installed (see `dispatch.py`).
 """
@@ -11,15 +11,18 @@ from quintic.kernels.launch import launch
 
 __all__ = ["mean_of_rows_"]
 
-# Entries per program, and entries of one row at a time; powers of two.
+# Entries per program, and largest number of columns per program; powers of two.
 _BLOCK = 2048
 _MOST_COLUMNS = 1024
 
 
 @triton.jit
 def _rows_kernel(
+    # (rows received from all ranks, row_size), contiguous.
     received,
+    # (RANKS, num_rows) int32: index in `received` of each rank's row; -1 if the rank did not send it.
     places,
+    # (num_rows, row_size), contiguous; written.
     mean,
     num_rows,
     row_size,
@@ -32,25 +35,27 @@ def _rows_kernel(
     inside = (row < num_rows)[:, None] & (column < row_size)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for rank in tl.static_range(RANKS):
-        # 64 bits wide, which rows times entries need not be.
+        # int64: place * row_size may exceed 2^31.
         place = tl.load(places + rank * num_rows + row, mask=row < num_rows, other=-1).to(tl.int64)
         there = inside & (place >= 0)[:, None]
         value = tl.load(received + (place * row_size)[:, None] + column[None, :], mask=there, other=0.0).to(tl.float32)
-        # From the first value on, not from zero: zero plus minus zero is zero.
+        # The sum starts with the first value, because 0 + -0 would turn a -0 into 0.
         total = value if rank == 0 else total + value
-    # Rounded once, as a division rounds; times the reciprocal would round twice.
+    # A correctly rounded division, as in the twin; multiplying by the reciprocal would round twice.
     average = tl.div_rn(total, tl.full(total.shape, RANKS, tl.float32))
     target = mean + (row.to(tl.int64) * row_size)[:, None] + column[None, :]
     tl.store(target, average.to(mean.dtype.element_ty), mask=inside)
 
 
 def mean_of_rows_(received: Tensor, places: Tensor, mean: Tensor) -> Tensor:
-    """Write the mean over ranks, summed in order in float32 and rounded once; return it. Missing rows count as zeros.
+    """Write the mean over ranks, added in order of rank in float32 and rounded once, and return it.
+
+    Rows that a rank did not send count as zeros.
 
     Args:
-        received: (rows received, row size) contiguous, float32, bfloat16 or float16.
-        places: (ranks, rows) int32 contiguous: which of the rows received is each rank's; -1 for none.
-        mean: (rows, row size) contiguous, of the same dtype; changed.
+        received: (rows received, row size) contiguous float32, bfloat16 or float16.
+        places: (ranks, rows) int32 contiguous: index in `received` of each rank's row; -1 for a row not sent.
+        mean: (rows, row size) contiguous, same dtype; overwritten.
     """
     num_rows, row_size = mean.shape
     if num_rows and row_size:

@@ -1,7 +1,7 @@
-"""Flags, low-precision weights and decay, for the kernels of the update.
+"""Reads, steps and stores a weight, possibly of low precision with a master; compiled into the update kernels.
 
-These are functions for kernels (`matrix_update.py`, `adamw.py`), compiled into them. Import this module only where
-Triton is installed (see `dispatch.py`).
+`matrix_update.py` and `adamw.py` share these device functions. Import this module only where Triton is installed (see
+`dispatch.py`).
 """
 
 import torch
@@ -18,21 +18,25 @@ __all__ = [
 ]
 
 MASTER = {None: 0, torch.float32: 1, torch.uint16: 2}
-"""Dtype of masters -> value of a kernel's constant MASTER; see optim/rules/precision.py."""
+"""Dtype of masters -> the kernels' constant MASTER; see optim/rules/precision.py.
+
+0: no masters. 1: the master is the whole float32 value, the weight its rounding. 2: the master holds the lower 16 bits
+of the float32 value, the bfloat16 weight the upper 16 bits."""
 
 
 def flags_of(apply_mask: Tensor | None, unread: Tensor) -> tuple[Tensor, int]:
-    """Return a kernel's argument for `apply_mask`, () or one entry for each tensor, and the stride of its entries.
+    """Return a kernel's arguments for `apply_mask`, () or (tensors,): the tensor and the stride of its entries.
 
-    None becomes `unread`, any tensor at hand: the kernel does not read it.
+    Without flags the kernel still needs a tensor, which it does not read: `unread`.
     """
     return (unread, 0) if apply_mask is None else (apply_mask, 0 if apply_mask.ndim == 0 else apply_mask.stride(0))
 
 
 @triton.jit
 def load_full_precision(weight, masters, mask, MASTER: tl.constexpr):
-    """Return the float32 value behind a weight; see optim/rules/precision.py."""
+    """Return the float32 value that a weight and its master stand for; see optim/rules/precision.py."""
     if MASTER == 2:
+        # A bfloat16 is the upper half of a float32.
         low = tl.load(masters, mask=mask, other=0).to(tl.uint32)
         high = weight.to(tl.uint16, bitcast=True).to(tl.uint32)
         value = ((high << 16) | low).to(tl.float32, bitcast=True)
@@ -40,7 +44,7 @@ def load_full_precision(weight, masters, mask, MASTER: tl.constexpr):
         value = weight.to(tl.float32)
     if MASTER == 1:
         master = tl.load(masters, mask=mask, other=0.0)
-        # A weight that is not its rounded master was written from outside the optimizer: then the weight counts.
+        # A weight that is not its rounded master was written outside the optimizer, and takes precedence.
         value = tl.where(_rounded(master, weight.dtype).to(tl.float32) == value, master, value)
     return value
 
@@ -48,6 +52,7 @@ def load_full_precision(weight, masters, mask, MASTER: tl.constexpr):
 @triton.jit
 def _rounded(value, dtype: tl.constexpr):
     if dtype == tl.bfloat16:
+        # Towards zero: the upper half of the bits, so that weight and lower half together are the float32 value.
         rounded = (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         rounded = value.to(dtype)
@@ -56,9 +61,10 @@ def _rounded(value, dtype: tl.constexpr):
 
 @triton.jit
 def store_weight(weights, masters, value, mask, MASTER: tl.constexpr):
-    """Write a float32 value into a weight and its master; see optim/rules/precision.py."""
+    """Store a float32 value in a weight and its master; see optim/rules/precision.py."""
     dtype: tl.constexpr = weights.dtype.element_ty
     if MASTER == 0:
+        # Without a master: rounded to nearest.
         tl.store(weights, value.to(dtype), mask=mask)
     else:
         tl.store(weights, _rounded(value, dtype), mask=mask)
@@ -72,10 +78,15 @@ def store_weight(weights, masters, value, mask, MASTER: tl.constexpr):
 def stepped_weight(
     value, update, factor, decay_factor, lr, weight_decay, CAUTIOUS: tl.constexpr, SQUARED: tl.constexpr
 ):
-    """Return the weight after decay and update; see optim/rules/update.py apply_."""
+    """Return value - lr (update factor + decay), as `apply_` in optim/rules/update.py.
+
+    The decay is value * weight_decay * decay_factor, times lr once more if SQUARED. CAUTIOUS drops it where update and
+    value differ in sign ("strict": also where one of them is zero).
+    """
     decay_rate = weight_decay
     if SQUARED:
         decay_rate = weight_decay * lr
+    # Hyperparameters are float64; the factor of a weight is rounded to float32 first, as in the twin.
     decay = value * (decay_rate.to(tl.float32) * decay_factor)
     if CAUTIOUS == "strict":
         decay = tl.where(update * value > 0, decay, 0.0)

@@ -53,7 +53,7 @@ def saved_state(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) 
     saved_groups = []
     for group in groups:
         saved = {
-            key: str(value) if key in _SAVED_AS_TEXT and value is not None else _plain(value)
+            key: str(value) if key in _SAVED_AS_TEXT and value is not None else _without_numpy(value)
             for key, value in group.items()
             if key != "params"
         }
@@ -63,10 +63,10 @@ def saved_state(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) 
     return {**saved_dict, "frozen": frozen} if frozen else saved_dict
 
 
-def _plain(value: Any) -> Any:
+def _without_numpy(value: Any) -> Any:
     """Return an option, or a tuple of them, with Python's numbers in place of NumPy's."""
     if type(value) is tuple:
-        return tuple(map(_plain, value))
+        return tuple(map(_without_numpy, value))
     return to_python_scalar(value)
 
 

@@ -7,6 +7,7 @@ tensors on a device that the group's backend knows (`connects`).
 
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,24 +45,24 @@ ProcessGroup: TypeAlias = dist.ProcessGroup
 _all_gather = all_gather_single()
 
 
+@dataclass(slots=True)
 class Pending:
     """A collective in flight: its work handles, the tensor that it fills, and the tensors that it reads.
 
     It keeps all of them alive: their memory must not be reused before the collective is over.
     """
 
-    def __init__(self, works: Sequence[Any], received: Tensor, *sent: Tensor) -> None:
-        self._works = works
-        self._received: Tensor | None = received
-        self._sent: tuple[Tensor, ...] | None = sent
+    works: Sequence[Any]
+    received: Tensor | None
+    sent: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Return the filled tensor, once; on CUDA devices the current stream waits, not the host."""
-        assert self._received is not None, "waited for twice"
-        for work in self._works:
+        assert self.received is not None, "waited for twice"
+        for work in self.works:
             work.wait()
         # The inputs are released here, so that their memory is free while the caller uses the result.
-        received, self._received, self._sent, self._works = self._received, None, None, ()
+        received, self.received, self.sent, self.works = self.received, None, None, ()
         return received
 
 

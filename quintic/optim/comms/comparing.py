@@ -59,7 +59,7 @@ def described(
     processor = "" if cpu_multiplies_bfloat16() else " without bfloat16 products"
     for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True)):
         # `layouts` has one entry per parameter; None means that no other rank has the parameter.
-        options = ", ".join(f"{key}={_text(getattr(group, key))}" for key in _COMPARED_OPTIONS)
+        options = ", ".join(f"{key}={_option_text(getattr(group, key))}" for key in _COMPARED_OPTIONS)
         for index, layout in enumerate(of_group):
             if layout is not None and this_rank() in layout.ranks:
                 name, param = group.param_names[index], group.params[index]
@@ -75,7 +75,7 @@ def described(
     return dict(sorted(by_ranks.items()))
 
 
-def _text(option: object) -> str:
+def _option_text(option: object) -> str:
     """Return an option as text that is equal on all ranks; the text of a function would have its address in it."""
     return getattr(option, "__qualname__", type(option).__qualname__) if callable(option) else str(option)
 

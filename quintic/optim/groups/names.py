@@ -72,10 +72,10 @@ def clean_names(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules(remove_duplicate=False):
         parent, _, last = name.rpartition(".")
         if name:
-            modules[name] = modules[parent] if added[parent] == last else _joined(modules[parent], last)
+            modules[name] = modules[parent] if added[parent] == last else _join(modules[parent], last)
         added[name] = wrapped_child(module)
         own = [key for key, param in module._parameters.items() if param is not None]
-        params |= {_joined(name, key): _joined(modules[name], key) for key in own}
+        params |= {_join(name, key): _join(modules[name], key) for key in own}
     taken = Counter(params.values())
     return modules | {name: clean if taken[clean] == 1 else name for name, clean in params.items()}
 
@@ -136,5 +136,5 @@ def _unmarked(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _MARKS)
 
 
-def _joined(above: str, last: str) -> str:
+def _join(above: str, last: str) -> str:
     return f"{above}.{last}" if above else last

@@ -154,7 +154,7 @@ class Group:
     @property
     def lr_ratio(self) -> float:
         """Return the factor between `lr` and the learning rate of the group's steps."""
-        return 1.0 if self.rule.orthogonalizes or self.adamw_lr_ratio is None else float(self.adamw_lr_ratio)
+        return 1.0 if self.adamw_lr_ratio is None or self.rule.orthogonalizes else float(self.adamw_lr_ratio)
 
     @property
     def learning_rate(self) -> float:

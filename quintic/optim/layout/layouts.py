@@ -11,6 +11,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
@@ -49,6 +50,8 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 """A range (start, stop) for each dimension of the logical tensor; empty where start == stop."""
 
 # How one mesh dimension splits a tensor: (tensor dimension, split factor), see `mesh_layout`; None if it replicates.
+_GRADIENT = attrgetter("grad")
+
 _MeshSplit: TypeAlias = tuple[int, int] | None
 
 
@@ -167,13 +170,13 @@ def mesh_layout(shape: Sequence[int], mesh_ranks: Tensor | Sequence[Any], placem
     mesh = torch.as_tensor(mesh_ranks, dtype=torch.int64, device="cpu")  # in the mesh's shape
     shape = tuple(shape)
     if len(placements) != mesh.ndim:
-        raise ValueError(f"{len(placements)} placements {_text(placements)} on a mesh of {mesh.ndim} dimensions")
+        raise ValueError(f"{len(placements)} placements {_repr(placements)} on a mesh of {mesh.ndim} dimensions")
     # Placements become plain tuples, which `lru_cache` can hash.
     splits = tuple(_split_of(placement, shape) for placement in placements)
     try:
         return _mesh_layout(shape, tuple(mesh.shape), tuple(mesh.flatten().tolist()), splits)
     except ValueError as error:
-        raise ValueError(f"{error} (placements {_text(placements)}, mesh of shape {tuple(mesh.shape)})") from None
+        raise ValueError(f"{error} (placements {_repr(placements)}, mesh of shape {tuple(mesh.shape)})") from None
 
 
 def layout_of(name: str, param: Tensor) -> Layout | None:
@@ -200,7 +203,7 @@ def layout_of(name: str, param: Tensor) -> Layout | None:
     # An empty piece may have another empty shape: FSDP2 keeps (0, 0) for (1, 0), for instance.
     if size_of(box) != tuple(local.shape) and (numel_of(box) or local.numel()):
         raise ValueError(
-            f"parameter '{name}' of shape {tuple(param.shape)}: by its placements {_text(placements)} on a mesh of "
+            f"parameter '{name}' of shape {tuple(param.shape)}: by its placements {_repr(placements)} on a mesh of "
             f"shape {tuple(mesh.shape)}, rank {rank} holds a tensor of shape {size_of(box)}, but its local tensor "
             f"has shape {tuple(local.shape)}; make the parameter with fully_shard, parallelize_module or "
             f"distribute_tensor, or choose a dimension that divides evenly"
@@ -256,7 +259,7 @@ def reject_plain_gradient(name: str, param: Tensor, gradient: Tensor) -> None:
     ):
         raise ValueError(
             f"{name}: its gradient is a plain tensor, and the parameter a DTensor with placements "
-            f"{_text(param.placements)}; make it a DTensor as well, with torch.distributed.tensor.distribute_tensor if "
+            f"{_repr(param.placements)}; make it a DTensor as well, with torch.distributed.tensor.distribute_tensor if "
             f"every rank has all of it"
         )
 
@@ -269,7 +272,7 @@ def local_gradients(params: Sequence[Tensor], names: Sequence[str]) -> list[Tens
     `partial_gradients.py`, since ranks may lack such gradients. A ValueError names a parameter that is sharded and
     has a plain gradient.
     """
-    gradients: list[Any] = [param.grad for param in params]
+    gradients: list[Any] = list(map(_GRADIENT, params))
     kind = _dtensor_type()
     if kind == ():  # no DTensor exists in this process
         return gradients
@@ -300,8 +303,8 @@ def placed_as(name: str, param: Any, gradient: Any) -> Any:
     placements = (*gradient.placements, *param.placements)
     if not _MOVES_STRIDED and any(type(placement).__name__ == "_StridedShard" for placement in placements):
         raise ValueError(
-            f"{name}: its gradient has placements {_text(gradient.placements)} and the parameter "
-            f"{_text(param.placements)}, between which PyTorch {torch_version()} misplaces rows; give it the "
+            f"{name}: its gradient has placements {_repr(gradient.placements)} and the parameter "
+            f"{_repr(param.placements)}, between which PyTorch {torch_version()} misplaces rows; give it the "
             f"parameter's placements, or use PyTorch {STRIDED_NEEDS}"
         )
     return gradient.redistribute(param.device_mesh, param.placements)
@@ -326,7 +329,7 @@ def is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
     return isinstance(tensor, _dtensor_type())
 
 
-def _text(placements: "Sequence[Placement]") -> str:
+def _repr(placements: "Sequence[Placement]") -> str:
     return f"({', '.join(repr(placement) for placement in placements)})"
 
 

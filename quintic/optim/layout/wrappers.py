@@ -63,7 +63,7 @@ def check_wrapper(name: str, tensor: Tensor, view: View | None, *, may_open: str
         return
     # Second choice: open it.
     try:
-        obstacle = may_open or _obstacle(tensor)
+        obstacle = may_open or _copy_problem(tensor)
     except Exception as error:
         obstacle = _first_line(error)
     if obstacle is None:
@@ -104,15 +104,15 @@ def _first_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def _obstacle(tensor: Tensor) -> str | None:
+def _copy_problem(tensor: Tensor) -> str | None:
     """Return why a wrapper cannot be read and written whole, tried on a copy; None if it can."""
     copy = tensor.detach().clone()
     if copy.is_meta:  # no values to compare
         return None
     # Write the values that it has, and compare up to the library's rounding.
-    before = _plain(copy)
+    before = _as_float32(copy)
     copy.copy_(before.to(copy.dtype))
-    error, largest = (_plain(copy) - before).abs().max(), before.abs().max()
+    error, largest = (_as_float32(copy) - before).abs().max(), before.abs().max()
     return None if bool(error <= largest * _ROUNDING) else "values written to it are not the values read from it"
 
 
@@ -129,17 +129,17 @@ def _problem(tensor: Tensor, view: View | None) -> str | None:
     copy.copy_(copy.to(torch.float32) * 2)
     if copy.is_meta:
         return None
-    if not bool((_plain(copy) == 2).all()):
+    if not bool((_as_float32(copy) == 2).all()):
         return "values written to it are not the values read from it"
     # Every block of the view must share the wrapper's memory: doubling all blocks doubles every entry.
     for block in () if view is None else view.blocks(copy):
         block.mul_(2)
-    if view is not None and not bool((_plain(copy) == 4).all()):
+    if view is not None and not bool((_as_float32(copy) == 4).all()):
         return "its views do not share its memory"
     return None
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _as_float32(tensor: Tensor) -> Tensor:
     """Return the values of a wrapper as an ordinary float32 tensor."""
     # Copied, because `to` could return another wrapper.
     plain = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)

@@ -46,7 +46,8 @@ class ParameterUnit:
 
     @classmethod
     def of(cls, group: Group, index: int, unit: Unit, shape: Sequence[int]) -> "ParameterUnit":
-        """Return a unit of the parameter in this place of its group, whose whole shape is given."""
+        """Return a unit of the parameter at position `index` of its group; `shape` is the whole parameter's."""
+        # Matrices are numbered through the blocks of the view; a block has b matrices.
         counts = [b for b, _, _ in group.view.shapes(shape)]
         first_matrices = tuple(sum(counts[:block]) + matrix for block, matrix in unit.matrices)
         return cls(group.param_names[index], index, unit, first_matrices)
@@ -54,12 +55,12 @@ class ParameterUnit:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of one bucket, each of which one of the ranks owns."""
+    """The units of one bucket; every unit has an owner among the ranks."""
 
+    # All units have one shape and view.
     shape: tuple[int, ...]
-    """The shape of every unit."""
     view: View
-    """How a unit is divided into matrices."""
+    """The matrices that a unit consists of."""
     kinds: tuple[Kind, ...]
     """One for each matrix of a unit."""
     all: tuple[ParameterUnit, ...]
@@ -75,6 +76,7 @@ class Units:
     @cached_property
     def num_neurons(self) -> int:
         """The number of factors that one unit's matrices have with `normalize="neuron"`."""
+        # Neurons are the rows of a matrix, or its columns if these are more.
         return sum(max(kind.shape) for kind in self.kinds)
 
     def direction_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -93,6 +95,7 @@ class Units:
     @cached_property
     def local_matrices(self) -> list[list[BucketMember]]:
         """For each kind the matrices of the units that this rank orthogonalises, as entries of a bucket."""
+        # Every unit has one matrix of each kind.
         return [
             [
                 BucketMember(name=unit.name, index=unit.index, num_matrices=1, first_matrix=unit.first_matrices[number])
@@ -109,6 +112,7 @@ class Units:
     @cached_property
     def is_plain(self) -> bool:
         """Whether a unit is one matrix or its transpose, with no groups of rows."""
+        # Then a batch of units (b, *shape) is a batch of matrices (b, m, n) without a copy.
         return len(self.kinds) == 1 and is_plain(self.view, self.shape)
 
     @cached_property
@@ -119,26 +123,28 @@ class Units:
 
 @dataclass(frozen=True, kw_only=True)
 class _BucketBase:
-    """The base of all kinds of buckets."""
+    """The properties that all kinds of buckets have, on this rank."""
 
+    # The computation.
     rule: UpdateRule
+    # Position of the parameter group in `optimizer.param_groups`.
     group: int
-    """Position of the parameter group in `optimizer.param_groups`."""
+    # This rank's entries of the bucket: matrices, pieces or whole parameters.
     members: tuple[BucketMember, ...]
-    """This rank's entries of the bucket: matrices, pieces or whole parameters."""
+    # (m, n) of every matrix; None for AdamW.
     shape: tuple[int, int] | None = None
-    """(m, n) of every matrix; None for AdamW."""
     dtype: torch.dtype
     device: torch.device
+    # Implementation of the element-wise passes.
     kernels: Kernels
-    """Implementation of the element-wise passes."""
+    # How the matrices are orthogonalised; None for AdamW and for a user's function.
     form: Form | None = None
-    """How the matrices are orthogonalised; None for AdamW and for a user's function."""
+    # The cost.
     numel: int
+    # Floating-point operations of orthogonalisation on this rank (matrix products only); 0 for AdamW.
     flops: int = 0
-    """Floating-point operations of orthogonalisation (matrix products only); 0 for AdamW."""
+    # The state that is in host memory, with `offload=True`.
     offloaded: Offloaded | None = None
-    """The state that is in host memory, with `offload=True`."""
 
     @cached_property
     def direction_dtype(self) -> torch.dtype:
@@ -152,7 +158,7 @@ class _BucketBase:
 
     @property
     def num_matrices(self) -> int:
-        """Return the number of matrices that the batched computation has on this rank."""
+        """Return the number of matrices that this rank computes as one batch."""
         return sum(member.num_matrices for member in self.members)
 
     @property
@@ -168,11 +174,12 @@ class _BucketBase:
     @property
     def num_parts(self) -> int:
         """Return the number of entries of the bucket."""
+        # The table of the plan prints it behind the first name.
         return len(self.members)
 
     @property
     def method(self) -> str:
-        """Return the name of this bucket's update, in one word or two."""
+        """Return the name of this bucket's update: "adamw", a form such as "gram fp16", or "function"."""
         if not self.rule.orthogonalizes:
             return self.rule.algorithm
         return str(self.form) if self.form is not None else "function"
@@ -183,7 +190,8 @@ class Local(_BucketBase):
     """A bucket that this rank has whole: matrices of parameters, or for AdamW whole parameters."""
 
     workspace_bytes: int
-    """Upper bound of the temporary memory this bucket's batched computation needs."""
+    """Upper bound of the temporary bytes of its computation."""
+    # No messages.
     needs_comm = False
     ranks = ()
 
@@ -192,14 +200,14 @@ class Local(_BucketBase):
 class _Shared(_BucketBase):
     """A bucket shared with other ranks, stepped in three stages with a message between each two."""
 
+    # Upper bounds of its temporary bytes by stage.
     stages: Stages
-    """Temporary memory by stage."""
+    # The same on the rank that needs most: all ranks must decide alike how many buckets are under way at a time.
     shared_stages: Stages
-    """The stages of the rank that needs most: all ranks must decide alike how many buckets are under way at a time."""
 
     @property
     def workspace_bytes(self) -> int:
-        """Return an upper bound of the temporary memory this bucket's batched computation needs."""
+        """Return an upper bound of the temporary bytes of its stages."""
         return self.stages.most
 
 
@@ -217,12 +225,13 @@ class Gathered(_Shared):
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks among which it is divided."""
+        """The global ranks that hold its pieces or divide its work, in the order of the process group."""
         return self.exchange.ranks
 
     @property
     def num_matrices(self) -> int:
         """Return the number of matrices that this rank orthogonalises."""
+        # Every unit has one matrix of each kind.
         return self.exchange.num_owned * len(self.units.kinds)
 
     @property
@@ -252,6 +261,7 @@ class Sharded(_Shared):
     @cached_property
     def of_owners(self) -> list[slice]:
         """For each rank the places of the pieces that it owns."""
+        # Pieces are sorted by owner, so that each owner's are consecutive.
         stops = list(
             accumulate(Counter(shard.owner for shard in self.shards)[owner] for owner in range(len(self.ranks)))
         )
@@ -298,7 +308,7 @@ class ShardedTable(Sharded):
 
     @property
     def method(self) -> str:
-        """Return the name of its update."""
+        """Return the name of its update, "adamw, sparse"."""
         return f"{super().method}, sparse"
 
 

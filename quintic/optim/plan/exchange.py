@@ -60,12 +60,13 @@ class Exchange:
 
     @cached_property
     def num_units(self) -> int:
-        """Return the number of units that travel."""
+        """Return the number of units of all owners."""
         return sum(self.counts)
 
     @cached_property
     def num_owned(self) -> int:
         """Return the number of units that this rank orthogonalises."""
+        # Zero is usual: there may be fewer units than ranks.
         return self.counts[self.position]
 
     @cached_property
@@ -92,6 +93,7 @@ class Exchange:
     @cached_property
     def is_sparse(self) -> bool:
         """Return whether an all-gather would send more padding than units, because few ranks own any."""
+        # It sends as many units for each rank as the owner with most has.
         return len(self.ranks) * max(self.counts) > 2 * self.num_units
 
     @cached_property
@@ -114,12 +116,14 @@ class Exchange:
 
     @cached_property
     def _same_copy(self) -> tuple[bool, ...]:
+        # For each rank whether its piece belongs to the copy of this rank's piece.
         return tuple(copy == self.copies[self.position] for copy in self.copies)
 
     @cached_property
     def gathering(self) -> Amounts:
         """The entries that this rank sends and receives in a gather, which stays within a copy."""
         own, rows = self.numels[self.position], list(zip(self._same_copy, self.counts, self.numels, strict=True))
+        # Send this rank's piece of each unit to the unit's owner; receive each rank's piece of the units owned here.
         return Amounts(
             [count * own if same else 0 for same, count, _ in rows],
             [self.num_owned * numel if same else 0 for same, _, numel in rows],
@@ -128,6 +132,7 @@ class Exchange:
     @cached_property
     def scattering(self) -> Amounts:
         """The entries that this rank sends and receives in a scatter, which reaches all copies."""
+        # Send each rank its piece of the units owned here; receive this rank's piece of each unit from its owner.
         own = self.numels[self.position]
         return Amounts([self.num_owned * numel for numel in self.numels], [count * own for count in self.counts])
 
@@ -157,6 +162,7 @@ class Exchange:
     def assemble(self, received: Tensor) -> Tensor:
         """Return (num_owned, *unit_shape) from the pieces of all ranks, one rank after the other, (entries,)."""
         units = received.new_empty((self.num_owned, *self.unit_shape))
+        # From each rank (num_owned * entries of its piece,), which becomes a box of every unit.
         for part, place in zip(received.split(self.gathering.receives), self._places, strict=True):
             if part.numel():
                 target = units[place]  # (num_owned, *shape of that rank's piece)
@@ -175,6 +181,7 @@ class Exchange:
         """
         if self.is_local or self.is_replicated:
             return self.start_all_gather(units, group)
+        # Pack the boxes of the units by receiver: (entries,), first rank 0's box of every unit.
         sends = self.scattering.sends
         send = units.new_empty(sum(sends))
         for part, place in zip(send.split(sends), self._places, strict=True):
@@ -193,6 +200,7 @@ class Exchange:
         """
         if self.is_local:
             return lambda: owned
+        # Few owners: each broadcasts its units into their places.
         if self.is_sparse:
             received = owned.new_empty((self.num_units, *owned.shape[1:]))
             received[self.local_slice] = owned
@@ -207,6 +215,7 @@ class Exchange:
         if min(self.counts) == most:
             return pending.wait
 
+        # (ranks * most, ...) -> (num_units, ...)
         def without_padding() -> Tensor:
             parts = pending.wait().split(most)
             return torch.cat([part[:count] for part, count in zip(parts, self.counts, strict=True)])
@@ -215,7 +224,7 @@ class Exchange:
 
 
 class ExchangeBytes(NamedTuple):
-    """An exchange, and the bytes of each entry and unit that it moves."""
+    """An exchange, and the bytes of each entry and unit that it sends."""
 
     exchange: Exchange
     direction: int
@@ -227,7 +236,7 @@ class ExchangeBytes(NamedTuple):
 
 
 class RankTraffic(NamedTuple):
-    """Bytes that each rank sends and receives, gathering and scattering, (ranks,) int64."""
+    """Bytes that each rank sends and receives in a gather and a scatter together, (ranks,) int64 each."""
 
     sent: Tensor
     received: Tensor
@@ -245,6 +254,7 @@ def traffic_of(exchange_bytes: ExchangeBytes, places: Tensor | None = None) -> R
     counts, copies = (torch.tensor(values, device="cpu") for values in (exchange.counts, exchange.copies))
     pieces = torch.tensor(exchange.numels, device="cpu")
     places = torch.arange(len(counts), device="cpu") if places is None else places
+    # Everything below is (ranks,): units, copies, entries of pieces; ranks at other places, and the units of these.
     elsewhere, owned_elsewhere = (
         len(counts) - segment_sum(torch.ones_like(counts), places),
         _off_rank_sum(counts, places),
@@ -253,10 +263,12 @@ def traffic_of(exchange_bytes: ExchangeBytes, places: Tensor | None = None) -> R
         given, taken = counts * elsewhere, owned_elsewhere
     else:  # all-gathers, in which every rank sends as much as the one with most units
         given = taken = max(exchange.counts) * elsewhere
+    # Whole units on every rank: there is no gather, and a scatter is one of the two above.
     if exchange.is_replicated:
         each = math.prod(exchange.unit_shape) * exchange_bytes.update + exchange_bytes.factors
         return RankTraffic(each * given, each * taken)
-    # A gather stays within a copy of the parameters, a scatter reaches all of them.
+    # A gather stays within a copy of the parameters, a scatter reaches all of them. `of_copy` is a number for each pair
+    # of copy and place, so that the difference of two sums counts the ranks of a copy at other places.
     of_copy = copies * (int(places.max()) + 1) + places
     gather_sent = pieces * (segment_sum(counts, copies) - segment_sum(counts, of_copy))
     gather_received = counts * (segment_sum(pieces, copies) - segment_sum(pieces, of_copy))
@@ -270,10 +282,10 @@ def traffic_of(exchange_bytes: ExchangeBytes, places: Tensor | None = None) -> R
 
 
 def segment_sum(values: Tensor, keys: Tensor) -> Tensor:
-    """Return for each position the sum of the values whose keys, whole numbers from 0, are that position's."""
+    """Return for each position the sum of all values with the same key; `keys` are whole numbers from 0, (n,)."""
     return values.new_zeros(int(keys.max()) + 1).index_add_(0, keys, values)[keys]
 
 
 def _off_rank_sum(values: Tensor, places: Tensor) -> Tensor:
-    """Return for each position the sum of the values whose place is another one."""
+    """Return for each position the sum of all values at other places, (n,)."""
     return values.sum() - segment_sum(values, places)

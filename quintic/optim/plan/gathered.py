@@ -43,7 +43,7 @@ class BucketKey(NamedTuple):
 
     group: int
     exchange: Exchange
-    """As the first rank sees it, without units."""
+    """As the first rank sees it, with no units yet."""
     view: View
     spec: WorkspaceSpec
     in_order: bool
@@ -55,8 +55,8 @@ class _UnitAssignment(NamedTuple):
 
     unit: ParameterUnit
     key: BucketKey
+    # Positions of the ranks that hold it whole.
     holders: tuple[int, ...]
-    """Positions of the ranks that hold it whole."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class SharedBucket:
         if self.exchange.is_local:
             return None
         units, spec = self.units, self.key.spec
+        # A factor and a second moment for each neuron.
         factors = 2 * width_of(spec.dtype) * units.num_neurons if spec.normalizes else 0
         direction, update = units.direction_dtype(spec.dtype).itemsize, units.update_dtype(spec.dtype).itemsize
         # State that stages on whole matrices need goes to the owner and comes back.
@@ -99,16 +100,20 @@ def shared_buckets(
         param_groups: the groups, as all ranks have them.
         layouts: for each group and parameter the layout of a parameter with messages; None for one without.
     """
+    # 1. Units of all parameters with messages.
     assignments: list[_UnitAssignment] = []
     for number, (group, of_group) in enumerate(zip(param_groups, layouts, strict=True)):
         for index, layout in enumerate(of_group):
             if layout is not None:
                 assignments += _assignments(number, group, index, layout)
+    # Kinds of matrices of each bucket, which the costs of its units follow from.
     units_of = {
         key: _units_of(key, param_groups[key.group])
         for key in dict.fromkeys(assignment.key for assignment in assignments)
     }
+    # 2. Owners, balanced over all groups.
     owners, worst = _owners(assignments, units_of)
+    # 3. Buckets of units with equal keys.
     together: dict[BucketKey, list[tuple[int, ParameterUnit]]] = {}
     for assignment, owner in zip(assignments, owners, strict=True):
         together.setdefault(assignment.key, []).append((owner, assignment.unit))
@@ -119,6 +124,7 @@ def shared_buckets(
 
 
 def _assignments(number: int, group: Group, index: int, layout: Layout) -> Iterator[_UnitAssignment]:
+    """Yield the units of the parameter at position `index` of a group, each with its bucket's key."""
     param = group.params[index]
     local = local_tensor(param)
     spec = WorkspaceSpec.of_group(group, local.dtype, local.device, choose_kernels(group.kernels, local))
@@ -137,7 +143,7 @@ def _units_of(key: BucketKey, group: Group) -> Units:
 @lru_cache(maxsize=64)
 def _cuts(layout: Layout, view: View) -> tuple[tuple[Unit, Exchange, tuple[int, ...]], ...]:
     """Return the units that are not empty, each with `BucketKey.exchange` and `_UnitAssignment.holders`."""
-    # Process groups have their ranks in ascending order, layouts those of the mesh.
+    # Process groups have their ranks in ascending order, layouts in the order of the mesh.
     order = sorted(range(len(layout.ranks)), key=lambda position: layout.ranks[position])
     ranks = tuple(layout.ranks[position] for position in order)
     boxes = tuple(layout.boxes[position] for position in order)
@@ -145,6 +151,7 @@ def _cuts(layout: Layout, view: View) -> tuple[tuple[Unit, Exchange, tuple[int, 
     cuts = []
     for unit in view.units(layout.shape):
         shape = size_of(unit.box)
+        # The pieces of a unit, and the ranks that hold it whole, which can own it without receiving any.
         if math.prod(shape):
             pieces = tuple(_piece(box, unit.box) for box in boxes)
             holders = tuple(n for n, piece in enumerate(pieces) if piece is not None and size_of(piece) == shape)
@@ -153,6 +160,7 @@ def _cuts(layout: Layout, view: View) -> tuple[tuple[Unit, Exchange, tuple[int, 
 
 
 def _piece(box: Box, unit: Box) -> Box | None:
+    """Return the intersection of a rank's box with a unit, in coordinates of the unit; None if it is empty."""
     common = intersection(box, unit)
     if common is None:
         return None
@@ -165,9 +173,11 @@ def _owners(assignments: Sequence[_UnitAssignment], units_of: Mapping[BucketKey,
     The balance is the busiest rank's work over the mean, in the set of ranks where that is largest. Only the work
     depends on owners, so they may be others in the next plan.
     """
+    # Each set of ranks divides its own units.
     together: dict[tuple[int, ...], list[int]] = {}
     for number, assignment in enumerate(assignments):
         together.setdefault(assignment.key.exchange.ranks, []).append(number)
+    # The cost of a unit is that of orthogonalising its matrices; messages are not counted.
     cost_of = {key: sum(kind.cost for kind in units.kinds) for key, units in units_of.items()}
     owners, worst = [0] * len(assignments), 1.0
     for ranks, members in together.items():
@@ -182,9 +192,11 @@ def _owners(assignments: Sequence[_UnitAssignment], units_of: Mapping[BucketKey,
 def _shared_buckets(
     key: BucketKey, units: Units, group: Group, owned: Sequence[tuple[int, ParameterUnit]]
 ) -> Iterator[SharedBucket]:
+    """Yield the buckets of all units with one key; `owned` are (owner, unit)."""
     per_owner: list[list[ParameterUnit]] = [[] for _ in key.exchange.ranks]
     for owner, unit in owned:
         per_owner[owner].append(unit)
+    # A bucket has up to `limit` units of each of up to `owners` consecutive owners.
     owners, limit = _at_a_time(key, units, group, [len(of_owner) for of_owner in per_owner])
     for start in range(0, max(map(len, per_owner)), limit):
         for first in range(0, len(per_owner), owners):
@@ -206,6 +218,7 @@ def _exchange_of(key: BucketKey, counts: Iterable[int]) -> Exchange:
 def gathered_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], rank: int) -> Iterator[Gathered]:
     """Yield a rank's view of a bucket; nothing where the bucket is local to other ranks."""
     key, units = shared.key, shared.units
+    # The exchange as this rank sees it.
     exchange = replace(shared.exchange, position=shared.exchange.ranks.index(rank))
     if exchange.is_local and not exchange.num_owned:
         return
@@ -236,6 +249,7 @@ def _members(
     for unit in units:
         layout = layouts[unit.index]
         assert layout is not None
+        # The piece as slices of this rank's local tensor.
         box = layout.box_of(rank)
         common = intersection(unit.unit.box, box)
         assert common is not None
@@ -257,6 +271,7 @@ def _at_a_time(key: BucketKey, units: Units, group: Group, counts: Sequence[int]
         group: their group, with its `max_workspace_bytes`.
         counts: for each rank the number of units that it owns in all.
     """
+    # Offload limits the number of entries whose state is loaded at a time.
     budget, num_ranks = group.max_workspace_bytes, len(counts)
     one = _exchange_of(key, (min(count, 1) for count in counts))
     pieces = max(map(piece_entries, distinct_by_memory(one)))
@@ -269,14 +284,16 @@ def _at_a_time(key: BucketKey, units: Units, group: Group, counts: Sequence[int]
     def peak_of_each(limit: int) -> int:
         return _peak(key, units, (min(count, limit) for count in counts)) + limit * pool
 
+    # The largest number of units of each owner that fits, by bisection: the peak grows with it.
     fitting = bisect_right(range(1, max(counts) + 1), budget, key=peak_of_each)
     if fitting:
         return num_ranks, min(limit, fitting)
 
-    # Not even one unit of each owner fits: fewer owners at a time, if that needs less memory than one unit does.
+    # Not even one unit of each owner fits: fewer owners at a time, as far as that saves memory.
     def peak_of(owners: int) -> int:
         return _peak(key, units, (count * (owner < owners) for owner, count in enumerate(one.counts)))
 
+    # Halve the number of owners until the bucket fits the workspace, or nearly the memory of one unit of one owner.
     bound = max(budget, peak_of(next(owner for owner, count in enumerate(one.counts) if count) + 1) * _TOLERANCE)
     owners = num_ranks
     while owners > 1 and peak_of(owners) > bound:
@@ -295,5 +312,6 @@ def _worst_case_stages(key: BucketKey, units: Units, exchange: Exchange) -> list
 
 def _peak(key: BucketKey, units: Units, counts: Iterable[int]) -> int:
     """Return the most temporary memory of any rank, with the bucket before and the one after like this one."""
+    # The one before is on its way back and the one after is being gathered, while this one is computed.
     stages = _worst_case_stages(key, units, _exchange_of(key, counts))
     return max(stage.scattering + stage.most + stage.gathering for stage in stages)

@@ -39,6 +39,7 @@ class BucketMember:
     name: str
     index: int
     """Position of the parameter in its group."""
+    # The matrices: `num_matrices` of a block of the view, from `start` on.
     block: int = 0
     """The number of the view's block; 0 unless the view has several kinds of matrices."""
     start: int = 0
@@ -54,6 +55,7 @@ class BucketMember:
 class Kind(NamedTuple):
     """Matrices of one shape, and how they are orthogonalised."""
 
+    # (m, n), and None for a user's function.
     shape: tuple[int, int]
     form: Form | None
 
@@ -71,13 +73,14 @@ class Kind(NamedTuple):
 def kinds_of(
     view: View, shape: Sequence[int], group: Group, dtype: torch.dtype, device: torch.device
 ) -> tuple[Kind, ...]:
-    """Return the matrices of a unit of some shape."""
+    """Return the matrices of a unit of `shape`, with their forms for a dtype and device."""
+    # Views give (b, m, n) for each block, which is b matrices.
     shapes = [(m, n) for b, m, n in view.shapes(shape) for _ in range(b)]
     return tuple(Kind((m, n), form_of(group, m, n, dtype, device)) for m, n in shapes)
 
 
 def form_of(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Form | None:
-    """Return the form for a group's (m, n) matrices of a dtype; None for a function of the user's."""
+    """Return the form for a group's (m, n) matrices of a dtype; None if the orthogonalizer is a user's function."""
     if callable(group.orthogonalizer):
         return None
     return resolve(
@@ -93,23 +96,20 @@ def form_of(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.devi
 
 
 def adamw_entries(max_workspace_bytes: int | None) -> int | None:
-    """Return the number of entries that the plain AdamW update may work on at a time, None for any number."""
+    """Return the number of entries that the plain AdamW update may work on at a time; None for no limit."""
     return None if max_workspace_bytes is None else max(1, max_workspace_bytes // ADAMW_BYTES)
 
 
 def direction_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that update directions are rounded to before they are orthogonalised.
-
-    bfloat16 for 16-bit products: its range holds directions of any size, which are normalised only afterwards. Every
-    layout rounds here, so that every layout orthogonalises the same bits.
-    """
+    """Return the dtype that update directions are rounded to before they are orthogonalised, in every layout."""
+    # bfloat16 also for float16 products: its range holds directions of any size, which are normalised only afterwards.
     if form is not None and form.compute_dtype in (torch.bfloat16, torch.float16):
         return torch.bfloat16
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def update_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of orthogonalised updates, in which they travel; a user's function gives that of directions."""
+    """Return the dtype in which updates are sent: the products' dtype, or for a user's function that of directions."""
     return direction_dtype(form, dtype) if form is None else form.compute_dtype
 
 
@@ -118,6 +118,7 @@ def block_of(tensor: Tensor, member: BucketMember, view: View) -> Tensor:
 
     The result shares memory with the tensor, which is like the parameter: its weight, gradient or state.
     """
+    # Consecutive matrices of a block of the view.
     if member.piece is None:
         return view.blocks(tensor)[member.block][member.start : member.start + member.num_matrices]
     piece = tensor[member.piece]

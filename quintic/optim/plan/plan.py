@@ -1,8 +1,8 @@
-"""The plan: which matrices are updated together, how, and what that costs. Frozen data, no arithmetic on weights.
+"""The plan: the buckets of a step, their schedule and their costs. Frozen data, no arithmetic on weights.
 
-A bucket is what one batched computation handles: for Muon, matrices of one shape, memory layout, dtype, device and
-parameter group, as many as fit the workspace; for AdamW, all parameters of one dtype, device and group. The plan is
-built once and again only when the groups change; `optimizer.plan()` returns it, and printing it gives a table.
+A bucket is one batched computation: for Muon, matrices of one shape, memory layout, dtype, device and parameter group,
+as many as fit the workspace; for AdamW, all parameters of one dtype, device and group. The plan is built once, and
+again only when the groups change; `optimizer.plan()` returns it, and printing it gives a table.
 """
 
 import textwrap
@@ -21,31 +21,32 @@ __all__ = ["SMALL_BYTES", "Plan", "small_bytes"]
 
 _INDENT = "    "
 
-# A name shorter than this tells too little; then a bucket gets a second line.
+# With less room than this for names, a bucket gets a second line.
 _ROOM_FOR_NAME = 28
 
 SMALL_BYTES = 64 * 1024
-"""Allowance for flags, scales and tables of a step on a CUDA device, where each takes 512 bytes at least."""
+"""Allowance for flags, scales and tables of a step on a CUDA device, where each takes at least 512 bytes."""
 
 
 def small_bytes(devices: Iterable[torch.device]) -> int:
-    """Return the temporary bytes of flags and tables on devices."""
+    """Return the allowance for flags and tables if one of the devices is a CUDA device, else 0."""
     return SMALL_BYTES if any(device.type == "cuda" for device in devices) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All buckets: those with collectives in the order in which they are worked on, and the others in theirs."""
+    """All buckets of one rank, their schedule and costs."""
 
+    # First the buckets with collectives, then the others; both are computed in this order.
     buckets: tuple[Bucket, ...]
     balance: float = 1.0
     """Floating-point operations of the busiest rank over the mean, where ranks divide the work."""
     schedule: Schedule = (None,)
-    """In which order the parts of the buckets with collectives are run."""
+    """The order in which the buckets with collectives are started, computed and finished, see `schedule.py`."""
     choices: tuple[ReplicaChoice, ...] = ()
-    """The ranks that divide the work on parameters with several copies, where `replicas="auto"` had to choose."""
+    """How ranks divide the work on parameters with several copies, if `replicas="auto"` had to choose."""
     averaging_bytes: int = 0
-    """Temporary memory of averaging gradients with `comms="replicated"`, before the buckets run."""
+    """Temporary memory for averaging gradients with `comms="replicated"`, before the buckets run."""
 
     def __iter__(self) -> Iterator[Bucket]:
         """Iterate over the buckets."""
@@ -58,7 +59,9 @@ class Plan:
 
     @property
     def peak_workspace_bytes(self) -> int:
-        """Return the most temporary memory of a step on this rank, see `overlapping_bytes`."""
+        """Return an upper bound of the temporary bytes of a step on this rank, see `overlapping_bytes`."""
+        # Averaging is over before the first bucket starts, so the larger of the two counts.
+        # Buckets with collectives overlap as the schedule says; the others run one at a time.
         stages = [bucket.stages for bucket in self.buckets if not isinstance(bucket, Local) and bucket.needs_comm]
         local_bytes = max((bucket.workspace_bytes for bucket in self.buckets if not bucket.needs_comm), default=0)
         peak = overlapping_bytes(stages, self.schedule, local_bytes)
@@ -67,7 +70,8 @@ class Plan:
 
     @property
     def offload_buffer_bytes(self) -> int:
-        """Return the bytes on this rank's devices that state from host memory takes turns in."""
+        """Return the bytes of the buffers on this rank's devices through which offloaded state passes."""
+        # Each device has buffers of its own, which its buckets share.
         of_devices: dict[torch.device, list[Offloaded]] = {}
         for bucket in self.buckets:
             if bucket.offloaded is not None:
@@ -78,11 +82,12 @@ class Plan:
         """Return the plan as text, with one line per bucket, or two where one would be too long.
 
         Args:
-            width: columns of text; None for the terminal's width, or 160 where the output is no terminal. Names that
+            width: columns of text; None for the terminal's width, or 160 if the output is not a terminal. Names that
                 are too long are shortened in the middle.
         """
         if width is None:
             width = output_width()
+        # Below the table: work and memory, choices about copies, offloaded state.
         notes = [
             f"one step: {self.flops / 1e9:.2f} GFLOP of orthogonalisation, "
             f"at most {self.peak_workspace_bytes / 2**20:.1f} MiB of temporary memory",
@@ -102,7 +107,8 @@ class Plan:
 
 
 def _bucket_lines(buckets: Sequence[Bucket], width: int) -> list[str]:
-    """Return a heading and the buckets as text of at most `width` columns, or of some 70 where that is less."""
+    """Return a heading and the buckets as lines of at most `width` columns of text, or of about 70 if that is less."""
+    # Three blocks of cells per row, each aligned by itself: method and matrices, costs, name of the first parameter.
     has_host = any(bucket.offloaded is not None for bucket in buckets)
     heading = (
         ["method", "matrices"],
@@ -115,6 +121,7 @@ def _bucket_lines(buckets: Sequence[Bucket], width: int) -> list[str]:
     costs = aligned([row[1] for row in rows], [-14, 9, 7, 7, -9, -9, -9], gap=" ")
     names = [(name, more) for _, _, name, more in rows]
     needed = max(len(name + more) for name, more in names)
+    # One line per bucket if that leaves room for names, else method and name above the costs.
     one_line = [f"{left} {right}  " for left, right in zip(what, costs, strict=True)]
     if len(one_line[0]) + min(needed, _ROOM_FOR_NAME) <= width:
         return [with_name(line, *name, width) for line, name in zip(one_line, names, strict=True)]
@@ -125,13 +132,14 @@ def _bucket_lines(buckets: Sequence[Bucket], width: int) -> list[str]:
 
 
 def _wrapped(lines: Sequence[str], width: int) -> list[str]:
-    """Return lines of text, those longer than `width` continued on indented ones."""
+    """Return lines of text wrapped to `width` columns; continuations are indented."""
     wrapper = textwrap.TextWrapper(max(width, 40), subsequent_indent=_INDENT, break_long_words=False)
     return [part for line in lines for part in wrapper.wrap(line)]
 
 
 def _cells(bucket: Bucket, has_host: bool) -> tuple[list[str], list[str], str, str]:
-    """Return the work, its cost, the first parameter, and the number of those that follow it."""
+    """Return the cells of one bucket: method and matrices, costs, its first parameter, and how many more it has."""
+    # Matrices as "12 x 768x768"; AdamW has none.
     matrices = "-"
     if bucket.shape is not None:
         matrices = f"{bucket.num_matrices} x {bucket.shape[0]}x{bucket.shape[1]}"

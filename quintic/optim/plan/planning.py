@@ -1,4 +1,12 @@
-"""Makes the plan of one rank: the buckets that it steps by itself, those that travel, and those with sharded state."""
+"""Builds the plan of one rank from the parameter groups and the layouts of their parameters.
+
+    shared      buckets of matrices that lie on several ranks, or whose work is divided (`gathered.py`)
+    sharded     buckets of groups with `comms="sharded"` (`sharded.py`)
+    local       the rest: matrices of one kind, or AdamW's parameters of one dtype and device, which need no messages
+    order       buckets with collectives get an order and a schedule (`order.py`)
+
+Invariant: all ranks build the same shared and sharded buckets from the same groups; no sizes are ever exchanged.
+"""
 
 import functools
 from bisect import bisect_right
@@ -24,8 +32,8 @@ from quintic.optim.plan.workspace.matrices import WorkspaceSpec
 
 __all__ = ["build_plan", "local_buckets"]
 
-# Entries of a bucket's matrices on a CPU, at most: the C library gives larger temporary tensors back to the system
-# after each use, which then clears all of their pages anew.
+# The most entries of a bucket's matrices on a CPU: the C library returns larger temporary tensors to the system after
+# each use, which then has to clear all of their pages again.
 _CPU_ENTRIES = 2**22
 
 
@@ -40,14 +48,15 @@ def build_plan(
     """Return the plan of one global rank.
 
     Args:
-        param_groups: validated (see `Muon.add_param_group`).
-        layouts: for each group and each of its parameters where it travels, or None; from `layouts_for_work` if there
-            were choices.
-        rank: whose plan this is.
-        sharded: of the groups whose state is sharded (`comms="sharded"`) position and ranks.
-        orders: in which buckets with collectives start and are worked on, where the user wants another.
-        choices: from `choose_replica_strategies`, to be told.
+        param_groups: the groups, validated (see `Muon.add_param_group`).
+        layouts: for each parameter of each group its layout if it needs messages, else None; from `layouts_for_work`
+            if there were choices.
+        rank: the global rank.
+        sharded: number -> ranks of the groups whose state is sharded (`comms="sharded"`).
+        orders: the user's orders of buckets with collectives.
+        choices: from `choose_replica_strategies`, to be reported with the plan.
     """
+    # Shared buckets are planned for all groups at once, because their owners are balanced over all of them.
     shared, balance = shared_buckets(param_groups, layouts)
     buckets: list[Bucket] = []
     for number, (group, of_group) in enumerate(zip(param_groups, layouts, strict=True)):
@@ -57,8 +66,10 @@ def build_plan(
         for one in shared:
             if one.key.group == number and rank in one.exchange.ranks:
                 buckets += gathered_buckets(one, of_group, rank)
+        # Parameters that need no messages; frozen ones are in no bucket.
         here = [index for index, layout in enumerate(of_group) if layout is None and index not in group.idle]
         buckets += local_buckets(number, group, here)
+    # A shared bucket whose owner holds all of its units whole needs no messages, and comes among the local ones.
     moving = [bucket for bucket in buckets if not isinstance(bucket, Local) and bucket.needs_comm]
     in_order, schedule = order_buckets(moving, param_groups, orders or Orders())
     still = [bucket for bucket in buckets if not bucket.needs_comm]
@@ -66,17 +77,19 @@ def build_plan(
 
 
 def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Local]:
-    """Return the buckets of a validated group's parameters, by their positions, that this rank steps by itself."""
+    """Return the local buckets of a validated group, for the parameters at positions `indices`."""
     build = _muon_buckets if group.rule.orthogonalizes else _adamw_buckets
     return list(build(group_index, group, indices))
 
 
 def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Local]:
+    # Parameters that one launch of a kernel can handle: of one dtype and device, and with gaps in memory or without.
     members: dict[tuple[torch.dtype, torch.device, Kernels, bool], list[BucketMember]] = {}
     for index in indices:
         name, param = group.param_names[index], local_tensor(group.params[index])
         key = (param.dtype, param.device, choose_kernels(group.kernels, param), is_dense(param))
         members.setdefault(key, []).append(BucketMember(name=name, index=index))
+    # One bucket each: AdamW's temporary memory does not grow with the number of parameters.
     for (dtype, device, kernels, dense), alike in members.items():
         numels = [local_tensor(group.params[member.index]).numel() for member in alike]
         yield Local(
@@ -92,7 +105,8 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> It
 
 
 def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Local]:
-    # Shape and strides of each matrix in memory: what one launch of a kernel can handle.
+    # Matrices that one launch of a kernel can handle: of one shape, strides, dtype and device. A view's block has shape
+    # (b, g, r, n), or (b, g, r, c, k) for filters in channels_last.
     by_kind: dict[tuple[Any, ...], list[BucketMember]] = {}
     for index in indices:
         name, param = group.param_names[index], local_tensor(group.params[index])
@@ -105,12 +119,13 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
             by_kind.setdefault(key, []).append(member)
             first += b
     for (block_shape, strides, dtype, device, kernels), members in by_kind.items():
-        m, n = block_shape[:2].numel(), block_shape[2:].numel()
+        m, n = block_shape[:2].numel(), block_shape[2:].numel()  # (g, r) -> m, (n) or (c, k) -> n
         form = form_of(group, m, n, dtype, device)
         spec = WorkspaceSpec.of_group(group, dtype, device, kernels)
         total = sum(member.num_matrices for member in members)
         largest = max(member.num_matrices for member in members)
 
+        # The most matrices at a time, in the memory that they need on any device of the type: so all ranks agree.
         is_copied = kernels == "triton" and is_put_in_order(block_shape, strides, form)
         most = functools.partial(
             batch_bytes,
@@ -123,7 +138,8 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
         at_a_time = _matrices_at_a_time(group, total, m * n, dtype, most)
         if device.type == "cpu":
             at_a_time = min(at_a_time, max(1, _CPU_ENTRIES // max(1, m * n)))
-        for chunk in _chunks(members, at_a_time):
+        # One bucket for each list of at most so many matrices; its bound is for this device.
+        for chunk in _member_chunks(members, at_a_time):
             counts = [member.num_matrices for member in chunk]
             count = sum(counts)
             yield Local(
@@ -144,27 +160,34 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
 def _matrices_at_a_time(
     group: Group, total: int, numel: int, dtype: torch.dtype, workspace: Callable[[int], int]
 ) -> int:
-    """Return the number of matrices, of `total`, that fit the workspace, with the buffers for offloaded state.
+    """Return the number of matrices that fit the workspace, with the buffers for offloaded state; at least 1.
 
-    Each has so many entries; `workspace` returns what a number of them needs, which grows with the number.
+    Args:
+        group: their group, with its `max_workspace_bytes`.
+        total: the number of matrices in all.
+        numel: entries of one matrix.
+        dtype: of the weights.
+        workspace: returns the temporary bytes of a number of matrices, which grow with the number.
     """
     entries, budget = offloaded_entries(group, dtype), group.max_workspace_bytes
     limit = max(1, total)
+    # The largest number whose memory is within the budget, by bisection.
     if budget is not None:
         pool = POOL_BUFFERS * offloaded_bytes(group, dtype) * numel
         limit = max(1, bisect_right(range(1, limit + 1), budget, key=lambda count: workspace(count) + pool * count))
+    # With offload, buckets of equal size: one is loaded while another is computed.
     if entries is not None:
-        # Alike, as one is loaded while another is computed.
         number = -(-total // min(limit, max(1, entries // max(1, numel))))
         limit = -(-total // max(1, number))
     return limit
 
 
-def _chunks(members: Sequence[BucketMember], limit: int) -> Iterator[list[BucketMember]]:
-    """Divide members so that no chunk has more than `limit` matrices."""
+def _member_chunks(members: Sequence[BucketMember], limit: int) -> Iterator[list[BucketMember]]:
+    """Yield members in lists of at most `limit` matrices each, in order; a member may be split over several lists."""
     chunk: list[BucketMember] = []
     free = limit
     for member in members:
+        # Take as many of the member's matrices as the list has room for, until none is left.
         start, left = member.start, member.num_matrices
         while left > 0:
             take = min(left, free)

@@ -1,11 +1,13 @@
-"""Which ranks divide the work on parameters of which there are several copies, each cut among ranks, as under HSDP.
+"""Chooses the ranks that divide the work on parameters with several sharded copies, as under HSDP.
 
-All ranks may: then each matrix is orthogonalised once, and its owner sends the update to every copy. Or only those that
-hold one copy, or the copies of one host: then others repeat the work, and nothing of it is sent between them. The
-update of a matrix has the same bits on any rank, so that copies stay equal.
+    divide    all ranks: each matrix is orthogonalised once, and its owner sends the update to every copy
+    repeat    the ranks of one copy: every copy repeats the work, and nothing is sent between copies
+    host      the ranks of the copies on one host: every host repeats the work, and nothing is sent between hosts
 
-Which is faster depends on links and devices whose speed is unknown. It is estimated from the plan with the assumed
-speeds `LINKS` and `SPEEDS`, with the same result on all ranks.
+The update of a matrix has the same bits on any rank, so that copies stay equal with each strategy.
+
+The fastest strategy depends on links and devices whose speeds are unknown. Times are estimated from the plan of each
+strategy with the assumed speeds `LINKS` and `SPEEDS`; all ranks get the same result.
 """
 
 import functools
@@ -34,49 +36,49 @@ __all__ = [
 ]
 
 ReplicaStrategy: TypeAlias = Literal["divide", "repeat", "host"]
-"""The ranks that divide the work on a matrix: all, those of one copy, or those of the copies of one host."""
+"""The ranks that divide the work on a matrix: all, the ranks of one copy, or the ranks of one host's copies."""
 
-# In the order in which equal ones, and equally fast ones, are preferred: the first repeats nothing.
+# In order of preference if they are equally fast: the first repeats no work.
 _STRATEGIES: tuple[ReplicaStrategy, ...] = ("divide", "repeat", "host")
 
 
 class Links(NamedTuple):
     """Bytes per second that one rank sends, and receives at the same time."""
 
+    # GPUs of one host are linked directly, those of several hosts by a network.
     within_host: float
     between_hosts: float
 
 
 LINKS = Links(within_host=250e9, between_hosts=25e9)
-"""NVLink: the exchange alone of 1.7B parameters moves 275 GB/s to and from each of two H200
-(benchmarks/results/2026-11-22-2xh200-step-layouts.md). Networks: half of what one 400 Gb/s card per GPU could do, which
+"""NVLink: the exchange of 1.7B parameters, without computing, moves 275 GB/s to and from each of two H200
+(benchmarks/results/2026-11-22-2xh200-step-layouts.md). Networks: half the speed of one 400 Gb/s card per GPU, which
 all-to-alls among several hosts do not reach."""
 
 SPEEDS = {"cuda": (600e12, 50e12), "cpu": (1e12, 1e12)}
-"""Type of device -> operations per second of orthogonalisation with 16-bit products, and with wider ones, as plans
-count them. An H200 does 630 (124M parameters) to 930 TFLOP/s (1.7B) in the same file."""
+"""Device type -> operations per second of orthogonalisation with 16-bit products, and with wider ones, as plans count
+them. An H200 reaches 630 (124M parameters) to 930 TFLOP/s (1.7B) in the same file."""
 
 
 def speed_of(device_type: str, dtype: torch.dtype) -> float:
-    """Return the operations per second, with products of a dtype, that are assumed of a type of device such as "cuda".
-
-    Any accelerator is taken for a GPU.
-    """
+    """Return the assumed operations per second of a device type such as "cuda", with products of a dtype."""
+    # Any accelerator counts as a GPU.
     narrow, wide = SPEEDS["cpu" if device_type == "cpu" else "cuda"]
     return narrow if dtype.itemsize <= 2 else wide
 
 
 class ReplicaChoice(NamedTuple):
-    """The way in which ranks divide the work on the parameters that they share."""
+    """How ranks divide the work on the parameters that they share."""
 
     ranks: tuple[int, ...]
     """The ranks that share them, in ascending order."""
     strategy: ReplicaStrategy
     seconds: Mapping[ReplicaStrategy, float]
-    """Estimated time of one step, for each strategy that differs from those before."""
+    """Estimated seconds of one step, for each strategy that differs from the strategies before it."""
 
     def __str__(self) -> str:
         """Return the choice and the estimates in one line."""
+        # As in "copies on 16 ranks: all divide the work (estimated: divide 3.1 ms, repeat 4.2 ms)".
         texts = {
             "divide": "all divide the work",
             "repeat": "those of each copy divide the work, which others repeat",
@@ -87,22 +89,24 @@ class ReplicaChoice(NamedTuple):
 
 
 def has_replicas(layout: Layout) -> bool:
-    """Return whether a tensor has several copies, each cut among ranks."""
+    """Return whether a tensor has several copies, each of them sharded over ranks."""
     return layout.num_copies > 1 and not layout.is_replicated
 
 
 def work_sets(layout: Layout, strategy: ReplicaStrategy, hosts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the sets of ranks, in ascending order, that each do all of the work on a tensor; every rank is in one.
+    """Return the sets of ranks that each do all of the work on a tensor, in ascending order; every rank is in one set.
 
-    Hosts are a number for each rank, in ascending order of the ranks, equal for ranks of one host. They are read for
-    "host" only: copies that share a host are worked on together.
+    `hosts` has a number for each rank, in ascending order of the ranks, equal for ranks on the same host. Only "host"
+    reads it: copies that have a host in common are one set.
     """
     if strategy == "divide":
         return [tuple(sorted(layout.ranks))]
+    # "repeat": the ranks of each copy.
     of_copy: dict[int, set[int]] = {}
     for rank, copy in zip(layout.ranks, layout.copies, strict=True):
         of_copy.setdefault(copy, set()).add(rank)
     sets = list(of_copy.values())
+    # Copies that have a rank on the same host become one set.
     if strategy == "host":
         host_of = dict(zip(sorted(layout.ranks), hosts, strict=True))
         sets = _joined([(ranks, {host_of[rank] for rank in ranks}) for ranks in sets])
@@ -110,15 +114,17 @@ def work_sets(layout: Layout, strategy: ReplicaStrategy, hosts: Sequence[int]) -
 
 
 def renumbered(hosts: Iterable[int]) -> list[int]:
-    """Return numbers from 0, in the order in which they come, equal where the given ones are."""
+    """Return the hosts numbered from 0 in the order of their first occurrence."""
+    # Hosts of some of the ranks may have any numbers; sums over hosts need consecutive ones.
     numbers: dict[int, int] = {}
     return [numbers.setdefault(host, len(numbers)) for host in hosts]
 
 
 def _joined(sets: Sequence[tuple[set[int], set[int]]]) -> list[set[int]]:
-    """Return sets of ranks, with those made one that have a host in common, be it through others."""
+    """Merge sets of ranks that have a host in common, directly or through other sets; `sets` are (ranks, hosts)."""
     joined: list[tuple[set[int], set[int]]] = []
     for ranks, hosts in sets:
+        # Merge this set with all merged ones that have one of its hosts.
         meeting = [other for other in joined if other[1] & hosts]
         joined = [other for other in joined if not other[1] & hosts]
         joined.append((ranks.union(*(one for one, _ in meeting)), hosts.union(*(one for _, one in meeting))))
@@ -130,12 +136,17 @@ def choose_replica_strategies(
     layouts: Sequence[Sequence[Layout | None]],
     hosts: Mapping[tuple[int, ...], Sequence[int]],
 ) -> dict[tuple[int, ...], ReplicaChoice]:
-    """Return the choices for "auto": ranks that share parameters with several copies -> those that divide the work.
+    """Return the choice for each set of ranks that shares parameters with `replicas="auto"` and several copies.
 
-    The same on all ranks: a step is taken to last as long as the busiest rank computes, or as the busiest link of its
-    kind sends, whichever is longer, because messages are under way while others compute. Layouts are those of
-    `build_plan`; hosts have for ranks in ascending order, as far as known, a number for each, equal on one host.
+    Equal on all ranks. A step is estimated to take as long as the busiest rank computes or the busiest link sends, the
+    longer of the two, because messages overlap with computation.
+
+    Args:
+        param_groups: the groups.
+        layouts: as for `build_plan`.
+        hosts: ranks in ascending order -> a number for each, equal on the same host; for sets whose hosts are known.
     """
+    # The parameters of each set of ranks.
     by_ranks: dict[tuple[int, ...], list[tuple[Group, Layout]]] = {}
     for group, of_group in zip(param_groups, layouts, strict=True):
         for layout in of_group:
@@ -143,9 +154,11 @@ def choose_replica_strategies(
                 by_ranks.setdefault(tuple(sorted(layout.ranks)), []).append((group, layout))
     choices = {}
     for ranks, shared in by_ranks.items():
+        # Distinct layouts that need a choice.
         undecided = dict.fromkeys(one for group, one in shared if group.replicas == "auto" and has_replicas(one))
         if not undecided or ranks not in hosts:
             continue
+        # Estimate every strategy, unless one before it has the same sets of ranks.
         seconds: dict[ReplicaStrategy, float] = {}
         seen: list[object] = []
         for strategy in _STRATEGIES:
@@ -164,19 +177,22 @@ def layouts_for_work(
     hosts: Mapping[tuple[int, ...], Sequence[int]],
     rank: int,
 ) -> list[list[Layout | None]]:
-    """Return each layout among those ranks alone that divide the work with one global rank.
+    """Return the layouts restricted to the ranks that divide the work with global rank `rank`.
 
-    Where `choose_replica_strategies` chose nothing, all ranks divide the work. Layouts without this rank stay.
+    Without a choice, all ranks divide the work. Layouts without this rank are returned unchanged; a layout becomes
+    None if this rank does all of the work on it.
     """
 
     @functools.cache
     def among_workers(layout: Layout, replicas: str) -> Layout | None:
         if rank not in layout.ranks or not has_replicas(layout):
             return layout
+        # The group's own strategy, or the chosen one for "auto".
         ranks = tuple(sorted(layout.ranks))
         strategy: ReplicaStrategy = "repeat" if replicas == "repeat" else "divide"
         if replicas == "auto" and ranks in choices:
             strategy = choices[ranks].strategy
+        # The set of ranks that this rank belongs to.
         own = next(members for members in work_sets(layout, strategy, hosts.get(ranks, ())) if rank in members)
         return layout.among(own) if len(own) > 1 else None
 
@@ -187,8 +203,9 @@ def layouts_for_work(
 
 
 def _unit_seconds(shared: SharedBucket) -> float:
-    """Return the seconds that the orthogonalisation of one unit of a bucket takes, by `SPEEDS`."""
+    """Return the estimated seconds for orthogonalising one unit of a bucket, by `SPEEDS`."""
     spec, seconds = shared.key.spec, 0.0
+    # A user's function is taken to compute in the dtype of the weights.
     for kind in shared.units.kinds:
         seconds += kind.cost / speed_of(spec.device.type, spec.dtype if kind.form is None else kind.form.compute_dtype)
     return seconds
@@ -200,22 +217,27 @@ def _seconds(
     choice: ReplicaChoice,
     hosts: Sequence[int],
 ) -> float:
-    """Return the seconds that ranks that share parameters take for a step of these, by `LINKS` and `SPEEDS`.
+    """Return the estimated seconds of a step on the ranks of a choice, by `LINKS` and `SPEEDS`.
 
-    Those that divide the work with the first one are looked at, the others do the same.
+    Only the ranks that divide the work with the first rank are considered, since the other sets do the same work.
     """
+    # The plan of these parameters with this choice.
     ranks = choice.ranks
     of_ranks = [[one if one is not None and tuple(sorted(one.ranks)) == ranks else None for one in f] for f in layouts]
     of_first = layouts_for_work(param_groups, of_ranks, {ranks: choice}, {ranks: hosts}, ranks[0])
     places = dict(zip(ranks, renumbered(hosts), strict=True))
+    # Seconds of work, and bytes within hosts and between them, (sent or received, ranks), added up over buckets.
     busy, within, between = (torch.zeros(2, len(ranks), dtype=torch.float64, device="cpu") for _ in range(3))
     for shared in shared_buckets(param_groups, of_first)[0]:
+        # Work: each rank orthogonalises its units.
         where = torch.tensor([ranks.index(rank) for rank in shared.exchange.ranks], device="cpu")
         busy[:, where] += _unit_seconds(shared) * torch.tensor(shared.exchange.counts, device="cpu")
+        # Messages, (2, ranks of the bucket): all of them, and the bytes that leave a host.
         if shared.exchange_bytes is not None:
             everywhere = torch.stack(traffic_of(shared.exchange_bytes))
             hosts_of_these = torch.tensor([places[rank] for rank in shared.exchange.ranks], device="cpu")
             away = torch.stack(traffic_of(shared.exchange_bytes, hosts_of_these))
             between[:, where] += away
             within[:, where] += everywhere - away
+    # The slowest resource: the busiest rank's device, or the busiest link of either kind.
     return max(float(busy.max()), float(within.max()) / LINKS.within_host, float(between.max()) / LINKS.between_hosts)

@@ -31,12 +31,13 @@ Schedule = Sequence[int | None]
 class Stages(NamedTuple):
     """Bytes that a bucket with collectives holds on this rank, by stage; neighbours overlap."""
 
+    # In the order of a bucket's life: started, computed, finished.
     gathering: int
-    """Once it has started, until its gather is over."""
+    """From its start until its first message has arrived."""
     computing: int
-    """Then, until its updates are there."""
+    """From then until its updates are computed."""
     updates: int
-    """Bytes that go from there into the last stage."""
+    """Beside the second message, while that is being started."""
     scattering: int
     """From then until it is finished."""
     starting: int = 0
@@ -46,7 +47,7 @@ class Stages(NamedTuple):
 
     @property
     def working(self) -> int:
-        """Return the most from when it is worked on until its last stage has begun."""
+        """Return the most bytes from the arrival of its first message until the second is under way."""
         return max(self.gathering, self.computing, self.updates + self.scattering)
 
     @property
@@ -59,7 +60,11 @@ NO_STAGES = Stages(0, 0, 0, 0)
 
 
 def prefetch_one_schedule(count: int) -> list[int | None]:
-    """Return a schedule in which each step starts before, and is finished after, the work on a neighbour."""
+    """Return a schedule in which each bucket starts before, and is finished after, the computation of a neighbour.
+
+    For three buckets: 0 starts, work without collectives, 1 starts, 0 is computed, 2 starts, 1 is computed, 0 is
+    finished, 2 is computed, 1 is finished, 2 is finished.
+    """
     schedule: list[int | None] = [*range(min(count, 1)), None]
     for number in range(count):
         schedule += [*range(number + 1, min(number + 2, count)), number, *range(max(number - 1, 0), number)]
@@ -78,9 +83,9 @@ def overlapping(comm_order: Sequence[int], memory: Sequence[Stages], budget: int
         budget: bytes, exceeded only for the bucket that is computed next; None for no bound.
     """
     schedule: list[int | None] = []
-    waiting = list(comm_order)
-    unfinished: list[int] = []
-    held = 0
+    waiting = list(comm_order)  # not started
+    unfinished: list[int] = []  # computed, but not finished
+    held = 0  # bytes of all buckets that are under way
     # A bucket that starts early leaves room for the results of the one before, so that these need not be waited for.
     largest = max((one.scattering for one in memory), default=0)
 
@@ -97,12 +102,14 @@ def overlapping(comm_order: Sequence[int], memory: Sequence[Stages], budget: int
         """Start the buckets that fit beside the computation of the needed one, and that one in any case."""
         nonlocal held
         while waiting:
+            # The peak if `step` starts now: while the needed one computes, or while `step` itself starts.
             step = waiting[0]
             more = 0
             if step != needed:
                 more = memory[step].gathering + max(0, largest - sum(memory[one].scattering for one in unfinished))
             most = max(held_at_work(needed) + more, held + memory[step].starting)
             fits = budget is None or most <= budget
+            # Make room by finishing an old bucket, but not the last one computed, whose message may still be under way.
             if not fits and unfinished and (needed in waiting or unfinished[0] < needed - 1):
                 finish()
             elif fits or needed in waiting:
@@ -111,21 +118,25 @@ def overlapping(comm_order: Sequence[int], memory: Sequence[Stages], budget: int
             else:
                 return
 
+    # First messages start before the work without collectives, which hides them.
     if comm_order:
         start(0)
     schedule.append(None)
+    # Then bucket by bucket: start ahead, make room, compute.
     for number in range(len(comm_order)):
         start(number)
         while unfinished and budget is not None and held_at_work(number) > budget:
             finish()
         schedule.append(number)
         unfinished.append(number)
+        # Its first message is used up, its second is under way.
         held += memory[number].scattering - memory[number].gathering
     return schedule + unfinished
 
 
 def filter_schedule(schedule: Schedule, kept: Sequence[int]) -> Schedule:
     """Return the schedule of some of the buckets, given their numbers in ascending order; they become 0, 1, ..."""
+    # Buckets of groups that are not due in a step drop out; the others keep their order, as on all ranks.
     new = {number: place for place, number in enumerate(kept)}
     order = [None if number is None else new[number] for number in schedule if number is None or number in new]
     if kept and order[0] is None:
@@ -140,16 +151,18 @@ def overlapping_bytes(stages: Sequence[Stages], schedule: Schedule, local_bytes:
     Args:
         stages: the bytes of each bucket with collectives, in the order in which they are computed.
         schedule: their schedule.
-        local_bytes: the most bytes that one of the other buckets needs; they run one after the other, while buckets
-            with collectives hold what they have in that moment.
+        local_bytes: the most bytes that one of the other buckets needs; they run one after the other, beside the
+            messages that are under way then.
     """
-    parts = [0] * len(stages)
+    parts = [0] * len(stages)  # how many stages each bucket has begun
     peak = held = 0
+    # Follow the schedule and add up the bytes that buckets hold between their stages.
     for number in schedule:
         if number is None:
             peak = max(peak, held + local_bytes)
             continue
         stage = stages[number]
+        # The bucket starts, is computed, or is finished.
         if parts[number] == 0:
             peak = max(peak, held + stage.starting)
             held += stage.gathering

@@ -39,13 +39,16 @@ _LEAST_DIRECT = 2**20
 
 
 def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int) -> Iterator[Sharded]:
-    """Yield one rank's buckets of the group in place `number`, whose state some global ranks divide."""
+    """Yield one rank's buckets of the group with this number, whose state is sharded over the global ranks `ranks`."""
+    # Collect pieces by the properties that a bucket's pieces share: kind of unit, dtype, device, kernels, and the
+    # parameter if that is sent from its own memory.
     together: dict[tuple[Any, ...], list[StateShard]] = {}
     shardings: dict[int, RowSharding] = {}
     for index, (shards, param) in enumerate(zip(shards_of(group, ranks), group.params, strict=True)):
         if index in group.idle:
             continue  # its pieces keep their owners, should it be stepped later
         kernels = choose_kernels(group.kernels, param)
+        # A table whose touched rows are sent is a bucket of its own.
         is_table = group.comms == "sharded_sparse" and not group.rule.orthogonalizes
         rows = sharded_rows(param, shards, len(ranks)) if is_table else None
         if rows is not None:
@@ -56,9 +59,11 @@ def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
             kind = None if shard.unit is None else (size_of(shard.unit.box), shard.unit.view)
             key = (kind, param.dtype, param.device, kernels, shard.index if direct else None)
             together.setdefault(key, []).append(shard)
+    # Make buckets of them, several where one would not fit the workspace.
     for (kind, dtype, device, kernels, direct), alike in together.items():
         chunks = [alike] if direct is not None else _chunks(alike, group, len(ranks), dtype)
         for shards in chunks:
+            # This rank's pieces, and the class of bucket: AdamW's, Muon's, or a table.
             own = [shard for shard in shards if ranks[shard.owner] == rank]
             of_kind: type[Sharded] = Sharded
             more: dict[str, Any] = {}
@@ -84,12 +89,13 @@ def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
                 is_direct=direct is not None,
                 **more,
             )
+            # Memory follows from the bucket itself.
             of_all, of_this = stages_of_shards(bucket, group, worst_case=True), stages_of_shards(bucket, group)
             yield replace(bucket, stages=of_this, shared_stages=of_all)
 
 
 def _offload_limit(group: Group, dtype: torch.dtype, num_ranks: int) -> int:
-    """Return the number of entries that a bucket may have, so that owners bring little state from the host at once."""
+    """Return the most entries that a bucket may have so that no owner loads too much offloaded state at once."""
     entries = offloaded_entries(group, dtype)
     # AdamW's state is brought in pieces of bounded size, however large the bucket is.
     return 2**62 if entries is None or not group.rule.orthogonalizes else entries * num_ranks
@@ -104,6 +110,7 @@ def _is_sent_directly(shards: Sequence[StateShard], param: Tensor, num_ranks: in
         return False
     if len({shard.unit and (shard.unit.view, size_of(shard.unit.box)) for shard in shards}) > 1:
         return False
+    # Without gaps, and in the order of the owners.
     ends = [0, *(shard.stop for shard in shards)]
     in_order = all(shard.start == end for shard, end in zip(shards, ends, strict=False)) and ends[-1] == param.numel()
     return in_order and all(a.owner <= b.owner for a, b in pairwise(shards))
@@ -119,6 +126,7 @@ def _chunks(
     per_entry = 6 * dtype.itemsize + -(-(24 if group.rule.orthogonalizes else 8) // num_ranks)
     limit = sum(shard.numel for shard in shards) if budget is None else max(1, budget // per_entry)
     limit = min(limit, _offload_limit(group, dtype, num_ranks))
+    # Take the next piece of every owner that has one, until they exceed the limit: so all owners have work.
     per_owner = [[shard for shard in shards if shard.owner == owner] for owner in range(num_ranks)]
     while any(per_owner):
         chunk: list[StateShard] = []
@@ -135,13 +143,14 @@ def _chunks(
 
 
 def _units(shards: Sequence[StateShard], group: Group, position: int, shape: tuple[int, ...], view: View) -> Units:
-    """Return the units that are the pieces, as the rank in this position sees them."""
+    """Return the pieces as units of one `shape` and `view`, as the rank at `position` sees them."""
     first = group.params[shards[0].index]
     everywhere = tuple(
         ParameterUnit.of(group, shard.index, shard.unit, group.params[shard.index].shape)
         for shard in shards
         if shard.unit is not None
     )
+    # Sorted by owner, so that this rank's units are consecutive.
     owners = [shard.owner for shard in shards]
     owned = slice(bisect_left(owners, position), bisect_right(owners, position))
     return Units(shape, view, kinds_of(view, shape, group, first.dtype, first.device), everywhere, owned)

@@ -37,7 +37,7 @@ _ALONE_SIDE = 512
 # Rows per call of a symmetric product with long sums: with fewer rows the calls cost more than the symmetry saves.
 _BLOCK_ROWS = 256
 
-# The number of (side, side) buffers of `_iterate`: g, h, s, q and a spare one.
+# The number of (side, side) buffers of `_iterate_in_buffers`: g, h, s, q and a spare one.
 _NUM_SMALL = 5
 
 # The most bytes of memory that a thread keeps for its next call.
@@ -82,7 +82,7 @@ def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None
         together = batch
     memory = _Buffers.of(together, m, n, form.compute_dtype)
     for part, target in zip(x.split(together), result.split(together), strict=True):
-        _iterate(part, form, norm, memory, target)
+        _iterate_in_buffers(part, form, norm, memory, target)
     return result
 
 
@@ -119,10 +119,10 @@ def _is_the_same_alone(batch: int, m: int, n: int, form: Form, threads: int) -> 
     together = torch.empty((batch, m, n), dtype=form.compute_dtype, device="cpu")
     for number, matrix in enumerate(together):
         matrix.normal_(generator=generator.manual_seed(number))
-    _iterate(together, form, 1.0, _Buffers.of(batch, m, n, form.compute_dtype), together)
+    _iterate_in_buffers(together, form, 1.0, _Buffers.of(batch, m, n, form.compute_dtype), together)
     memory, alone = _Buffers.of(1, m, n, form.compute_dtype), torch.empty_like(together[:1])
     for number, expected in enumerate(together.split(1)):
-        _iterate(alone.normal_(generator=generator.manual_seed(number)), form, 1.0, memory, alone)
+        _iterate_in_buffers(alone.normal_(generator=generator.manual_seed(number)), form, 1.0, memory, alone)
         if not torch.equal(alone, expected):
             return False
     return True
@@ -148,8 +148,10 @@ class _Buffers(NamedTuple):
     @classmethod
     def of(cls, batch: int, m: int, n: int, dtype: torch.dtype) -> "_Buffers":
         side = min(m, n)
-        shapes = [(batch, m, n)] * 2 + [(batch, side, side)] * _NUM_SMALL
-        sizes = [-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape in shapes]
+        whole, small = (batch, m, n), (batch, side, side)
+        shapes = [whole] * 2 + [small] * _NUM_SMALL
+        lines = -(-math.prod(whole) * dtype.itemsize // _LINE), -(-math.prod(small) * dtype.itemsize // _LINE)
+        sizes = [lines[0] * _LINE] * 2 + [lines[1] * _LINE] * _NUM_SMALL
         buffer = _KEPT.buffer
         if buffer is None or buffer.numel() < sum(sizes):
             _KEPT.buffer = None  # free the old memory before allocating the new
@@ -157,14 +159,13 @@ class _Buffers(NamedTuple):
             if sum(sizes) <= _MAX_KEPT:
                 _KEPT.buffer = buffer
         parts = buffer[: sum(sizes)].split(sizes)
-        tensors = [
-            part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for part, shape in zip(parts, shapes, strict=True)
-        ]
+        tensors = []
+        for part, shape in zip(parts, shapes, strict=True):
+            tensors.append(part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
         return cls(tensors[:2], tensors[2:])
 
 
-def _iterate(x: Tensor, form: Form, norm: float, memory: _Buffers, out: Tensor) -> None:
+def _iterate_in_buffers(x: Tensor, form: Form, norm: float, memory: _Buffers, out: Tensor) -> None:
     """Write the polynomials of `x`, (batch, m, n), to `out`, which may be `x`; the formulas are the module's."""
     current, other = memory.whole  # (batch, m, n): x, and the place of the next x
     g, h, s, q, spare = memory.small  # (batch, side, side)

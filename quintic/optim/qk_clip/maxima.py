@@ -85,7 +85,7 @@ class Maxima:
             self._local = {layer: one.maxima for layer, one in seen.items()}
             return problem
         self._take()  # finish the reduction of a step that raised before its end
-        seen = _together(self._deferred, seen)
+        seen = _merge_maxima(self._deferred, seen)
         # Case 2: the last step's number says that a rank had a new layer. All ranks read it here, and extend the list.
         is_news_old = (
             self._new_layer_flag is not None and not is_capturing(self._device) and any(self._new_layer_flag.read())
@@ -194,7 +194,7 @@ class Maxima:
         return None
 
 
-def _together(late: Mapping[Layer, LocalMaxima], seen: Mapping[Layer, LocalMaxima]) -> dict[Layer, LocalMaxima]:
+def _merge_maxima(late: Mapping[Layer, LocalMaxima], seen: Mapping[Layer, LocalMaxima]) -> dict[Layer, LocalMaxima]:
     """Return kept and new maxima, by layer; where a layer has both, the larger of the two for each head."""
     together = {**late, **seen}
     for layer in late.keys() & seen.keys():

@@ -142,19 +142,19 @@ def _shards_of_matrices(group: Group, num_ranks: int) -> list[list[StateShard]]:
     assignments: list[tuple[int, int, int, Unit]] = []
     costs = []
     for index, param in enumerate(group.params):
-        for unit in _runs(group.view, param):
+        for unit in _contiguous_units(group.view, param):
             start, stop = _range_of(unit, tuple(param.shape))
             if start < stop:
                 assignments.append((index, start, stop, unit))
                 costs.append(sum(count * shape_cost(m, n) for count, m, n in unit.view.shapes(size_of(unit.box))))
     of_params: list[list[StateShard]] = [[] for _ in group.params]
-    for (index, start, stop, unit), owner in zip(assignments, _owners(assignments, costs, num_ranks), strict=True):
+    for (index, start, stop, unit), owner in zip(assignments, _unit_owners(assignments, costs, num_ranks), strict=True):
         offset = sum(shard.numel for shard in of_params[index] if shard.owner == owner)
         of_params[index].append(StateShard(group.param_names[index], index, start, stop, owner, offset, unit))
     return of_params
 
 
-def _owners(assignments: Sequence[tuple[int, int, int, Unit]], costs: Sequence[int], num_ranks: int) -> list[int]:
+def _unit_owners(assignments: Sequence[tuple[int, int, int, Unit]], costs: Sequence[int], num_ranks: int) -> list[int]:
     """Return the owner of each unit: each rank has a run of every bank, if the busiest then has no more to do.
 
     A bank is a parameter with at least a unit for every rank, which all cost the same. A run travels from its place.
@@ -194,7 +194,7 @@ def _in_runs(banks: Sequence[Sequence[int]], costs: Sequence[int], num_ranks: in
     return owners
 
 
-def _runs(view: View, param: Tensor) -> tuple[Unit, ...]:
+def _contiguous_units(view: View, param: Tensor) -> tuple[Unit, ...]:
     """Return the units of a tensor, or one of them all if some are no runs of its memory."""
     shape = tuple(param.shape)
     units = view.units(shape)

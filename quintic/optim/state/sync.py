@@ -23,6 +23,7 @@ Nothing is communicated. A master belongs to weights of low precision: after `mo
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -82,7 +83,7 @@ class ParamFingerprint:
 
 
 def _identities(groups: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    return [list(map(id, group)) for group in groups]
+    return [list(map(len, groups)), list(map(id, chain.from_iterable(groups)))]
 
 
 def _properties_of(param: Tensor, local: Tensor) -> tuple[Any, ...]:

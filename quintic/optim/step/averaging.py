@@ -217,11 +217,6 @@ class PrecomputedAverages:
         self.of_step: Mapping[int, GroupAverages] = {}
         """The averages that the running step uses in place of messages."""
 
-    def of_bucket(self, bucket: Sharded) -> Tensor | None:
-        """Return the averages of the pieces of a bucket that this rank owns, if the step uses them; else None."""
-        averages = self.of_step.get(bucket.group)
-        return None if averages is None else averages.of_bucket(bucket)
-
     def fresh(self) -> dict[int, GroupAverages]:
         """Return the averages that are still valid.
 
@@ -267,11 +262,11 @@ def messages_of(
     direct = [n for n, numel in enumerate(numels) if numel >= _LEAST_DIRECT and numel % num_ranks == 0]
     for number in direct:
         yield [number], _evenly_divided([numels[number]], num_ranks, 1), True
-    for numbers in _chunks(sorted({*range(len(numels))} - {*direct}), numels, limit):
+    for numbers in _gradient_chunks(sorted({*range(len(numels))} - {*direct}), numels, limit):
         yield numbers, _evenly_divided([numels[number] for number in numbers], num_ranks, _MULTIPLE), False
 
 
-def _chunks(numbers: Sequence[int], numels: Sequence[int], limit: int) -> Iterator[list[int]]:
+def _gradient_chunks(numbers: Sequence[int], numels: Sequence[int], limit: int) -> Iterator[list[int]]:
     chunk: list[int] = []
     entries = 0
     for number in numbers:

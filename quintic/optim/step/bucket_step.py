@@ -24,7 +24,7 @@ What holds throughout:
   has arrived: temporary memory is as planned (`plan/memory/`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -118,10 +118,10 @@ class BucketStep:
         self.transport = transport
         self._rule = rule = bucket.rule
         self._orthogonalizes = rule.orthogonalizes
-        self.units = units = bucket.units if isinstance(bucket, Gathered | ShardedMatrices) else None
+        self.units = bucket.units if isinstance(bucket, Gathered | ShardedMatrices) else None
         """The units of all ranks; None for whole matrices, and for AdamW."""
-        self._shapes = [bucket.shape or (0, 0)] if units is None else units.shapes
-        """The (m, n) of each kind of matrix."""
+        self._shapes = [bucket.shape or (0, 0)]
+        """The (m, n) of local matrices."""
         is_offloaded = context.offload is not None and context.offload.is_offloaded(number)
         self._offload = context.offload if is_offloaded else None
         self.group = context.groups[bucket.group]
@@ -136,6 +136,8 @@ class BucketStep:
         """Within a step: the profiler's ranges, by phase."""
         self.is_guarded = False
         """Whether gradients that are not finite stop this step of the bucket."""
+        self._scales = torch.empty(0)
+        """The learning-rate scale times the own multiplier of each matrix: (matrices, 1), or (units, kinds)."""
         self.has_local_work = False
         """Within a step: whether this rank has something to do that needs no messages."""
         self._is_sampled = False
@@ -149,9 +151,17 @@ class BucketStep:
         self.group = group = context.groups[bucket.group]
         if isinstance(self.transport, Shard):
             # Gradients are local still: weights and state of this rank's pieces come with their mean.
-            self.active = active = self.transport.begin()
+            self.active = active = self.transport.local_operands()
+            if self.transport.table is not None:
+                # Touched rows are read off the same gradient.
+                self.transport.table.pin_gradient(next(iter(active.gradients), None))
         else:
             self.active = active = self.cache.operands(bucket, group, context.state)
+        units = self.units
+        if units is not None:
+            self._scales = self.cache.scales(bucket, group, units.all, units.shapes, _numbers_of_units)
+        elif self._orthogonalizes and active.params:
+            self._scales = self.cache.scales(bucket, group, active.members, self._shapes, _numbers_of)
         # AdamW counts the steps of a parameter also where this rank holds no entry of it.
         has_work = self.transport is not None or (
             bool(active.params) and (bucket.numel > 0 or not self._orthogonalizes)
@@ -187,13 +197,14 @@ class BucketStep:
             # The mask waits on the device for other ranks: it comes after the first message has started.
             mask = self._step_mask(apply_mask)
             assert mask is not None
-            mask = transport.guarded(mask)  # (pieces of all ranks,)
+            if transport.table is not None:
+                mask = transport.table.guarded(mask)  # (pieces of all ranks,)
             own_mask: Tensor | None = mask[transport.bucket.local_slice]
             active = transport.owned_operands(group, context.state, mean)
             del mean
         else:
-            is_reduced = apply_mask is None and context.is_single_rank  # all entries are stepped
-            mask = own_mask = None if is_reduced else self._step_mask(apply_mask)
+            steps_all = apply_mask is None and context.is_single_rank
+            mask = own_mask = None if steps_all else self._step_mask(apply_mask)
 
         if not self._orthogonalizes:
             if active.params:
@@ -211,6 +222,7 @@ class BucketStep:
             directions: Tensor | None = None
             # State of the parameter's shape that a stage on whole matrices needs travels as the directions do.
             batches: dict[str, Tensor] = {}
+            wait_for_state: Callable[[], dict[str, Tensor]] | None = None
             if backend is not None:
                 with self.ranges["momentum"]:
                     directions = backend.directions()  # (b, m, n), or pieces of units (units, rows, columns)
@@ -222,17 +234,19 @@ class BucketStep:
             if isinstance(transport, Gather):
                 with self.ranges["send directions"]:
                     wait_for_units = transport.start_gather(directions)
-                    wait_for_state = transport.start_gather_state(group, batches)
+                    if self._rule.matrix_state:
+                        wait_for_state = transport.start_gather_state(group, batches)
                 directions, batches = None, {}
                 yield
                 with self.ranges["receive directions"]:
-                    directions, batches = wait_for_units(), wait_for_state()  # (owned, *unit shape) each
-                del wait_for_units, wait_for_state
+                    directions = wait_for_units()  # (owned, *unit shape)
+                    batches = {} if wait_for_state is None else wait_for_state()  # each like the directions
+                del wait_for_units
+                wait_for_state = None
             # matrices
             assert directions is not None
+            scales = self._scales
             if units is None:
-                # (matrices, 1): the learning-rate scale times the own multiplier
-                scales = self.cache.scales(bucket, group, active.members, self._shapes, _numbers_of)
                 state = NO_STATE
                 if self._rule.after:
                     moments = None if self._rule.neuron_state is None else self.cache.moments(group.view, active)
@@ -242,30 +256,34 @@ class BucketStep:
                 )
                 factors = [factor]
             else:
-                # (units of all ranks, kinds)
-                scales = self.cache.scales(bucket, group, units.all, self._shapes, _numbers_of_units)
                 update, factors, batches = self._compute_units(directions, batches, scales, mask)
             del directions
             # scatter
             if isinstance(transport, Gather):
-                unit_moments = None if self._rule.neuron_state is None else self._unit_moments()
+                wait_for_factors = None
                 with self.ranges["send updates"]:
-                    wait_for_pieces = transport.start_scatter(update, factors, unit_moments)
-                    wait_for_state = transport.start_scatter_state(batches)
+                    wait_for_pieces = transport.start_scatter(update)
+                    if self._rule.neuron_state is not None:
+                        wait_for_factors = transport.start_neurons(factors, self._unit_moments())
+                    if self._rule.matrix_state:
+                        wait_for_state = transport.start_scatter_state(batches)
                 del update, factors
                 batches = {}
                 yield
                 with self.ranges["receive updates"]:
-                    update, factors = wait_for_pieces()  # (units, *piece shape)
-                    batches = wait_for_state()
-                del wait_for_pieces, wait_for_state
+                    update = wait_for_pieces()  # (units, *piece shape)
+                    # Without NorMuon the factors are the scales, which every rank has.
+                    factors = [] if wait_for_factors is None else wait_for_factors()
+                    batches = {} if wait_for_state is None else wait_for_state()
+                del wait_for_pieces, wait_for_factors, wait_for_state
             # write
             if backend is not None:
                 with self.ranges["update weights"]:
                     if batches:
                         self._write_state(active, batches)
                     if units is not None or group.scale_decay:
-                        backend.apply(as_rows(update), self._factors_of_pieces(factors, scales))
+                        update = update if update.ndim == 3 else as_rows(update)
+                        backend.apply(update, self._factors_of_pieces(factors, scales))
                     else:
                         backend.apply(update, factors[0])
             del backend, update, factors, batches
@@ -319,7 +337,8 @@ class BucketStep:
         """
         bucket = self.bucket
         if bucket.kernels == "torch":
-            present = None if mask is None or mask.ndim == 0 else _present(active, mask)
+            flags = [] if mask is None or mask.ndim == 0 else mask.tolist()
+            present = None if all(flags) else _present(active, flags)
             return TorchBackend(bucket, group, active, present, cache.places)
         hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
         return TritonBackend(bucket, group, active, cache, hyperparameters, mask)
@@ -335,7 +354,7 @@ class BucketStep:
             own_mask = mask if mask is None or mask.ndim == 0 else mask[piece.members]
             if bucket.kernels == "torch":
                 operands = piece.active
-                if own_mask is not None and own_mask.ndim:
+                if own_mask is not None and own_mask.ndim and not bool(own_mask.all()):
                     operands = _those_stepped(operands, own_mask)
                 step_adamw(bucket, group, operands)
             else:
@@ -448,8 +467,8 @@ class BucketStep:
         if self.group.scale_decay:
             # The factors of decay stand behind the factors of the updates: (2b, ...).
             factors = [torch.cat([f, scale.expand_as(f)]) for f, scale in zip(factors, columns, strict=True)]
-        if units is None:
-            return factors[0]
+        if units is None or (len(factors) == 1 and factors[0].shape[1:] == (1, 1)):
+            return factors[0]  # one number for each matrix
         piece = transport.bucket.exchange.piece if isinstance(transport, Gather) else None
         return factors_of_pieces(factors, units, piece)
 
@@ -507,17 +526,15 @@ def _numbers_of_units(units: Sequence[ParameterUnit]) -> list[tuple[int, ...]]:
     return [unit.first_matrices for unit in units]
 
 
-def _present(active: Operands, mask: Tensor) -> list[bool]:
-    """Return for each member whether all of its matrices are stepped; waits for the device."""
+def _present(active: Operands, flags: Sequence[int]) -> list[bool]:
+    """Return for each member whether all of its matrices are stepped, given a flag for each matrix."""
     # Each member takes all of its flags from the iterator, so that the next one finds its own.
-    of_matrices = iter(mask.bool().tolist())
+    of_matrices = iter(flags)
     return [all([*islice(of_matrices, member.num_matrices)]) for member in active.members]
 
 
 def _those_stepped(active: Operands, mask: Tensor) -> Operands:
     """Return the members that are stepped; waits for the device."""
-    if bool(mask.all()):
-        return active
     rows = zip(active.gradients, mask.tolist(), strict=True)
     return active.present([gradient if flag else None for gradient, flag in rows])
 

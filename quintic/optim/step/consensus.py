@@ -130,7 +130,8 @@ class RankConsensus:
             RuntimeError: as `validate_plans`; on all ranks, if a gradient is Partial on some and not on others. The
                 parameter stays as it was; the error comes at the end of the step, or on CUDA devices of the next.
         """
-        self.validate_plans()
+        if not self.plans_validated:
+            self.validate_plans()
         for presence in self._partial_presence:
             presence.check(wait=True)
         for presence in self._presence.values():
@@ -178,7 +179,8 @@ class RankConsensus:
             self._selections[number] = parts, size, selected
         result: Tensor | None = None
         for ranks, positions, numbers in selected:
-            of_these = self._presence[ranks].has_required_grads()[numbers]
+            presence = self._presence[ranks]
+            of_these = (presence.last_mask if presence.pending is None else presence.has_required_grads())[numbers]
             if len(numbers) == size:
                 return of_these
             if result is None:
@@ -217,8 +219,10 @@ class _GradientPresence:
     ) -> None:
         self._params, self._group, self._partial = params, process_group, partial
         self._present: list[int] | None = None
-        self._flags = self._has_required = self._counts = torch.empty(0)
-        self._pending: Pending | None = None
+        self._flags = self._counts = torch.empty(0)
+        self.last_mask = torch.empty(0)
+        """(parameters,) int32: 1 for those with the required gradients, once the count is no longer pending."""
+        self.pending: Pending | None = None
         needed = [
             1 if partial.may_lack_addends(param) else number for param, number in zip(params, needed, strict=True)
         ]
@@ -237,12 +241,12 @@ class _GradientPresence:
         if present != self._present:
             self._flags = upload(host_tensor(present, torch.int32), self._needed.device)
             self._present = present
-        self._pending = start_sum(self._flags.clone(), self._group)
+        self.pending = start_sum(self._flags.clone(), self._group)
 
     def has_required_grads(self) -> Tensor:
         """Return (parameters,) int32: 1 for those of which as many ranks as are needed have a gradient."""
-        if self._pending is not None:
-            counts, self._pending = self._pending.wait(), None
+        if self.pending is not None:
+            counts, self.pending = self.pending.wait(), None
             has_required = (
                 counts % _NOT_PARTIAL_BIAS >= self._needed if self._partial_params else counts >= self._needed
             )
@@ -251,8 +255,8 @@ class _GradientPresence:
                 mixed = (num_not_partial > 0) & (num_not_partial < self._num_ranks)
                 has_required &= ~mixed
                 self._mixed = None if is_capturing(counts.device) else HostCopy(mixed)
-            self._counts, self._has_required = counts, has_required.int()
-        return self._has_required
+            self._counts, self.last_mask = counts, has_required.int()
+        return self.last_mask
 
     def check(self, *, wait: bool) -> None:
         """Raise a RuntimeError on all ranks if a gradient of the last step was a sum on some and none on others.

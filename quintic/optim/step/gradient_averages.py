@@ -67,6 +67,7 @@ class GradientAverages:
         """Upper bound of the temporary bytes of averaging whole gradients."""
         self._whole = [number for number in self.ranks if groups[number].comms == "replicated"]
         """Groups whose averages stand in `p.grad`."""
+        self.has_whole = bool(self._whole)
         for together in self._of_same_ranks(self._whole):
             # Most gradients have the dtype of their parameter.
             self._reduce_scatters_of(together, [param for number in together for _, param in _stepped(groups[number])])

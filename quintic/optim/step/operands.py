@@ -23,7 +23,7 @@ from quintic.optim.state.state import master_key, second_moments
 
 if TYPE_CHECKING:  # needs Triton
     from quintic.kernels.programs import TilePrograms
-    from quintic.kernels.update.matrix_update import MatrixLayout
+    from quintic.kernels.update.matrix_layout import MatrixLayout
 
 __all__ = ["GRADIENT", "BlockPlaces", "BucketCache", "Operands", "State", "are_contiguous", "dense_gradient"]
 

@@ -17,6 +17,7 @@ their bits.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,8 @@ from quintic.optim.step.telemetry import Counts
 from quintic.optim.step.transports import Gather, Shard, Transport
 
 __all__ = ["Runner", "StepOutcome"]
+
+_COUNTS = attrgetter("counts")
 
 
 class StepOutcome(NamedTuple):
@@ -156,7 +159,7 @@ class Runner:
         if self.context.is_single_rank:
             return self._step(steps_until_due)
         # Clipping may have averaged for an earlier plan: a step forgets those averages, too.
-        has_averages = self._averages.ranks or self.context.precomputed.groups
+        has_averages = self._averages.has_whole or self.context.precomputed.groups
         averaged = self._averages.of_step(steps_until_due) if has_averages else nullcontext()
         with self.consensus.of_step(steps_until_due), averaged:
             self.context.is_single_rank = self.consensus.is_single_rank and not self._averages.ranks
@@ -190,11 +193,7 @@ class Runner:
                 self._rows.begin_step(steps_until_due)
             apply_mask = self._nonfinite_mask(steps, policies)
             # All foreseeable errors have been raised; weights change from here on.
-            host_mask = True
-            if apply_mask is not None and any(step.bucket.kernels == "torch" for step in steps):
-                host_mask = bool(apply_mask)
-            local = [step for step in steps if step.has_local_work and (host_mask or not step.is_guarded)]
-            self._run(local, apply_mask, steps)
+            self._run(steps, apply_mask)
             for tie in self.written:
                 if steps_until_due[tie.head_group] == 0:
                     tie.write()
@@ -203,20 +202,30 @@ class Runner:
                 step.active = NO_OPERANDS
             if self._rows.tables:
                 self._rows.end_step()
-        return StepOutcome([step.counts for step in steps], apply_mask, bool(policies))
+        return StepOutcome(list(map(_COUNTS, steps)), apply_mask, bool(policies))
 
-    def _run(self, local: Sequence[BucketStep], apply_mask: Tensor | None, steps: Sequence[BucketStep]) -> None:
+    def _run(self, steps: Sequence[BucketStep], apply_mask: Tensor | None) -> None:
         """Run the buckets: local ones while the first message is under way, the others overtaking each other."""
-        with_comm = [step for step in steps if step.bucket.needs_comm]  # these come first in the plan
-        numbers = tuple([step.number for step in with_comm])
+        # Plain PyTorch reads the mask on the host; kernels read it on the device.
+        host_mask = True
+        if apply_mask is not None and any(step.bucket.kernels == "torch" for step in steps):
+            host_mask = bool(apply_mask)
+        numbers: tuple[int, ...] = ()
+        with_comm, local, generators, local_generators = [], [], [], []
+        for step in steps:
+            if step.bucket.needs_comm:  # these come first in the plan
+                numbers += (step.number,)
+                with_comm.append(step)
+                generators.append(step.run(apply_mask))
+            elif step.has_local_work and (host_mask or not step.is_guarded):
+                local.append(step)
+                local_generators.append(step.run(apply_mask))
         if numbers not in self._schedules:
             self._schedules[numbers] = filter_schedule(self.plan.schedule, numbers)
         schedule = self._schedules[numbers]
         if self.context.offload is not None:
             self.context.offload.begin(_scheduled_stages(local, with_comm, schedule))
-        run_overlapping(
-            [step.run(apply_mask) for step in with_comm], schedule, [step.run(apply_mask) for step in local]
-        )
+        run_overlapping(generators, schedule, local_generators)
 
     def _new_step(self, number: int, bucket: Bucket) -> BucketStep:
         context, cache = self.context, BucketCache(fills_missing=isinstance(bucket, Gathered))
@@ -234,11 +243,11 @@ class Runner:
         if self.context.skips_nonfinite:
             return ["skip"]
         # The groups are asked, which all ranks have in one order: a rank may have nothing of their buckets.
-        return [
-            group.on_nonfinite
-            for group, pending in zip(self.context.groups, steps_until_due, strict=True)
-            if pending == 0 and group.on_nonfinite != "propagate" and group.params
-        ]
+        policies: list[str] = []
+        for group, pending in zip(self.context.groups, steps_until_due, strict=True):
+            if pending == 0 and group.on_nonfinite != "propagate" and group.params:
+                policies.append(group.on_nonfinite)
+        return policies
 
     def _nonfinite_mask(self, steps: Sequence[BucketStep], policies: Sequence[str]) -> Tensor | None:
         """Return () int32 that is 0 if a step must not happen, None if no group of the connected ranks has a policy.

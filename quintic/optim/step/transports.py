@@ -74,51 +74,46 @@ class Gather:
         """Send the state that stages on whole matrices need to the owners, as directions travel and beside them.
 
         Args:
-            group: the bucket's; it says which state, also to a rank that holds no piece.
+            group: the bucket's; it gives the dtype, also to a rank that holds no piece.
             batches: by name (units, rows, columns), in the order of all units; none where this rank has no pieces.
 
         Returns:
             A function that returns by name (owned, *unit shape) contiguous.
         """
-        exchange, dtype = self.bucket.exchange, self.bucket.dtype
+        bucket, exchange = self.bucket, self.bucket.exchange
         waits: dict[str, Callable[[], Tensor]] = {}
-        for spec in self.bucket.rule.matrix_state:
+        for spec in bucket.rule.matrix_state:
             pieces = batches.get(spec.name)
             if pieces is None:
-                own_dtype = spec.dtype_for(dtype, group.state_dtype)
-                pieces = torch.empty((exchange.num_units, 0), dtype=own_dtype, device=self.bucket.device)
+                dtype = spec.dtype_for(bucket.dtype, group.state_dtype)
+                pieces = torch.empty((exchange.num_units, 0), dtype=dtype, device=bucket.device)
             waits[spec.name] = exchange.start_gather(pieces, self.process_group)
         return lambda: {name: wait() for name, wait in waits.items()}
 
     def start_scatter_state(self, batches: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         """Send state that owners advanced, by name (owned, *unit shape), back; wait for (units, *piece shape) each."""
-        exchange, group = self.bucket.exchange, self.process_group
-        waits = {name: exchange.start_scatter(batch, group) for name, batch in batches.items()}
+        exchange, process_group = self.bucket.exchange, self.process_group
+        waits = {name: exchange.start_scatter(batch, process_group) for name, batch in batches.items()}
         return lambda: {name: wait() for name, wait in waits.items()}
 
-    def start_scatter(
-        self, updates: Tensor, factors: Sequence[Tensor], moments: Sequence[list[Tensor]] | None
-    ) -> Callable[[], tuple[Tensor, list[Tensor]]]:
-        """Send the updates of this rank's units to the ranks that hold pieces; NorMuon's factors to all ranks.
-
-        Args:
-            updates: (owned, *unit shape) of any strides.
-            factors: for each kind of matrix, (owned, m or 1, n or 1).
-            moments: with `normalize="neuron"` for each kind the second moments of all units, (1, m, 1) or (1, 1, n).
+    def start_scatter(self, updates: Tensor) -> Callable[[], Tensor]:
+        """Send the updates of this rank's units, (owned, *unit shape) of any strides, to the ranks that hold pieces.
 
         Returns:
-            A function that returns the updates of this rank's pieces, (units, *piece shape), and for each kind the
-            factors of all units: only with moments, which it brings up to date; else none.
+            A function that returns the updates of this rank's pieces, (units, *piece shape).
         """
-        wait_for_pieces = self.bucket.exchange.start_scatter(updates, self.process_group)
-        if moments is None:
-            # Factors are the scales, which every rank has.
-            return lambda: (wait_for_pieces(), [])
-        wait_for_factors = self._start_neurons(factors, moments)
-        return lambda: (wait_for_pieces(), wait_for_factors())
+        return self.bucket.exchange.start_scatter(updates, self.process_group)
 
-    def _start_neurons(self, factors: Sequence[Tensor], moments: Sequence[list[Tensor]]) -> Callable[[], list[Tensor]]:
-        """Send NorMuon's factors and second moments to all ranks, side by side; wait for the factors of all units."""
+    def start_neurons(self, factors: Sequence[Tensor], moments: Sequence[list[Tensor]]) -> Callable[[], list[Tensor]]:
+        """Send NorMuon's factors and second moments of this rank's units to all ranks, side by side.
+
+        Args:
+            factors: for each kind of matrix (owned, m or 1, n or 1).
+            moments: for each kind the second moments of all units, each (1, m, 1) or (1, 1, n).
+
+        Returns:
+            A function that brings the moments up to date, and returns for each kind the factors of all units.
+        """
         units, exchange = self.bucket.units, self.bucket.exchange
         # Only the owner advances second moments; all ranks get them, so that any rank can save them, or own the unit in
         # a later plan.
@@ -176,7 +171,7 @@ class Shard:
         communicators: Communicators,
         precomputed: PrecomputedAverages,
     ) -> None:
-        self.bucket, self._table, self._cache = bucket, table, cache
+        self.bucket, self.table, self._cache = bucket, table, cache
         self._communicators, self._precomputed = communicators, precomputed
         # A parameter may have several pieces in the bucket; messages pack its gradient and weights once.
         names = {part.index: part.name for part in bucket.shards}
@@ -203,29 +198,23 @@ class Shard:
         """Return the bucket's parameters that have a gradient on this rank, whole, with gradients not averaged yet."""
         gradients = list(map(GRADIENT, self._params))
         if self._contiguous and are_contiguous(gradients):
-            local = self._local._replace(gradients=gradients)
-        else:
-            local = self._local.present(gradients)
-        return local
-
-    def begin(self) -> Operands:
-        """Return `local_operands` for a step, whose touched rows are read off the same gradients."""
-        local = self.local_operands()
-        if self._table is not None:
-            self._table.pin_gradient(next(iter(local.gradients), None))
-        return local
+            return self._local._replace(gradients=gradients)
+        return self._local.present(gradients)
 
     def start_gradients(self, local: Operands) -> Callable[[], Tensor]:
         """Send this rank's gradients to the owners of their entries; wait for the mean of its own, (entries,).
 
         Nothing travels if clipping has averaged before; of a sparse table only touched rows do.
         """
-        precomputed_mean = self._precomputed.of_bucket(self.bucket)
-        if precomputed_mean is not None:
-            return lambda: precomputed_mean
-        if self._table is not None and self._table.is_sparse():
-            return start_mean_of_rows(self.bucket, self._table, self.process_group)
-        return self.start_mean(local)
+        averages = self._precomputed.of_step.get(self.bucket.group)
+        if averages is not None:
+            mean = averages.of_bucket(self.bucket)
+            return lambda: mean
+        if self.table is not None and self.table.is_sparse():
+            return start_mean_of_rows(self.bucket, self.table, self.process_group)
+        if local.missing:
+            return self.start_mean(local)
+        return self._averaging.start_mean(local.gradients, self.process_group)
 
     def start_mean(self, local: Operands) -> Callable[[], Tensor]:
         """Send whole gradients, zeros where this rank has none; wait for the mean of its own entries, (entries,)."""
@@ -235,10 +224,6 @@ class Shard:
             by_param = dict(zip(local.params, local.gradients, strict=True))
             gradients = [by_param.get(param) for param in self._params]
         return self._averaging.start_mean(gradients, self.process_group)
-
-    def guarded(self, mask: Tensor) -> Tensor:
-        """Return (pieces of all ranks,) int32, with zeros if rows of the table were touched but not announced."""
-        return mask if self._table is None else self._table.guarded(mask)
 
     def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
         """Return the pieces that this rank owns, of weights and state, with the mean of their gradients, (entries,)."""

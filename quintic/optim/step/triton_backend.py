@@ -21,7 +21,7 @@ from quintic.optim.state.state import master_of
 from quintic.optim.step.operands import BucketCache, Operands
 
 if TYPE_CHECKING:  # needs Triton
-    from quintic.kernels.update.matrix_update import MatrixLayout
+    from quintic.kernels.update.matrix_layout import MatrixLayout
 
 __all__ = ["TritonBackend", "step_adamw_triton", "with_one_gradient_dtype"]
 
@@ -128,7 +128,7 @@ class TritonBackend:
 
 
 def _runs(view: View, active: Operands) -> "list[tuple[MatrixLayout, int]]":
-    from quintic.kernels.update.matrix_update import MatrixLayout
+    from quintic.kernels.update.matrix_layout import MatrixLayout
 
     blocks = [block_of(param, member, view) for param, member in zip(active.params, active.members, strict=True)]
     layouts = [(MatrixLayout.of(block.shape[1:], block.stride()[1:]), block.shape[0]) for block in blocks]

@@ -123,7 +123,7 @@ def merge_reports(reports: Sequence[RankReport]) -> Verification:
         # The same tensor of another rank: keep the worse difference, and both ranks if both are wrong.
         for difference in rank_report.differences:
             key = (difference.name, difference.tensor, difference.matrix)
-            differences[key] = _together(differences[key], difference) if key in differences else difference
+            differences[key] = _merge_differences(differences[key], difference) if key in differences else difference
     ordered = sorted(differences.values(), key=severity_key)
     # Problems of single ranks, and problems that only a comparison of ranks shows.
     problems = [text for rank_report in reports for text in rank_report.problems]
@@ -170,7 +170,7 @@ def _unequal_copies(reports: Sequence[RankReport]) -> Iterator[str]:
             )
 
 
-def _together(a: Difference, b: Difference) -> Difference:
+def _merge_differences(a: Difference, b: Difference) -> Difference:
     """Merge the differences that two ranks report for one tensor: the larger one, with the ranks of both."""
     worse, better = (a, b) if a.ratio >= b.ratio else (b, a)
     # A rank without wrong entries is not named beside one that has some.

@@ -137,7 +137,7 @@ def _foreign_problem(foreign: Sequence[str]) -> list[str]:
 def _options(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, tuple[int, ...]], dict[str, str]]:
     """Return the options, as text, of each parameter that several ranks share, see `RankReport`."""
     of_groups = [
-        {key: _text(value) for key, value in group.items() if key not in _NO_OPTIONS}
+        {key: _value_text(value) for key, value in group.items() if key not in _NO_OPTIONS}
         for group in optimizer.param_groups
     ]
     return {
@@ -172,7 +172,7 @@ def _checksum(values: Tensor) -> int:
     return total % 2**64
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, Tensor):
         value = value.tolist()
     # The text of a function would have its address in it, which differs from rank to rank.
@@ -286,7 +286,7 @@ def _compare_matrices(
                     allowed = allowed + _ROUNDINGS * rounding.second_moment
             one = _difference(parameter, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
             wrong = (right - mine).abs() > allowed if one.ratio > 1 else None
-            yield replace(one, ranks=_ranks(parameter, wholes[1], block, index, wrong))
+            yield replace(one, ranks=_wrong_ranks(parameter, wholes[1], block, index, wrong))
     # Second moments, one number per neuron: each rank compares those that it holds.
     key, holders = NEURON_MOMENT, parameter.holders()
     if key not in expected:
@@ -312,7 +312,7 @@ def _decay_factor(group: Group, number: int, m: int, n: int) -> float:
     return abs(group.rule.lr_factor(group.adjust_lr, m, n) * multiplier)
 
 
-def _ranks(parameter: Parameter, whole: Tensor, block: int, index: int, wrong: Tensor | None) -> tuple[int, ...]:
+def _wrong_ranks(parameter: Parameter, whole: Tensor, block: int, index: int, wrong: Tensor | None) -> tuple[int, ...]:
     """Return the ranks that hold wrong entries of a matrix; if `wrong` is None, all ranks that hold entries of it.
 
     `wrong` is an (m, n) mask, `whole` the whole parameter.

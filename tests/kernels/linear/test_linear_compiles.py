@@ -64,7 +64,7 @@ def compile_product(tiling, descriptors, result, kind):
     constants = {**flags, **sizes, **STRIDES, **({} if fp8 else dict.fromkeys(SCALES))}
     aligned = [] if descriptors else ["a", "b", "activation", "words", "out", "a_row", "b_row"]
     return compiling.compile_kernel(
-        relu2._product_kernel, constants, types, tiling.num_warps, tiling.num_stages, aligned
+        relu2._linear_kernel, constants, types, tiling.num_warps, tiling.num_stages, aligned
     )
 
 

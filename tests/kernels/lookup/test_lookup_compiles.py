@@ -54,5 +54,5 @@ def test_lookup(activations, tables, columns):
 def test_rows(dtype, columns):
     types = {"table": dtype, "rows": "*i32", "order": "*i64", "grad": dtype}
     sizes = {"POSITIONS": segments._FEW_POSITIONS, "COLUMNS": columns}
-    compiled = compiling.compile_kernel(segments._rows_kernel, sizes, types, segments._FEW_WARPS, 3, [*types, "width"])
+    compiled = compiling.compile_kernel(segments._add_kernel, sizes, types, segments._FEW_WARPS, 3, [*types, "width"])
     assert compiling.spilt_bytes(compiled) == 0

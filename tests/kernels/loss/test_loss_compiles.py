@@ -53,7 +53,7 @@ def test_rows_with_gradients_in_8_bits(logits, capped, one_pass, kept):
     }
     types = TYPES | {"logits": logits, "out": "*u8"}
     aligned = ("logits", "out", "columns")
-    compiled = compiling.compile_kernel(fp8_rows._row_kernel, constants, types, fp8_rows._WARPS, aligned=aligned)
+    compiled = compiling.compile_kernel(fp8_rows._fp8_kernel, constants, types, fp8_rows._WARPS, aligned=aligned)
     assert compiling.spilt_bytes(compiled) == 0
     # Two programs share a multiprocessor of Hopper while a row of GPT-2's vocabulary waits in each.
     assert compiled.metadata.shared <= 227 * 1024 // 2

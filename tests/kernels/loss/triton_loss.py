@@ -145,7 +145,7 @@ def test_several_targets(dtype, softcap, num_targets, weighted):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_chunks_and_parts(dtype, transposed, reduction, monkeypatch):
+def test_chunks_and_subchunks(dtype, transposed, reduction, monkeypatch):
     if DEVICE == "cpu":
         monkeypatch.setattr(chunks, "_TOKEN_MULTIPLE", 4)
     multiple = chunks._TOKEN_MULTIPLE
@@ -157,7 +157,7 @@ def test_chunks_and_parts(dtype, transposed, reduction, monkeypatch):
     whole = run((x, weight), targets, upstream, kernels="triton", **options)
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", multiple * 96 * x.element_size())
     monkeypatch.setattr(chunks, "_LOSS_BYTES", multiple * 96 * x.element_size())
-    monkeypatch.setattr(chunks, "_PART_TOKENS", 3)
+    monkeypatch.setattr(chunks, "_SUBCHUNK_TOKENS", 3)
     compare(x, weight, targets, **options)
     for one, other in zip(run((x, weight), targets, upstream, kernels="triton", **options), whole, strict=True):
         assert error(one, other) < 4 * torch.finfo(dtype).eps

@@ -82,7 +82,7 @@ def is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form |
 
     Products of wide dtypes are, see `orthogonalize.apply_form`; the shape and strides are those of blocks without b.
     """
-    from quintic.kernels.update.matrix_update import MatrixLayout
+    from quintic.kernels.update.matrix_layout import MatrixLayout
 
     if form is None or form.method == "svd" or form.compute_dtype.itemsize == 2:
         return False

@@ -23,9 +23,9 @@ from text_samples import make_text, write_folder
 
 import quintic.errors
 from quintic.data.files import blocks, documents
-from quintic.data.files.documents import MAX_DOCUMENT_BYTES, pieces_of, read_documents
+from quintic.data.files.documents import MAX_DOCUMENT_BYTES, read_documents, sections_of
+from quintic.data.open_source import open_source
 from quintic.data.source import Source, slug
-from quintic.data.sources import open_source
 from quintic.errors import DataError
 
 ROOT = Path(quintic.errors.__file__).parents[1]
@@ -52,7 +52,7 @@ def message(act: Callable[[], object]) -> str:
 
 def test_python_yields_the_standard_library() -> None:
     source = open_source("python", cache_dir=Path("unused"))
-    names = [part.name for part in source.parts]
+    names = [part.name for part in source.files]
     assert source.name == "python"
     assert names == sorted(names)
     assert {"os.py", "json/decoder.py", "pydoc_data/topics.py"} <= set(names)
@@ -242,7 +242,7 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
     (folder / "two").symlink_to(elsewhere)
     (elsewhere / "circle").symlink_to(folder)
     assert sorted(opened(folder).documents()) == ["linked", "own"]
-    assert [part.name for part in opened(folder).parts] == ["a.txt", "one/b.txt"]
+    assert [part.name for part in opened(folder).files] == ["a.txt", "one/b.txt"]
 
 
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +284,7 @@ def test_an_unknown_ending_lists_the_endings(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "ok"}\n\nnot json\n', "a.jsonl:3: not a JSON object"),
         ("a.jsonl", b'{"text": "ok"}\n{"body": 1, "id": 2}\n', "a.jsonl:2: no field 'text' (its fields are body, id)"),
         ("a.jsonl", b'{"text": null}\n', "a.jsonl:1: 'text' is null, not a string; leave such lines out"),
-        ("a.jsonl", b"[1]\n", "a.jsonl:1: no field 'text' (no object with fields)"),
+        ("a.jsonl", b"[1]\n", "a.jsonl:1: no field 'text' (the record is not an object)"),
         # No time in it: the bytes are in the test's name, which must be the same in every process.
         ("a.txt.gz", gzip.compress(b"text" * 999, mtime=0)[:-9], "a.txt.gz: truncated"),
         ("a.txt.gz", b"", "a.txt.gz: truncated"),
@@ -323,7 +323,7 @@ def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:
 
 @given(st.text(st.sampled_from("ab\né漢🙂"), max_size=200), st.integers(4, 40))
 def test_pieces_join_to_the_text(text: str, max_bytes: int) -> None:
-    pieces = [piece.decode() for piece in pieces_of(text.encode(), max_bytes)]
+    pieces = [piece.decode() for piece in sections_of(text.encode(), max_bytes)]
     assert "".join(pieces) == text
     assert all(0 < len(piece.encode()) <= max_bytes for piece in pieces) or text == ""
     for piece, following in pairwise(pieces):
@@ -333,10 +333,10 @@ def test_pieces_join_to_the_text(text: str, max_bytes: int) -> None:
 
 def test_appended_text_moves_no_earlier_cut() -> None:
     text = make_text(0, 30_000)
-    before = list(pieces_of(text.encode()))
+    before = list(sections_of(text.encode()))
     assert len(before) > 2
     assert max(map(len, before)) <= MAX_DOCUMENT_BYTES
-    assert list(pieces_of((text + make_text(1, 3000)).encode()))[: len(before) - 1] == before[:-1]
+    assert list(sections_of((text + make_text(1, 3000)).encode()))[: len(before) - 1] == before[:-1]
 
 
 @pytest.mark.parametrize(("name", "expected"), [("FineWeb-Edu", "fineweb-edu"), ("a/b c", "a-b-c"), ("漢", "text")])

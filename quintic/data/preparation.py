@@ -1,19 +1,20 @@
-"""`prepare`: text in, tokenizer and token shards out, once; the next call with the same settings opens the result.
+"""`prepare` turns text into a tokenizer and token shards; later calls with the same settings open the result.
 
-The text goes through three rules that make a dataset depend on its source and settings alone:
+Three phases, each of which depends only on the source and the settings:
 
-- Documents longer than 64 KiB are cut into pieces at line ends, so a single big file trains too. From here on a piece
-  is a document.
-- A document is validation text when the hash of its text is below `val_frac` of the hash's range. The same text is
-  always on the same side, duplicates never straddle, and added text moves nothing. Where the whole source is small
-  enough to be surveyed and a side would stay empty, the bound moves just so far that the one document with the
-  smallest (largest) hash falls on the validation (training) side.
-- The tokenizer is trained on at most 32 MiB of training text: of a local source, files in an order drawn by hash, so
-  that the sample is not just the beginning; of a download, or under `max_bytes`, the beginning.
+1. Survey. A sample of the source gives the bound between validation and training text. A document is validation text
+   if the hash of its text is below `val_frac` of the hash's range: equal texts are always on the same side, and added
+   text moves no other text. If the sample is the whole source and a side would stay empty, the bound moves just far
+   enough for the document with the smallest (largest) hash to become validation (training) text.
+2. Tokenizer. It is trained on at most 32 MiB of training text. Files of a local source are sampled in an order drawn by
+   hash; of a download, or under `max_bytes`, the sample is the beginning.
+3. Tokens. Documents longer than 64 KiB are divided into sections at line ends, so that a single big file can be split,
+   too; each section counts as a document in all phases. Documents are tokenized and appended to the shards of their
+   side, with checkpoints.
 
-Preparing writes into the dataset's folder under a lock; the manifest, written last, makes the folder a dataset. What
-was stopped goes on from its last checkpoint. Reading is `quintic.data.dataset`, files are
-`quintic.data.shard_writer`.
+Everything is written to the dataset's folder, under a lock. The manifest, written last, makes the folder a dataset. A
+preparation that was stopped resumes at its last checkpoint. `quintic.data.dataset` reads datasets,
+`quintic.data.shard_writer` writes the shards.
 """
 
 import errno
@@ -31,7 +32,7 @@ from quintic.data.files.documents import MAX_DOCUMENT_BYTES, TEXT_FIELD
 from quintic.data.mixture import MixedSource, joined, open_sources, survey_all
 from quintic.data.shard_writer import ShardWriter, exclusive
 from quintic.data.source import Source
-from quintic.data.survey import pieces_within, text_hash
+from quintic.data.survey import sections_within, text_hash
 from quintic.data.tokenizer import Tokenizer, lost_text
 from quintic.durable import flush, json_object, remove_unfinished, write_atomically
 from quintic.errors import DataError
@@ -39,22 +40,25 @@ from quintic.errors import DataError
 __all__ = ["Dataset", "DocumentSplit", "Progress", "SplitName", "prepare", "prepare_command"]
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with the stage, the text bytes done and the text bytes in all (None when unknown)."""
+"""Called with the stage, the bytes of text done, and the total bytes of text (None if unknown)."""
 
 _PROGRESS_NAME = "progress.json"
 _SAMPLE_BYTES = 32 << 20
+# Bytes of text that are tokenized at a time.
 _BATCH_BYTES = 1 << 20
+# Larger downloads need a limit from the user.
 _MAX_REMOTE_BYTES = 50 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """Everything one preparation was asked for."""
+    """The arguments of one preparation, and values derived from them."""
 
     sources: tuple[MixedSource, ...]
     source: Source
-    """All of them, one after the other."""
-    asked: dict[str, str | None]  # the options that name the text, for the manifest
+    """The documents of all sources, one after the other."""
+    asked: dict[str, str | None]
+    """The options that name the text, for the manifest."""
     fingerprint: str
     tokenizer: Tokenizer | None
     tokenizer_name: str | None
@@ -80,30 +84,30 @@ def prepare(
     val_data: str | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Dataset:
-    """Tokenize a text source into `data_dir/<name>-<key>`, or open that folder when it is finished.
+    """Tokenize a text source into the folder `data_dir/<name>-<key>` and open it; a finished folder is only opened.
 
-    Several processes may call this at once: one prepares, the others wait and open the result. Opening checks the
-    sizes of the files; `Dataset.verify` checks their content.
+    Several processes may call this function at once: one prepares, the others wait and open the result. Opening checks
+    the sizes of the files; `Dataset.verify` checks their content.
 
     Args:
         spec: the text source, see `open_source`; or several with weights, see `quintic.data.mixture`.
-        data_dir: folder of datasets; made when missing. Downloads go to `cache` in it.
-        vocab_size: ids of the tokenizer to train, at least 257; not used when `tokenizer` is given.
+        data_dir: folder of datasets, created if missing. Downloads go to its folder `cache`.
+        vocab_size: number of ids of the tokenizer to train, at least 257; ignored if `tokenizer` is given.
         tokenizer: a tokenizer to use instead of training one, see `Tokenizer.load`.
-        val_frac: wanted fraction of documents on the validation side, between 0 and 1.
-        max_bytes: stop after so many UTF-8 bytes of text; the document that reaches it is still taken, or its piece
-            where it is cut. Of each source, where there are several.
-        shard_tokens: a shard is closed when it holds so many tokens.
-        repair: whether a finished folder with a file that is missing or of the wrong size is prepared again; else
-            that is an error.
-        progress: called now and then, from this thread.
+        val_frac: fraction of the documents for validation, between 0 and 1.
+        max_bytes: limit of the UTF-8 bytes of text, per source; the document (or section) that reaches the limit is
+            the last one. None for no limit.
+        shard_tokens: number of tokens at which a shard is closed.
+        repair: whether to prepare a finished folder again if a file is missing or has the wrong size; False raises an
+            error instead.
+        progress: called from time to time, from this thread.
         text_field: the field of JSON, CSV and Parquet that holds the text.
-        val_data: source of the validation text; a part of `spec` is held back when None.
-        note: called with a line for people about each kind of files that is left out.
+        val_data: source of the validation text; None to hold back documents of `spec`.
+        note: called with a message for users about each kind of files that is left out.
 
     Raises:
-        DataError: the source, the tokenizer or a setting cannot be used; a side would hold no text; the disk is
-            full (then what was written is removed) or cannot be written.
+        DataError: the source, the tokenizer or a setting cannot be used; one side would have no text; the disk is full
+            (everything written is removed) or cannot be written.
     """
     if not 0 < val_frac < 1:
         raise DataError(f"--val-frac {val_frac}: must lie strictly between 0 and 1")
@@ -130,6 +134,7 @@ def prepare(
         "document_bytes": MAX_DOCUMENT_BYTES,
         "sample_bytes": _SAMPLE_BYTES,
     }
+    # The key in the folder's name: everything that decides the content of the dataset.
     fingerprint = source.fingerprint()
     identity = json.dumps([FORMAT_VERSION, fingerprint, settings], sort_keys=True)
     key = hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()
@@ -175,7 +180,8 @@ def _open_finished(folder: Path, *, repair: bool = True) -> Dataset | None:
         return None
     try:
         return Dataset.open(folder)
-    except DataError:  # damaged: made again, under the lock
+    except DataError:
+        # A damaged dataset counts as missing: the caller prepares it again.
         if not repair:
             raise
         return None
@@ -186,7 +192,8 @@ def _prepare_locked(plan: _Plan) -> Dataset:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with exclusive(folder.parent / f".{folder.name}.lock"):
-            finished = _open_finished(folder)  # another process may have been faster
+            # Another process may have prepared it while this one waited for the lock.
+            finished = _open_finished(folder)
             if finished is None:
                 _prepare(plan)
                 finished = Dataset.open(folder)
@@ -201,6 +208,7 @@ def _prepare(plan: _Plan) -> None:
     job = _Tokenization(plan)
     try:
         state = {} if (folder / MANIFEST_NAME).exists() else json_object(folder / _PROGRESS_NAME)
+        # A damaged dataset, or a checkpoint that cannot be used: start from nothing.
         if not (state and job.resume(state)):
             job.abandon()
             shutil.rmtree(folder, ignore_errors=True)
@@ -211,7 +219,8 @@ def _prepare(plan: _Plan) -> None:
         job.run()
     except DataError:
         job.abandon()
-        # Mended local text is another dataset and would leave this folder behind; a download can be tried again.
+        # Corrected local text would be another dataset, with another folder, so this one is removed. A download may be
+        # tried again and resumes.
         if not plan.source.is_remote:
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -232,25 +241,27 @@ def _prepare(plan: _Plan) -> None:
 
 
 def _needed_bytes(used: int, text_done: int, text_total: int) -> int:
-    """Estimate the dataset's size from the share of the text done so far; at first the size of the text."""
+    """Return an estimate of the dataset's size from the text done so far; before any, the size of the text."""
     return max(used, used * text_total // text_done) if text_done else text_total
 
 
 class _Tokenization:
-    """One pass over the source: documents to the shards of their side, with checkpoints."""
+    """One preparation: survey, tokenizer, and one pass over the sources, with checkpoints."""
 
     def __init__(self, plan: _Plan) -> None:
         self._plan = plan
-        self._number = 0  # of the source that is read
-        self._cursor = (0, 0)  # in it
-        self._source_bytes = 0  # of it
+        # The source that is being read, the cursor in it, and the bytes of text read from it.
+        self._number = 0
+        self._cursor = (0, 0)
+        self._source_bytes = 0
+        # Per source: bound of the hashes of validation text, and number of documents on each side up to its end.
         self._thresholds: list[int] = []
-        self._ends: list[dict[str, int]] = []  # documents on each side, up to the end of each source
+        self._ends: list[dict[str, int]] = []
         self._writers: dict[str, ShardWriter] = {}
         self.text_bytes = 0
 
     def begin(self) -> None:
-        """Survey the source, make the tokenizer, write both down as the first checkpoint."""
+        """Survey the sources, train or copy the tokenizer, and write the first checkpoint."""
         plan = self._plan
         plan.progress("survey", 0, plan.source.text_bytes)
         settings = plan.settings
@@ -269,7 +280,7 @@ class _Tokenization:
         self._checkpoint()
 
     def resume(self, state: dict[str, Any]) -> bool:
-        """Take up a stopped preparation; False when the files on disk do not allow it."""
+        """Resume a stopped preparation from its checkpoint; return whether the files on disk allow it."""
         try:
             tokenizer = Tokenizer.load(self._plan.folder / TOKENIZER_NAME)
             if tokenizer.fingerprint() != state["tokenizer"]:
@@ -301,16 +312,17 @@ class _Tokenization:
         self._plan.progress("tokens", self.text_bytes, total)
         if limit is None or self._source_bytes < limit:
             for cursor, document in source.documents_from(self._cursor):
-                for piece in pieces_within(document, limit, self._source_bytes + pending_bytes):
+                for piece in sections_within(document, limit, self._source_bytes + pending_bytes):
                     pending.append(piece)
                     pending_bytes += len(piece)
-                    if pending_bytes >= _BATCH_BYTES:  # a document may have hundreds of pieces
+                    # Within the loop, because a document may have hundreds of sections.
+                    if pending_bytes >= _BATCH_BYTES:
                         self._write(pending)
                         pending, pending_bytes = [], 0
                         self._plan.progress("tokens", self.text_bytes, total)
                 full = limit is not None and self._source_bytes + pending_bytes >= limit
                 if self._num_closed() > checkpointed:
-                    # The cursor is that of whole documents: a checkpoint is taken where all before it is written.
+                    # A cursor points after a whole document, so everything up to there is written before a checkpoint.
                     self._write(pending)
                     pending, pending_bytes = [], 0
                     self._cursor = cursor
@@ -336,11 +348,11 @@ class _Tokenization:
         return sum(writer.num_closed for writer in self._writers.values())
 
     def _write(self, pieces: list[bytes]) -> None:
-        """Encode documents and add them to the shards of their sides."""
+        """Tokenize documents and append them to the shards of their sides."""
         bos = self._tokenizer.bos_id
         encoded = self._tokenizer.encode_batch([piece.decode() for piece in pieces])
         for piece, ids in zip(pieces, encoded, strict=True):
-            # One that was trained here keeps every byte; of others only the text itself can tell.
+            # Tokenizers trained here keep every byte; others may lose text, which is checked document by document.
             if self._plan.tokenizer is not None and (back := self._tokenizer.decode_bytes(ids)) != piece:
                 raise DataError(f"--tokenizer {self._plan.tokenizer_name}: {lost_text(piece, back)}")
             side = "val" if text_hash(piece) < self._thresholds[self._number] else "train"
@@ -361,8 +373,8 @@ class _Tokenization:
         }
         write_atomically(self._plan.folder / _PROGRESS_NAME, json.dumps(state))
 
-    def _shares(self) -> list[dict[str, Any]]:
-        """Return the sources for the manifest, with the documents of each on both sides: from one number to another."""
+    def _source_entries(self) -> list[dict[str, Any]]:
+        """Return the manifest's entries of the sources, with the range of each source's documents on both sides."""
         begins = [dict.fromkeys(self._writers, 0), *self._ends[:-1]]
         places = [
             {name: [begin[name], end[name]] for name in end} for begin, end in zip(begins, self._ends, strict=True)
@@ -390,11 +402,11 @@ class _Tokenization:
             "bos_id": self._tokenizer.bos_id,
             "vocab_size": self._tokenizer.vocab_size,
             "val_threshold": self._thresholds[0],
-            **({"sources": self._shares()} if len(plan.sources) > 1 else {}),
+            **({"sources": self._source_entries()} if len(plan.sources) > 1 else {}),
             "splits": {name: {"shards": writer.finish()} for name, writer in self._writers.items()},
         }
         write_atomically(plan.folder / MANIFEST_NAME, json.dumps(manifest, indent=1))
-        # Left-overs of a stopped preparation, and the checkpoint that the manifest replaces.
+        # The manifest replaces the checkpoint; unfinished shards may be left from a stopped preparation.
         for path in (plan.folder / _PROGRESS_NAME, *plan.folder.glob("*.part")):
             path.unlink(missing_ok=True)
         remove_unfinished(plan.folder)

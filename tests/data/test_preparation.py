@@ -16,9 +16,9 @@ from durability import Synced, as_it_is, disk_events, durable_names
 from text_samples import make_text, write_folder
 
 import quintic.errors
-from quintic.data import mixture, shard_writer, shards
-from quintic.data.files.documents import pieces_of
-from quintic.data.shards import Dataset, prepare
+from quintic.data import mixture, preparation, shard_writer
+from quintic.data.files.documents import sections_of
+from quintic.data.preparation import Dataset, prepare
 from quintic.data.tokenizer import BOS, Tokenizer
 from quintic.errors import DataError
 
@@ -144,10 +144,10 @@ def test_max_bytes_stops_after_the_document_that_reaches_it(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("sample_bytes", [1 << 20, 90_000])
 def test_max_bytes_stops_within_a_big_file(sample_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_SAMPLE_BYTES", sample_bytes)
+    monkeypatch.setattr(preparation, "_SAMPLE_BYTES", sample_bytes)
     path = tmp_path / "book.txt"
     path.write_text(make_text(3, 60_000), encoding="utf-8")
-    pieces = [piece.decode() for piece in pieces_of(path.read_bytes())]
+    pieces = [piece.decode() for piece in sections_of(path.read_bytes())]
     assert len(pieces) > 4
     limit = sum(len(piece.encode()) for piece in pieces[:3]) - 5
     dataset = prepare(str(path), data_dir=tmp_path, vocab_size=300, val_frac=0.3, max_bytes=limit)
@@ -166,7 +166,7 @@ def test_one_big_file_makes_both_sides(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text(make_text(3, 60_000), encoding="utf-8")
     dataset = prepare(str(path), data_dir=tmp_path, vocab_size=300)
-    pieces = [piece.decode() for piece in pieces_of(path.read_bytes())]
+    pieces = [piece.decode() for piece in sections_of(path.read_bytes())]
     assert sorted(texts_of(dataset, "train") + texts_of(dataset, "val")) == sorted(pieces)
     assert dataset.split("val").num_documents == 1  # none is below the bound: the smallest hash goes
 
@@ -241,7 +241,7 @@ def test_a_limit_that_ends_within_the_first_document_is_named(tmp_path: Path) ->
 
 
 def test_a_large_source_with_an_empty_side_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_SAMPLE_BYTES", 50)
+    monkeypatch.setattr(preparation, "_SAMPLE_BYTES", 50)
     source = str(folder_of(tmp_path / "text", [f"document number {index}" for index in range(50)]))
     text = message(lambda: prepare(source, data_dir=tmp_path / "data", vocab_size=300, val_frac=1e-9))
     assert "no document fell on the val side" in text
@@ -253,7 +253,7 @@ def test_the_tokenizer_sample_holds_no_validation_text(tmp_path: Path, monkeypat
     seen: list[str] = []
     train = Tokenizer.train
     monkeypatch.setattr(Tokenizer, "train", lambda texts, size: train(seen.extend(texts) or seen, size))
-    monkeypatch.setattr(shards, "_SAMPLE_BYTES", 30_000)
+    monkeypatch.setattr(preparation, "_SAMPLE_BYTES", 30_000)
     source = str(write_folder(tmp_path / "text", 60))
     dataset = prepare(source, data_dir=tmp_path, vocab_size=300, val_frac=0.3)
     assert 15_000 < sum(len(text.encode()) for text in seen) < 40_000
@@ -266,7 +266,7 @@ def test_the_sample_of_one_big_document_is_bounded(tmp_path: Path, monkeypatch: 
     seen: list[str] = []
     train = Tokenizer.train
     monkeypatch.setattr(Tokenizer, "train", lambda texts, size: train(seen.extend(texts) or seen, size))
-    monkeypatch.setattr(shards, "_SAMPLE_BYTES", 200_000)
+    monkeypatch.setattr(preparation, "_SAMPLE_BYTES", 200_000)
     path = tmp_path / "book.txt"
     path.write_text(make_text(3, 150_000), encoding="utf-8")
     dataset = prepare(str(path), data_dir=tmp_path, vocab_size=300, val_frac=0.2)
@@ -275,9 +275,9 @@ def test_the_sample_of_one_big_document_is_bounded(tmp_path: Path, monkeypatch: 
 
 
 def test_a_download_of_terabytes_needs_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = mixture.open_source(str(folder_of(tmp_path / "text", ["a"])), cache_dir=tmp_path).parts[0]
+    part = mixture.open_source(str(folder_of(tmp_path / "text", ["a"])), cache_dir=tmp_path).files[0]
     huge = type(part)(name=part.name, size_bytes=10**13, identity=str, read=part.read)
-    source = shards.Source(name="huge", spec="hf:me/huge", parts=(huge,), is_remote=True)
+    source = preparation.Source(name="huge", spec="hf:me/huge", files=(huge,), is_remote=True)
     monkeypatch.setattr(mixture, "open_source", lambda spec, **options: source)
     text = message(lambda: prepare("hf:me/huge", data_dir=tmp_path / "data"))
     assert text == "hf:me/huge: a download of 10000 GB; limit the text with --max-bytes"
@@ -361,7 +361,7 @@ def test_a_full_disk_says_what_is_needed_and_leaves_nothing(
         with path.open("wb") as file:
             file.write(content)
 
-    monkeypatch.setattr(shards, "_BATCH_BYTES", 5000)
+    monkeypatch.setattr(preparation, "_BATCH_BYTES", 5000)
     source = str(write_folder(tmp_path / "text", 40))
     options = {"data_dir": tmp_path / "data", "vocab_size": 300, "val_frac": 0.3, "shard_tokens": 3000}
     with monkeypatch.context() as patch:
@@ -383,7 +383,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_every_file_of_a_dataset_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_BATCH_BYTES", 8192)
+    monkeypatch.setattr(preparation, "_BATCH_BYTES", 8192)
     source = str(write_folder(tmp_path / "text", 40))
     events = disk_events(monkeypatch)
     dataset = prepare(source, data_dir=tmp_path / "data", vocab_size=300, val_frac=0.3, shard_tokens=10_000)
@@ -412,8 +412,8 @@ def test_what_a_checkpoint_says_of_an_unfinished_shard_is_on_disk(
 
 
 def run_python(code: str) -> "subprocess.CompletedProcess[str]":
-    prelude = "import os, signal, sys, hashlib\nfrom pathlib import Path\nfrom quintic.data import shards\n"
-    prelude += "from quintic.data.shards import Dataset, prepare\nshards._BATCH_BYTES = 8192\n"
+    prelude = "import os, signal, sys, hashlib\nfrom pathlib import Path\nfrom quintic.data import preparation\n"
+    prelude += "from quintic.data.preparation import Dataset, prepare\npreparation._BATCH_BYTES = 8192\n"
     return subprocess.run(
         [sys.executable, "-c", prelude + code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=100
     )
@@ -505,7 +505,7 @@ prepare({source!r}, data_dir=Path({str(tmp_path / "data")!r}), progress=stop, **
     with pytest.raises(DataError, match="is not a finished dataset"):
         Dataset.open(folder)
     calls: list[tuple[str, int]] = []
-    monkeypatch.setattr(shards, "_BATCH_BYTES", 8192)
+    monkeypatch.setattr(preparation, "_BATCH_BYTES", 8192)
     dataset = prepare(
         source, data_dir=tmp_path / "data", **options, progress=lambda stage, done, _: calls.append((stage, done))
     )
@@ -537,7 +537,7 @@ def test_a_checkpoint_that_does_not_fit_its_files_is_not_used(tmp_path: Path) ->
 def test_several_processes_at_once_make_one_dataset(tmp_path: Path) -> None:
     source = str(write_folder(tmp_path / "text", 40))
     code = (
-        "from pathlib import Path\nfrom quintic.data.shards import prepare\n"
+        "from pathlib import Path\nfrom quintic.data.preparation import prepare\n"
         f"made = prepare({source!r}, data_dir=Path({str(tmp_path / 'data')!r}), vocab_size=300, val_frac=0.3)\n"
         "made.verify()\nprint(made.summary())"
     )

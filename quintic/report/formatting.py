@@ -6,7 +6,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["date", "duration", "finite", "flatten", "format_si", "in_words", "large_number", "or_dash", "value_text"]
+__all__ = ["date", "duration", "finite", "flatten", "format_si", "humanize", "large_number", "or_dash", "value_text"]
 
 _NO_BREAK = "\u00a0"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -60,7 +60,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{key}", value
 
 
-def in_words(name: str) -> str:
+def humanize(name: str) -> str:
     """A field's name in words: "parameters in value embeddings" for `parameters_value_embeddings`."""
     if name in _WORDS:
         return _WORDS[name]

@@ -1,8 +1,8 @@
-"""Text sources: `open_source` turns a source string into documents in a fixed order.
+"""`open_source` turns the string that names a text source into a `Source`.
 
-Three kinds: the standard library of the running Python (`python`), files and folders (a path), and data sets of the
-Hugging Face Hub (`hf:owner/name`, in `quintic.data.hub`). Which files of a folder are read, and how one file becomes
-documents, is in `quintic.data.files`; splitting into training and validation text is in `quintic.data.shards`.
+There are three kinds: the standard library of the running Python (`python`), files and folders (a path), and data sets
+of the Hugging Face Hub (`hf:owner/name`, in `quintic.data.hub`). `quintic.data.files` decides which files of a folder
+are read, and turns files into documents.
 """
 
 import ast
@@ -21,8 +21,8 @@ from quintic.errors import DataError
 
 __all__ = ["open_source"]
 
-# Files up to this size are known by their content, so that a copy on another machine is the same source; larger
-# ones by size and modification time, because hashing terabytes at each start would take longer than it saves.
+# Files up to this size are identified by their content, so that a copy on another machine is the same source. Larger
+# ones are identified by size and modification time, because hashing terabytes at every start would take too long.
 _HASHED_BYTES = 256 << 20
 _SMALLEST_SOURCE_BYTES = 200
 _TABLE_FRACTION = 0.85
@@ -31,18 +31,18 @@ _LITERAL_LINE = re.compile(r"""\s*[\[{(]?\s*(?:[urbURB]{0,2}['"\\]|0[xX]|-?\d)""
 
 
 def open_source(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD) -> Source:
-    """Open the text source a string names; lists files but reads no text yet.
+    """Return the text source that a string names; lists its files, but reads no text.
 
     Args:
         spec: `python` (the running installation's standard library), `hf:owner/name` or `hf:owner/name/config` (a
-            data set of the Hub), else the path of a file or folder. A folder is walked recursively in sorted order;
-            `list_folder` says what is left out. A folder called `python` is `./python`.
-        cache_dir: where downloads are kept; in a folder that is walked it is left out.
+            data set of the Hub), else the path of a file or folder. Folders are read recursively in sorted order,
+            except for files that `list_folder` leaves out. For a folder called `python` write `./python`.
+        cache_dir: folder of downloads; it is left out if it lies within the source.
         text_field: the field of JSON, CSV and Parquet that holds the text.
 
     Raises:
-        DataError: nothing of that name exists, a folder holds no file that can be read, a file has an unknown
-            ending, or the Hub has no such data set or cannot be reached.
+        DataError: the source does not exist, a folder holds no readable file, a file has an unknown ending, or the Hub
+            has no such data set or cannot be reached.
     """
     if spec == "python":
         return _python_source(Path(sysconfig.get_paths()["stdlib"]))
@@ -62,30 +62,31 @@ def _path_source(spec: str, cache_dir: Path, text_field: str) -> Source:
             + (several if " " in spec or "=" in spec else "")
         )
     if root.is_dir():
-        files, notes = list_folder(root, spec, cache_dir=cache_dir, text_field=text_field)
-        parts = tuple(_file_part(path, path.relative_to(root).as_posix(), text_field) for path in files)
+        paths, notes = list_folder(root, spec, cache_dir=cache_dir, text_field=text_field)
+        files = tuple(_source_file(path, path.relative_to(root).as_posix(), text_field) for path in paths)
         name = slug(root.resolve().name)
     else:
         if not is_supported(root.name):
             raise DataError(f"{spec}: unknown ending; {ENDINGS_ADVICE}")
-        if not root.is_file():  # text is read more than once; a pipe gives it once, and waits for a writer
+        # Text is read more than once, and a pipe can be read only once.
+        if not root.is_file():
             raise DataError(f"{spec}: a pipe or a device, not a file; write its text to a file first")
-        parts, notes = (_file_part(root, root.name, text_field),), ()
+        files, notes = (_source_file(root, root.name, text_field),), ()
         name = slug(uncompressed_name(root.name).rpartition(".")[0])
-    plain = all(stored_as_text(part.name) for part in parts)
-    total = sum(part.size_bytes for part in parts)
+    plain = all(stored_as_text(file.name) for file in files)
+    total = sum(file.size_bytes for file in files)
     return Source(
         name=name,
         spec=spec,
-        parts=parts,
-        # The usual field is not named: text prepared before there was a choice is still found.
+        files=files,
+        # The default field is not part of the identity, so that text prepared by versions without the option is found.
         identity="files" if text_field == TEXT_FIELD else f"files, field {text_field}",
         text_bytes=total if plain else None,
         notes=notes,
     )
 
 
-def _file_part(path: Path, name: str, text_field: str) -> SourceFile:
+def _source_file(path: Path, name: str, text_field: str) -> SourceFile:
     stat = path.stat()
 
     def identity() -> str:
@@ -105,26 +106,26 @@ def _file_part(path: Path, name: str, text_field: str) -> SourceFile:
 def _python_source(root: Path) -> Source:
     """Return the standard library under `root`: one document per module, and one per topic of `pydoc_data`.
 
-    Left out: tests, files under 200 bytes, files that are not UTF-8, and tables (see `_is_table`).
+    Tests, files under 200 bytes, files that are not UTF-8, and tables (see `_is_table`) are left out.
     """
-    files: list[str] = []
+    names: list[str] = []
     if root.is_dir():
         visible = visible_files(root, _LEFT_OUT_FOLDERS)
-        files = [path.relative_to(root).as_posix() for path in visible if path.suffix == ".py"]
-    # A zipped or stripped installation keeps a few build files in the folder but not the modules themselves.
-    if not {"os.py", "functools.py"} <= set(files):
+        names = [path.relative_to(root).as_posix() for path in visible if path.suffix == ".py"]
+    # A zipped or stripped installation has a few build files in the folder, but no modules.
+    if not {"os.py", "functools.py"} <= set(names):
         raise DataError(
             f"python: the standard library's sources are not in {root} (a zipped or stripped installation?); "
             "give a text file or folder instead"
         )
-    parts = tuple(_module_part(root / name, name) for name in sorted(files))
-    # The size still counts tables, which reading leaves out: good enough for a progress display, not an exact sum.
-    return Source(name="python", spec="python", parts=parts, identity=f"python {platform.python_version()}")
+    files = tuple(_module_file(root / name, name) for name in sorted(names))
+    # text_bytes is unknown, since reading leaves out tables.
+    return Source(name="python", spec="python", files=files, identity=f"python {platform.python_version()}")
 
 
-def _module_part(path: Path, name: str) -> SourceFile:
+def _module_file(path: Path, name: str) -> SourceFile:
     read = _read_topics if name == "pydoc_data/topics.py" else _read_module
-    # The version and the sizes identify an installation; reading every module to hash it would add nothing.
+    # The version and the sizes identify an installation without hashing every module.
     return SourceFile(name=name, size_bytes=path.stat().st_size, identity=str, read=lambda: read(path))
 
 
@@ -155,12 +156,13 @@ def _source_text(path: Path) -> str | None:
         return None
     try:
         return data.decode()
-    except UnicodeDecodeError:  # a few modules declare another encoding
+    except UnicodeDecodeError:
+        # A few modules declare another encoding.
         return None
 
 
 def _is_table(text: str) -> bool:
-    """Return whether nearly every line begins with a number or a string: character maps, entity lists, settings."""
+    """Return whether nearly every line begins with a number or a string, as in character maps and lists of settings."""
     lines = [line for line in text.splitlines() if line.strip()]
     literal = sum(1 for line in lines if _LITERAL_LINE.match(line))
     return literal > _TABLE_FRACTION * len(lines)
