@@ -421,8 +421,13 @@ class BucketStep:
         bucket, units = self.bucket, self.units
         assert units is not None
         normalizes, owned = self._rule.neuron_state is not None, units.local_slice
-        by_name = {name: split_units(batch.view(len(batch), *units.shape), units) for name, batch in batches.items()}
-        advanced: dict[str, list[Tensor]] = {name: [] for name in batches}
+        own_batches: list[dict[str, Tensor]] = [{}] * len(units.kinds)  # for each kind (owned, m, n) by name
+        if batches:
+            split = {n: split_units(batch.view(len(batch), *units.shape), units) for n, batch in batches.items()}
+            own_batches = [
+                {name: blocks[number].flatten(1, 2).contiguous() for name, blocks in split.items()}
+                for number, _ in enumerate(units.kinds)
+            ]
         directions = directions.view(len(directions), *units.shape)
         scales, mask = scales[owned], None if mask is None else mask[owned]
         moments = [of_kind[owned] for of_kind in self._unit_moments()] if normalizes else None
@@ -434,11 +439,12 @@ class BucketStep:
                 # The last bit of a product may follow from strides, which differ between layouts.
                 matrices = matrices.contiguous()
             factor = scales[:, number].view(-1, 1, 1)
-            own_batches = {name: blocks[number].flatten(1, 2).contiguous() for name, blocks in by_name.items()}
             if len(matrices):
                 of_kind = None if moments is None else moments[number]
                 members = units.local_matrices[number]
-                state = self._matrix_state(members, own_batches, of_kind, number)
+                state = NO_STATE
+                if self._rule.after:
+                    state = self._matrix_state(members, own_batches[number], of_kind, number)
                 update, factor = self.compute_update(members, matrices, kind.form, factor, state, mask, number)
             else:
                 # A new tensor: a view would keep the directions alive.
@@ -447,9 +453,10 @@ class BucketStep:
                     factor = scales.new_empty((0, *second_moment_shape(*kind.shape)))
             updates.append(update)
             factors.append(factor)
-            for name, batch in own_batches.items():
-                advanced[name].append(batch)
-        return join_units(updates, units), factors, {name: join_units(own, units) for name, own in advanced.items()}
+        advanced: dict[str, Tensor] = {}
+        if batches:
+            advanced = {name: join_units([own[name] for own in own_batches], units) for name in batches}
+        return join_units(updates, units), factors, advanced
 
     def _factors_of_pieces(self, factors: Sequence[Tensor], scales: Tensor) -> Tensor:
         """Return the factors of this rank's pieces, (b, rows or 1, columns or 1); with `scale_decay` (2b, ...).
