@@ -1,11 +1,11 @@
-"""Quintic: Muon for PyTorch. The public names, and nothing else.
+"""Quintic: Muon for PyTorch. This module holds only the public names.
 
 >>> import torch, quintic
 >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
 >>> optimizer = quintic.Muon(quintic.param_groups(model), lr=0.02)
 
-Each name is imported when it is first used (PEP 562), so that the command line, which shares this package, answers
-`--help` without waiting for PyTorch.
+Each name is imported when it is first used (PEP 562), so that the command line, which is in the same package, answers
+`--help` without importing PyTorch.
 """
 
 from importlib import import_module

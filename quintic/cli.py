@@ -1,6 +1,6 @@
 """The command line: `quintic train | compare | prepare | sample | eval | report | plan | export`.
 
-What a command does is in `quintic/commands`. Every mistake a user can mend ends as one line on standard error and exit
+The commands are in `quintic/commands`. Errors that a user can fix are printed as one line on standard error, with exit
 code 2; Ctrl-C, SIGTERM and SIGHUP during training save the run and exit with 130.
 """
 
@@ -17,7 +17,7 @@ from quintic.versions import HARNESS_NEEDS, OPTIMIZER_NEEDS, release, torch_vers
 
 __all__ = ["OPTION_ALIASES", "main"]
 
-# Refusals of the system for reasons that lie with the disk, permissions and paths, not with this program -> what helps.
+# Errors of the system that come from disk, permissions or paths rather than from this program -> advice.
 _DISK_ERRORS = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change who may read and write it"),
@@ -43,7 +43,7 @@ Begin with `quintic train`.
 `quintic COMMAND --help` lists the options of a command with their defaults.
 """
 
-# The module of each command. It is imported when the command is run, so that `quintic --help` answers at once.
+# The module of each command, imported only when the command is run, so that `quintic --help` answers quickly.
 _COMMANDS = {
     "train": "quintic.commands.train",
     "compare": "quintic.commands.compare",
@@ -55,30 +55,31 @@ _COMMANDS = {
     "export": "quintic.commands.export",
 }
 
-# torchrun reads its own options first, and takes --run for the beginning of one.
+# torchrun takes --run for an abbreviation of its own option --run-path, so runs under torchrun are named with --name.
 OPTION_ALIASES = {"--name": "--run"}
 
-# Commands of which torchrun may start several processes.
+# Commands that torchrun may start in several processes.
 _COMMANDS_OF_RANKS = frozenset({"train"})
 
 _COMMANDS_THAT_TRAIN = frozenset({"train", "compare"})
 
-# Its number everywhere; Windows has no such signal, but the same exit code serves there.
+# Written as a number because Windows lacks the signal. The exit code is the same there.
 _SIGPIPE = 13
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 2 for input to be mended, 130 after Ctrl-C.
+    """Run the command line and return the exit code.
 
-    141 says, as for other programs, that the reader of the output went away.
+    0: success; 2: an error that the user can fix; 130: stopped by Ctrl-C or a signal; 141: the reader of the output has
+    closed it (as by SIGPIPE).
     """
     complete_streams()
-    if not _has_current_folder():  # paths cannot be completed then, those of messages neither
+    if not _has_current_folder():  # without one, relative paths cannot be resolved, not even for messages
         print("quintic: error: the current folder has been deleted: change to another one", file=sys.stderr)
         return 2
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()  # here, where a reader that went away is an exception like any other
+        sys.stdout.flush()  # raises BrokenPipeError here rather than at the interpreter's exit
         return code
     except OtherRankError:
         return 2
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _fail(f"{place}{error.strerror}; {advice}")
         try:
             sys.stdout.flush()
-        except OSError:  # it was the output that could not be written
+        except OSError:  # standard output itself cannot be written
             drop_output()
         return code
 
@@ -128,10 +129,11 @@ def _run(arguments: list[str]) -> int:
     if name in _COMMANDS_THAT_TRAIN:
         check_launcher()
     if name in _COMMANDS_THAT_TRAIN and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        # Before PyTorch is imported. Memory that was freed in one size serves another: batches, evaluations, samples.
+        # Must be set before PyTorch is imported. Freed memory can then be reused for other sizes, between batches,
+        # evaluations and samples.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
-        if environment_number("WORLD_SIZE", 1) <= 1:  # several ranks agree on who of them answers
+        if environment_number("WORLD_SIZE", 1) <= 1:  # with several ranks, they first agree on the one that prints
             from quintic.commands.options import answer_early
 
             answer_early(name, options)
@@ -152,14 +154,14 @@ def _check_single_process(name: str) -> None:
 
 
 def _check_torch(name: str) -> None:
-    """Check that PyTorch is new enough for the commands, of which only the optimizer supports older ones."""
+    """Check that PyTorch is new enough for the commands; only the optimizer supports older versions."""
     installed = torch_version()
     if installed is None or release(installed) >= release(HARNESS_NEEDS):
         return
     if environment_number("LOCAL_RANK", 0):
-        raise OtherRankError("the first rank of this host says what is wrong")
+        raise OtherRankError("the first rank of this host reports the error")
     raise ConfigError(
-        f"quintic {name} needs PyTorch {HARNESS_NEEDS} or newer, and {installed} is installed: "
+        f"quintic {name} needs PyTorch {HARNESS_NEEDS} or newer, but {installed} is installed: "
         f"run {install_command('train')} (the optimizer by itself needs {OPTIMIZER_NEEDS})"
     )
 

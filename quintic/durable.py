@@ -1,7 +1,7 @@
-"""Files and folders that appear whole: a reader, or a restart after a crash, finds the old content or the new one.
+"""Atomic writes of files and folders: readers, also after a crash, find the complete old or the complete new content.
 
-Content is written under another name in the same folder, flushed to disk, and renamed; then the folder is flushed.
-Without the first flush a crash may leave the new name with no content, without the second the old name.
+Phases of a write: write the content under a temporary name in the same folder; flush it to disk; rename it; flush the
+folder. Without the first flush, a crash may leave the new name without content; without the second, the old name.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ __all__ = [
     "write_atomically",
 ]
 
-# Errors of file systems that cannot flush a folder (some network file systems; Windows, where it cannot be opened).
+# Errors of systems that cannot flush a folder: some network file systems, and Windows, which cannot open it.
 _NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Give a file new content, a text in UTF-8. Of several processes that write at once, the last one wins.
+    """Replace the content of a file, text in UTF-8. If several processes write at once, the last one wins.
 
     Raises:
-        OSError: the file cannot be written; it is what it was, and nothing else is left behind.
+        OSError: the file cannot be written. Its old content stays, and no temporary file remains.
     """
     if not path.name:  # "." and "/"
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -51,10 +51,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def save_tensors(tensors: dict[str, Any], path: Path) -> None:
-    """Write PyTorch tensors by name to a file, in the format of safetensors.
+    """Write PyTorch tensors by name to a file in the safetensors format.
 
     Raises:
-        OSError: the file cannot be written; safetensors raises an exception of its own, whose text has the system's.
+        OSError: the file cannot be written. It is recovered from the text of safetensors' own exception.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -65,12 +65,12 @@ def save_tensors(tensors: dict[str, Any], path: Path) -> None:
         match = re.search(r"I/O error: (.*) \(os error (\d+)\)", str(error))
         if match is None:
             raise
-        # Windows makes its errno of the last number, other systems ignore that.
+        # Windows derives errno from the last argument, other systems ignore it.
         raise OSError(int(match[2]), match[1], str(path), int(match[2])) from None
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file holds; an empty one if the file is missing or damaged."""
+    """Return the JSON object in a file; {} if the file is missing or damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -80,10 +80,10 @@ def json_object(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def new_folder(path: Path, *, discard_old: bool = False) -> Iterator[Path]:
-    """Yield an empty folder that becomes `path` when the block ends; after an exception nothing of it is left.
+    """Yield an empty folder that is renamed to `path` when the block ends, or deleted after an exception.
 
     Args:
-        path: as for `replace`; folders above it are made.
+        path: as for `replace`; its parent folders are created.
         discard_old: as for `replace`.
 
     Raises:
@@ -99,22 +99,23 @@ def new_folder(path: Path, *, discard_old: bool = False) -> Iterator[Path]:
 
 
 def replace(finished: Path, path: Path, *, discard_old: bool = False) -> None:
-    """Flush a finished file, or a folder and the files in it, and rename it to `path`, in the same folder.
+    """Flush a finished file, or a folder with its files, and rename it to `path` in the same parent folder.
 
-    Whoever can read or write the folder can do so with the files in it.
+    Files in a folder get the folder's permissions to read and write.
 
     Args:
         finished: the file or folder.
-        path: its new name. A file of that name is replaced; a folder must be empty, or is deleted if `discard_old`.
+        path: the new name. An existing file is replaced; an existing folder must be empty, or is deleted if
+            `discard_old`.
         discard_old: see `path`.
 
     Raises:
-        OSError: it cannot be flushed or renamed. Where only the flush of the folder failed, `path` is new already.
+        OSError: it cannot be flushed or renamed. If only flushing the parent folder failed, `path` is already replaced.
     """
     if finished.is_dir():
         readers = finished.stat().st_mode & 0o666
         for inner in sorted(finished.iterdir()):
-            with contextlib.suppress(OSError):  # libraries may make files that only their owner can read
+            with contextlib.suppress(OSError):  # some libraries create files that only their owner can read
                 inner.chmod(inner.stat().st_mode | readers)
             flush(inner)
     flush(finished)
@@ -143,10 +144,10 @@ def flush(path: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder that never shows half deleted: it gets a name that `remove_unfinished` knows first.
+    """Delete a folder in one step for readers: rename it first, to a name that `remove_unfinished` deletes.
 
     Raises:
-        OSError: it cannot be renamed.
+        OSError: the folder cannot be renamed.
     """
     hidden = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
     os.replace(folder, hidden)
@@ -154,25 +155,26 @@ def discard(folder: Path) -> None:
 
 
 def lock(descriptor: int, *, wait: bool) -> None:
-    """Lock an open file among processes, until it is closed or the process dies.
+    """Lock an open file against other processes until it is closed or this process ends.
 
     Args:
-        descriptor: of the file, open for writing. It must stay where it is: after a removal, two processes could hold
-            two files of the same name.
-        wait: whether to wait for a process that has the lock.
+        descriptor: of the file, open for writing. The file must never be deleted, or two processes could lock two
+            files of the same name.
+        wait: wait for a process that holds the lock.
 
     Raises:
-        BlockingIOError, PermissionError: another process has it, and `wait` is false.
+        BlockingIOError, PermissionError: another process holds the lock, and `wait` is false.
         OSError: the file system has no locks.
     """
     if sys.platform == "win32":
         import msvcrt
 
-        os.lseek(descriptor, 2**30, os.SEEK_SET)  # others may not read what is locked, but shall read who has it
+        # Lock one byte far beyond the content, because locked bytes cannot be read, and others read the holder's name.
+        os.lseek(descriptor, 2**30, os.SEEK_SET)
         while True:
             try:
                 return msvcrt.locking(descriptor, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
-            except OSError:  # after ten seconds it gives up waiting
+            except OSError:  # LK_LOCK gives up after ten seconds
                 if not wait:
                     raise
             time.sleep(0.1)
@@ -182,7 +184,7 @@ def lock(descriptor: int, *, wait: bool) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete the leftovers of killed writers in a folder that no other process writes to now."""
+    """Delete temporary files and folders of killed processes; no other process may be writing to `folder`."""
     for path in folder.glob(".*.tmp"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

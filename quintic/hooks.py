@@ -1,7 +1,7 @@
-"""Calls from a package to one that it must not import, because that one is built on it.
+"""Hooks through which a package calls another one that it must not import, because that one imports it.
 
-`quintic/__init__.py`, which knows all packages, sets them before anything else can be imported. Nothing is loaded until
-a call is made.
+`quintic/__init__.py` sets them before any other module can be imported. A hook imports its package only when it is
+called.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""The way this process was started: by torchrun, by make, as a script or as a module.
+"""How this process was started (torchrun, make, script or module), and commands in messages that match it.
 
-torchrun sets environment variables. Hints name commands that exist for the person who started this process. Nothing
-here imports PyTorch, so that answers come at once.
+torchrun passes ranks in environment variables. Commands in messages are written so that the user can type them, in the
+way that this process was started. Nothing here imports PyTorch.
 """
 
 import importlib.metadata
@@ -27,18 +27,18 @@ __all__ = [
     "with_program",
 ]
 
-# The Makefile says `make` here; nothing else is known.
+# The Makefile sets this variable to `make`, for the commands in `_MADE`.
 _STARTED_BY = "QUINTIC_STARTED_BY"
 _MADE = frozenset({"train", "compare"})
 
-# Launchers that number processes in a way of their own -> the number of processes that they started. Slurm's
-# SLURM_NTASKS is not that: a shell of salloc and the script of sbatch have it, too, and are one process.
+# Launchers other than torchrun -> the variable with the number of processes that they started. SLURM_NTASKS would be
+# wrong: shells of salloc and scripts of sbatch also have it, although they are single processes.
 _OTHER_LAUNCHERS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
 
-# Characters without a special meaning to shells and make.
+# Texts without characters that are special to shells or make.
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
-# `quintic train` in a message, but not the end of a path or of `-m quintic train`.
+# `quintic` before a command's name in a message, but not in a path or in `-m quintic train`.
 _COMMAND_IN_TEXT = re.compile(
     r"(?<![\w./-])(?<!-m )quintic(?= (?:train|compare|prepare|sample|eval|report|plan|export|COMMAND)\b)"
 )
@@ -46,25 +46,25 @@ _COMMAND_IN_TEXT = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """This process among those of torchrun; by default the only one, started without torchrun."""
+    """The place of this process among the processes of torchrun; the defaults are for a single process."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    """Processes on this host."""
+    """Number of processes on this host."""
     restarts: int = 0
-    """Number of times that the processes were started again (`torchrun --max-restarts`)."""
+    """Number of restarts so far (`torchrun --max-restarts`)."""
     may_restart: bool = False
     run_name: str | None = None
-    """Name for a run without one: the same after every restart, where the processes may be restarted."""
+    """Name for a run without `--run`, the same after every restart; None if processes are not restarted."""
 
 
 def launched() -> Launch:
     """Read torchrun's environment variables.
 
     Raises:
-        ConfigError: one is not a number, or they do not fit each other.
+        ConfigError: a variable is not a number, or the variables do not fit each other.
     """
     launch = Launch(
         rank=environment_number("RANK", 0),
@@ -89,37 +89,37 @@ def launched() -> Launch:
 
 
 def check_launcher() -> None:
-    """Check that this process is not one of several that know nothing of each other.
+    """Check that this process is not one of several unconnected ones, each of which would train the whole run.
 
     Raises:
-        ConfigError: srun or mpirun started several, without torchrun's variables.
+        ConfigError: srun or mpirun started several processes, without torchrun's variables.
     """
     if os.environ.get("WORLD_SIZE", "").strip():
         return
     for launcher, name in _OTHER_LAUNCHERS.items():
-        # The shell of `srun --ntasks 8 --pty bash` is the only one of the eight that has a terminal.
-        alone = launcher == "srun" and "SLURM_PTY_PORT" in os.environ
-        if not alone and (size := environment_number(name, 1)) > 1:
+        # Of the tasks of `srun --ntasks 8 --pty bash`, only one has a terminal and a user who types this command.
+        is_shell = launcher == "srun" and "SLURM_PTY_PORT" in os.environ
+        if not is_shell and (size := environment_number(name, 1)) > 1:
             raise ConfigError(
-                f"{launcher} started {size} processes ({name}), and each would train by itself: let it start one on "
-                f"each host, and that one the ranks (torchrun --nproc-per-node N -m quintic train ...), or unset {name}"
+                f"{launcher} started {size} processes ({name}), and each would train the whole run: let it start one "
+                f"torchrun on each host (torchrun --nproc-per-node N -m quintic train ...), or unset {name}"
             )
 
 
 def _run_name() -> str | None:
-    """Name a run after the launch that may start it again; None where it will not, or has no name of its own."""
+    """Return a run name made from torchrun's run id; None without restarts or without an id."""
     if not environment_number("TORCHELASTIC_MAX_RESTARTS", 0):
         return None
     launch = re.sub(r"[^A-Za-z0-9]+", "-", os.environ.get("TORCHELASTIC_RUN_ID", "")).strip("-")
-    # "none" is torchrun's id where it has neither drawn nor been given one.
+    # torchrun's id is "none" if it was not given.
     return None if launch in ("", "none") else f"torchrun-{launch[:36]}"
 
 
 def environment_number(name: str, default: int) -> int:
-    """Return a whole number from an environment variable of torchrun's; the default where it is empty or not set.
+    """Return the whole number in an environment variable; the default if it is empty or not set.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the variable is not a number.
     """
     text = os.environ.get(name, "").strip()
     try:
@@ -141,7 +141,7 @@ def program() -> str:
 
 
 def hint(command: str, options: Sequence[str] = ()) -> str:
-    """Return the command line that runs a command with these options, as it was started this time."""
+    """Return the command line that runs a command with these options in the way that this process was started."""
     by_make = os.environ.get(_STARTED_BY) == "make" and command in _MADE
     if by_make and all(_PLAIN.fullmatch(option) for option in options):
         return f'make {command} ARGS="{" ".join(options)}"' if options else f"make {command}"
@@ -149,7 +149,7 @@ def hint(command: str, options: Sequence[str] = ()) -> str:
 
 
 def with_program(text: str) -> str:
-    """Return a message in which `quintic train` and other commands are written as they can be typed here."""
+    """Return a message with `quintic COMMAND` replaced by the command that can be typed here."""
     name = program()
     return _COMMAND_IN_TEXT.sub(lambda match: name, text)
 
@@ -160,7 +160,7 @@ def install_command(extra: str) -> str:
     if (checkout / "pyproject.toml").is_file():
         folder = "." if checkout == Path.cwd() else str(checkout)
         wanted = ["--editable", f"{folder}[{extra}]"]
-    else:  # the packages themselves: an index has no Quintic
+    else:  # install the packages of the extra by name, because no package index has Quintic
         asked = importlib.metadata.requires("quintic") or []
         marker = re.compile(rf"""extra *== *['"]{re.escape(extra)}['"]""")
         wanted = [need.partition(";")[0].strip() for need in asked if marker.search(need)]
@@ -172,14 +172,14 @@ def _python() -> str:
     running = Path(sys.executable)
     for name in ("python", "python3"):
         on_path = shutil.which(name)
-        # Not resolved: the Python of a virtual environment is a link to another one.
+        # Links are not resolved, because the Python of a virtual environment is a link to the base one.
         if on_path is not None and os.path.abspath(on_path) == os.path.abspath(running):
             return name
     return _shown(running)
 
 
 def _shown(path: Path) -> str:
-    """Return a path for the shell, from the working folder if it lies in there."""
+    """Return a path quoted for the shell, relative to the working folder if it lies inside."""
     full = os.path.abspath(path)
     try:
         short = os.path.relpath(full)

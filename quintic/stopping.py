@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP as requests to stop, which a loop honours when it can."""
+"""Ctrl-C, SIGTERM and SIGHUP as requests to stop, which a loop honours between steps."""
 
 import contextlib
 import os
@@ -10,17 +10,17 @@ from typing import Any, Self
 
 __all__ = ["StopRequests"]
 
-# Until then a SIGTERM belongs to the signal before it.
+# A SIGTERM within this time after another signal belongs to the same request.
 _SAME_REQUEST_SECONDS = 1.0
 
 
 class StopRequests:
-    """Turns the first Ctrl-C or SIGTERM into a request that the loop honours between steps; the second one kills.
+    """Turns the first Ctrl-C or SIGTERM into a request that a loop honours between steps; the second one raises.
 
-    A SIGTERM soon after the first signal is none of its own: `timeout` sends one to the process and to its group, and
-    torchrun one for the Ctrl-C that its processes have got already. SIGHUP, a terminal that was closed, is a request
-    too. It may come from the shell and from the system, so a second one does not kill. A process that was started to
-    ignore it (`nohup`) goes on ignoring it.
+    A SIGTERM soon after the first signal is not counted: `timeout` sends it to the process and again to its group, and
+    torchrun sends it after a Ctrl-C that its processes have already received. SIGHUP, for a closed terminal, is also a
+    request; a second one is ignored, because both the shell and the system may send it. A process that was started
+    with SIGHUP ignored (`nohup`) keeps ignoring it.
     """
 
     def __init__(self) -> None:
@@ -31,12 +31,12 @@ class StopRequests:
         self._previous: dict[signal.Signals, Any] = {}
 
     def is_stopped(self) -> bool:
-        """Return whether there was a request."""
+        """Return whether a request was received."""
         return self._is_stopped
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt at the first request within, or now if there was one: nothing would be lost."""
+        """Raise KeyboardInterrupt at the first request within the block, or at once after an earlier request."""
         if self._is_stopped:
             raise KeyboardInterrupt
         self._raises = True
@@ -46,7 +46,7 @@ class StopRequests:
             self._raises = False
 
     def __enter__(self) -> Self:
-        with contextlib.suppress(ValueError):  # handlers can only be set in the main thread
+        with contextlib.suppress(ValueError):  # Python only sets handlers in the main thread
             for number in (signal.SIGINT, signal.SIGTERM, self._hangup):
                 if number is not None and (number != self._hangup or signal.getsignal(number) != signal.SIG_IGN):
                     self._previous[number] = signal.signal(number, self._request)
@@ -67,12 +67,12 @@ class StopRequests:
         elif number == signal.SIGINT or time.monotonic() - self._interrupted_at > _SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt
         if self._raises:
-            self._raises = False  # once: torchrun repeats it
+            self._raises = False  # only once, because torchrun repeats the signal
             raise KeyboardInterrupt
 
 
 def _silence_closed(terminals: Sequence[int]) -> None:
-    """Discard output to terminals that are gone: each print would be an error, before the run is saved."""
+    """Redirect output to closed terminals to nowhere, so that printing does not fail before the run is saved."""
     for descriptor in terminals:
         if not os.isatty(descriptor):
             nowhere = os.open(os.devnull, os.O_WRONLY)

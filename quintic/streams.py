@@ -1,4 +1,4 @@
-"""Standard streams of a command: made usable before it writes, given up where the reader is gone."""
+"""Standard streams of a command: made usable before it writes, dropped when the reader has closed them."""
 
 import io
 import os
@@ -10,11 +10,11 @@ __all__ = ["complete_streams", "drop_output", "say", "say_waiting"]
 
 
 def complete_streams() -> None:
-    """Make all output possible: nowhere where a stream is closed, escaped where it has no such characters."""
+    """Open closed streams to nowhere, and escape characters that an output stream cannot encode."""
     for name, mode in (("stdin", os.O_RDONLY), ("stdout", os.O_WRONLY), ("stderr", os.O_WRONLY)):
         stream = getattr(sys, name)
         if stream is None:
-            # Also so that no file of the run gets the number that libraries write their messages to.
+            # Otherwise a file of the run could get descriptor 1 or 2, to which libraries print.
             text_mode = "r" if mode == os.O_RDONLY else "w"
             setattr(sys, name, os.fdopen(os.open(os.devnull, mode), text_mode, encoding="utf-8"))
         elif mode == os.O_WRONLY and isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -22,7 +22,7 @@ def complete_streams() -> None:
 
 
 def say(text: str = "") -> None:
-    """Print lines for people; on a terminal they are wrapped between words, and continuation lines are indented."""
+    """Print lines for the user; on a terminal they are wrapped between words, with indented continuation lines."""
     lines = text.split("\n")
     if sys.stdout.isatty():
         width = max(20, shutil.get_terminal_size().columns)
@@ -34,11 +34,11 @@ def say(text: str = "") -> None:
 
 
 def say_waiting(text: str) -> None:
-    """Print on a terminal what the program is busy with; elsewhere the output consists of the results alone."""
+    """Print a progress message if standard error is a terminal; redirected output only holds results."""
     if sys.stderr.isatty():
         print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def drop_output() -> None:
-    """Discard buffered output: the interpreter must not complain when it flushes at exit."""
+    """Discard buffered output, so that the interpreter's flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,24 +1,24 @@
-"""Text tables that fit the terminal: aligned columns, and names that are shortened to the room there is."""
+"""Text tables that fit the terminal: aligned columns, and names that are shortened to the available width."""
 
 import shutil
 from collections.abc import Sequence
 
 __all__ = ["aligned", "bytes_text", "output_width", "shortened", "with_name"]
 
-# Columns of text where the output is no terminal.
+# Columns of text if the output is not a terminal.
 _WIDTH_WITHOUT_TERMINAL = 160
 
-# A shorter name cannot be told from others.
+# Names that are shortened further cannot be told apart.
 _SHORTEST_NAME = 12
 
 
 def output_width() -> int:
-    """Return the columns of the terminal, or 160 where the output is no terminal."""
+    """Return the columns of the terminal, or 160 if the output is not a terminal."""
     return shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns
 
 
 def aligned(rows: Sequence[Sequence[str]], least: Sequence[int], *, gap: str = "  ") -> list[str]:
-    """Return rows of cells as lines, in columns that are at least so wide; a negative width aligns to the right."""
+    """Return rows of cells as lines with columns at least `least` wide; a negative width aligns to the right."""
     columns = []
     for cells, size in zip(zip(*rows, strict=True), least, strict=False):
         longest = max(abs(size), *map(len, cells))
@@ -27,7 +27,7 @@ def aligned(rows: Sequence[Sequence[str]], least: Sequence[int], *, gap: str = "
 
 
 def with_name(line: str, name: str, more: str, width: int) -> str:
-    """Return a line with a name and `more` behind it, the name shortened if `width` is less than the line needs."""
+    """Return `line`, `name` and `more` as one line; the name is shortened if the line exceeds `width`."""
     return f"{line}{shortened(name, max(_SHORTEST_NAME, width - len(line) - len(more)))}{more}"
 
 

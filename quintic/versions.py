@@ -1,7 +1,7 @@
-"""What differs between versions of PyTorch and Triton; no other file asks which one is installed, or what it has.
+"""Differences between versions of PyTorch and Triton. No other file checks versions or whether a name exists.
 
-The optimizer runs with PyTorch 2.8 and Triton 3.4 or newer, the training harness with PyTorch 2.11 or newer. PyTorch is
-imported when an answer needs it: the command line learns its version without waiting for it.
+The optimizer runs with PyTorch 2.8 and Triton 3.4 or newer, the training harness with PyTorch 2.11 or newer. Functions
+import PyTorch only if they need it, so that the command line can check its version without importing it.
 """
 
 import functools
@@ -33,17 +33,17 @@ __all__ = [
 ]
 
 OPTIMIZER_NEEDS, HARNESS_NEEDS = "2.8", "2.11"
-"""The oldest PyTorch of the optimizer and of everything else; pyproject.toml tells pip the same."""
+"""The oldest PyTorch for the optimizer and for all else; pyproject.toml has the same versions."""
 
 
 def release(version: str) -> tuple[int, int]:
-    """Return the first two numbers of a version: "2.13.0+cpu" is (2, 13); (0, 0) where there are none."""
+    """Return the first two numbers of a version: (2, 13) for "2.13.0+cpu"; (0, 0) if it has none."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def torch_version() -> str | None:
-    """Return the version of the PyTorch that is, or would be, imported; None where there is none."""
+    """Return the version of PyTorch without importing it; None if it is not installed."""
     if "torch" in sys.modules:
         return str(sys.modules["torch"].__version__)
     try:
@@ -56,17 +56,17 @@ def torch_version() -> str | None:
 
 
 class Float32Products(Protocol):
-    """The setting of how float32 matrices are multiplied: "ieee" in full precision, "none" as another setting says."""
+    """PyTorch's setting for products of float32 matrices: "ieee" is full precision, "none" inherits a wider setting."""
 
     fp32_precision: str
 
 
 class OneSetting:
-    """The one setting for all devices of PyTorch before 2.9: under other names, and with none that it inherits from."""
+    """The setting of PyTorch before 2.9, one for all devices, with the interface of `Float32Products`."""
 
     @property
     def fp32_precision(self) -> str:
-        """Return "ieee", or what PyTorch calls its other precisions."""
+        """Return "ieee" for full precision, else PyTorch's name of the precision."""
         import torch
 
         name = torch.get_float32_matmul_precision()
@@ -80,7 +80,7 @@ class OneSetting:
 
 
 def float32_products(device_type: str) -> Float32Products:
-    """Return the setting of float32 products on "cpu" or "cuda"."""
+    """Return the setting for float32 products on "cpu" or "cuda"."""
     from torch import backends
 
     if not hasattr(backends.mkldnn, "matmul"):  # before 2.9
@@ -90,7 +90,7 @@ def float32_products(device_type: str) -> Float32Products:
 
 
 def can_forbid_splits() -> bool:
-    """Return whether `torch.backends.cuda.matmul` has settings that forbid cuBLAS to split the sum of a product."""
+    """Return whether `torch.backends.cuda.matmul` can forbid cuBLAS to split the sums of a product (split-K)."""
     from torch import backends
 
     return hasattr(backends.cuda.matmul, "allow_bf16_reduced_precision_reduction_split_k")
@@ -100,14 +100,14 @@ def can_forbid_splits() -> bool:
 
 
 def flex_returns_maxima() -> bool:
-    """Return whether FlexAttention can return the largest scores of its rows: from 2.9."""
+    """Return whether FlexAttention can return the largest score of each row (2.9 or newer)."""
     from torch.nn.attention import flex_attention
 
     return hasattr(flex_attention, "AuxRequest")
 
 
 def varlen_takes_groups() -> bool:
-    """Return whether PyTorch's attention within documents takes fewer key than query heads."""
+    """Return whether PyTorch's variable-length attention accepts fewer key than query heads."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -117,7 +117,7 @@ def varlen_takes_groups() -> bool:
 
 
 def all_gather_single() -> Callable[..., Any]:
-    """Return the collective that gathers equal pieces into one tensor: renamed in 2.13."""
+    """Return the collective that gathers tensors of equal size into one tensor; it was renamed in 2.13."""
     import torch.distributed as dist
 
     renamed: Callable[..., Any] | None = getattr(dist, "all_gather_single", None)
@@ -125,12 +125,12 @@ def all_gather_single() -> Callable[..., Any]:
 
 
 STRIDED_NEEDS = "2.11"
-"""The first PyTorch of those tried that moves DTensors correctly to and from `_StridedShard`, which FSDP2 makes beside
-tensor parallelism."""
+"""The first tested PyTorch that redistributes DTensors correctly to and from `_StridedShard`, the placement of FSDP2
+combined with tensor parallelism."""
 
 
 def moves_strided_shards() -> bool:
-    """Return whether `DTensor.redistribute` is correct with `_StridedShard`: that of 2.9 misplaces rows."""
+    """Return whether `DTensor.redistribute` is correct with `_StridedShard`; in 2.9 it misplaces rows."""
     return release(torch_version() or "") >= release(STRIDED_NEEDS)
 
 
@@ -138,18 +138,18 @@ def moves_strided_shards() -> bool:
 
 
 GLUON_NEEDS = ("3.6", "3.9")
-"""The first and the last Triton that the kernels in Gluon were tried with: Gluon is young and its names move."""
+"""The first and the last Triton that the Gluon kernels were tested with; Gluon's names still change."""
 
 
 @functools.cache
 def gluon_is_known() -> bool:
-    """Return whether the Triton that is installed is one for the kernels in Gluon."""
+    """Return whether the installed Triton can run the Gluon kernels."""
     first, last = GLUON_NEEDS
     return release(first) <= release(importlib.import_module("triton").__version__) <= release(last)
 
 
 def gluon_names() -> tuple[Any, Any, Any, Any]:
-    """Return four functions of Gluon by their newest names: load and store a block, view it otherwise, wait for all."""
+    """Return four functions of Gluon, under their names in any version: TMA load, TMA store, reinterpret, barrier."""
     gl = importlib.import_module("triton.experimental.gluon.language")
     tma = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper").tma
     return (

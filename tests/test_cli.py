@@ -206,7 +206,9 @@ def test_a_wrong_preset_or_recipe_is_named(capsys: pytest.CaptureFixture[str], t
     saved = ["--config", str(trained / "config.json"), "--preset", "cpu"]
     assert error_of(capsys, "plan", *saved) == "--preset cpu: the options come from --config; give one of the two"
     resumed = ["--resume", "--runs-dir", str(trained.parent), "--preset", "cpu"]
-    assert error_of(capsys, "train", *resumed) == "--preset: a resumed run keeps its own configuration; leave it out"
+    assert (
+        error_of(capsys, "train", *resumed) == "--preset: a resumed run keeps its own configuration; leave --preset out"
+    )
 
 
 # -- what the commands print ------------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ def test_eval_scores_every_byte_of_other_text(
     assert main(["eval", "--runs-dir", str(trained.parent), "--data", "other", "--tokens", "5"]) == 0
     assert int(re.findall(r"over (\d+) bytes", capsys.readouterr().out)[0]) < 40
     assert error_of(capsys, "eval", "--runs-dir", str(trained.parent), "--data", "other/2.txt") == (
-        "other/2.txt: holds no text to score; name a file or folder with text in --data"
+        "--data other/2.txt: holds no text to score; give a file or folder with text"
     )
 
 
@@ -302,8 +304,8 @@ def test_a_run_without_a_checkpoint_is_not_told_to_resume(
     (run / "config.json").write_bytes((trained / "config.json").read_bytes())
     message = error_of(capsys, *command.split(), "--runs-dir", str(tmp_path))
     assert message == (
-        f"{run}: has no checkpoint yet; it gets one every --save-every steps, and when it ends or is stopped; if "
-        "it has, name another --run"
+        f"{run}: has no checkpoint yet; one is written every --save-every steps, and when the run ends or is "
+        "stopped; wait for it, or choose another --run"
     )
 
 
@@ -314,7 +316,7 @@ def test_a_run_without_a_checkpoint_is_not_told_to_resume(
         ("--top-k 0", "--top-k 0: must be at least 1"),
         ("--seed -1", "--seed -1: must be at least 0"),
         ("--prompts a\udcff", "--prompts 'a\\udcff': not UTF-8"),
-        (f"--prompts {'ab' * 10_000}", "--prompts 'abababababababababab'...: 20,000 bytes; at most 16,384"),
+        (f"--prompts {'ab' * 10_000}", "--prompts 'abababababababababab'...: 20,000 bytes; must be at most 16,384"),
     ],
 )
 def test_sample_options_out_of_range(
@@ -355,7 +357,7 @@ def test_runs_and_data_that_moved_together(
     (elsewhere / "new" / "runs" / "run" / "tokenizer.json").unlink()  # as in runs made before runs kept theirs
     message = error_of(capsys, "sample", "--runs-dir", "new/runs", "--tokens", "3")
     assert re.search(
-        r"the text of run does not exist any more; unless its source has changed since, run again: "
+        r"the text of run does not exist any more; if its source has not changed, prepare it again with: "
         r".*prepare --data \S+ --data-dir .* 300",
         message,
     )
@@ -398,12 +400,12 @@ def test_report_compares_any_runs(
     assert capsys.readouterr().out.startswith("slow ")
     assert "slow (median and range of 2 runs)" in Path(page).read_text(encoding="utf-8")
     for arguments, message in (
-        (["--runs", "other"], "--runs other: give two groups of runs at least, no run twice"),
+        (["--runs", "other"], "--runs other: give at least two groups of runs, and no run twice"),
         (["--runs", "A=", "other"], "--runs A= other: a name or label is empty; write RUN, or LABEL=RUN,RUN,..."),
         (["--runs", "=one", "other"], "--runs =one other: a name or label is empty; write RUN, or LABEL=RUN,RUN,..."),
-        (["--runs", "other", "other"], "--runs other other: give two groups of runs at least, no run twice"),
-        (["--runs", "a", "b=a,c"], "--runs a b=a,c: give two groups of runs at least, no run twice"),
-        (["--run", "x", "--runs", "a", "b"], "--run x: give it as the first of --runs"),
+        (["--runs", "other", "other"], "--runs other other: give at least two groups of runs, and no run twice"),
+        (["--runs", "a", "b=a,c"], "--runs a b=a,c: give at least two groups of runs, and no run twice"),
+        (["--run", "x", "--runs", "a", "b"], "--run x: cannot be combined with --runs; list the run first in --runs"),
         (["--runs", "other", "again", "--out", str(mine)], f"{mine}: cannot be written (Is a directory); free some"),
     ):
         assert error_of(capsys, "report", "--runs-dir", str(runs_dir), *arguments).startswith(message)

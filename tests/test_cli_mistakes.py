@@ -46,7 +46,7 @@ def test_a_current_folder_that_is_gone(
         ("train --preset speedrun-tiny --dept 3", "unknown option --dept: quintic train --preset speedrun-tiny --help"),
         ("train --muon-lr 1e308", "--muon-lr 1e+308: must be at most 1,000,000"),
         ("train --weight-decay 1e308", "--weight-decay 1e+308: must be at most 1,000,000"),
-        ("plan --model gpt2 --mesh 1000000", "--mesh 1000000: 1,000,000 ranks; a plan is made for at most 16,384"),
+        ("plan --model gpt2 --mesh 1000000", "--mesh 1000000: 1,000,000 ranks; must be at most 16,384"),
         ("train --nonsense", "unknown option --nonsense: quintic train --help lists the options"),
         ("train --depth", "--depth needs a value: a whole number"),
         ("train --depth --steps 3", "--depth needs a value: a whole number"),
@@ -92,8 +92,8 @@ def test_a_current_folder_that_is_gone(
         ("train --attention varlen", "--attention varlen needs a CUDA device"),
         ("train --resume", "runs holds no run yet; start one with: quintic train"),
         ("train --resume --run x", "runs/x is not a run: it has no config.json; check --run and --runs-dir"),
-        ("train --resume --config x.json", "--config: a resumed run keeps its own configuration; leave it out"),
-        ("compare --resume", "runs holds no comparison that could be continued"),
+        ("train --resume --config x.json", "--config: a resumed run keeps its own configuration; leave --config out"),
+        ("compare --resume", "runs holds no comparison to continue"),
         ("train --config", "--config needs a value"),
         ("train --config x.json", "x.json: no such file; give the config.json of a run"),
         ("train --data nowhere", "'nowhere': no such file or folder; a text source is a path, 'python' or 'hf:"),
@@ -105,16 +105,19 @@ def test_a_current_folder_that_is_gone(
         ("eval --device tpu", "--device tpu: give auto or cpu or cuda"),
         ("eval --tokens 0", "--tokens 0: must be at least 1"),
         ("report --run x", "runs/x is not a run"),
-        ("train --core-every 5", "--core-every has no effect without --core FOLDER: add that or leave it out"),
+        (
+            "train --core-every 5",
+            "--core-every has no effect without --core FOLDER: add --core FOLDER, or leave --core-every out",
+        ),
         ("train --core-items 5", "--core-items has no effect without --core FOLDER"),
         ("train --l3-d-up 5", "--l3-d-up has no effect without --l3-layers"),
         ("plan --no-l3-tied", "--l3-tied has no effect without --l3-layers"),
         ("train --fp8-recipe rowwise", "--fp8-recipe has no effect without --fp8"),
         ("train --parallel fsdp --shard-ranks 2", "--shard-ranks has no effect without --parallel hsdp"),
         ("compare --optimizer adamw", "--optimizer: a comparison trains with both optimizers; leave it out"),
-        ("train --preset cpu --steps None --target-flops 1e30", "--target-flops 1e+30: makes "),
-        ("train --preset cpu --steps 10000000000", "--steps 1e+10: makes 1e+10 steps, 1,000,000,000 at most"),
-        ("train --preset cpu --steps None --tokens-per-param 1e9", "--tokens-per-param 1e+09: makes "),
+        ("train --preset cpu --steps None --target-flops 1e30", "--target-flops 1e+30: gives "),
+        ("train --preset cpu --steps 10000000000", "--steps 1e+10: gives 1e+10 steps, must be at most 1,000,000,000"),
+        ("train --preset cpu --steps None --tokens-per-param 1e9", "--tokens-per-param 1e+09: gives "),
         ("train --tokens-per-param 1e300", "--tokens-per-param 1e+300: must be at most 1,000,000,000"),
         ("plan --model gpt2 --zzz", "unknown option --zzz: quintic plan --model NAME --help lists the options"),
         ("plan --depth 100000", "--depth 100000: must be at most 1,000"),
@@ -128,15 +131,15 @@ def test_a_current_folder_that_is_gone(
         ("sample --prompts", "--prompts needs a value: a text"),
         ("train --prompts --steps 3", "--prompts needs a value: a text"),
         ("report --runs", "--runs needs a value: a text"),
-        ("train --runs-dir=", "--runs-dir '': is empty; give a path or leave it out"),
-        ("train --data=", "--data '': is empty; give a text or leave it out"),
+        ("train --runs-dir=", "--runs-dir '': the value is empty; give a path or leave --runs-dir out"),
+        ("train --data=", "--data '': the value is empty; give a text or leave --data out"),
         (
             "sample --prompts --text",
-            "--prompts needs a value: a text; one that begins with a dash as --prompts=--text",
+            "--prompts needs a value: a text; write --prompts=--text if that is the text",
         ),
         (
             "sample --prompts a --tex=b",
-            "unknown option --tex: quintic sample --help lists the options; for a ",
+            "unknown option --tex: quintic sample --help lists the options; if it is a text",
         ),
         ("report --rum x", "unknown option --rum: did you mean --run?"),
     ],
@@ -187,7 +190,7 @@ def test_a_run_that_exists_is_left_alone(
 def test_an_unwritable_runs_folder(tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
     (elsewhere / "file").touch()
     options = tiny_options(tiny_dataset, elsewhere / "file" / "runs", data_dir=elsewhere / "data")
-    expected = f"--runs-dir {elsewhere}/file/runs: {elsewhere}/file is no folder that can be written; choose another"
+    expected = f"--runs-dir {elsewhere}/file/runs: {elsewhere}/file is not a writable folder; choose another"
     assert error_of(capsys, "train", *options) == expected
     assert error_of(capsys, "compare", *options) == expected
     assert not (elsewhere / "data").exists()  # found out before the text is prepared
@@ -286,11 +289,11 @@ def test_a_tracker_that_cannot_start_leaves_no_run(
         ("--depth 2", "--depth cannot change when a run is resumed: leave it out (it is 1), or start a new run with"),
         (
             "--steps 5",
-            "--steps 5: a resumed run can be made longer, not shorter, and it has 6 steps: leave the option out, or",
+            "--steps 5: a resumed run can only be made longer, and this one has 6 steps: leave --steps out, or",
         ),
         (
             "--steps None",
-            "--steps cannot change when a run is resumed, as the schedules of all its steps follow from it: ",
+            "--steps cannot change when a run is resumed, because the schedules of all its steps depend on it: ",
         ),
         ("--rows 8", "--rows cannot change when a run is resumed"),
         ("--seed=3", "--seed cannot change when a run is resumed"),
@@ -330,7 +333,7 @@ def test_resuming_with_every_checkpoint_damaged(mine: Path, capsys: pytest.Captu
         # What is damaged is told as well, but not on the line of the error.
         assert main([*command.split(), "--runs-dir", str(mine.parent)]) == 2
         printed = capsys.readouterr()
-        assert printed.err.splitlines()[-1].endswith("every checkpoint is damaged; start the run anew")
+        assert printed.err.splitlines()[-1].endswith("every checkpoint is damaged; start a new run")
         assert "state.json has 2 bytes instead of" in printed.err + printed.out
 
 
@@ -355,7 +358,7 @@ def test_a_model_larger_than_the_machine_is_not_made(
 ) -> None:
     monkeypatch.setattr("quintic.train.hardware._host_memory_bytes", lambda: 2**20)
     said = error_of(capsys, "train", *tiny_options(tiny_dataset, elsewhere, aspect_ratio=256))
-    assert said.startswith("--depth: weights and gradients of the model alone take 0.00")
+    assert said.startswith("--depth: weights and gradients of the model take 0.00")
     assert list(elsewhere.iterdir()) == []
 
 
@@ -377,7 +380,7 @@ def test_tasks_of_another_launcher_are_no_ranks(
 ) -> None:
     monkeypatch.setenv(variable, "8")
     said = error_of(capsys, command)
-    assert said.startswith(f"{launcher} started 8 processes ({variable}), and each would train by itself: ")
+    assert said.startswith(f"{launcher} started 8 processes ({variable}), and each would train the whole run: ")
     assert said.endswith(f"(torchrun --nproc-per-node N -m quintic train ...), or unset {variable}")
     assert error_of(capsys, "report").startswith("runs holds no run yet")  # which writes nothing twice
     monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun's word counts

@@ -122,7 +122,7 @@ def test_an_older_pytorch_is_one_message(
     monkeypatch.setattr(quintic.cli, "torch_version", lambda: "2.8.0+cu128")
     message = error_of(capsys, *arguments)
     assert re.fullmatch(
-        rf"quintic {arguments[0]} needs PyTorch 2\.11 or newer, and 2\.8\.0\+cu128 is installed: "
+        rf"quintic {arguments[0]} needs PyTorch 2\.11 or newer, but 2\.8\.0\+cu128 is installed: "
         r"run \S+ -m pip install --editable \S+ \(the optimizer by itself needs 2\.8\)",
         message,
     )

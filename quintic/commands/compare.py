@@ -1,4 +1,8 @@
-"""`quintic compare`: the same model trained with AdamW and with Muon, and both curves in one report."""
+"""`quintic compare`: trains the same model with AdamW and with Muon and writes a report with both curves.
+
+Phases of `run`: read the options or the saved comparison; name the runs (`variants`); prepare the text; train the runs
+one after the other and write the page (`compare`). A comparison that was stopped can be resumed from its saved file.
+"""
 
 import dataclasses
 import shlex
@@ -9,7 +13,7 @@ from typing import Literal
 
 from quintic.commands.inputs import check_options, check_text, text_to_resume
 from quintic.commands.options import training_options
-from quintic.commands.parsing import taken
+from quintic.commands.parsing import pop_option
 from quintic.commands.text import prepared
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
@@ -31,24 +35,26 @@ from quintic.train.saved_config import check_resumed, load_config
 
 __all__ = ["compare", "run", "variants"]
 
-# Steps between the evaluations of a comparison, at most.
+# Most steps between evaluations of a comparison, so that the page can tell when one run reaches another's loss.
 _EVAL_EVERY = 25
 
 _OPTIMIZERS: tuple[tuple[Literal["adamw", "muon"], str], ...] = (("adamw", "AdamW"), ("muon", "Muon"))
 
 
 def variants(config: Config, seeds: int = 1, *, resumed: bool = False) -> tuple[Path, list[tuple[str, Config]]]:
-    """Return the path of the comparison's page, and label and configuration of each run, in their order.
+    """Return the path of the comparison's page, and (label, configuration) of each run in the order of training.
 
-    The runs have the same initial weights, the same batches in the same order and the same schedules; each has the
-    learning rates of matrices and head, and the weight decay, that were tuned for its optimizer (`--muon-lr`,
-    `--head-lr`, `--weight-decay`; `--adamw-lr`, `--adamw-head-lr`, `--adamw-weight-decay`). Evaluations are at most
-    `_EVAL_EVERY` steps apart, so that it can be told when one run reaches the other's loss. With several ``seeds``,
-    from that of the configuration on, there is a pair of runs for each. Those of a comparison that is ``resumed`` may
-    be there already.
+    The runs have the same initial weights, batches and schedules. They differ in the learning rates of matrices and
+    head and the weight decay, which were tuned for each optimizer: `--muon-lr`, `--head-lr`, `--weight-decay`, and
+    `--adamw-lr`, `--adamw-head-lr`, `--adamw-weight-decay`.
+
+    Args:
+        config: common to all runs; its run must have a name.
+        seeds: number of seeds, counted up from the configuration's; each gives a pair of runs.
+        resumed: the runs' folders may exist already.
 
     Raises:
-        ConfigError: a run cannot be made.
+        ConfigError: the folder of a run cannot be made.
     """
     name = config.run.run
     configs: list[tuple[str, Config]] = []
@@ -72,11 +78,11 @@ def compare(
 ) -> str:
     """Train the runs of `variants`, one after the other, and write the page that compares them.
 
-    Where there are several seeds it compares medians and shows ranges. Of a comparison that is ``resumed`` the finished
-    runs are left as they are, one that was stopped goes on from its last checkpoint, and the others begin.
+    With several seeds the page compares medians and shows ranges. If `resumed`, finished runs are kept, a run that was
+    stopped continues from its last checkpoint, and missing runs are started.
 
     Returns:
-        The comparison's sentence and the path of the page, as text.
+        Lines for the user: the result in a sentence, and the path of the page.
 
     Raises:
         QuinticError: as `train`.
@@ -89,6 +95,7 @@ def compare(
         is_finished = is_there and _is_finished(folder)
         runs[label].append(folder)
         print(f"\n=== {label}{seed} ==={f' finished before: {folder}' if is_finished else ''}", flush=True)
+        # The folder may be from another comparison of that name.
         if is_there:
             check_resumed(load_config(folder / CONFIG_FILE), variant, folder / CONFIG_FILE, is_comparison=True)
         if is_finished:
@@ -105,7 +112,7 @@ def compare(
 
 
 def _is_finished(folder: Path) -> bool:
-    """Whether a run has been trained and scored to its end."""
+    """Return whether a run has been trained and scored to its end."""
     log = folder / METRICS_FILE
     return log.is_file() and any(record.get("kind") == "final" for record in read_metrics(log))
 
@@ -116,21 +123,22 @@ def run(arguments: list[str]) -> int:
     config, resumed = start.config, start.resumed is not None
     for note in [*start.notes, *check_options(config)]:
         say(note)
-    if (every := taken(arguments, "--eval-every")[0]) is not None and not 0 < int(every) <= _EVAL_EVERY:
+    if (every := pop_option(arguments, "--eval-every")[0]) is not None and not 0 < int(every) <= _EVAL_EVERY:
         say(f"--eval-every {every} has no effect: a comparison evaluates every {_EVAL_EVERY} steps")
     command = shlex.join(["quintic", "compare", *arguments])
     runs_dir, name = config.run.runs_dir, config.run.run or f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     if start.resumed is not None:
-        runs_dir, name = start.resumed.parent, start.resumed.stem  # where it is now
+        runs_dir, name = start.resumed.parent, start.resumed.stem  # it may have been moved or renamed
         command = find_comparison(runs_dir, name).command
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, run=name, runs_dir=runs_dir))
-    elsewhere = [] if runs_dir == Config().run.runs_dir else ["--runs-dir", str(runs_dir)]
-    go_on = hint("compare", ["--resume", "--run", name, *elsewhere])
+    place = [] if runs_dir == Config().run.runs_dir else ["--runs-dir", str(runs_dir)]
+    go_on = hint("compare", ["--resume", "--run", name, *place])
     file = runs_dir / f"{name}.json"
     if file.exists() and not resumed:
-        raise ConfigError(f"{file} exists: choose another --run, or go on with that comparison: {go_on}")
+        raise ConfigError(f"{file} exists: choose another --run, or continue that comparison: {go_on}")
     page, configs = variants(config, start.seeds, resumed=resumed)
     folders = [variant.run.runs_dir / str(variant.run.run) for _, variant in configs]
+    # A resumed comparison must use the text of its first run, even if the source has changed since.
     began = next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
     dataset = prepared(config.data) if began is None else text_to_resume(began, config)
     check_text(config, dataset)
@@ -142,6 +150,6 @@ def run(arguments: list[str]) -> int:
         print(f"\n{stop}; continue with:\n    {go_on}")
         return 130
     finally:
-        if not any(folder.exists() for folder in folders):  # no run began
+        if not any(folder.exists() for folder in folders):  # no run was started, so there is nothing to resume
             file.unlink()
     return 0

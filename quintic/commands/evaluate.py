@@ -1,6 +1,6 @@
-"""`quintic eval`: score a trained model in bits per byte, and on the tasks of CORE.
+"""`quintic eval`: scores a trained model in bits per byte, and on the tasks of CORE.
 
-When the run's prepared text is gone, other text (`--data`) and tasks (`--core`) can still be scored.
+If the run's prepared text is missing, other text (`--data`) and tasks (`--core`) can still be scored.
 """
 
 import sys
@@ -36,9 +36,9 @@ def run(arguments: list[str]) -> int:
     suite = None if options.core is None else load_core(options.core)
     trained = trained_model(options.runs_dir, options.run, options.device, step=options.step)
     if isinstance(trained.dataset, Dataset):
-        verify(trained.dataset, again=options.verify)  # its training text makes the bigram model
+        verify(trained.dataset, again=options.verify)  # all of it: the bigram model reads the training text
     elif isinstance(trained.dataset, DataError) and options.data is None and suite is None:
-        raise DataError(f"{trained.dataset}; --data scores other text, --core answers tasks")
+        raise DataError(f"{trained.dataset}; or score other text with --data, or tasks with --core")
     if isinstance(trained.dataset, RaceText) and options.data is None:
         _score_race(trained, trained.dataset, options.tokens)
     elif not isinstance(trained.dataset, DataError) or options.data is not None:
@@ -62,7 +62,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _score_text(trained: TrainedModel, data: str | None, text_field: str, max_tokens: int | None) -> None:
-    """Print the bits per byte of `data`, or of the validation text, which must be there then."""
+    """Print the bits per byte of `data`, or of the run's validation text if `data` is None."""
     rows, seq_len = trained.config.schedule.rows, trained.config.model.seq_len
     if data is not None:
         batches = _batches_of(data, text_field, trained, max_tokens)
@@ -89,17 +89,18 @@ def _score_text(trained: TrainedModel, data: str | None, text_field: str, max_to
     else:
         print(
             f"for comparison: xz -9 {text.xz_bpb():.4f}{beginning} (no byte-bigram model: the run's training text is "
-            "not at hand)"
+            "missing)"
         )
 
 
 def _score_race(trained: TrainedModel, text: RaceText, max_tokens: int | None) -> None:
-    """Print the score of the shard on which a speedrun was validated, in the chunks of the race."""
+    """Print the score of a speedrun's validation shard, in chunks of the size that the race used."""
     assert isinstance(trained.model, BatchedSpeedrun)
     model, tokens = trained.model.model, min(text.tokens, max_tokens or text.tokens)
     chunk = min(text.chunk, tokens)
-    tokens -= tokens % chunk
+    tokens -= tokens % chunk  # only whole chunks
     data = RaceData("", (), text.path, model.config.vocab_size, model.config.bos_id, trained.tokenizer)
+    # (vocab_size,) bytes of each token. The model's vocabulary is padded beyond the tokenizer's; padding has 0 bytes.
     lengths = torch.zeros(model.config.vocab_size, dtype=torch.int64, device=model.head.device)
     lengths[: trained.tokenizer.vocab_size] = torch.from_numpy(trained.tokenizer.token_bytes())
     say_waiting(f"Scoring {text.path}")
@@ -111,7 +112,7 @@ def _score_race(trained: TrainedModel, text: RaceText, max_tokens: int | None) -
 
 
 def _batches_of(data: str, text_field: str, trained: TrainedModel, max_tokens: int | None) -> Iterator[Batch]:
-    """Read text to score, all of it, as the batches are asked for; nothing is kept on disk."""
+    """Yield batches of a text to score, reading it as they are requested, without writing to disk."""
     config, tokenizer = trained.config, trained.tokenizer
     source = open_source(data, cache_dir=config.data.data_dir / "cache", text_field=text_field)
     for note in source.notes:
@@ -124,7 +125,8 @@ def _batches_of(data: str, text_field: str, trained: TrainedModel, max_tokens: i
         seq_len=config.model.seq_len,
         max_tokens=max_tokens,
     )
+    # Read the first batch now, so that an empty text is an error before scoring begins.
     first = next(batches, None)
     if first is None:
-        raise DataError(f"{data}: holds no text to score; name a file or folder with text in --data")
+        raise DataError(f"--data {data}: holds no text to score; give a file or folder with text")
     return chain([first], batches)

@@ -1,4 +1,4 @@
-"""`quintic export`: write a trained model as a folder for other libraries."""
+"""`quintic export`: writes a trained model as a folder for other libraries."""
 
 from quintic.commands.inputs import trained_model
 from quintic.commands.options import export_options
@@ -12,6 +12,6 @@ def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = export_options(arguments)
     trained = trained_model(options.runs_dir, options.run, "cpu", step=options.step)
-    out = options.out or find_run(options.runs_dir, options.run, is_speedrun_enough=True) / options.to
+    out = options.out or find_run(options.runs_dir, options.run, allow_speedrun=True) / options.to
     print(export_hf(trained.model, trained.tokenizer, out))
     return 0

@@ -1,4 +1,4 @@
-"""Checks that several commands make before they train, and the loading of a trained model."""
+"""Checks of options and text before training, and loading a trained model, for several commands."""
 
 import contextlib
 import dataclasses
@@ -48,12 +48,12 @@ __all__ = [
     "trained_model",
 ]
 
-# A run that takes longer says so before it begins, with the fastest that this machine could make it.
+# Longer runs print a lower bound of their duration before they start.
 _LONG_SECONDS = 3600
 
 
 class RaceText(NamedTuple):
-    """The shard on which a speedrun was validated, and how much of it, in chunks of so many tokens."""
+    """The validation shard of a speedrun: its first `tokens` tokens, scored in chunks of `chunk` tokens."""
 
     path: Path
     tokens: int
@@ -62,21 +62,21 @@ class RaceText(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """The model of a run, and what it was trained with."""
+    """The model of a run with its tokenizer, configuration and text."""
 
     model: LanguageModel
     tokenizer: Tokenizer
     config: Config
-    """Of a speedrun no more than what scoring text needs."""
+    """For a speedrun, only the fields that scoring text needs are set."""
     dataset: Dataset | RaceText | DataError
-    """The text as it was prepared; if it is gone or damaged, the error that says so. A speedrun scores its shard."""
+    """The prepared text, or the validation shard of a speedrun; if it is missing or damaged, the error to raise."""
 
 
 def check_options(config: Config, *, ranks: int = 1) -> list[str]:
-    """Check everything about a run that does not depend on its text, before any text is prepared.
+    """Check everything about a run that does not depend on its text, before text is prepared.
 
     Returns:
-        The lines of `duration_lines`, with a vocabulary as large as `--vocab-size` allows.
+        `duration_lines` for the largest vocabulary that `--vocab-size` allows.
     """
     hardware = choose_hardware(config.run)
     check_trackers(config.run)
@@ -88,14 +88,17 @@ def check_options(config: Config, *, ranks: int = 1) -> list[str]:
 
 
 def duration_lines(model: GPT, scale: Scale, hardware: Hardware, *, ranks: int = 1) -> list[str]:
-    """Say how long a run takes at least, where that is more than an hour, from the speed of products measured now.
+    """Return a line with a lower bound of a run's duration if that is more than an hour, else an empty list.
+
+    The bound assumes that all operations run at the speed of a large matrix product, measured now.
 
     Args:
-        model: on any device, the meta device too.
-        scale: of the run.
+        model: on any device, including the meta device.
+        scale: the run's batch and number of steps.
         hardware: of each rank.
-        ranks: devices that divide the work.
+        ranks: number of devices that share the work.
     """
+    # Operations of the run over the rate of all devices. Loading data, evaluations and small kernels only add to it.
     operations = model.flops_per_token() * scale.steps * scale.batch_tokens
     rate = matrix_rate(hardware) * ranks
     if operations / rate < _LONG_SECONDS:
@@ -108,16 +111,17 @@ def duration_lines(model: GPT, scale: Scale, hardware: Hardware, *, ranks: int =
 
 
 def check_text(config: Config, dataset: Dataset) -> None:
-    """Check that there is text for a batch, before the run's folder is made.
+    """Check that the text suffices for a batch, before the run's folder is made.
 
     Raises:
-        DataError: there is too little; the message names the preset for little text where that would have enough.
+        DataError: there is too little text. The message suggests --preset gpu-small if that preset would have enough.
     """
     rows, seq_len = config.schedule.rows, config.model.seq_len
     try:
         Loader(dataset, "train", rows=rows, seq_len=seq_len).close()
         validation_rows(dataset, rows=rows, seq_len=seq_len, max_tokens=rows * seq_len)
     except DataError as error:
+        # Would the small preset have a batch of training text, and one of validation text, of this size of text?
         small = gpu_small_preset()
         needed = small.schedule.rows * (small.model.seq_len + 1)
         held_back = float(dataset.split("val").num_tokens)
@@ -125,19 +129,20 @@ def check_text(config: Config, dataset: Dataset) -> None:
             held_back *= small.data.val_frac / config.data.val_frac
         if needed >= rows * (seq_len + 1) or needed > min(held_back, dataset.split("train").num_tokens):
             raise
-        raise DataError(f"{error}; --preset gpu-small has sizes for a few megabytes of text") from None
+        raise DataError(f"{error}; or use --preset gpu-small, which suits a few megabytes of text") from None
 
 
 def text_to_resume(run_dir: Path, config: Config) -> Dataset:
-    """Return the text of a run to resume: as it was prepared, even if its source has changed since.
+    """Return the text of a run to resume, as it was prepared, even if its source has changed since.
 
     Raises:
-        DataError: it is damaged; or it is gone, and its source is, too.
+        DataError: the prepared text is damaged, or both the prepared text and its source are missing.
     """
     dataset = None
-    if config.data.data == load_config(run_dir / CONFIG_FILE).data.data:  # else it is said to be somewhere else
+    # With another --data the user says that the text has moved, so it is prepared from there.
+    if config.data.data == load_config(run_dir / CONFIG_FILE).data.data:
         for path in checkpoints(run_dir)[:1]:
-            # Damaged text is made again from its source; a damaged checkpoint is told of later.
+            # Missing or damaged text is prepared again below. `loop.train` reports a damaged checkpoint.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 state = Checkpoint(path=path).state()
                 dataset = _text_of(run_dir, state["dataset"], config.data)
@@ -147,52 +152,53 @@ def text_to_resume(run_dir: Path, config: Config) -> Dataset:
     try:
         return prepared(config.data)
     except DataError as error:
-        where = "--data says where its text is now, --data-dir in which folder it was prepared"
-        raise DataError(f"{error}; to resume {run_dir.name}: {where}") from None
+        advice = "give the place of its text with --data, or the folder of its prepared text with --data-dir"
+        raise DataError(f"{error}; to resume {run_dir.name}, {advice}") from None
 
 
 def _text_of(run_dir: Path, summary: Mapping[str, Any], data: DataConfig) -> Dataset:
-    """Open the text that a run was trained on: in --data-dir, where it was, or moved or copied with the runs.
+    """Open the prepared text that a run was trained on.
 
     Args:
         run_dir: the run's folder.
-        summary: of the text, from a checkpoint. Its key is the end of the folder's name.
+        summary: describes the text, from a checkpoint. Its key is the end of the text's folder name.
         data: the options of text.
 
     Raises:
-        DataError: it is nowhere, or damaged; the message has the command that makes it again.
+        DataError: the text is missing or damaged. The message has the command that prepares it again.
     """
     path = Path(summary["path"])
+    # Look in --data-dir, where the text was, and beside the runs' folder: runs and data may have been moved together.
     for folder in (data.data_dir, path.parent, run_dir.resolve().parent.parent / path.parent.name):
         for manifest in sorted(folder.glob(f"*-{summary['key']}/{MANIFEST_NAME}")):
             return Dataset.open(manifest.parent)
     settings = (data.vocab_size, data.tokenizer, data.val_frac, data.max_bytes, data.text_field, data.val_data)
     command = prepare_command(data.data, data.data_dir, *settings)
     raise DataError(
-        f"{path}: the text of {run_dir.name} does not exist any more; unless its source has changed since, run again: "
-        f"{command}"
+        f"{path}: the text of {run_dir.name} does not exist any more; if its source has not changed, prepare it again "
+        f"with: {command}"
     )
 
 
 def trained_model(
     runs_dir: Path, run: str | None, device: Literal["auto", "cpu", "cuda"] = "auto", *, step: int | None = None
 ) -> TrainedModel:
-    """Load the model of a run, with the weights of a checkpoint.
+    """Load the model of a run with the weights of a checkpoint.
 
     Args:
         runs_dir: the folder of all runs.
         run: name of the run; None for the one started last.
-        device: to compute on.
-        step: of the checkpoint (`--step`); None for the newest good one.
+        device: the device to compute on.
+        step: step of the checkpoint (`--step`); None for the newest undamaged one.
 
     Raises:
-        QuinticError: there is no such model, or its text is gone and the run has kept no tokenizer.
+        QuinticError: there is no such run or checkpoint, or the run has neither its text nor a tokenizer.
     """
-    run_dir = find_run(runs_dir, run, is_speedrun_enough=True)
+    run_dir = find_run(runs_dir, run, allow_speedrun=True)
     if not checkpoints(run_dir):
         is_race = not (run_dir / CONFIG_FILE).is_file()
-        end = "when it ends" if is_race else "when it ends or is stopped"
-        hint = f"it gets one every --save-every steps, and {end}; if it has, name another --run"
+        end = "when the run ends" if is_race else "when the run ends or is stopped"
+        hint = f"one is written every --save-every steps, and {end}; wait for it, or choose another --run"
         raise ConfigError(f"{run_dir}: has no checkpoint yet; {hint}")
     say_waiting(f"Loading the model of {run_dir}")
     if step is None:
@@ -202,6 +208,7 @@ def trained_model(
     if not (run_dir / CONFIG_FILE).is_file():
         return _trained_race(run_dir, checkpoint, device)
     config = load_config(run_dir / CONFIG_FILE)
+    # A missing text is not an error yet: sampling and exporting need only the tokenizer, a copy of which the run has.
     dataset: Dataset | DataError
     try:
         dataset = _text_of(run_dir, checkpoint.state()["dataset"], config.data)
@@ -211,7 +218,7 @@ def trained_model(
         if not (run_dir / TOKENIZER_FILE).exists():
             raise
         tokenizer = Tokenizer.load(run_dir / TOKENIZER_FILE)
-    # The precision of the training run, so that scores agree; not its attention, which may need another device.
+    # Use the precision of the training run, so that scores agree, but not its attention, which may need another device.
     hardware = choose_hardware(dataclasses.replace(config.run, device=device, attention="auto"))
     sizes = model_config(config, vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id)
     model = build_model(
@@ -227,11 +234,11 @@ def trained_model(
 
 
 def _trained_race(run_dir: Path, checkpoint: Checkpoint, device: Literal["auto", "cpu", "cuda"]) -> TrainedModel:
-    """Load a model that a speedrun saved, in the dtype of its weights.
+    """Load a model that a speedrun saved, with its weights in their dtype.
 
     Raises:
-        CheckpointError: the checkpoint is of a version with another model.
-        DataError: the run had no tokenizer, or one that starts documents with another token than its shards.
+        CheckpointError: another version of quintic, with another model, wrote the checkpoint.
+        DataError: the run has no tokenizer, or one that starts documents with another token than its shards.
     """
     state = checkpoint.state()
     try:
@@ -241,20 +248,21 @@ def _trained_race(run_dir: Path, checkpoint: Checkpoint, device: Literal["auto",
         seq_len = state["document_tokens"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{checkpoint.path}: does not describe a speedrun's model of this version of quintic ({error}); use the "
-            "version that made the run"
+            f"{checkpoint.path}: is not a speedrun's model of this version of quintic ({error}); use the version that "
+            "made the run"
         ) from None
     if not (run_dir / TOKENIZER_FILE).exists():
         raise DataError(
-            f"{run_dir}: was trained without a tokenizer, so its tokens are no text; put the one that made the shards "
-            f"there, as {TOKENIZER_FILE}"
+            f"{run_dir}: was trained without a tokenizer, so its tokens cannot be turned into text; put the tokenizer "
+            f"that made the shards there, as {TOKENIZER_FILE}"
         )
     tokenizer = Tokenizer.load(run_dir / TOKENIZER_FILE)
     if tokenizer.bos_id != sizes.bos_id:
         raise DataError(
-            f"{run_dir / TOKENIZER_FILE}: starts documents with token {tokenizer.bos_id}, the run's shards with "
-            f"{sizes.bos_id}; put the tokenizer that made the shards there"
+            f"{run_dir / TOKENIZER_FILE}: starts documents with token {tokenizer.bos_id}, but the run's shards start "
+            f"them with {sizes.bos_id}; replace it by the tokenizer that made the shards"
         )
+    # On the meta device first, so that weights are allocated once and never initialised.
     hardware = choose_hardware(computing)
     with torch.device("meta"):
         model = SpeedrunGPT(sizes, attention=hardware.attention, dtype=hardware.dtype)
@@ -264,5 +272,5 @@ def _trained_race(run_dir: Path, checkpoint: Checkpoint, device: Literal["auto",
         model=BatchedSpeedrun(model, vocab_size=tokenizer.vocab_size, seq_len=seq_len).eval(),
         tokenizer=tokenizer,
         config=Config(model=ModelConfig(seq_len=seq_len)),
-        dataset=text if text.path.is_file() else DataError(f"{text.path}: the run's validation shard is gone"),
+        dataset=text if text.path.is_file() else DataError(f"{text.path}: the run's validation shard is missing"),
     )

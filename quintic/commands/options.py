@@ -1,8 +1,10 @@
 """The options of all commands.
 
-Nothing here imports PyTorch unless the defaults depend on whether there is a GPU: `--help` and mistaken options are
-answered before anything slow is imported. Those of commands that train are the fields of `quintic.train.config.Config`
-and what they start from.
+Commands that train have the fields of `quintic.train.config.Config` as options, and options that choose the defaults:
+`--preset`, `--config`, `--resume`, `--recipe` and `--init-from`. Other commands have a dataclass here.
+
+PyTorch is imported only if the defaults depend on whether there is a GPU, so that `--help` and mistakes are answered
+quickly.
 """
 
 import dataclasses
@@ -11,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from quintic.commands.parsing import check_words, options_of, parse, taken
+from quintic.commands.parsing import options_of, parse, pop_option, validate_args
 from quintic.commands.presets import check_initial, preset, suitable_preset, unused_options, with_initial, with_recipe
 from quintic.errors import ConfigError
-from quintic.rehearsal.options import RehearsalOptions
 from quintic.report.options import ReportOptions
+from quintic.simulate.options import SimulationOptions
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
 from quintic.speedrun.presets import preset as speedrun_preset
 from quintic.train.config import Config, DataConfig, check_at_least, check_samples
@@ -33,14 +35,14 @@ __all__ = [
     "eval_options",
     "export_options",
     "prepare_options",
-    "rehearsal_options",
     "report_options",
     "sample_options",
+    "simulation_options",
     "speedrun_options",
     "training_options",
 ]
 
-# Of one comparison: each is a run of its own.
+# Seeds of one comparison. Each trains a pair of runs.
 _MOST_SEEDS = 1000
 
 _DESCRIPTIONS = {
@@ -70,10 +72,10 @@ class StartOptions(FileOptions):
     resume: bool = False
     """Continue the run named by --run, or the one started last, with its own options; --steps makes it longer."""
     resume_step: int | None = None
-    """Continue it from this step, of which it must have kept a checkpoint; by default from the newest good one."""
+    """Continue it from the checkpoint of this step, if it was kept; by default from the newest undamaged one."""
 
 
-# `--help` lists these besides the configuration; they are read before the other options.
+# These dataclasses only make `--help` list the options that choose the defaults, which `training_options` reads first.
 @dataclass(frozen=True, kw_only=True)
 class _TrainOptions(Config):
     start: StartOptions = dataclasses.field(default_factory=StartOptions)
@@ -86,7 +88,7 @@ class ComparisonOptions(FileOptions):
     resume: bool = False
     """Continue the comparison named by --run, or the one started last: its finished runs stay as they are."""
     seeds: int = 1
-    """Train with so many seeds, from --seed on, and compare the medians of their runs."""
+    """Number of seeds to train with, counting up from --seed; the report compares medians over them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,7 @@ class _OtherOptions(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Configuration of a training command, and the run that it continues, if any."""
+    """The result of reading a training command's options."""
 
     config: Config
     resumed: Path | None
@@ -109,11 +111,11 @@ class Start:
     resume_step: int | None = None
     """Step to continue from; None for the newest checkpoint."""
     seeds: int = 1
-    """Seeds that a comparison trains with."""
+    """Number of seeds of a comparison."""
     preset: str | None = None
-    """Name of the preset that the options started from, if they did."""
+    """Name of the preset with the defaults; None if they came from a file or a run."""
     notes: tuple[str, ...] = ()
-    """Lines for people about options that others override."""
+    """Lines for the user about options that others override."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,15 +133,15 @@ class EvalOptions:
     text_field: str = "text"
     """Key or column that holds the text of --data in JSON, CSV and Parquet."""
     tokens: int | None = None
-    """Tokens to score, at most, but one batch at least; by default all there are."""
+    """Most tokens to score, but at least one batch; by default all tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; 'auto' takes a GPU if there is one."""
     core: Path | None = None
     """Folder with tasks of CORE to answer as well: JSONL files, or nanochat's eval_bundle."""
     core_items: int = 500
-    """Items per task, at most."""
+    """Most items per task."""
     verify: bool = False
-    """Compare all prepared data with its checksums; by default once on each machine, and what changed since."""
+    """Compare all prepared data with its checksums; by default only files that are new on this machine or changed."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
@@ -179,27 +181,27 @@ class SampleOptions:
     tokens: int = 200
     """Tokens to write per prompt."""
     temperature: float = 0.8
-    """0 always takes the likeliest token; higher is more varied."""
+    """0 always takes the most likely token; higher values give more varied text."""
     top_k: int | None = 50
-    """Draw only from this many likeliest tokens; 'None' for no limit."""
+    """Draw only from the most likely tokens, this many; 'None' for no limit."""
     top_p: float | None = None
-    """Draw only from the smallest set of likeliest tokens with this total probability; 'None' for no limit."""
+    """Draw only from the smallest set of most likely tokens with this total probability; 'None' for no limit."""
     seed: int = 0
     """Seed of the draws."""
 
     def __post_init__(self) -> None:
-        """Reject a number out of range, and prompts that are no text."""
+        """Reject numbers out of range, and prompts that are not UTF-8."""
         check_at_least(1, tokens=self.tokens)
         check_samples(self.prompts, tokens=self.tokens)
         if self.interactive and self.prompts != ("",):
-            raise ConfigError("--prompts: with --interactive, beginnings are read from standard input; leave one out")
+            raise ConfigError("--prompts: --interactive reads beginnings from standard input; leave one of the two out")
 
 
 def answer_early(command: str, arguments: list[str]) -> None:
-    """Print the `--help` of a command, or refuse options that cannot be read, before PyTorch is imported.
+    """Print a command's `--help`, or report mistakes in its options, before PyTorch is imported.
 
     Raises:
-        ConfigError: as the command would later.
+        ConfigError: an option is wrong, as the command itself would report it.
         SystemExit: after `--help`.
     """
     readers = {
@@ -213,7 +215,7 @@ def answer_early(command: str, arguments: list[str]) -> None:
         readers[command](arguments)
     elif command == "train" and speedrun_options(arguments) is not None:
         return
-    elif command != "plan" or rehearsal_options(arguments) is None:
+    elif command != "plan" or simulation_options(arguments) is None:
         training_options(arguments, command)
 
 
@@ -244,26 +246,26 @@ def export_options(arguments: list[str]) -> ExportOptions:
     return parse(ExportOptions, arguments, "export")
 
 
-def rehearsal_options(arguments: list[str]) -> RehearsalOptions | None:
-    """Read the options of `quintic plan --model`; None for the harness' own model.
+def simulation_options(arguments: list[str]) -> SimulationOptions | None:
+    """Read the options of `quintic plan --model`; None without `--model`, to plan a run of `quintic train`.
 
     Raises:
-        ConfigError: options of `--model` are given without it, or they cannot be read.
+        ConfigError: options that belong to `--model` are given without it, or an option is wrong.
     """
-    own = {name for name, _ in options_of(RehearsalOptions)} - {name for name, _ in options_of(Config)}
+    own = {name for name, _ in options_of(SimulationOptions)} - {name for name, _ in options_of(Config)}
     given = [name for argument in arguments if (name := argument.partition("=")[0]) in own]
     if given and "--model" not in given:
         raise ConfigError(f"{given[0]} needs --model NAME: a model to plan for, such as llama-3-70b")
-    return parse(RehearsalOptions, arguments, "plan --model NAME") if given else None
+    return parse(SimulationOptions, arguments, "plan --model NAME") if given else None
 
 
 def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None:
-    """Read the options of `quintic train` with the preset of a speedrun, which are its own; None for another preset.
+    """Read the options of `quintic train` with a speedrun's preset: its name and its options; None for another preset.
 
     Raises:
-        ConfigError: an option cannot be read, or is one of ordinary runs.
+        ConfigError: an option is wrong, or belongs to ordinary runs.
     """
-    preset_name, rest = taken(arguments, "--preset")
+    preset_name, rest = pop_option(arguments, "--preset")
     if preset_name is None or not preset_name.startswith("speedrun"):
         return None
     chosen = speedrun_preset(preset_name)
@@ -272,14 +274,14 @@ def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None
     for argument in rest:
         if (option := argument.partition("=")[0].replace("_", "-")) in others:
             raise ConfigError(
-                f"{option} has no meaning with --preset {preset_name}, whose model and schedule are fixed; leave it "
+                f"{option} does not work with --preset {preset_name}, whose model and schedule are fixed; leave it "
                 f"out (quintic train --preset {preset_name} --help lists its options)"
             )
     description = f"Run the speedrun. Features that can be left out (--without): {', '.join(switches())}."
     options = parse(SpeedrunOptions, rest, f"train --preset {preset_name}", description, default=chosen.options)
     if options.tokenizer is not None and chosen.model.bos_id == BYTES_BOS:
         raise ConfigError(
-            f"--tokenizer has no meaning with --preset {preset_name}, whose tokens are bytes; leave it out"
+            f"--tokenizer does not work with --preset {preset_name}, whose tokens are bytes; leave it out"
         )
     return preset_name, options
 
@@ -287,36 +289,37 @@ def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None
 def training_options(arguments: list[str], command: str) -> Start:
     """Read the options of a training command.
 
-    The defaults come from `--config`, with `--resume` from the run that is continued, else from `--preset`, by default
-    that of the device; `--recipe` changes some of them.
+    The defaults come from the run that is continued (`--resume`), from a file (`--config`), or from a preset
+    (`--preset`, by default the one that suits the device). `--recipe` and `--init-from` change some of them.
 
     Raises:
-        ConfigError: an option cannot be read, does not fit the others, or cannot change when a run is resumed.
+        ConfigError: an option is wrong, does not fit the others, or cannot change when a run is resumed.
     """
+    # First the options that decide about the defaults, then the rest.
     resume, rest = "--resume" in arguments, [argument for argument in arguments if argument != "--resume"]
-    step, rest = taken(rest, "--resume-step")
+    step, rest = pop_option(rest, "--resume-step")
     resume = resume or step is not None
     asks_help = any(argument in ("-h", "--help") for argument in rest)
-    seeds, rest = taken(rest, "--seeds") if command == "compare" else (None, rest)
+    seeds, rest = pop_option(rest, "--seeds") if command == "compare" else (None, rest)
     if seeds is not None and not (seeds.isdecimal() and 0 < int(seeds) <= _MOST_SEEDS):
         raise ConfigError(f"--seeds {seeds}: needs a whole number of seeds from 1 to {_MOST_SEEDS:,}")
-    path, rest = taken(rest, "--config")
-    name, rest = taken(rest, "--preset")
+    path, rest = pop_option(rest, "--config")
+    name, rest = pop_option(rest, "--preset")
     if path is not None and name is not None:
         raise ConfigError(f"--preset {name}: the options come from --config; give one of the two")
     if not asks_help:
-        check_words(Config, rest, command)  # before the machine's preset, for which PyTorch may have to be imported
+        validate_args(Config, rest, command)  # before choosing a preset, which may import PyTorch
     if resume and not asks_help:
         if path is not None or name is not None:
             option = "--preset" if path is None else "--config"
-            raise ConfigError(f"{option}: a resumed run keeps its own configuration; leave it out")
-        name, _ = taken(rest, "--run")
-        given, _ = taken(rest, "--runs-dir")
+            raise ConfigError(f"{option}: a resumed run keeps its own configuration; leave {option} out")
+        name, _ = pop_option(rest, "--run")
+        given, _ = pop_option(rest, "--runs-dir")
         runs_dir = Path(Config().run.runs_dir if given is None else given)
         if command == "compare":
             for option, value in (("--resume-step", step), ("--seeds", seeds)):
                 if value is not None:
-                    raise ConfigError(f"{option}: a resumed comparison goes on with its own runs; leave it out")
+                    raise ConfigError(f"{option}: a resumed comparison continues its own runs; leave {option} out")
             comparison = find_comparison(runs_dir, name)
             config = _resumed(comparison.path, comparison.config, rest, command)
             return Start(config=config, resumed=comparison.path, seeds=comparison.seeds)
@@ -331,16 +334,16 @@ def training_options(arguments: list[str], command: str) -> Start:
     if path is not None:
         default = load_config(Path(path))
     else:
-        device, _ = taken(rest, "--device")
-        data, _ = taken(rest, "--data")
+        device, _ = pop_option(rest, "--device")
+        data, _ = pop_option(rest, "--data")
         name = name if name is not None else suitable_preset(device, data, guess=asks_help)
         default = preset(name)
-    recipe, _ = taken(rest, "--recipe")
+    recipe, _ = pop_option(rest, "--recipe")
     if recipe is not None:
         default = with_recipe(default, recipe)
-    source, rest = taken(rest, "--init-from") if not asks_help else (None, rest)
+    source, rest = pop_option(rest, "--init-from") if not asks_help else (None, rest)
     if source is not None:
-        default = with_initial(default, source, Path(taken(rest, "--runs-dir")[0] or default.run.runs_dir))
+        default = with_initial(default, source, Path(pop_option(rest, "--runs-dir")[0] or default.run.runs_dir))
     kind: type[Config] = Config
     if asks_help:
         kind = {"train": _TrainOptions, "compare": _CompareOptions}.get(command, _OtherOptions)
@@ -360,7 +363,7 @@ def training_options(arguments: list[str], command: str) -> Start:
 
 
 def _absolute(data: DataConfig) -> DataConfig:
-    """Return the options of text with paths that are good in any working folder."""
+    """Return the options of text with absolute paths, so that a run can be resumed from any folder."""
     source, tokenizer = _absolute_source(data.data), data.tokenizer
     val_data = None if data.val_data is None else _absolute_source(data.val_data)
     if tokenizer is not None and tokenizer != "gpt2" and Path(tokenizer).exists():
@@ -374,7 +377,7 @@ def _absolute_source(source: str) -> str:
         return source
     if Path(source).expanduser().exists():
         return os.path.abspath(Path(source).expanduser())
-    # The sources of a mixture, each with its weight; what is neither there nor a source is refused when it is opened.
+    # A mixture, "source=weight source=weight". Sources that do not exist are reported when they are opened.
     words = [word.rpartition("=") for word in source.split()]
     if len(words) < 2 or not all(sign and name for name, sign, _ in words):
         return source
@@ -382,7 +385,7 @@ def _absolute_source(source: str) -> str:
 
 
 def _resumed(path: Path, saved: Config, arguments: list[str], command: str) -> Config:
-    """Return the configuration of a run or comparison to continue, saved in ``path``, with the options given now."""
+    """Return the configuration saved in `path`, of a run or comparison to continue, with the options given now."""
     saved, asked = (
         dataclasses.replace(config, data=_absolute(config.data))
         for config in (saved, parse(Config, arguments, command, "", default=saved))

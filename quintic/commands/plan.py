@@ -1,4 +1,7 @@
-"""`quintic plan`: sizes, length, rates and memory of a training run, and the plan of its optimizer."""
+"""`quintic plan`: prints sizes, length, rates and memory of a training run, and the plan of its optimizer.
+
+With `--model` it plans the optimizer's step for another model on any number of ranks instead (`quintic.simulate`).
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,8 +9,8 @@ from pathlib import Path
 import torch
 
 from quintic.commands.inputs import duration_lines
-from quintic.commands.options import rehearsal_options, training_options
-from quintic.commands.parsing import taken
+from quintic.commands.options import simulation_options, training_options
+from quintic.commands.parsing import pop_option
 from quintic.commands.presets import GPU_PRESETS
 from quintic.data.dataset import MANIFEST_NAME
 from quintic.data.files.documents import TEXT_FIELD
@@ -17,8 +20,8 @@ from quintic.durable import json_object
 from quintic.model.gpt import GPT
 from quintic.optim.muon import Muon
 from quintic.optim.state.placement import state_bytes
-from quintic.rehearsal.planned_models import is_on_hub
-from quintic.rehearsal.table import rehearsal_text
+from quintic.simulate.planned_models import is_on_hub
+from quintic.simulate.table import simulation_text
 from quintic.streams import say
 from quintic.tables import output_width, with_name
 from quintic.train.config import Config, DataConfig
@@ -31,27 +34,28 @@ __all__ = ["run", "training_memory"]
 
 _GPT2_VOCABULARY = 50_257
 
-# Values that forward keeps for backward, in units of the width, per layer and once: counted in float32 without
-# compiling; compiled, from the peaks of depths 6 and 12 on an NVIDIA H200.
+# Compiled? -> (values per token, layer and channel; values per token and channel once) that the forward pass keeps for
+# the backward pass. Without compiling, counted in float32; compiled, from the peaks of depths 6 and 12 on an H200.
 _KEPT = {False: (21, 4), True: (16, 8)}
-# Logits and their gradients exist in chunks of this size on a GPU; on a CPU they hardly count.
+# On a GPU, logits and their gradients exist in chunks of this size; on a CPU they are negligible.
 _LOSS_CHUNK_BYTES = 2**28
 
 
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    rehearsal = rehearsal_options(arguments)
-    if rehearsal is not None:
-        if is_on_hub(rehearsal.model):
-            # Asked here first: transformers waits for minutes for a Hub that does not answer.
-            download(rehearsal.model, "config.json", repo_type="model", revision=None, cache_dir=None, endpoint=None)
-        print(rehearsal_text(rehearsal))
+    simulation = simulation_options(arguments)
+    if simulation is not None:
+        if is_on_hub(simulation.model):
+            # Fetch the file first: if the Hub does not answer, this fails at once, transformers after minutes.
+            download(simulation.model, "config.json", repo_type="model", revision=None, cache_dir=None, endpoint=None)
+        print(simulation_text(simulation))
         return 0
     start = training_options(arguments, "plan")
     config = start.config
-    if start.resumed is None and taken(arguments, "--run")[0] is not None:
-        check_new_run(config)  # the plan of a new run would be taken for that of the one which is there
+    if start.resumed is None and pop_option(arguments, "--run")[0] is not None:
+        check_new_run(config)  # else the user might take this for the plan of an existing run of that name
     on_gpu = start.preset in GPU_PRESETS or (torch.cuda.is_available() and config.run.device != "cpu")
+    # The model on the meta device and its optimizer; nothing below allocates weights.
     dtype, why = _dtype(config, on_gpu)
     vocab_size, origin = planned_vocabulary(config.data)
     sizes = model_config(config, vocab_size=vocab_size, bos_id=0)
@@ -66,7 +70,7 @@ def run(arguments: list[str]) -> int:
     if (text := prepared_text(config.data)) is not None:
         passes, *warnings = reading_lines(scale.steps * scale.batch_tokens, text.train_tokens)
         say("\n".join([f"Reading: {passes} as it was prepared in {text.folder}", *warnings]))
-    if torch.cuda.is_available() or not on_gpu or config.run.device == "cpu":  # else the run's device is not here
+    if torch.cuda.is_available() or not on_gpu or config.run.device == "cpu":  # else speed cannot be measured
         for line in duration_lines(model, scale, choose_hardware(config.run)):
             say(line)
     weights = "bfloat16 (16 more bits of each in the state)" if config.optim.weights == "mantissa" else "float32"
@@ -75,8 +79,8 @@ def run(arguments: list[str]) -> int:
     memory = training_memory(model, optimizer, rows=config.schedule.rows, on_gpu=on_gpu, compiled=compiled)
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items())
     say(
-        f"Memory: about {_peak(memory) / 2**30:.2f} GiB ({parts}); the first three are exact, activations an estimate; "
-        "of the last two only the larger counts\n"
+        f"Memory: about {_peak(memory) / 2**30:.2f} GiB ({parts}); the first three are exact, activations are "
+        "estimated; only the larger one of the last two is needed at a time\n"
     )
     for group in optimizer.param_groups:
         parameters = sum(param.numel() for param in group["params"])
@@ -90,7 +94,7 @@ def run(arguments: list[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedText:
-    """Text that a run would read, as its manifest has it."""
+    """Prepared text that a run would read, as described by its manifest."""
 
     folder: Path
     vocab_size: int
@@ -98,16 +102,16 @@ class PreparedText:
 
 
 def prepared_text(data: DataConfig) -> PreparedText | None:
-    """Return the text of a run, if it is prepared: the newest that fits, as a folder of text may have changed since."""
+    """Return the newest prepared text that fits a run's options; None if no text fits."""
     wanted: dict[str, float | str | None] = {"val_frac": data.val_frac, "max_bytes": data.max_bytes}
     if data.tokenizer is None:
         wanted |= {"vocab_size": data.vocab_size, "tokenizer": None}
     else:
-        if not Path(data.tokenizer).expanduser().exists():  # a name, whose tokenizer may be no file yet
+        if not Path(data.tokenizer).expanduser().exists():  # a name such as gpt2, which has not been downloaded
             return None
         wanted |= {"vocab_size": None, "tokenizer": Tokenizer.load(data.tokenizer).fingerprint()}
     asked = {"spec": data.data, "text_field": data.text_field, "val_data": data.val_data}
-    # Older versions had no such options, and their manifests do not name them.
+    # Manifests of older versions lack these options, which then had these values.
     usual = {"text_field": TEXT_FIELD, "val_data": None}
     manifests = data.data_dir.glob(f"*/{MANIFEST_NAME}")
     for path in sorted(manifests, key=lambda path: path.stat().st_mtime_ns, reverse=True):
@@ -124,40 +128,40 @@ def prepared_text(data: DataConfig) -> PreparedText | None:
 
 
 def planned_vocabulary(data: DataConfig) -> tuple[int, str]:
-    """Return the size of the vocabulary that a run would have, and its origin in words.
+    """Return the size of the vocabulary that a run would have, and a phrase that tells where the number comes from.
 
-    Nothing is downloaded or prepared: without a tokenizer file or prepared text the size is an assumption, and said
-    to be one.
+    Downloads and prepares nothing: without a tokenizer file or prepared text it assumes `--vocab-size`.
 
     Raises:
-        DataError: --tokenizer names no tokenizer.
+        DataError: `--tokenizer` is not a tokenizer.
     """
     if data.tokenizer == "gpt2" and not Path("gpt2").exists():
-        return _GPT2_VOCABULARY, "those of gpt2, which was not loaded"
+        return _GPT2_VOCABULARY, "as gpt2 has (not downloaded)"
     if data.tokenizer is not None:
         return Tokenizer.load(data.tokenizer).vocab_size, f"read from {data.tokenizer}"
     if (text := prepared_text(data)) is not None:
         return text.vocab_size, f"read from {text.folder}"
-    return data.vocab_size, "assumed from --vocab-size: the text is not prepared, and a short one gives fewer"
+    return data.vocab_size, "assumed from --vocab-size: the text is not prepared yet, and a short text gives fewer"
 
 
 def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, compiled: bool = False) -> dict[str, int]:
-    """Return the bytes that training takes on one device, by purpose.
+    """Return the bytes that training needs on one device, by purpose.
 
     Args:
-        model: on any device, the meta device too.
-        optimizer: of its parameters.
-        rows: rows of `seq_len` tokens that go through the model at once.
-        on_gpu: count the chunks of logits that only a GPU keeps.
-        compiled: whether the model will be compiled, and keep less.
+        model: on any device, including the meta device.
+        optimizer: of the model's parameters.
+        rows: rows of `seq_len` tokens of one forward and backward pass.
+        on_gpu: include the chunks of logits, which matter only on a GPU.
+        compiled: whether the model will be compiled, which keeps fewer activations.
 
     Returns:
-        `weights`, `gradients` and `optimizer state` to the byte; `activations`, an estimate, within 10 % where it was
-        compared; `optimizer step`, its temporary memory, which is there when the activations are not.
+        `weights`, `gradients` and `optimizer state`, exact; `activations`, an estimate, within 10 % where it was
+        measured; `optimizer step`, temporary memory of the step. Activations and the step never exist together.
     """
     parts = model.num_parameters()
     weights = sum(param.numel() * param.element_size() for param in model.parameters())
-    state = sum(state_bytes(param, group) for group in optimizer.typed_groups for param in group.params)
+    state = sum(state_bytes(param, group) for group in optimizer._plans.current_groups() for param in group.params)
+    # Activations, and with a narrower compute dtype the copies of the matrices in it.
     size = torch.empty((), dtype=model.compute_dtype).element_size()
     tokens = rows * model.config.seq_len
     per_layer, once = _KEPT[compiled]
@@ -173,14 +177,15 @@ def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, com
 
 
 def _peak(memory: dict[str, int]) -> int:
+    # The activations are freed in the backward pass, before the optimizer's step needs its temporary memory.
     kept = memory["weights"] + memory["gradients"] + memory["optimizer state"]
     return kept + max(memory["activations"], memory["optimizer step"])
 
 
 def _dtype(config: Config, on_gpu: bool) -> tuple[torch.dtype, str]:
-    """Return the dtype of the activations, and the reason for it where `--dtype` is auto."""
+    """Return the activations' dtype, and the reason for it if `--dtype` is auto."""
     if config.run.dtype != "auto":
         return (torch.bfloat16 if config.run.dtype == "bfloat16" else torch.float32), ""
     if on_gpu and not torch.cuda.is_available():
-        return torch.bfloat16, " (what GPUs since 2020 have)"
+        return torch.bfloat16, " (as on GPUs since 2020)"
     return choose_hardware(config.run).dtype, " (fastest here)"

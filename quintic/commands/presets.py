@@ -1,4 +1,8 @@
-"""Named defaults for the options of training: a preset suits a machine, a recipe has another trainer's constants."""
+"""Named defaults for the options of training, and checks of options that have no effect.
+
+A preset has all options for a kind of machine; a recipe replaces the constants of the optimizer and its schedule.
+`--init-from` takes the model's sizes and the tokenizer from trained weights.
+"""
 
 import importlib.util
 import os
@@ -29,15 +33,16 @@ __all__ = [
     "with_recipe",
 ]
 
-# Devices that drivers of GPUs make: of NVIDIA, on Jetson, of AMD, under Windows' Linux.
+# Device files that GPU drivers create: NVIDIA, NVIDIA Jetson, AMD, and Windows Subsystem for Linux.
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/kfd", "/dev/dxg")
 
 
 def gpu_small_preset() -> Config:
     """Return the defaults for a GPU and a few megabytes of text, such as the text of a Python installation.
 
-    Depth 8 at 2048 tokens, 500 steps: some three times through that text. More passes or a larger model only learn it
-    by heart. Rates and decay were searched for at these sizes. Not compiled: compiling takes longer than the steps do.
+    Depth 8 at 2048 tokens, 500 steps: about three passes through that text. With more passes or a larger model, it is
+    only memorised. Rates and decay were tuned at these sizes. Not compiled, because compiling takes longer than the
+    steps do.
     """
     return Config(
         model=ModelConfig(depth=8, head_dim=128, seq_len=2048),
@@ -81,7 +86,7 @@ def preset(name: str) -> Config:
     """Return the defaults of a named preset.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no preset of that name.
     """
     if name not in PRESETS:
         races = ", ".join(speedrun.PRESETS)
@@ -91,12 +96,13 @@ def preset(name: str) -> Config:
 
 
 def suitable_preset(device: str | None, data: str | None, *, guess: bool) -> str:
-    """Name the preset that suits a machine and a text.
+    """Return the name of the preset that suits a machine and a text.
 
     Args:
         device: value of `--device`, if given.
-        data: value of `--data`, if given; the text of the Python installation is too short for the sizes of "gpu".
-        guess: do without PyTorch, which takes seconds to import: defaults in a help text may be wrong.
+        data: value of `--data`, if given. The text of the Python installation is too short for the preset "gpu".
+        guess: look for a GPU without importing PyTorch, which takes seconds. For `--help`, where a mistake only shows
+            the defaults of another preset.
     """
     if device == "cpu" or not _has_gpu(guess=guess):
         return "cpu"
@@ -104,6 +110,7 @@ def suitable_preset(device: str | None, data: str | None, *, guess: bool) -> str
 
 
 def _has_gpu(*, guess: bool) -> bool:
+    # Cheap checks first, because importing PyTorch takes seconds: a build without CUDA or ROCm finds no GPU.
     if "torch" not in sys.modules:
         if not _is_torch_for_gpus():
             return False
@@ -115,7 +122,7 @@ def _has_gpu(*, guess: bool) -> bool:
 
 
 def _is_torch_for_gpus() -> bool:
-    """Return whether PyTorch's files, read without importing it, are for CUDA or ROCm; True where they do not say."""
+    """Return whether the installed PyTorch was built for CUDA or ROCm, without importing it; True if unknown."""
     try:
         spec = importlib.util.find_spec("torch")
     except ImportError:
@@ -130,7 +137,7 @@ def _is_torch_for_gpus() -> bool:
     return not built_with or any(value.strip() != "None" for value in built_with)
 
 
-# At width 768, batches of 2^19 tokens and depth 12. What differs from group to group is in `recipe.py`.
+# At width 768, batches of 2^19 tokens and depth 12. Constants that are not options are in `train/recipe.py`.
 _EARLY_NANOCHAT: Mapping[str, Any] = {
     "scale_rates": True,
     "muon_lr": 0.02,
@@ -172,19 +179,20 @@ _RECIPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def with_recipe(config: Config, name: str) -> Config:
-    """Return the configuration with a recipe's constants; one that has the recipe already keeps its own numbers.
+    """Return the configuration with a recipe's constants; a configuration that has this recipe is not changed.
 
-    Sizes, batch and number of steps stay: they belong to the machine.
+    Sizes, batch and number of steps stay, because they depend on the machine.
 
     Raises:
-        ConfigError: there is no recipe of that name, or it is ours and the configuration has another one's numbers.
+        ConfigError: there is no recipe of that name, or it is "quintic" but the configuration has another recipe.
     """
     if name == config.optim.recipe:
         return config
     if name not in _RECIPES:
         if name != "quintic":
             raise ConfigError(f"--recipe {name}: unknown; choose quintic, {' or '.join(_RECIPES)}")
-        raise ConfigError(f"--recipe quintic: the numbers of --config are {config.optim.recipe}'s; leave --config out")
+        raise ConfigError(f"--recipe quintic: --config has the recipe {config.optim.recipe}; leave one of the two out")
+    # Each constant goes to the section that has a field of its name.
     values = {**_RECIPES[name], "recipe": name}
     sections = {}
     for section in ("model", "optim", "schedule"):
@@ -193,14 +201,14 @@ def with_recipe(config: Config, name: str) -> Config:
     return replace(config, **sections)
 
 
-_RACE_ONLY = "the weights of its model fit no other; give a run of another --preset, or the export of one"
+_RACE_ONLY = "its weights fit no other model; give a run of another --preset, or the export of one"
 
 
 def _initial_folder(name: str, runs_dir: Path) -> Path:
     """Return the folder of the run or exported model that `--init-from` names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such run or exported model.
     """
     folders = (runs_dir / name, Path(name).expanduser())
     for folder in folders:
@@ -215,24 +223,24 @@ def _initial_folder(name: str, runs_dir: Path) -> Path:
 
 
 def with_initial(config: Config, name: str, runs_dir: Path) -> Config:
-    """Return the configuration with sizes and tokenizer of a run or exported model, whose weights a run starts from.
+    """Return the configuration of a run that starts from trained weights: with their model's sizes and tokenizer.
 
     Args:
-        config: of the run that starts.
-        name: value of `--init-from`.
+        config: the configuration of the new run.
+        name: value of `--init-from`, a run or exported model.
         runs_dir: the folder of all runs.
 
     Raises:
-        ConfigError: there is no such folder, it holds something else, or its model cannot be trained on.
+        ConfigError: there is no such run or model, or its model cannot be trained further.
     """
     folder = _initial_folder(name, runs_dir)
     if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(f"--init-from {folder}: has no tokenizer.json; export the run, and give the export")
+        raise ConfigError(f"--init-from {folder}: has no tokenizer.json; export the run, and give the exported folder")
     values = json_object(folder / "config.json")
     kind = values.get("model_type")
     if kind not in (None, "quintic"):
-        why = _RACE_ONLY if kind == "quintic_speedrun" else "only runs and exports of quintic train can be trained on"
-        raise ConfigError(f"--init-from {folder}: is a model of the kind {kind!r}, and {why}")
+        why = _RACE_ONLY if kind == "quintic_speedrun" else "only runs of quintic train and their exports can be used"
+        raise ConfigError(f"--init-from {folder}: is a model of the kind {kind!r}, but {why}")
     is_export = kind == "quintic"
     model = _exported_sizes(values, folder) if is_export else load_config(folder / "config.json").model
     return replace(
@@ -244,37 +252,37 @@ def with_initial(config: Config, name: str, runs_dir: Path) -> Config:
 
 
 def check_initial(config: Config, given: Config) -> None:
-    """Check that options have not changed what weights have sizes of.
+    """Check that no option has changed the sizes of the weights that a run starts from.
 
     Args:
-        config: the sizes of the weights to start from.
-        given: the options.
+        config: the configuration with the sizes of these weights.
+        given: the configuration after reading the options.
 
     Raises:
-        ConfigError: they have.
+        ConfigError: an option has changed a size.
     """
+    # These fields change no weight's shape.
     free = ("model.seq_len", "model.window_pattern", "model.short_window")
     for name, (old, new) in changed_fields(config, given).items():
         if name.startswith("model.") and name not in free:
             option = "--" + name.partition(".")[2].replace("_", "-")
             raise ConfigError(
-                f"{option} {new}: the model of --init-from {config.run.init_from} has {old}, and its weights fit no "
-                f"other; leave {option} out"
+                f"{option} {new}: the weights of --init-from {config.run.init_from} need {option} {old}; leave it out"
             )
 
 
 def _exported_sizes(values: Mapping[str, Any], folder: Path) -> ModelConfig:
-    """Return the sizes in the config.json of an exported model as options."""
+    """Return the model options that give the sizes in an exported model's config.json."""
     if values.get("lookup_layers"):
         raise ConfigError(
-            f"--init-from {folder}: an export does not keep all that lookup layers need for training; give the run"
+            f"--init-from {folder}: lookup layers cannot be trained further from an export; give the run instead"
         )
     try:
         depth, seq_len, windows = values["num_hidden_layers"], values["max_position_embeddings"], values["windows"]
         heads = values["hidden_size"] // values["head_dim"]
         return ModelConfig(
             depth=depth,
-            # The least that is rounded up to this width.
+            # The smallest ratio for which aspect_ratio x depth is rounded up to this width.
             aspect_ratio=(heads - 1) * values["head_dim"] // depth + 1,
             head_dim=values["head_dim"],
             kv_ratio=heads // values["num_key_value_heads"],
@@ -283,10 +291,10 @@ def _exported_sizes(values: Mapping[str, Any], folder: Path) -> ModelConfig:
             short_window=min(windows) / seq_len,
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"--init-from {folder}: config.json is not that of an export ({error!r})") from None
+        raise ConfigError(f"--init-from {folder}: its config.json is not from an export ({error!r})") from None
 
 
-# Options -> what they need to have an effect, and whether a configuration has it. Without it they are a mistake ...
+# Options -> the option that they need to have an effect, and a test for it. Giving them without it is an error.
 _NEEDS: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
     ("core_every", "core_items"): ("--core FOLDER", lambda config: config.run.core is not None),
     ("l3_embeddings", "l3_d_up", "l3_k_max", "l3_tied"): (
@@ -296,7 +304,8 @@ _NEEDS: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
     ("fp8_recipe",): ("--fp8", lambda config: config.run.fp8),
     ("shard_ranks",): ("--parallel hsdp", lambda config: config.run.parallel == "hsdp"),
 }
-# ... or, where one command line may serve for either choice, only overridden.
+# Options -> an option that overrides them, and a test for it. Giving both only prints a note, so that one command line
+# can be used with either choice.
 _OVERRIDDEN: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
     ("vocab_size",): ("--tokenizer", lambda config: config.data.tokenizer is not None),
     ("val_frac",): ("--val-data", lambda config: config.data.val_data is not None),
@@ -313,15 +322,15 @@ _OVERRIDDEN: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
 
 
 def unused_options(default: Config, config: Config, *, both_optimizers: bool = False) -> list[str]:
-    """Return a line for each option that was given, but is overridden by another one.
+    """Return a line for each given option that another option overrides.
 
     Args:
-        default: the configuration without the options of the command line.
-        config: with them.
-        both_optimizers: whether each optimizer has a run of its own.
+        default: the configuration before reading the options.
+        config: the configuration after reading them.
+        both_optimizers: whether runs with either optimizer are trained, as by `quintic compare`.
 
     Raises:
-        ConfigError: an option was given that has no effect without another one.
+        ConfigError: an option was given without the one that it needs.
     """
     given = {name.partition(".")[2] for name in changed_fields(default, config)}
 
@@ -333,7 +342,7 @@ def unused_options(default: Config, config: Config, *, both_optimizers: bool = F
     for names, (needed, is_there) in _NEEDS.items():
         for option in options_among(names):
             if not is_there(config):
-                raise ConfigError(f"{option} has no effect without {needed}: add that or leave it out")
+                raise ConfigError(f"{option} has no effect without {needed}: add {needed}, or leave {option} out")
     return [
         f"{option} has no effect with {other}"
         for names, (other, overrides) in _OVERRIDDEN.items()

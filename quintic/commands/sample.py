@@ -1,7 +1,4 @@
-"""`quintic sample`: let a trained model write.
-
-Texts appear as they are made, a token at a time, on a terminal and in a pipe alike.
-"""
+"""`quintic sample`: lets a trained model write, printing each token as soon as it is drawn."""
 
 import io
 import sys
@@ -40,10 +37,11 @@ def run(arguments: list[str]) -> int:
     if not options.interactive:
         write(options.prompts, options.seed)
         return 0
-    write((), options.seed)  # refuses numbers out of range once, and not at each line
+    write((), options.seed)  # no text yet: reports options out of range once, rather than at each line
     for number, line in enumerate(_lines()):
         try:
             check_samples((line,))
+            # Another seed for each line, so that the same beginning typed twice continues differently.
             write((line,), (options.seed + number) % 2**63)
         except ConfigError as error:
             print(f"quintic: error: {error}", file=sys.stderr)
@@ -53,13 +51,13 @@ def run(arguments: list[str]) -> int:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of standard input until it ends; Ctrl-C in between stops nothing."""
+    """Yield the lines of standard input until it ends; Ctrl-C while waiting for a line does not end it."""
     is_typed = sys.stdin.isatty()
     if is_typed:
         _import_line_editing()
         print("Type the beginning of a text; Ctrl-C stops a text, Ctrl-D ends.", file=sys.stderr)
     elif isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is told of, line by line
+        sys.stdin.reconfigure(errors="surrogateescape")  # `check_samples` reports lines that are not UTF-8
     while True:
         try:
             line = f"{input('> ')}\n" if is_typed else sys.stdin.readline()
@@ -75,7 +73,7 @@ def _lines() -> Iterator[str]:
 
 
 def _import_line_editing() -> None:
-    """Let `input` edit lines and remember them, where the system has a library for it."""
+    """Give `input` line editing and a history, where the system has the readline library."""
     try:
         import readline  # noqa: F401
     except ImportError:

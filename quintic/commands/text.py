@@ -1,4 +1,4 @@
-"""Text for several commands: prepared, with its checksums compared, and with messages about long work."""
+"""Preparing and verifying text for several commands, with messages about long work."""
 
 from quintic.data.dataset import Dataset
 from quintic.data.preparation import prepare
@@ -6,22 +6,22 @@ from quintic.train.config import DataConfig
 
 __all__ = ["prepared", "verify"]
 
-# Comparing less with its checksums takes about a second at most, unless the disk is slow.
+# Verifying less than this takes at most about a second, unless the disk is slow.
 _LONG_CHECK_BYTES = 1 << 30
 
 
 def prepared(data: DataConfig, *, repair: bool = True) -> Dataset:
-    """Return the text of a configuration as tokens, made first if need be, with its checksums compared.
+    """Return the text of a configuration as tokens, preparing it if needed, with verified checksums.
 
     Args:
         data: the options of text.
-        repair: make damaged data anew rather than refuse it.
+        repair: prepare damaged data again instead of raising an error.
 
     Raises:
         QuinticError: the source or the prepared data cannot be used.
     """
     shown = ""
-    words = {
+    messages = {
         "survey": "reading the text",
         "tokenizer": "making a tokenizer from it",
         "tokens": "turning it into tokens",
@@ -29,8 +29,8 @@ def prepared(data: DataConfig, *, repair: bool = True) -> Dataset:
 
     def progress(stage: str, done: int, total: int | None) -> None:
         nonlocal shown
-        if stage != shown and stage in words:
-            print(f"Preparing data: {words[stage]} ...", flush=True)
+        if stage != shown and stage in messages:
+            print(f"Preparing data: {messages[stage]} ...", flush=True)
         shown = stage
 
     dataset = prepare(
@@ -51,11 +51,11 @@ def prepared(data: DataConfig, *, repair: bool = True) -> Dataset:
 
 
 def verify(dataset: Dataset, *, again: bool) -> None:
-    """Compare prepared data with its checksums, saying so where that takes a while.
+    """Compare prepared data with its checksums, and print a line first if that takes long.
 
     Args:
         dataset: the data.
-        again: also what this machine has compared before.
+        again: also compare files that this machine has compared before and that have not changed since.
     """
 
     def begin(num_bytes: int) -> None:

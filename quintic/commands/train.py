@@ -1,4 +1,9 @@
-"""`quintic train`: prepare data if needed, train, evaluate, sample and write a report."""
+"""`quintic train`: prepares data if needed, trains, evaluates, samples and writes a report.
+
+Phases: connect the ranks; read and check the options; prepare the text; make the run's folder, so that text that cannot
+be used leaves no run behind; train (`train.loop`); print the results. A preset of the speedrun goes to
+`speedrun.run` instead.
+"""
 
 import dataclasses
 import shlex
@@ -26,7 +31,7 @@ def run(arguments: list[str]) -> int:
     """Run the command, on all ranks that torchrun has started; return its exit code."""
     launch = launched()
     with connected(launch) as ranks:
-        race = ranks.agree(lambda: speedrun_options(arguments))
+        race = ranks.run_on_all(lambda: speedrun_options(arguments))
         if race is None:
             return _run(arguments, launch, ranks)
         from quintic.speedrun.run import speedrun
@@ -37,22 +42,22 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
-    start = ranks.agree(lambda: _start(arguments, launch))
+    start = ranks.run_on_all(lambda: _start(arguments, launch))
     config, run_dir = start.config, start.resumed
-    for note in [*start.notes, *ranks.agree(lambda: check_options(config, ranks=ranks.size))]:
+    for note in [*start.notes, *ranks.run_on_all(lambda: check_options(config, ranks=ranks.size))]:
         say(note)
     if ranks.size == 1 and config.run.parallel != "sharded":
         say(f"--parallel {config.run.parallel} has no effect on one rank; torchrun starts several")
     if run_dir is None:
-        ranks.from_first(lambda: check_new_run(config))
+        ranks.from_rank0(lambda: check_new_run(config))
         dataset = ranks.once_per_host(lambda: prepared(config.data))
-        # Text first: a source that cannot be used leaves no run behind.
-        ranks.agree(lambda: check_text(config, dataset))
-        run_dir = ranks.from_first(lambda: create_run(config))
+        ranks.run_on_all(lambda: check_text(config, dataset))
+        run_dir = ranks.from_rank0(lambda: create_run(config))
     else:
         resumed = run_dir
         dataset = ranks.once_per_host(lambda: text_to_resume(resumed, config))
-        say(f"Going on with the text as it was prepared in {dataset.path}")
+        say(f"Continuing with the text as it was prepared in {dataset.path}")
+    # For the log. A run that fails before it logs anything leaves no folder behind.
     command = shlex.join(["quintic", "train", *arguments])
     try:
         result = train(
@@ -74,7 +79,7 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
         if start.resumed is None and ranks.is_first:
             discard_unstarted(run_dir)
         if isinstance(error, DivergedError) and not ranks.is_first:
-            raise ranks.failed_elsewhere() from None  # all ranks find the same, and the first one says so
+            raise ranks.failed_elsewhere() from None  # all ranks raise the same error; rank 0 prints it
         raise
     _print_result(result)
     if _is_small_gpu_run(config):
@@ -83,16 +88,17 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
 
 
 def _start(arguments: list[str], launch: Launch) -> Start:
-    """Read the options; when torchrun has started the processes again, continue the run that they began."""
+    """Read the options; after a restart by torchrun, continue the run that the first attempt started."""
     start = training_options(arguments, "train")
     if start.resumed is not None:
+        # After a restart, continue from the newest checkpoint: --resume-step was for the first attempt.
         return dataclasses.replace(start, resume_step=None) if launch.restarts else start
     if not launch.may_restart:
         return start
     config = start.config
     if config.run.run is None:
         if launch.run_name is None:
-            raise ConfigError("--name: torchrun --max-restarts repeats this command, which must find its run: name it")
+            raise ConfigError("--name: is needed with torchrun --max-restarts, so that a restart can find its run")
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, run=launch.run_name))
     assert config.run.run is not None
     run_dir = config.run.runs_dir / config.run.run
@@ -117,12 +123,12 @@ def _print_result(result: Result) -> None:
 
 
 def _is_small_gpu_run(config: Config) -> bool:
-    """Return whether a GPU trained on the text of the Python installation, which is for a first look only."""
+    """Return whether a GPU trained on the text of the Python installation, which is meant for a first try."""
     return config.data.data == DataConfig.data and config.run.device != "cpu" and torch.cuda.is_available()
 
 
 def _print_next_steps(ranks: Ranks) -> None:
-    """Say how to train on more text than that of the Python installation."""
+    """Print commands that train on more text than that of the Python installation."""
     print("\nThat was the text of your Python installation, with a small model. Train for real (depth 12) with:")
     for source in (["path/to/my/texts"], ["hf:HuggingFaceFW/fineweb-edu/sample-10BT", "--max-bytes", "6000000000"]):
         options = ["--data", *source]

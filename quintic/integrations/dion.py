@@ -1,8 +1,8 @@
-"""`Muon` and `NorMuon`: `quintic.Muon` with the constructors of dion's optimizers, and their updates.
+"""`Muon` and `NorMuon`: `quintic.Muon` with the constructors and the updates of dion's optimizers.
 
-    from quintic.integrations.dion import Muon, NorMuon  # in place of: from dion import Muon, NorMuon
+    from quintic.integrations.dion import Muon, NorMuon  # instead of: from dion import Muon, NorMuon
 
-`docs/how-to/coming-from/dion.md` says what differs.
+`docs/how-to/coming-from/dion.md` lists the differences.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,10 +19,10 @@ from quintic.optim.muon import Muon as QuinticMuon
 
 __all__ = ["DionMuon", "Muon", "NorMuon"]
 
-# dion's words for `adjust_lr` -> ours.
+# dion's values of `adjust_lr` -> ours.
 _SCALES = {"spectral_norm": "unit_rms", "rms_norm": "match_rms_adamw", None: None}
 
-# The triples of the five steps that dion takes with `use_polar_express=False`.
+# Coefficients (a, b, c) of dion's five Newton-Schulz steps with `use_polar_express=False`.
 _NEWTON_SCHULZ = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -33,7 +33,7 @@ _NEWTON_SCHULZ = (
 
 _NAMES = {"mu": "momentum", "epsilon": "eps", "cautious_wd": "cautious", "muon_beta2": "normalize_beta"}
 
-# Options of a group that are translated one by one, or are none of Quintic's.
+# Options of a group that `translate` handles separately, or that have no counterpart here.
 _OWN = frozenset({"algorithm", "adjust_lr", "beta1", "beta2", "flatten", "num_heads", "split_sizes"})
 
 _Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -41,7 +41,7 @@ _Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tens
 
 @dataclass(frozen=True)
 class _Called:
-    """A `newton_schulz_func`, called with what dion gives it: bfloat16 matrices and epsilon."""
+    """A `newton_schulz_func` with the arguments that dion passes: (b, m, n) bfloat16 matrices and epsilon."""
 
     function: Callable[..., Tensor]
     epsilon: float
@@ -58,24 +58,24 @@ class DionMuon(DropIn):
 
     Args:
         params: parameters, or groups of them.
-        distributed_mesh: one-dimensional mesh or process group whose ranks divide the work on plain tensors. `DTensor`s
-            say themselves where they are.
-        lr: learning rate of all groups that set none.
-        mu: momentum, in [0, 1). dion sums gradients and Quintic averages them: the updates are the same.
-        betas: of AdamW groups.
-        weight_decay: decoupled, of all groups that set none.
-        cautious_wd: decay only where update and weight agree in sign.
-        epsilon: of AdamW groups; in Muon groups a guard of the norm, up to 1e-6, which is not needed here.
-        nesterov: look one gradient ahead.
+        distributed_mesh: one-dimensional mesh or process group whose ranks share the work on plain tensors. `DTensor`s
+            carry their own layout.
+        lr: learning rate of groups that do not set one.
+        mu: momentum in [0, 1). dion sums gradients, Quintic averages them; the updates are the same.
+        betas: coefficients of AdamW groups.
+        weight_decay: decoupled weight decay of groups that do not set one.
+        cautious_wd: decay only where update and weight have the same sign.
+        epsilon: epsilon of AdamW groups. Muon groups do not need it here; they accept up to 1e-6.
+        nesterov: use Nesterov momentum.
         adjust_lr: `"spectral_norm"` is our `adjust_lr="unit_rms"`, `"rms_norm"` is `"match_rms_adamw"`, None is None.
-        flatten: take tensors of three and more dimensions as one matrix each; else those of three as stacks.
-        use_gram_newton_schulz: `orthogonalizer="gram"`.
-        use_triton: makes no difference here: on CUDA devices kernels are used in any case.
-        use_polar_express: `orthogonalizer="polar_express"`; else Newton-Schulz with dion's five triples.
-        newton_schulz_func: called as `func(matrices, epsilon=epsilon)` with bfloat16 matrices (b, m, n).
+        flatten: treat a tensor of three or more dimensions as one matrix; else one of three as a stack of matrices.
+        use_gram_newton_schulz: sets `orthogonalizer="gram"`.
+        use_triton: ignored; CUDA devices always use kernels.
+        use_polar_express: sets `orthogonalizer="polar_express"`; else Newton-Schulz with dion's coefficients.
+        newton_schulz_func: called as `func(matrices, epsilon=epsilon)` with (b, m, n) bfloat16 matrices.
 
     Raises:
-        ValueError, TypeError: as `quintic.Muon`, and where an argument has no counterpart.
+        ValueError, TypeError: as `quintic.Muon`, and if an argument has no counterpart.
     """
 
     algorithm: ClassVar[str] = "muon"
@@ -108,7 +108,7 @@ class DionMuon(DropIn):
         )
 
     def _construct(self, params: _Params, mesh: Any, own: dict[str, Any], **options: Any) -> None:
-        """Construct `quintic.Muon` from options of dion's that groups may set, too, and from Quintic's own."""
+        """Construct `quintic.Muon` from dion's options that groups may also set (`own`), and from Quintic's options."""
         self._flatten = bool(own["flatten"])
         own = self._options(own, f"{type(self).__name__}")
         own |= {"adamw_lr": own["lr"], "adamw_weight_decay": own["weight_decay"]}
@@ -118,17 +118,19 @@ class DionMuon(DropIn):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that pickle and deepcopy keep."""
+        # `translate` needs `_flatten` when a group is added to the copy.
         return {**super().__getstate__(), "_flatten": self._flatten}
 
     def translate(self, group: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-        """Return the group by what its parameters need: their views, and whether they are `DTensor`s."""
+        """Return Quintic's groups for a group of dion's, split by view and by whether parameters are `DTensor`s."""
         algorithm = group.get("algorithm", self.algorithm)
         if algorithm not in (self.algorithm, "adamw"):
-            remedy = "or give these parameters an optimizer of their own"
+            remedy = "or use a separate optimizer for these parameters"
             raise ValueError(f"{where}: algorithm={algorithm!r}: choose {self.algorithm!r} or 'adamw', {remedy}")
         if "betas" in group:
-            raise ValueError(f"{where}: betas={group['betas']!r}: dion reads none in a group; set beta1 and beta2")
+            raise ValueError(f"{where}: betas={group['betas']!r}: dion ignores it in a group; set beta1 and beta2")
         own = self._options(group, where) | {"algorithm": "adamw" if algorithm == "adamw" else "muon"}
+        # AdamW groups need no view and no check of epsilon; only `DTensor`s get a group of their own.
         if algorithm == "adamw":
             return split_by(own, lambda name, param: _comms_of(param))
         function, epsilon = self.defaults["orthogonalizer"], group.get("epsilon", self.defaults["eps"])
@@ -145,20 +147,20 @@ class DionMuon(DropIn):
         )
 
     def _matrices(self, name: str, param: Tensor, view: View | None, flatten: bool) -> dict[str, Any]:
-        """Return the view of a parameter; `view` is what its group says."""
+        """Return options with the view of a parameter; `view` is the view that its group sets, or None."""
         if view is not None:
             return {"view": view}
         if param.ndim > 2 and flatten:
             return {"view": Flatten()}
         if param.ndim > 3:
             raise ValueError(
-                f"{name}: a parameter of shape {tuple(param.shape)}: dion takes its last two dimensions as matrices; "
+                f"{name}: a parameter of shape {tuple(param.shape)}: dion treats its last two dimensions as matrices; "
                 f"give flatten=True for convolutions, or store stacked matrices in three dimensions"
             )
         return {"view": Experts() if param.ndim == 3 else Matrix()}
 
     def _options(self, group: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return dion's options under Quintic's names and values, and all other options as they are."""
+        """Return dion's options with Quintic's names and values; other options are not changed."""
         if "mu" in group:
             check_momentum(group["mu"], "mu", where)
         options = translated(group, _NAMES, _OWN)
@@ -180,9 +182,9 @@ Muon = DionMuon
 class NorMuon(DionMuon):
     """`quintic.Muon` with the arguments of dion's `NorMuon`; groups have `algorithm="normuon"`.
 
-    Rows of matrices with at least as many rows as columns are evened out as there. Those of a wide matrix's update have
-    equal norms already, but for the orthogonalisation's error, and are left as they are. A group with both kinds of
-    matrices becomes two groups.
+    Rows of tall matrices (at least as many rows as columns) are normalised as dion does. Rows of a wide matrix's update
+    already have equal norms, up to the error of the orthogonalisation, and are not normalised. A group with both kinds
+    of matrices becomes two groups.
 
     Args:
         params, distributed_mesh, lr, mu: as `Muon`.
@@ -191,7 +193,7 @@ class NorMuon(DionMuon):
         use_gram_newton_schulz, use_triton, use_polar_express, newton_schulz_func: as `Muon`.
 
     Raises:
-        ValueError, TypeError: as `Muon`; a fused weight has both tall and wide parts.
+        ValueError, TypeError: as `Muon`; also if a fused weight holds both tall and wide matrices.
     """
 
     algorithm: ClassVar[str] = "normuon"
@@ -226,16 +228,17 @@ class NorMuon(DionMuon):
         )
 
     def _matrices(self, name: str, param: Tensor, view: View | None, flatten: bool) -> dict[str, Any]:
-        """Return the view of a parameter, and whether neurons are normalised: not those of wide matrices."""
+        """Return options with the view of a parameter, and `normalize="neuron"` for tall matrices."""
         options = super()._matrices(name, param, view, flatten)
         try:
             are_tall = {m >= n for _, m, n in options["view"].shapes(param.shape)}
         except ValueError:
-            return options  # the view does not fit, which the optimizer says itself
+            return options  # the view does not fit the shape; the optimizer raises the error
         if len(are_tall) > 1:
             raise ValueError(
-                f"{name}: {options['view']} makes both tall and wide matrices of shape {tuple(param.shape)}, and rows "
-                f"are evened out in all or none of a parameter; leave split_sizes out, or store its parts separately"
+                f"{name}: {options['view']} makes both tall and wide matrices of shape {tuple(param.shape)}, but rows "
+                f"are normalised in all or none of a parameter's matrices; leave split_sizes out, or store them "
+                f"separately"
             )
         return options | {"normalize": "neuron" if are_tall == {True} else None}
 
@@ -260,12 +263,12 @@ def _orthogonalizer(
 
 
 def _ranks_of(mesh: Any) -> ProcessGroup | None:
-    """Return the process group of a one-dimensional mesh, or the argument if it is one itself, or None."""
+    """Return the process group of a one-dimensional mesh; a process group or None is returned unchanged."""
     if mesh is not None and hasattr(mesh, "get_group"):
         if mesh.ndim != 1:
             raise ValueError(
-                f"distributed_mesh has {mesh.ndim} dimensions: give one of them, whose ranks divide the work on plain "
-                f"tensors, or None where all parameters are DTensors, which say where they are"
+                f"distributed_mesh has {mesh.ndim} dimensions: give the one whose ranks share the work on plain "
+                f"tensors, or None if all parameters are DTensors, which carry their own layout"
             )
         mesh = mesh.get_group()
     ranks: ProcessGroup | None = mesh
@@ -273,7 +276,7 @@ def _ranks_of(mesh: Any) -> ProcessGroup | None:
 
 
 def _view_of(group: Mapping[str, Any], where: str) -> View | None:
-    """Return the view that `num_heads` or `split_sizes` of a group stand for; None where it has neither."""
+    """Return the view given by a group's `num_heads` or `split_sizes`; None if it has neither."""
     heads, sizes = group.get("num_heads"), group.get("split_sizes")
     heads = None if heads == 1 else heads
     if heads is not None and sizes is not None:

@@ -1,10 +1,10 @@
-"""`MuonFactory`: the optimizer that transformers' `Trainer`, and TRL's trainers, make for their model.
+"""`MuonFactory`: makes the optimizer inside the `Trainer` of transformers and the trainers of TRL.
 
     Trainer(model, args, ..., optimizer_cls_and_kwargs=(MuonFactory, {"lr": 0.02, "adamw_lr": 3e-4}))
 
-A finished optimizer does as well, `optimizers=(quintic.Muon(quintic.param_groups(model), lr=0.02), None)`, where the
-trainer trains the very model that it is given. The factory is needed where it does not: with `peft_config`, which adds
-the adapters that are trained, with `model_init`, and with FSDP.
+If the trainer trains exactly the model that it is given, `optimizers=(quintic.Muon(quintic.param_groups(model),
+lr=0.02), None)` also works. The factory is needed if the trainer changes the model first: with `peft_config`, which
+adds adapters, with `model_init`, and with FSDP.
 """
 
 from typing import Any
@@ -18,35 +18,35 @@ __all__ = ["MuonFactory"]
 
 
 class MuonFactory:
-    """Makes `quintic.Muon` when `Trainer` knows the model that it trains; for `optimizer_cls_and_kwargs`.
+    """Makes `quintic.Muon` once `Trainer` has prepared the model; pass it as `optimizer_cls_and_kwargs`.
 
-    The keywords beside it are those of `quintic.Muon` and `quintic.param_groups`. Of `TrainingArguments` the schedule
-    counts, and scales the rates of both algorithms; `learning_rate`, `weight_decay`, `adam_beta1` and its like, and
-    `optim` do not. Set `max_grad_norm=0`: `Trainer` clips all gradients by one norm. Several ranks without FSDP2: add
-    `"comms": "averaged"`, and they divide Muon's work.
+    Its keywords are those of `quintic.Muon` and `quintic.param_groups`. The schedule of `TrainingArguments` scales the
+    rates of both algorithms; its `learning_rate`, `weight_decay`, `adam_*` and `optim` are ignored. Set
+    `max_grad_norm=0`, because `Trainer` clips all gradients by one norm. With several ranks but without FSDP2, add
+    `"comms": "averaged"` to share Muon's work among them.
 
     Raises:
-        TypeError: transformers is older than version 5, and gives parameters without their model.
+        TypeError: transformers is older than version 5 and passes parameters instead of the model.
     """
 
     def __init__(self, params: Any = None, **options: Any) -> None:
         if params is not None or options:
             raise TypeError(
-                "MuonFactory needs the Trainer of transformers 5 or newer, which gives it the model; with an older "
-                "one: Trainer(..., optimizers=(quintic.Muon(quintic.param_groups(model), lr=0.02), None))"
+                "MuonFactory needs the Trainer of transformers 5 or newer, which passes it the model; with an older "
+                "one, use Trainer(..., optimizers=(quintic.Muon(quintic.param_groups(model), lr=0.02), None))"
             )
 
     def __call__(self, model: nn.Module, **options: Any) -> Muon:
-        """Return the optimizer of a model; options as in `muon_for`.
+        """Return the optimizer of a model; options as for `muon_for`.
 
         Raises:
-            ValueError: a group has `step_every`: `Trainer` resets gradients of the model that wait for their turn.
+            ValueError: a group has `step_every` above 1, whose gradients `Trainer` would reset between its steps.
         """
         optimizer = muon_for(model, **options)
         for number, group in enumerate(optimizer.param_groups):
             if group["step_every"] > 1:
                 raise ValueError(
-                    f"param group {number} has step_every={group['step_every']}: Trainer resets the gradients of the "
-                    f"model after every step, so that those of a group that waits would be lost; leave it at 1"
+                    f"param group {number} has step_every={group['step_every']}: Trainer resets all gradients after "
+                    f"every step, so gradients of skipped steps would be lost; set step_every=1"
                 )
         return optimizer

@@ -1,8 +1,8 @@
-"""KellerJordan/Muon's optimizers: `quintic.Muon` with their constructors, and their updates.
+"""`quintic.Muon` with the constructors and the updates of KellerJordan/Muon's optimizers.
 
-    from quintic.integrations.keller_jordan import MuonWithAuxAdam  # in place of: from muon import MuonWithAuxAdam
+    from quintic.integrations.keller_jordan import MuonWithAuxAdam  # instead of: from muon import MuonWithAuxAdam
 
-`docs/how-to/coming-from/keller-jordan.md` says what differs.
+`docs/how-to/coming-from/keller-jordan.md` lists the differences.
 """
 
 import math
@@ -17,12 +17,12 @@ from quintic.optim.muon import Muon as QuinticMuon
 
 __all__ = ["KellerJordanMuon", "Muon", "MuonWithAuxAdam", "SingleDeviceMuon", "SingleDeviceMuonWithAuxAdam"]
 
-# Rates of groups that set none.
+# Defaults of groups that do not set these.
 _LR, _ADAM_LR, _ADAM_BETAS, _ADAM_EPS = 0.02, 3e-4, (0.9, 0.95), 1e-10
 
 
 class _KellerJordan(DropIn):
-    """Base of the four optimizers: their update, and their matrices in parameters of more than two dimensions."""
+    """Base of the four optimizers: their update, and their treatment of parameters with more than two dimensions."""
 
     comms: ClassVar[Literal["none", "averaged"]] = "none"
 
@@ -39,20 +39,20 @@ class _KellerJordan(DropIn):
         )
 
     def translate(self, group: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-        """Return the group by the dimensions of its parameters: matrices, stacks of them, convolutions."""
+        """Return the group split by kind of parameter: matrices, stacks of matrices, convolutions."""
         if "momentum" in group:
             check_momentum(group["momentum"], "momentum", where)
         return split_by(dict(group), lambda name, param: _options_of(f"{where}, {name}", param))
 
 
 class _WithAuxAdam(_KellerJordan):
-    """Groups say with `use_muon` whose they are."""
+    """Base of the optimizers whose groups choose with `use_muon` between Muon and Adam."""
 
     def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
         self._construct(param_groups, lr=_LR)
 
     def translate(self, group: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-        """Return a group of Muon's by its parameters' dimensions, one of Adam's as it is."""
+        """Return a group with `use_muon=True` split by kind of parameter, and one of Adam with `algorithm="adamw"`."""
         if not isinstance(group.get("use_muon"), bool):
             raise ValueError(f"{where}: use_muon={group.get('use_muon')!r}; give every group use_muon=True or False")
         own = translated(group, {}, frozenset({"use_muon"}))
@@ -69,7 +69,7 @@ class SingleDeviceMuon(_KellerJordan):
         momentum: averaging coefficient in [0, 1).
 
     Raises:
-        ValueError, TypeError: as `quintic.Muon`; a parameter has more than four dimensions.
+        ValueError, TypeError: as `quintic.Muon`; also if a parameter has more than four dimensions.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = _LR, weight_decay: float = 0, momentum: float = 0.95) -> None:
@@ -78,7 +78,7 @@ class SingleDeviceMuon(_KellerJordan):
 
 
 class KellerJordanMuon(SingleDeviceMuon):
-    """`quintic.Muon` with the arguments of KellerJordan/Muon's `Muon`: the ranks of DDP divide the work.
+    """`quintic.Muon` with the arguments of KellerJordan/Muon's `Muon`; the ranks of DDP share the work.
 
     Arguments and errors as `SingleDeviceMuon`.
     """
@@ -98,12 +98,12 @@ class SingleDeviceMuonWithAuxAdam(_WithAuxAdam):
             `use_muon=False` and `lr` (3e-4), `betas` (0.9, 0.95), `eps` (1e-10), `weight_decay` (0).
 
     Raises:
-        ValueError, TypeError: as `quintic.Muon`; a group has no `use_muon`.
+        ValueError, TypeError: as `quintic.Muon`; also if a group has no `use_muon`.
     """
 
 
 class MuonWithAuxAdam(_WithAuxAdam):
-    """`quintic.Muon` with the argument of KellerJordan/Muon's `MuonWithAuxAdam`: the ranks of DDP divide the work.
+    """`quintic.Muon` with the argument of KellerJordan/Muon's `MuonWithAuxAdam`; the ranks of DDP share the work.
 
     Argument and errors as `SingleDeviceMuonWithAuxAdam`.
     """
@@ -112,16 +112,17 @@ class MuonWithAuxAdam(_WithAuxAdam):
 
 
 def _options_of(name: str, param: Tensor) -> dict[str, Any]:
-    """Return view and scale of a parameter: that library scales convolutions by the sides of their kernels."""
+    """Return the view of a parameter, and for convolutions the scale of its learning rate."""
     if param.ndim == 3:
         return {"view": Experts()}
     if param.ndim == 4:
+        # The original computes the scale from the last two dimensions of the gradient before flattening it.
         height, width = param.shape[-2:]
         factor = math.sqrt(max(1.0, height / width))
         return {"view": Flatten(), "adjust_lr": None, "lr_multipliers": None if factor == 1 else (factor,)}
     if param.ndim > 4:
         raise ValueError(
-            f"{name}: a parameter of shape {tuple(param.shape)}: KellerJordan/Muon takes its last two dimensions as "
+            f"{name}: a parameter of shape {tuple(param.shape)}: KellerJordan/Muon treats its last two dimensions as "
             f"matrices; use quintic.Muon(quintic.param_groups(model, convolutions='muon')), which flattens convolutions"
         )
     return {"view": Matrix()}

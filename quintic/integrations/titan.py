@@ -1,4 +1,4 @@
-"""`MuonContainer`: `quintic.Muon` for torchtitan (0.3 or newer), in place of its `OptimizersContainer`.
+"""`MuonContainer`: `quintic.Muon` for torchtitan (0.3 or newer), as a replacement of its `OptimizersContainer`.
 
 config = llama3_8b()
 config.optimizer = MuonContainer.Config(options={"lr": 0.02, "adamw_lr": 3e-4, "weight_decay": 0.1})
@@ -24,21 +24,21 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class MuonContainer(OptimizersContainer):  # type: ignore[misc]
-    """One `quintic.Muon` for each part of the model (pipeline stage), in a container that torchtitan steps and saves.
+    """Holds a `quintic.Muon` for each pipeline stage of the model; torchtitan steps and saves it.
 
     Checkpoints have torchtitan's keys, `state.NAME.KEY` and `param_groups.NAME.KEY`, and fit any number of ranks.
 
     Args:
         config: see `Config`.
-        model_parts: as torchtitan has parallelised them.
+        model_parts: the pipeline stages, parallelised by torchtitan.
 
     Raises:
-        ValueError: the configuration has torchtitan's own `param_groups`; use `rules`.
+        ValueError: the configuration has torchtitan's `param_groups`; use `rules` instead.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]
-        """Goes into `Trainer.Config.optimizer`; `implementation` does not count."""
+        """The value for `Trainer.Config.optimizer`; `implementation` is ignored."""
 
         options: dict[str, Any] = field(default_factory=dict)
         """Keywords of `quintic.Muon` and `quintic.param_groups`."""
@@ -46,8 +46,8 @@ class MuonContainer(OptimizersContainer):  # type: ignore[misc]
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         if config.param_groups or config.optimizer_factory_kwargs_by_name:
             raise ValueError(
-                "MuonContainer makes its groups itself: leave param_groups and optimizer_factory_kwargs_by_name empty, "
-                'and give options={"rules": [quintic.Rule(...)]}'
+                "MuonContainer makes its own groups: leave param_groups and optimizer_factory_kwargs_by_name empty and "
+                'give options={"rules": [quintic.Rule(...)]} instead'
             )
         self.model_parts = model_parts
         self.optimizers = [muon_for(part, **config.options) for part in model_parts]
@@ -58,13 +58,13 @@ class MuonContainer(OptimizersContainer):  # type: ignore[misc]
         self._post_init(params)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and hyperparameters of all parts by parameter name. All ranks must call it."""
+        """Return state and hyperparameters of all stages by parameter name. All ranks must call it."""
         saved: dict[str, Any] = {}
         for part, optimizer in zip(self.model_parts, self.optimizers, strict=True):
             saved.update(get_optimizer_state_dict(part, optimizer, options=_FLAT))
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`; each part takes its own entries. All ranks must call it."""
+        """Load a result of `state_dict`; each stage's optimizer takes its entries. All ranks must call it."""
         for part, optimizer in zip(self.model_parts, self.optimizers, strict=True):
             set_optimizer_state_dict(part, optimizer, dict(state_dict), options=_FLAT)

@@ -1,8 +1,8 @@
-"""`Muon`: `quintic.Muon` with the constructor of `torch.optim.Muon`, and its update.
+"""`Muon`: `quintic.Muon` with the constructor and the update of `torch.optim.Muon`.
 
-    from quintic.integrations.torch_optim import Muon  # in place of: from torch.optim import Muon
+    from quintic.integrations.torch_optim import Muon  # instead of: from torch.optim import Muon
 
-`docs/how-to/coming-from/torch-muon.md` says what differs.
+`docs/how-to/coming-from/torch-muon.md` lists the differences.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from quintic.optim.polar.coefficients import DEFAULT_STEPS, newton_schulz_coeffi
 
 __all__ = ["Muon", "TorchMuon"]
 
-# `adjust_lr_fn` -> `adjust_lr`. The last one is in PyTorch since 2.14.
+# Values of `adjust_lr_fn` -> values of `adjust_lr`. PyTorch has the last one since 2.14.
 _SCALES = {
     None: "spectral",
     "original": "spectral",
@@ -28,23 +28,23 @@ _NAMES = {"ns_coefficients": "coefficients", "ns_steps": "orthogonalizer_steps"}
 
 
 class TorchMuon(DropIn):
-    """`quintic.Muon` with the arguments of `torch.optim.Muon`; groups may set each of them but `params`.
+    """`quintic.Muon` with the arguments of `torch.optim.Muon`; groups may set all of them except `params`.
 
     Args:
-        params: matrices, or groups of matrices. Groups may also have options of `quintic.Muon`, `algorithm="adamw"`
-            with AdamW's among them.
+        params: matrices, or groups of matrices. Groups may also have options of `quintic.Muon`, such as
+            `algorithm="adamw"` with AdamW's options.
         lr: learning rate.
-        weight_decay: decoupled.
+        weight_decay: decoupled weight decay.
         momentum: averaging coefficient in [0, 1).
-        nesterov: look one gradient ahead.
+        nesterov: use Nesterov momentum.
         ns_coefficients: (a, b, c) of the Newton-Schulz polynomial.
-        eps: guard of the norm, up to 1e-6; not needed here.
-        ns_steps: Newton-Schulz steps, at least 1.
-        adjust_lr_fn: None and `"original"` are `adjust_lr="spectral"`, `"match_rms_adamw"` is the same here,
+        eps: accepted up to 1e-6 and ignored, because Quintic normalises without it.
+        ns_steps: number of Newton-Schulz steps, at least 1.
+        adjust_lr_fn: None and `"original"` are `adjust_lr="spectral"`, `"match_rms_adamw"` has the same name here,
             `"spectral_unclamped"` is `adjust_lr="unit_rms"`.
 
     Raises:
-        ValueError, TypeError: as `quintic.Muon`, and where an argument has no counterpart.
+        ValueError, TypeError: as `quintic.Muon`, and if an argument has no counterpart.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TorchMuon(DropIn):
         )
 
     def translate(self, group: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-        """Return the group in Quintic's options."""
+        """Return the group with Quintic's options; a group with `algorithm="adamw"` already has them."""
         return [dict(group) if group.get("algorithm") == "adamw" else self._options(group, where)]
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""The rows of a lookup layer's tables that each token gets: one for each phrase of an LZW dictionary that ends in it.
+"""Allocates the table rows of lookup layers to tokens: a token gets a row for each LZW phrase that ends in it.
 
-LZW (T. Welch, A Technique for High-Performance Data Compression, 1984) reads text phrase by phrase: it takes the
-longest phrase of its dictionary that comes next, adds that phrase with the token behind it, and goes on at that token.
-Phrases taken often are contexts worth remembering, and a token that ends many of them occurs in many contexts: with L3
-(Tseng and De Sa, https://arxiv.org/abs/2601.21461) it gets as many rows.
+LZW (T. Welch, A Technique for High-Performance Data Compression, 1984) reads text phrase by phrase: it matches the
+longest phrase of its dictionary, adds this phrase extended by the next token, and continues at that token. Frequent
+phrases are contexts worth remembering, and a token that ends many phrases occurs in many contexts. So L3 (Tseng and De
+Sa, https://arxiv.org/abs/2601.21461) gives such a token more rows.
 """
 
 from collections.abc import Iterable
@@ -15,20 +15,20 @@ __all__ = ["allocate_rows", "count_phrases"]
 
 
 def count_phrases(rows: Iterable[npt.ArrayLike], *, bos_id: int | None = None) -> tuple[list[int], list[int]]:
-    """Return the phrases of two tokens and more that one LZW pass finds: the token each ends in, and its count.
+    """Return the last token and the count of each phrase of at least two tokens that one LZW pass finds.
 
-    A phrase counts once when it is added to the dictionary, and once each time it is taken from it. Phrases begin anew
-    with each row and each document; the dictionary goes on. Single tokens are in the dictionary from the start, and
-    not among the phrases that are returned.
+    A phrase is counted once when it is added to the dictionary, and once each time it is matched. Each row and each
+    document starts a new phrase, but all share the dictionary. Single tokens are in the dictionary from the start and
+    are not returned.
 
     Args:
-        rows: 1-D token ids.
-        bos_id: token that starts a document; None if there is none.
+        rows: 1-D sequences of token ids.
+        bos_id: token that starts a document; None if there is no such token.
 
     Returns:
-        Last tokens and counts, in the order in which phrases were added.
+        Last tokens and counts, in the order in which the phrases were added.
     """
-    children: dict[tuple[int, int], int] = {}  # (phrase, next token) -> phrase; ~token stands for a single token
+    children: dict[tuple[int, int], int] = {}  # (phrase, next token) -> phrase; ~token is the phrase of a single token
     ends: list[int] = []
     counts: list[int] = []
     for row in rows:
@@ -37,10 +37,12 @@ def count_phrases(rows: Iterable[npt.ArrayLike], *, bos_id: int | None = None) -
             if phrase is None:
                 phrase = None if token is None else ~token
                 continue
+            # Extend the phrase while the dictionary has it.
             longer = None if token is None else children.get((phrase, token))
             if longer is not None and token != bos_id:
                 phrase = longer
                 continue
+            # The longest match: count it, and add it extended by this token, unless a document starts here.
             if phrase >= 0:
                 counts[phrase] += 1
             if token is None:
@@ -56,19 +58,21 @@ def count_phrases(rows: Iterable[npt.ArrayLike], *, bos_id: int | None = None) -
 def allocate_rows(
     rows: Iterable[npt.ArrayLike], *, vocab_size: int, total: int, most: int, bos_id: int | None = None
 ) -> npt.NDArray[np.int32]:
-    """Return the number of table rows of each token: at least one, at most `most`, `total` together.
+    """Return the number of table rows of each token: from 1 to `most`, with the sum `total`.
 
-    After one row for each token, the phrases of `count_phrases` give one row each to the token that they end in, the
-    most frequent first and of equal ones the earliest, unless that token has `most`. Where the sample has fewer phrases
-    than there are rows, the list is gone through again and again, so that tokens share in proportion; where all its
-    tokens have `most`, the others get the rest, one row at a time in the order of their ids. The same rows give the
-    same answer on every machine.
+    1. Every token gets one row.
+    2. The phrases of `count_phrases`, most frequent first and among equals the earliest, each add a row to the token
+       that they end in, unless that token has `most` rows. This pass is repeated until the rows are used up, so that
+       tokens get rows in proportion to their phrases.
+    3. If all tokens that end a phrase have `most` rows, the other tokens get the rest, one row each in order of ids.
+
+    The result is the same on every machine.
 
     Args:
-        rows: 1-D token ids, below `vocab_size`.
+        rows: 1-D sequences of token ids below `vocab_size`.
         vocab_size: number of tokens.
         total: number of rows, from `vocab_size` to `vocab_size * most`.
-        most: most rows of one token, >= 1.
+        most: largest number of rows of a token, at least 1.
         bos_id: as for `count_phrases`.
 
     Returns:
@@ -79,17 +83,17 @@ def allocate_rows(
     """
     if not vocab_size <= total <= vocab_size * most:
         raise ValueError(
-            f"{total:,} rows for {vocab_size:,} tokens: must be at least one and at most {most} for each, "
-            f"{vocab_size:,} to {vocab_size * most:,}"
+            f"total={total:,}: must give each of {vocab_size:,} tokens from 1 to {most} rows, so be between "
+            f"{vocab_size:,} and {vocab_size * most:,}"
         )
     ends, counts = count_phrases(rows, bos_id=bos_id)
     by_count = np.argsort(-np.asarray(counts, dtype=np.int64), kind="stable")
-    waiting = [ends[phrase] for phrase in by_count]
+    candidates = [ends[phrase] for phrase in by_count]
     allocated = [1] * vocab_size
     left = total - vocab_size
     while left:
-        waiting = [token for token in waiting or range(vocab_size) if allocated[token] < most]
-        for token in waiting:
+        candidates = [token for token in candidates or range(vocab_size) if allocated[token] < most]
+        for token in candidates:
             if left and allocated[token] < most:
                 allocated[token] += 1
                 left -= 1

@@ -1,8 +1,10 @@
-"""The key/value cache of generation: keys and values of each layer, one document per row.
+"""The key/value cache for generation: keys and values of each layer, with one document per row.
 
-Rows need not be equally long. Prompts are padded at their end and read in one pass; `KVCache.rewind` then forgets the
-padding, and each row goes on behind its own last token. The cache knows no document boundaries, because generation
-continues a single document.
+Shapes: B rows, T new positions, C width, H query heads, G key/value heads, D head dimension.
+
+Rows may have different lengths. Prompts are padded at their end and read in one forward pass; `KVCache.rewind` then
+drops the padding, and each row continues after its own last token. The cache ignores document boundaries, because
+generation continues a single document.
 """
 
 from collections.abc import Sequence
@@ -14,21 +16,21 @@ from torch import Tensor
 __all__ = ["KVCache", "LayerCache"]
 
 
-class _Places:
-    """The cache positions of the current forward pass's tokens, the same for all layers."""
+class _Positions:
+    """The cache positions of the tokens of the current forward pass, common to all layers."""
 
     def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
         self.lengths = [0] * rows
         self.starts = [0] * rows
-        self.rows = torch.arange(rows, device=device).unsqueeze(1)
-        self.positions = torch.empty((rows, 0), dtype=torch.int64, device=device)
+        self.rows = torch.arange(rows, device=device).unsqueeze(1)  # (B, 1)
+        self.positions = torch.empty((rows, 0), dtype=torch.int64, device=device)  # (B, T)
         self._visible: dict[int, tuple[int, int, Tensor]] = {}
 
     def advance(self, new: int) -> None:
-        """Give each row `new` more positions."""
+        """Add `new` positions to each row."""
         if max(self.lengths) + new > self.capacity:
-            raise ValueError(f"{max(self.lengths)} + {new} tokens: this cache has room for {self.capacity}")
+            raise ValueError(f"{max(self.lengths)} + {new} tokens do not fit into a cache of {self.capacity} positions")
         device = self.rows.device
         self.starts = list(self.lengths)
         self.positions = torch.tensor(self.starts, device=device).unsqueeze(1) + torch.arange(new, device=device)
@@ -36,7 +38,7 @@ class _Places:
         self._visible.clear()
 
     def visible(self, window: int) -> tuple[int, int, Tensor]:
-        """Return the range of positions that matter, and their mask for each query, (B, 1, T, end - first)."""
+        """Return (first, end, mask): the positions that any query sees, and a (B, 1, T, end - first) bool mask."""
         if window not in self._visible:
             first, end = max(0, min(self.starts) - window + 1), max(self.lengths)
             distance = self.positions.unsqueeze(2) - torch.arange(first, end, device=self.rows.device)
@@ -45,21 +47,22 @@ class _Places:
 
 
 class LayerCache:
-    """Keys and values of one layer; room for all positions is taken at once."""
+    """Keys and values of one layer: (B, G, capacity, D) each, allocated at construction."""
 
-    def __init__(self, places: _Places, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype) -> None:
-        self._places = places
-        shape = (len(places.rows), num_kv_heads, places.capacity, head_dim)
-        # Zeros: masked positions have weight zero, but zero times what was left in memory may not be a number.
-        self.keys = torch.zeros(shape, dtype=dtype, device=places.rows.device)
+    def __init__(self, positions: _Positions, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype) -> None:
+        self._positions = positions
+        shape = (len(positions.rows), num_kv_heads, positions.capacity, head_dim)
+        # Zeros, because a masked position has weight 0, but 0 times uninitialised memory may be NaN.
+        self.keys = torch.zeros(shape, dtype=dtype, device=positions.rows.device)
         self.values = torch.zeros_like(self.keys)
 
     def attend(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, window: int) -> Tensor:
-        """Add T positions to each row and return attention of their queries over the last `window`, (B, T, H, D)."""
-        places = self._places
-        self.keys[places.rows, :, places.positions] = k_BTGD
-        self.values[places.rows, :, places.positions] = v_BTGD
-        first, end, visible = places.visible(window)
+        """Store T new keys and values per row and return the attention of the T queries, (B, T, H, D)."""
+        current = self._positions
+        self.keys[current.rows, :, current.positions] = k_BTGD
+        self.values[current.rows, :, current.positions] = v_BTGD
+        first, end, visible = current.visible(window)
+        # Only the positions that some query of the batch may see: (B, G, end - first, D).
         out_BHTD = F.scaled_dot_product_attention(
             q_BTHD.transpose(1, 2),
             self.keys[:, :, first:end],
@@ -71,16 +74,16 @@ class LayerCache:
 
 
 class KVCache:
-    """The caches of all layers, and the embeddings that smear mixes into the tokens after them.
+    """The caches of all layers, and the last embeddings, which smear mixes into the next tokens.
 
     Args:
-        num_layers: layers of the model.
-        rows: documents.
-        capacity: most positions of a row.
+        num_layers: number of layers.
+        rows: number of documents.
+        capacity: largest number of positions of a row.
         num_kv_heads: key/value heads of a layer.
         head_dim: channels of a head.
-        dtype: of keys and values.
-        device: where they are.
+        dtype: dtype of keys and values.
+        device: device of keys and values.
     """
 
     def __init__(
@@ -94,43 +97,44 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._places = _Places(rows, capacity, device)
+        self._positions = _Positions(rows, capacity, device)
         self._embeddings_BTC: Tensor | None = None
-        self.layers = [LayerCache(self._places, num_kv_heads, head_dim, dtype=dtype) for _ in range(num_layers)]
+        self.layers = [LayerCache(self._positions, num_kv_heads, head_dim, dtype=dtype) for _ in range(num_layers)]
         self.last_embedding: Tensor | None = None
-        """(B, 1, C) of each row's last token, before smear; None before the first token."""
+        """(B, 1, C) embedding of each row's last token, before smear; None before the first token."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of positions of each row that are filled."""
-        return tuple(self._places.lengths)
+        """Number of filled positions of each row."""
+        return tuple(self._positions.lengths)
 
     def advance(self, new: int) -> Tensor:
-        """Make room for `new` tokens behind the last of each row and return their positions, (B, new) int64.
+        """Add `new` positions to each row and return them, (B, new) int64.
 
         Raises:
-            ValueError: they do not fit.
+            ValueError: the capacity is too small.
         """
-        self._places.advance(new)
-        return self._places.positions
+        self._positions.advance(new)
+        return self._positions.positions
 
     def remember(self, embeddings_BTC: Tensor) -> None:
-        """Keep the embeddings of the tokens of this forward pass."""
+        """Keep the embeddings of this forward pass for `rewind`, and each row's last one for smear."""
         self._embeddings_BTC = embeddings_BTC
         self.last_embedding = embeddings_BTC[:, -1:]
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Forget all but the first `lengths[b]` positions of row b, which end among those of the last forward pass.
+        """Keep only the first `lengths[b]` positions of row b, at least one of them from the last forward pass.
 
         Raises:
-            ValueError: they end before it, or there are not so many.
+            ValueError: a length exceeds the row, or drops positions of an earlier forward pass.
         """
-        places = self._places
-        for length, start, end in zip(lengths, places.starts, places.lengths, strict=True):
+        current = self._positions
+        for length, start, end in zip(lengths, current.starts, current.lengths, strict=True):
             if not start < length <= end:
-                raise ValueError(f"lengths={list(lengths)}: a row with {end} positions keeps {start + 1} to {end}")
+                raise ValueError(f"lengths={list(lengths)}: a row of {end} positions can keep {start + 1} to {end}")
         assert self._embeddings_BTC is not None
-        last = [length - start - 1 for length, start in zip(lengths, places.starts, strict=True)]
-        rows = places.rows.squeeze(1)
+        # The last kept token's index within the last forward pass, for each row.
+        last = [length - start - 1 for length, start in zip(lengths, current.starts, strict=True)]
+        rows = current.rows.squeeze(1)
         self.last_embedding = self._embeddings_BTC[rows, torch.tensor(last, device=rows.device)].unsqueeze(1)
-        places.lengths = list(lengths)
+        current.lengths = list(lengths)

@@ -1,11 +1,13 @@
-"""Linear layers multiplied in 8 bits with dynamic scaling: each scale comes from the tensor that it quantises.
+"""Linear layers that multiply in 8 bits with dynamic scaling: each scale is computed from the tensor it quantises.
 
-*Tensorwise*, one scale for a tensor: the largest magnitude is found first, then the tensor is quantised in both
-orientations in one pass (`quintic.kernels.linear.fp8`). Gradients are e5m2, whose range is wider, everything else e4m3.
+For y = x W^T a layer has three products: y itself, grad_x = grad_y W, and grad_W = grad_y^T x.
 
-*Rowwise*, one scale for each row of the left operand and each column of the right one: an outlier costs its own row
-precision and no other. Each operand is quantised once for each product, along the dimension of its sum, all as e4m3.
-These are ordinary operations of PyTorch, made for `torch.compile` to fuse.
+*Tensorwise*: one scale per tensor. One pass finds the largest magnitude, a second one quantises the tensor in both
+orientations (`quintic.kernels.linear.fp8`). Gradients are e5m2, whose range is wider, all others e4m3.
+
+*Rowwise*: one scale for each row of the left operand and each column of the right one, so that an outlier only costs
+its own row precision. Each operand is quantised separately for each product, along the dimension that is summed, always
+as e4m3. These are plain PyTorch operations, for `torch.compile` to fuse.
 
 Sources: P. Micikevicius et al., FP8 Formats for Deep Learning (2022), https://arxiv.org/abs/2209.05433; the two recipes
 and their names are torchao's (https://github.com/pytorch/ao).
@@ -45,36 +47,36 @@ __all__ = [
 
 Fp8Scaling = Literal["tensorwise", "rowwise"]
 
-# "auto" is tensorwise, in the layers that become faster.
+# "auto" is tensorwise, only in the layers that become faster.
 Fp8Recipe = Literal["auto", Fp8Scaling]
 
-# The passes in which a layer multiplies in 8 bits.
+# The passes in which a layer multiplies in 8 bits, as texts for the log.
 FP8_BOTH, FP8_FORWARD = "forward and backward", "forward alone"
 
 _E4M3 = torch.float8_e4m3fn
 
-# Below this size tensor cores are not busy.
+# Smaller matrices do not keep tensor cores busy.
 _SMALLEST = 128
 
-# From this size on both passes of a layer are faster in 8 bits, quantising included: on an H200 steps of a GPT are 1 %
-# slower at width 768, and 11 and 18 % faster at 1,280 and 2,048 (docs/how-to/train/fp8.md).
+# From this size on, both passes of a layer are faster in 8 bits, quantisation included. On an H200, steps of a GPT were
+# 1 % slower at width 768, but 11 and 18 % faster at 1,280 and 2,048 (docs/how-to/train/fp8.md).
 _SMALLEST_THAT_PAYS = 1024
 
 
 def takes_fp8(weight: Tensor) -> bool:
-    """Return whether a weight's sizes suit 8-bit products: multiples of 16, and at least 128."""
+    """Return whether a weight's sizes suit 8-bit products: multiples of 16, at least 128."""
     return all(size % MULTIPLE == 0 and size >= _SMALLEST for size in weight.shape)
 
 
 def obstacle_to_fp8_layer(weight: Tensor, *, needs_gain: bool) -> str:
-    """Return why a layer with this weight does not multiply in 8 bits, forward and backward; empty where it does.
+    """Return the reason why a layer cannot multiply in 8 bits in both passes; "" if it can.
 
     Args:
-        weight: of the layer.
-        needs_gain: leave out layers that would not become faster.
+        weight: (out, in) weight of the layer.
+        needs_gain: also reject layers that would not become faster.
     """
     if any(size % MULTIPLE for size in weight.shape):
-        return f"a size is no multiple of {MULTIPLE}"
+        return f"a size is not a multiple of {MULTIPLE}"
     if min(weight.shape) < _SMALLEST:
         return f"a size is below {_SMALLEST}"
     if needs_gain and min(weight.shape) < _SMALLEST_THAT_PAYS:
@@ -83,33 +85,33 @@ def obstacle_to_fp8_layer(weight: Tensor, *, needs_gain: bool) -> str:
 
 
 def fp8_lines(layers: Mapping[str, str]) -> list[str]:
-    """Describe the result of `GPT.use_fp8` for people: which layers multiply in 8 bits, and why others do not."""
+    """Return lines for the user that describe the result of `GPT.use_fp8`, a line for each use or reason."""
     names: dict[str, list[str]] = {}
     for name, use in layers.items():
         names.setdefault(use, []).append(name)
     none = "" if FP8_BOTH in names or FP8_FORWARD in names else "--fp8 changes nothing in this model: "
     uses = sorted(names, key=lambda use: (use not in (FP8_BOTH, FP8_FORWARD), use))
     return [
-        f"{none or '8-bit products: '}{use if use in (FP8_BOTH, FP8_FORWARD) else f'none, as {use},'} in "
+        f"{none or '8-bit products: '}{use if use in (FP8_BOTH, FP8_FORWARD) else f'none, because {use},'} in "
         f"{len(names[use])} of {len(layers)} linear layers ({', '.join(_without_numbers(names[use]))})"
         for use in uses
     ]
 
 
 def _without_numbers(names: Iterable[str]) -> list[str]:
-    """Return names of layers with a star for each number, each once."""
+    """Return the distinct names of layers, with a star in place of each number."""
     return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
 
 
 def dynamic_fp8_linear(x: Tensor, weight: Tensor, recipe: Fp8Scaling, *, kernels: KernelsOption = "auto") -> Tensor:
-    """Return x @ weight.T, multiplied in 8 bits, forward and backward; sums are float32.
+    """Return x @ weight.T, multiplied in 8 bits in both passes, with sums in float32.
 
     Args:
         x: (..., in) float32, bfloat16 or float16.
-        weight: (out, in), one of these dtypes; sizes are multiples of 16.
-        recipe: where scales come from, see this module.
-        kernels: `"auto"` takes tensor cores on CUDA devices of compute capability 8.9 or more (rowwise: 9.0),
-            `"torch"` emulates them.
+        weight: (out, in) in one of these dtypes; both sizes are multiples of 16.
+        recipe: scaling, see the module's docstring.
+        kernels: `"auto"` uses tensor cores on CUDA devices of compute capability 8.9 or more (rowwise: 9.0), `"torch"`
+            emulates them.
 
     Returns:
         (..., out) in the dtype of `x`. Gradients have the dtypes of `x` and `weight`.
@@ -122,12 +124,22 @@ def dynamic_fp8_linear(x: Tensor, weight: Tensor, recipe: Fp8Scaling, *, kernels
 
 
 def head_scales(x: Tensor, weight: Tensor) -> Fp8Scales:
-    """Return the scales of an output head's products, for `softcap_cross_entropy`."""
+    """Return the scales of an output head's products for `softcap_cross_entropy`.
+
+    Args:
+        x: (..., C) hidden states.
+        weight: (vocab_size, C).
+    """
+    # The gradient of a cross entropy with respect to logits lies in [-1, 1], so its scale is constant.
     largest = LARGEST[torch.float8_e5m2]
     return Fp8Scales(unit_of(x, _E4M3), unit_of(weight, _E4M3), x.new_full((), 1 / largest, dtype=torch.float32))
 
 
 class _Rowwise(torch.autograd.Function):
+    """x (m, in), weight (out, in) -> (m, out), with one scale per row and column."""
+
+    # The backward pass sums over m and over out, so it needs x and weight quantised along these dimensions. Saving them
+    # in 8 bits takes less memory than saving the originals.
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, kernels: KernelsOption) -> Tensor:
         ctx.save_for_backward(*_quantize_rows(x.mT), *_quantize_rows(weight.mT))
@@ -148,7 +160,7 @@ class _Rowwise(torch.autograd.Function):
 
 
 def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (m, n') e4m3 contiguous, n' the next multiple of 16, padded with zeros, and (m, 1) float32 scales."""
+    """Quantise (m, n) by rows: return contiguous e4m3, its columns padded to a multiple of 16, and (m, 1) scales."""
     wide = x.float()
     scales = (wide.abs().amax(1, keepdim=True) / LARGEST[_E4M3]).clamp_min(SMALLEST_SCALE)
     padded = F.pad(wide, (0, -x.shape[1] % MULTIPLE))
@@ -158,13 +170,14 @@ def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def _product(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, kernels: KernelsOption, *, fast: bool
 ) -> Tensor:
-    """Return a @ b.T, both quantised by rows."""
+    """Return a @ b.T for operands quantised by rows, each (values, scales)."""
     (left, left_scales), (right, right_scales) = a, b
     if left.is_cuda and choose_fp8_kernels(kernels, left) == "triton":
-        # Tensor cores with scales of rows write bfloat16 alone; Hopper's add with fewer bits where `fast`.
+        # With rowwise scales, `_scaled_mm` only writes bfloat16. `fast` lets Hopper accumulate with fewer bits.
         scales = left_scales, right_scales.mT
         out: Tensor = torch._scaled_mm(left, right.mT, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
     else:
         out = left.float() @ right.float().mT * left_scales * right_scales.mT
-    # A conversion that changes nothing, last in `forward`: PyTorch 2.11 compiles gradients of zero (its issue 180642).
+    # No conversion to the same dtype: with one last in `forward`, PyTorch 2.11 compiles gradients of zero (its issue
+    # 180642).
     return out if out.dtype == dtype else out.to(dtype)

@@ -1,15 +1,18 @@
-"""`GPT`: the model the harness trains. Its sizes, `GPTConfig` with the depth dial, are in sizes.py.
+"""`GPT`: the model that `quintic train` trains. Its sizes, `GPTConfig`, are in sizes.py.
 
-A decoder-only transformer: token embedding, blocks of attention and squared-ReLU MLP, untied output head. What departs
-from the textbook, and where the ideas come from (modded-nanogpt speedrun and nanochat unless named):
+A decoder-only transformer: token embedding, blocks of attention and squared-ReLU MLP, untied output head. It departs
+from the textbook as follows (ideas of the modded-nanogpt speedrun and nanochat unless a source is named):
 
 - rotary positions, QK-norm, no biases, normalisations without parameters, soft-capped logits (Gemma 2, 2408.00118);
 - value embeddings with gates on alternating layers (2410.17897);
-- per layer, a learned scale on the residual stream and on the embedding added back to it (x0);
-- smear: a learned, gated share of the previous token's embedding is added to each token's;
-- backout: a learned share of the stream half-way up is subtracted before the head, which need not see it;
-- after chosen layers, a lookup layer (lookup.py) reads what it keeps for each token;
-- attention, and smear, never cross a document boundary.
+- per layer, learned scales of the residual stream and of the initial embedding (x0) that is added to it;
+- smear: the previous token's embedding, times a learned gate, is added to each token's;
+- backout: the stream at half depth, times a learned scale, is subtracted before the head;
+- after chosen layers, a lookup layer (lookup.py);
+- neither attention nor smear crosses a document boundary.
+
+Phases of a forward pass: `_stem` (B, T) -> (B, T, C), blocks and lookup layers (B, T, C) -> (B, T, C), `_top`
+(B, T, C) -> (B, T, C), then the head with logits or loss. Shape suffixes as in layers.py.
 """
 
 import functools
@@ -27,21 +30,21 @@ from quintic.kernels.lookup.lookup import plan_lookup
 from quintic.kernels.loss.loss import softcap_cross_entropy
 from quintic.model.cache import KVCache
 from quintic.model.fp8 import FP8_BOTH, FP8_FORWARD, Fp8Recipe, head_scales, obstacle_to_fp8_layer, takes_fp8
-from quintic.model.layers import Block, Linear, divided_as, learns, rms_norm, rotary_tables
+from quintic.model.layers import Block, Linear, distribute_like, learns, rms_norm, rotary_tables
 from quintic.model.lookup import LookupLayer
 from quintic.model.sizes import GPTConfig
 
 __all__ = ["GPT", "GPTConfig"]
 
-# Leading channels the smear gate reads.
+# Leading channels of an embedding that the smear gate reads.
 _SMEAR_CHANNELS = 24
 
 
 class GPT(nn.Module):
     """A GPT. Build it on the meta device, move it with `to_empty`, then call `init_weights`.
 
-    With lookup layers, `allocate_lookups` comes next: which rows of their tables belong to which token is then a part
-    of the model, saved with its weights as the buffers `lookup_offsets` and `lookup_mean_rows`.
+    With lookup layers, call `allocate_lookups` next. The buffers `lookup_offsets` and `lookup_mean_rows` save its
+    assignment of table rows to tokens with the weights.
 
     Args:
         config: sizes.
@@ -88,23 +91,22 @@ class GPT(nn.Module):
         self.backout_scale = nn.Parameter(torch.empty(1))
 
     lookup_offsets: Tensor
-    """(vocab_size + 1,) int32: where each token's rows begin in every lookup layer's tables, and their number."""
+    """(vocab_size + 1,) int32: token t has the rows from [t] to [t + 1] in the tables of every lookup layer."""
     lookup_mean_rows: Tensor
-    """() float64: rows that a token of the training text reads from a lookup layer, on average."""
+    """() float64: mean number of rows that a token of the training text reads from a lookup layer."""
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Initialise every parameter in place, the same on every device (drawn on the CPU from `seed`).
+        """Initialise every parameter in place, with the same values on every device and in every layout.
 
-        Of a parameter that is divided among ranks (a `DTensor`) each rank draws all and keeps its part.
-
-        Matrices that read the residual stream have variance 1 / width; those that write to it start at zero, so that
-        every block starts as the identity; the head starts near zero, so that the first loss is ln(vocab_size).
+        Values are drawn on the CPU from `seed`; for a sharded parameter (`DTensor`), each rank draws all and keeps its
+        shard. Matrices that read the residual stream have variance 1 / width. Matrices that write to it start at zero,
+        so that every block starts as the identity. The head starts near zero, so that the first loss is ln(vocab_size).
         """
         generator = torch.Generator().manual_seed(seed)
 
         def fill(param: Tensor, draw: Tensor) -> None:
-            param.copy_(divided_as(draw.to(param.dtype), param))
+            param.copy_(distribute_like(draw.to(param.dtype), param))
 
         def normal(param: Tensor, std: float) -> None:
             fill(param, torch.randn(param.shape, generator=generator, device="cpu") * std)
@@ -132,6 +134,7 @@ class GPT(nn.Module):
             lookup.mix.weight.zero_()
         if self.config.l3_layers:
             rows, vocab_size = self.config.l3_embeddings, self.config.vocab_size
+            # As evenly as possible, until `allocate_lookups` is called.
             even = torch.full((vocab_size,), rows // vocab_size)
             even[: rows % vocab_size] += 1
             self.allocate_lookups(even, mean_rows=rows / vocab_size)
@@ -139,7 +142,7 @@ class GPT(nn.Module):
         self.smear_scale.zero_()
         self.backout_scale.fill_(0.2)
         depth_frac = torch.linspace(0, 1, self.config.depth)
-        # Early layers lean on the embedding and amplify the stream; late ones leave it alone.
+        # Early layers add more of the embedding and amplify the stream; late layers almost keep it.
         fill(self.residual_scales, 1.15 - 0.10 * depth_frac)
         fill(self.x0_scales, 0.20 - 0.15 * depth_frac)
 
@@ -153,20 +156,18 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss in nats per token, or the logits where there are no targets.
+        """Return the loss in nats per token, or without targets the logits.
 
         Args:
-            inputs: (B, T) int64 tokens. Without a cache a document starts at each `bos_id`.
+            inputs: (B, T) int64 tokens. Without a cache, a document starts at each `bos_id`.
             targets: (B, T) int64 next tokens.
-            document_starts: (num_documents + 1,) int32 cumulative offsets, for attention "varlen", "fa3" and
-                "fa4".
-            reduction: of losses: `"mean"` for a scalar, `"none"` for (B, T).
-            cache: keys and values of the tokens before these inputs (generation); updated.
-            positions: (N,) int64 places in the flattened inputs: without targets the only ones whose logits are
-                computed.
+            document_starts: (num_documents + 1,) int32 cumulative offsets, for attention "varlen", "fa3" and "fa4".
+            reduction: `"mean"` for a scalar loss, `"none"` for (B, T) losses.
+            cache: keys and values of the tokens before these inputs, in generation; updated.
+            positions: (N,) int64 indices into the flattened inputs. If given, only their logits are computed.
 
         Returns:
-            float32: scalar, (B, T), or logits after the soft cap: (B, T, vocab_size), with `positions`
+            float32: the loss, scalar or (B, T); or the logits after the soft cap, (B, T, vocab_size), with `positions`
             (N, vocab_size).
         """
         x_BTC = self._trunk(inputs, document_starts, cache)
@@ -186,18 +187,15 @@ class GPT(nn.Module):
         )
 
     def use_fp8(self, recipe: Fp8Recipe) -> dict[str, str]:
-        """Multiply in 8 bits from now on in training: in the head, and in linear layers.
-
-        Weights stay as they are. Evaluation, and whatever needs no gradient, keeps the dtype of the activations.
+        """Switch training to 8-bit products in the head and in linear layers; evaluation keeps the compute dtype.
 
         Args:
-            recipe: where scales come from in linear layers, of which all that suit tensor cores take part, or
-                `"auto"`: those that become faster, with one scale for each tensor, and the forward pass alone of MLPs
-                that do not. The head has one for each tensor with all of them.
+            recipe: `"tensorwise"` or `"rowwise"` is the scaling for all linear layers whose sizes suit tensor cores.
+                `"auto"` scales tensorwise, only in layers that become faster; other MLPs then use 8 bits in the
+                forward pass only. The head is always scaled tensorwise.
 
         Returns:
-            Of each linear layer by name, in which passes it multiplies in 8 bits, or why it does not: `FP8_BOTH`,
-            `FP8_FORWARD`, or a reason.
+            Name of each linear layer -> `FP8_BOTH`, `FP8_FORWARD`, or the reason why it does not use 8 bits.
         """
         linears = {name: module for name, module in self.named_modules() if isinstance(module, Linear)}
         found = {
@@ -208,6 +206,7 @@ class GPT(nn.Module):
             if not found[name]:
                 linear.fp8, found[name] = "tensorwise" if recipe == "auto" else recipe, FP8_BOTH
         for index, block in enumerate(self._blocks()):
+            # With "auto", an MLP below the size that pays in both passes still gains in the forward pass.
             mlp = block.mlp
             mlp.fp8_forward = recipe == "auto" and takes_fp8(mlp.up.weight) and mlp.up.fp8 is None
             if mlp.fp8_forward:
@@ -216,11 +215,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def allocate_lookups(self, rows_per_token: Tensor, *, mean_rows: float) -> None:
-        """Say which rows of the lookup layers' tables belong to which token; from `init_weights` on, even shares.
+        """Assign the table rows of the lookup layers to tokens.
 
         Args:
-            rows_per_token: (vocab_size,) integers from 1 to `l3_k_max` that add up to `l3_embeddings`.
-            mean_rows: rows that a token of the training text has on average, for the count of operations.
+            rows_per_token: (vocab_size,) integers from 1 to `l3_k_max`, with the sum `l3_embeddings`.
+            mean_rows: mean number of rows of a token of the training text, for `flops_per_token`.
 
         Raises:
             ValueError: `rows_per_token` does not fit the tables.
@@ -232,7 +231,7 @@ class GPT(nn.Module):
                 f"rows_per_token: need 1 to {config.l3_k_max} rows for each of {config.vocab_size:,} tokens"
             )
         if int(rows.sum()) != config.l3_embeddings:
-            raise ValueError(f"rows_per_token: {int(rows.sum()):,} rows; the tables have {config.l3_embeddings:,}")
+            raise ValueError(f"rows_per_token: the sum is {int(rows.sum()):,}, must be {config.l3_embeddings:,}")
         self.lookup_offsets[0] = 0
         self.lookup_offsets[1:] = rows.cumsum(0)
         self.lookup_mean_rows.fill_(mean_rows)
@@ -252,9 +251,9 @@ class GPT(nn.Module):
 
     @contextmanager
     def recording_max_logits(self, recorder: MaxLogits) -> Iterator[None]:
-        """Let every forward pass (without a cache) inside add each layer's largest logits per head to `recorder`.
+        """Record each layer's largest attention logits per head in forward passes within the block (not with a cache).
 
-        QK-norm bounds them already, so here they are something to watch and not something to clip.
+        For watching only: QK-norm already bounds the logits, so they need no clipping.
         """
         attentions = [block.attention for block in self._blocks()]
         before = [attention.on_max_logits for attention in attentions]
@@ -268,19 +267,19 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def max_logits(self, inputs: Tensor, *, document_starts: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the largest attention logit of each head over a batch: layer name -> (H,) float32."""
+        """Return layer name -> (H,) float32, the largest attention logit of each head over a batch."""
         recorder = MaxLogits()
         with self.recording_max_logits(recorder):
             self._trunk(inputs, document_starts, None)
         return recorder.take()
 
     def compile_parts(self) -> None:
-        """Compile each block, and the parts before and after them, for one shape of inputs.
+        """Compile each block and lookup layer, `_stem` and `_top`, for one shape of inputs.
 
-        Blocks of a kind share their compiled code, so the first step takes as long as that of a few blocks, whatever
-        the depth. Leave it out where shapes change, as in generation: `torch.compiler.set_stance("force_eager")`.
+        Blocks of the same kind share compiled code, so the time to compile hardly depends on the depth. Where shapes
+        change, as in generation, use `torch.compiler.set_stance("force_eager")`.
         """
-        # Kinds of blocks (window, value embedding) times training and evaluation.
+        # One compilation for each kind of block (window, value embedding), in training and in evaluation.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
         for part in (*self._blocks(), *self._lookups()):
             part.compile(dynamic=False)
@@ -288,9 +287,9 @@ class GPT(nn.Module):
         self._top = torch.compile(self._top, dynamic=False)  # type: ignore[method-assign]
 
     def num_parameters(self) -> dict[str, int]:
-        """Return the number of parameters of each part; the values add up to all of them.
+        """Return the number of parameters by purpose, with the sum of all parameters.
 
-        The matrices of lookup layers count among the blocks; their tables are a part of their own, where there are any.
+        Matrices of lookup layers count as `blocks`, their tables as `lookup_tables`, which only such models have.
         """
         tables = sum(table.numel() for lookup in self._lookups() for table in lookup.tables())
         parts = {
@@ -305,12 +304,11 @@ class GPT(nn.Module):
         return parts
 
     def flops_per_token(self) -> int:
-        """Return the floating-point operations of forward and backward per token.
+        """Return the floating-point operations of the forward and backward pass per token.
 
-        6 for each weight of a matrix product, and 12 x width x visible positions for each attention layer (PaLM,
-        arXiv 2204.02311, appendix B), where a causal query sees half of its window on average only if the window is
-        the whole row; the usual convention counts the full window, and so do we. In each lookup layer, 12 x width for
-        each row that a token has on average, which multiplies as a key and as a value.
+        6 for each weight of a matrix product; 12 x width x window for each attention layer (PaLM, arXiv 2204.02311,
+        appendix B), counting the full window as is usual, although causal queries near a row's start see less of it;
+        12 x width x mean rows per token for each lookup layer, whose rows multiply as keys and as values.
         """
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
         visible = sum(12 * self.config.width * window for window in self.config.windows)
@@ -330,8 +328,10 @@ class GPT(nn.Module):
             yield block
 
     def _trunk(self, inputs: Tensor, document_starts: Tensor | None, cache: KVCache | None) -> Tensor:
+        """Return the head's input, (B, T, C), for (B, T) tokens."""
         config = self.config
         length = inputs.shape[1]
+        # Positions of the tokens: 0 to T - 1, or with a cache (B, T) indices, after each row's last token.
         places = slice(length) if cache is None else cache.advance(length)
         end = length if cache is None else max(cache.lengths)
         tables = rotary_tables(end, config.head_dim, base=config.rotary_base, device=inputs.device)
@@ -346,8 +346,9 @@ class GPT(nn.Module):
                 document_starts=document_starts,
             )
         else:
-            mask = DocumentMask("sdpa")  # the cache knows what is visible
+            mask = DocumentMask("sdpa")  # unused: the cache makes the mask
         x0_BTC = x_BTC = halfway_BTC = self._stem(inputs, cache)
+        # The plan groups the batch's tokens by their table rows; all lookup layers use it.
         plan = plan_lookup(inputs, self.lookup_offsets, config.l3_embeddings) if self.lookups else None
         for layer, block in enumerate(self._blocks()):
             x_BTC = block(
@@ -368,8 +369,9 @@ class GPT(nn.Module):
         return self._top(x_BTC, halfway_BTC)
 
     def _stem(self, inputs: Tensor, cache: KVCache | None) -> Tensor:
-        """Return the first block's input, (B, T, C): embeddings, with a share of the one before, within documents."""
+        """Return the first block's input, (B, T, C): normalised embeddings with smear."""
         x_BTC = rms_norm(self.embedding(inputs).to(self.compute_dtype))
+        # The previous token's embedding: zeros or the cached one before the first, and masked at document starts.
         if cache is None or cache.last_embedding is None:
             previous = F.pad(x_BTC[:, :-1], (0, 0, 1, 0))
         else:
@@ -381,5 +383,5 @@ class GPT(nn.Module):
         return x_BTC + self.smear_scale.to(x_BTC.dtype) * gate * within_document * previous
 
     def _top(self, x_BTC: Tensor, halfway_BTC: Tensor) -> Tensor:
-        """Return the head's input, (B, T, C)."""
+        """Return the head's input, (B, T, C): the stream after backout, normalised."""
         return rms_norm(x_BTC - self.backout_scale.to(x_BTC.dtype) * halfway_BTC)

@@ -1,7 +1,8 @@
 """The layers of the GPT: linear, normalisation, rotary positions, attention, MLP, block.
 
-Nothing here has a bias or a learned normalisation. Weights stay in their own dtype (float32 in training) and are cast
-to the dtype of the activations where they are used, so that mixed precision needs no autocast.
+No layer has a bias or a learned normalisation. Weights stay in their own dtype (float32 in training) and are cast to
+the activations' dtype where they are used, so that mixed precision needs no autocast.
+
 Shape suffixes: B rows, T positions, C width, H query heads, G key/value heads, D head dimension.
 """
 
@@ -18,24 +19,24 @@ from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.model.cache import LayerCache
 from quintic.model.fp8 import Fp8Scaling, dynamic_fp8_linear
 
-__all__ = ["MLP", "Attention", "Block", "Linear", "divided_as", "learns", "rms_norm", "rotary_tables", "rotate"]
+__all__ = ["MLP", "Attention", "Block", "Linear", "distribute_like", "learns", "rms_norm", "rotary_tables", "rotate"]
 
-# Leading channels that the value-embedding gate reads: enough for a decision, too few to cost anything.
+# Leading channels of the stream that the gate of value embeddings reads: enough to decide, and cheap.
 GATE_CHANNELS = 12
 
-# Queries and keys have unit RMS; this sharpens their products (q.k / sqrt(D) has scale QK_GAIN^2 sqrt(D) at most).
+# Queries and keys have unit RMS. This factor sharpens attention: |q.k| / sqrt(D) is at most QK_GAIN^2 sqrt(D).
 QK_GAIN = 1.2
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Return `x` over its root mean square along the last dimension, with no learned parameters."""
+    """Return `x` divided by its root mean square along the last dimension."""
     return F.rms_norm(x, (x.shape[-1],))
 
 
-def divided_as(value: Tensor, tensor: Tensor) -> Tensor:
-    """Return a whole tensor, divided among ranks as another one of its shape is where that is a `DTensor`.
+def distribute_like(value: Tensor, tensor: Tensor) -> Tensor:
+    """Return `value` sharded like `tensor` if that is a `DTensor` of the same shape, else `value` itself.
 
-    Every rank has the whole tensor already: nothing is sent.
+    Communicates nothing, because every rank already holds the whole `value`.
     """
     if not isinstance(tensor, DTensor):
         return value
@@ -43,14 +44,14 @@ def divided_as(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 def learns(module: nn.Module) -> bool:
-    """Return whether a forward pass is one of training, and not of an evaluation: only then products are in 8 bits."""
+    """Return whether this forward pass trains: in training mode, with gradients. Only then products are in 8 bits."""
     return module.training and torch.is_grad_enabled()
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias whose weight is cast to the dtype of the input.
+    """A linear layer without bias; its weight is cast to the dtype of the input.
 
-    With `fp8`, training multiplies in 8 bits; evaluation and passes without gradients never do.
+    If `fp8` is set, training multiplies in 8 bits; evaluation and passes without gradients never do.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
@@ -65,48 +66,51 @@ class Linear(nn.Linear):
 
 
 def _fuses(x: Tensor, *weights: Tensor) -> bool:
-    """Return whether products with these weights may be fused with the operations around them.
+    """Return whether to fuse products with these weights with the operations around them.
 
-    On a CPU it gains nothing, and weights that are divided among ranks (tensor parallelism) stay with their modules.
+    Not on a CPU, where it gains nothing, and not with sharded weights, because tensor parallelism hooks into the
+    modules that own them.
     """
     is_half = x.dtype in (torch.bfloat16, torch.float16)
     return x.is_cuda and is_half and not any(isinstance(weight, DTensor) for weight in weights)
 
 
 def rotary_tables(length: int, head_dim: int, *, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return factors of each position's channels, and of those that they rotate with: (length, head_dim) float32 each.
+    """Return the cosines and signed sines for `rotate`: two (length, head_dim) float32 tensors.
 
-    They are cosines and sines, the first half of these negative, of position times base^(-2 i / head_dim). Source:
-    RoFormer, arXiv 2104.09864, eq. 15.
+    Channel i and channel i + head_dim / 2 rotate by the angle position x base^(-2 i / head_dim) (RoFormer, arXiv
+    2104.09864, eq. 15); the sines of the first half are negated.
     """
-    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
+    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)  # (D / 2,)
+    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)  # (length, D / 2)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor, *, parts: int = 1) -> Tensor:
-    """Rotate the first half of the channels against the second by the angle of the position (half-split convention).
-
-    As products with all channels it is one pass of a compiled model, where halves put together are one for each.
+    """Rotate queries or keys: the first half of the channels against the second, by the position's angle.
 
     Args:
-        x_BTHD: queries or keys.
-        cos: (T, D) from `rotary_tables`, or (B, T, D) where rows have positions of their own.
-        sin: the same.
-        parts: equal parts of the channels, in each of which halves rotate against each other.
+        x_BTHD: (B, T, H, D) queries or keys.
+        cos: (T, D) from `rotary_tables`, or (B, T, D) if positions differ between rows.
+        sin: of the same shape.
+        parts: split the channels into this many equal ranges, and rotate the halves of each range.
+
+    Returns:
+        (B, T, H, D).
     """
-    cos, sin = cos.unsqueeze(-2).to(x_BTHD.dtype), sin.unsqueeze(-2).to(x_BTHD.dtype)
+    cos, sin = cos.unsqueeze(-2).to(x_BTHD.dtype), sin.unsqueeze(-2).to(x_BTHD.dtype)  # (..., T, 1, D)
     half = x_BTHD.shape[-1] // (2 * parts)
-    others_BTHD: Tensor = x_BTHD.unflatten(-1, (parts, -1)).roll(half, dims=-1).flatten(-2)
-    return x_BTHD * cos + others_BTHD * sin
+    # Whole-tensor products compile to one kernel. Computing each half and concatenating them takes one for each.
+    partners_BTHD: Tensor = x_BTHD.unflatten(-1, (parts, -1)).roll(half, dims=-1).flatten(-2)
+    return x_BTHD * cos + partners_BTHD * sin
 
 
 class Attention(nn.Module):
     """Causal self-attention with rotary positions, QK-norm, grouped queries and gated value embeddings.
 
-    Value embeddings add, per key/value head and with a gate computed from the input, a vector looked up by token to
-    the value (value residual learning, arXiv 2410.17897, in the per-token form of the modded-nanogpt speedrun).
+    Value embeddings are vectors looked up by token. They are added to the values of each key/value head, times a gate
+    computed from the input (value residual learning, arXiv 2410.17897, in the form of the modded-nanogpt speedrun).
     """
 
     def __init__(self, width: int, num_heads: int, num_kv_heads: int, *, value_embedding: bool) -> None:
@@ -118,7 +122,7 @@ class Attention(nn.Module):
         self.value = Linear(width, num_kv_heads * self.head_dim)
         self.out = Linear(width, width)
         self.value_gate = Linear(min(GATE_CHANNELS, width), num_kv_heads) if value_embedding else None
-        self.on_max_logits: Callable[[Tensor], None] | None = None  # wants each forward pass' (H,) largest logits
+        self.on_max_logits: Callable[[Tensor], None] | None = None  # called with the (H,) largest logits of each pass
 
     def forward(
         self,
@@ -129,16 +133,26 @@ class Attention(nn.Module):
         window: int,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Return (B, T, C); with a cache, queries also see the cached keys and values, and the new ones are added."""
+        """Return the attention's output, (B, T, C).
+
+        Args:
+            x_BTC: (B, T, C) normalised stream.
+            value_embedding_BTC: (B, T, G x D) rows of the tokens in this layer's table, if it has one.
+            rotary: two (T, D) tables, from `rotary_tables`.
+            mask: the batch's documents.
+            window: positions that a query sees, its own included.
+            cache: keys and values of earlier positions, which queries also see; the new ones are added.
+        """
         q_BTC, k_BTC, v_BTC = self._project(x_BTC)
         q_BTHD = q_BTC.unflatten(-1, (self.num_heads, self.head_dim))
         k_BTGD = k_BTC.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v_BTGD = v_BTC.unflatten(-1, (self.num_kv_heads, self.head_dim))
         if self.value_gate is not None:
             assert value_embedding_BTC is not None
-            # In (0, 2): a gate that has learned nothing adds the embedding once.
+            # (B, T, G), in (0, 2), and 1 at the gate's initial weight 0, which adds the embedding unscaled.
             gate_BTG = 2 * torch.sigmoid(self.value_gate(x_BTC[..., : self.value_gate.in_features]))
             v_BTGD = v_BTGD + gate_BTG.unsqueeze(-1) * value_embedding_BTC.view_as(v_BTGD)
+        # QK-norm after the rotation, which does not change norms.
         q_BTHD = rms_norm(rotate(q_BTHD, *rotary)) * QK_GAIN
         k_BTGD = rms_norm(rotate(k_BTGD, *rotary)) * QK_GAIN
         if cache is None and self.on_max_logits is not None:
@@ -152,13 +166,13 @@ class Attention(nn.Module):
         return out_BTC
 
     def _project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, heads side by side."""
+        """Return queries (B, T, H x D), keys and values (B, T, G x D)."""
         linears = (self.query, self.key, self.value)
         weights = [linear.weight for linear in linears]
         fp8 = self.query.fp8 if learns(self.query) else None
         if not _fuses(x_BTC, *weights) or any(linear.fp8 != self.query.fp8 for linear in linears):
             return self.query(x_BTC), self.key(x_BTC), self.value(x_BTC)
-        # One product of three times the width runs faster than three, forward and backward.
+        # One wide product runs faster than three narrow ones, forward and backward.
         if fp8 is None:
             projected = F.linear(x_BTC, torch.cat(weights).to(x_BTC.dtype))
         else:
@@ -170,7 +184,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers with a squared ReLU between them (Primer, arXiv 2109.08668).
 
-    On a GPU the element-wise work is done inside the products (`mlp_relu2`). Inputs have a root mean square of 1.
+    On a GPU the element-wise work is fused into the products (`mlp_relu2`). Inputs must have a root mean square of 1,
+    which the scales of 8-bit products assume.
     """
 
     def __init__(self, width: int) -> None:
@@ -178,10 +193,10 @@ class MLP(nn.Module):
         self.up = Linear(width, 4 * width)
         self.down = Linear(4 * width, width)
         self.fp8_forward = False
-        """Whether training multiplies in 8 bits forward and not backward, where `up` and `down` do not in both."""
+        """Multiply in 8 bits in the forward pass only; for layers whose `up` and `down` have no `fp8` of their own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., C) for (..., C)."""
+        """Return down(relu(up(x))^2): (..., C) -> (..., C)."""
         in_8_bits = self.up.fp8 is not None and learns(self.up)
         if not in_8_bits and _fuses(x, self.up.weight, self.down.weight):
             fp8 = self.fp8_forward and learns(self.up)
@@ -191,10 +206,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to the residual stream it reads through a normalisation.
+    """Attention and MLP, each reading the normalised residual stream and adding its output to it.
 
-    What enters is the stream and the embedding it began with, each times a learned scale. That is done here, and not
-    between blocks, so that a block that is compiled by itself has all of its element-wise work inside.
+    x <- a x + b x0, with x0 the initial embedding; x <- x + attention(norm(x)); x <- x + mlp(norm(x)).
+
+    The scaled sum with x0 is computed inside the block rather than between blocks, so that a block that is compiled
+    separately fuses all of its element-wise work.
     """
 
     def __init__(self, width: int, num_heads: int, num_kv_heads: int, *, value_embedding: bool) -> None:
@@ -217,15 +234,15 @@ class Block(nn.Module):
         """Return the residual stream after this block, (B, T, C).
 
         Args:
-            x_BTC: the stream.
-            x0_BTC: the embeddings it began with.
-            scales: scalars that these two are multiplied by.
-            value_embedding: table of this layer, where it has one.
-            inputs_BT: int64 tokens, looked up in that table.
-            rotary: from `rotary_tables`.
-            mask: of the batch.
-            window: positions that a query sees.
-            cache: keys and values seen before, in generation.
+            x_BTC: (B, T, C) residual stream.
+            x0_BTC: (B, T, C) embeddings that the stream began with.
+            scales: two scalars, the factors of `x_BTC` and `x0_BTC`.
+            value_embedding: this layer's table, (vocab_size, G x D), if it has one.
+            inputs_BT: (B, T) int64 tokens to look up in that table.
+            rotary: two (T, D) tables, from `rotary_tables`.
+            mask: the batch's documents.
+            window: positions that a query sees, its own included.
+            cache: this layer's keys and values of earlier positions, in generation.
         """
         x_BTC = scales[0].to(x_BTC.dtype) * x_BTC + scales[1].to(x_BTC.dtype) * x0_BTC
         value_embedding_BTC = None if value_embedding is None else value_embedding(inputs_BT).to(x_BTC.dtype)
@@ -235,10 +252,12 @@ class Block(nn.Module):
 
 
 def window_sizes(pattern: str, depth: int, seq_len: int, short_window: float = 0.25) -> Sequence[int]:
-    """Return each layer's window: "L" sees the whole row, "S" a share of it; the last layer always sees it all.
+    """Return each layer's window in positions: `seq_len` for L, `short_window` times `seq_len` for S.
+
+    The pattern is repeated over the layers; the last layer is always L.
 
     Raises:
-        ValueError: the pattern is empty or has a letter other than S and L, or the share is not in (0, 1].
+        ValueError: the pattern is empty or has other letters than S and L, or `short_window` is not in (0, 1].
     """
     if not pattern or set(pattern) - set("SL"):
         raise ValueError(f"window_pattern={pattern!r}: use the letters S (short window) and L (full window)")

@@ -1,14 +1,15 @@
-"""The large lookup layer (L3): a table of embeddings per token, read with attention by the hidden state.
+"""The large lookup layer (L3): each token has rows of embeddings, which its hidden state reads with attention.
 
-Tseng and De Sa, L3: Large Lookup Layers (2026), https://arxiv.org/abs/2601.21461. For a hidden state x with token t,
-whose rows of the tables of keys and values are K_t and V_t:
+Tseng and De Sa, L3: Large Lookup Layers (2026), https://arxiv.org/abs/2601.21461. For a hidden state x of token t, with
+the token's rows K_t of the table of keys and V_t of the table of values:
 
     L3(x, t) = W_mix [norm(W_up (V_t^T softmax(K_t x))); x] + x
 
-The token alone decides which rows are read, so there is nothing to route or to balance. As in the paper, what was
-looked up stands before x in the product with W_mix, and the sum with x makes it a layer of its own between two blocks.
-One thing differs: like every layer of this model it reads the residual stream through its normalisation, so x is
-rms_norm(x) inside of the products, and itself in the sum.
+Only the token decides which rows are read, so no routing or load balancing is needed. The layer stands between two
+blocks. One thing differs from the paper: like every layer of this model, it reads the normalised residual stream, so x
+is rms_norm(x) in the products, and x itself in the sum.
+
+Shape suffixes: B rows, T positions, C width, U channels of W_up's output.
 """
 
 import torch
@@ -21,13 +22,13 @@ __all__ = ["LookupLayer"]
 
 
 class LookupLayer(nn.Module):
-    """One lookup layer. Which rows belong to which token is given with the input: it is the same for all layers.
+    """One lookup layer. The assignment of rows to tokens is an argument of `forward`, because all layers share it.
 
     Args:
         width: channels of the residual stream, of keys and of values.
-        rows: of the tables.
-        d_up: channels between the read and the mixing product.
-        tied: the values are the keys (the paper finds no loss of quality), which halves the tables.
+        rows: rows of each table.
+        d_up: channels of W_up's output.
+        tied: use the keys as values. This halves the tables; the paper finds no loss of quality.
     """
 
     def __init__(self, width: int, rows: int, d_up: int, *, tied: bool) -> None:
@@ -38,18 +39,19 @@ class LookupLayer(nn.Module):
         self.mix = Linear(d_up + width, width)
 
     def tables(self) -> list[nn.Parameter]:
-        """Return the tables: the keys and, where they are others, the values."""
+        """Return the tables, (rows, C) each: keys and, unless tied, values."""
         return [self.keys] if self.values is None else [self.keys, self.values]
 
     def forward(self, x_BTC: Tensor, offsets: Tensor, plan: LookupPlan) -> Tensor:
         """Return the residual stream after this layer, (B, T, C).
 
         Args:
-            x_BTC: the residual stream.
-            offsets: (vocabulary + 1,) int32: where each token's rows begin, and their number.
-            plan: from `plan_lookup`, for the tokens of these positions.
+            x_BTC: (B, T, C) residual stream.
+            offsets: (vocab_size + 1,) int32: token t has the rows from offsets[t] to offsets[t + 1].
+            plan: from `plan_lookup`, for the batch's tokens.
         """
         read_BTC = rms_norm(x_BTC)
+        # norm(W_up (V_t^T softmax(K_t x))): the token's rows, read by its hidden state.
         raised_BTU = rms_norm(self.up(lookup(read_BTC, self.keys, self.values, offsets, plan)))
         out_BTC: Tensor = x_BTC + self.mix(torch.cat([raised_BTU, read_BTC], dim=-1))
         return out_BTC

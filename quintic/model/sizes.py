@@ -1,4 +1,4 @@
-"""`GPTConfig`: the sizes of a GPT, from the depth dial or one by one."""
+"""`GPTConfig`: the sizes of a GPT, given one by one or derived from the depth."""
 
 from dataclasses import dataclass
 
@@ -9,25 +9,25 @@ __all__ = ["GPTConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Shape of a GPT. `from_depth` derives everything from one number.
+    """The sizes of a GPT; `from_depth` derives them from the depth.
 
     Args:
-        vocab_size: tokens.
-        depth: blocks.
+        vocab_size: number of tokens in the vocabulary.
+        depth: number of blocks.
         width: channels of the residual stream, a multiple of `head_dim`.
         head_dim: channels per head, even.
-        num_kv_heads: key/value heads; the number of query heads, width / head_dim, is a multiple of it.
+        num_kv_heads: key/value heads, a divisor of the number of query heads (width / head_dim).
         seq_len: positions of a training row.
         window_pattern: letters S (short window) and L (whole row), repeated over the layers; the last is always L.
-        short_window: share of a row that an S layer sees, in (0, 1].
+        short_window: window of an S layer as a fraction of `seq_len`, in (0, 1].
         bos_id: token that starts a document.
         softcap: logits are softcap tanh(logits / softcap).
-        rotary_base: slowest rotary wavelength is about 2 pi times this.
-        l3_layers: blocks, from 0, that a lookup layer follows; ascending.
-        l3_embeddings: rows of a lookup layer's tables, from one to `l3_k_max` for each token of the vocabulary.
+        rotary_base: the slowest rotary wavelength is about 2 pi times this.
+        l3_layers: ascending numbers of blocks, from 0, that are followed by a lookup layer.
+        l3_embeddings: rows of a lookup layer's tables, between 1 and `l3_k_max` for each token of the vocabulary.
         l3_d_up: channels between the lookup and its mixing product; 0 for 4 x width.
-        l3_k_max: most rows of one token.
-        l3_tied: whether the values of a lookup layer are its keys.
+        l3_k_max: largest number of rows of a token.
+        l3_tied: use a lookup layer's keys as its values.
     """
 
     vocab_size: int
@@ -60,7 +60,7 @@ class GPTConfig:
             raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide the {self.num_heads} query heads")
         if not 0 <= self.bos_id < self.vocab_size:
             raise ValueError(f"bos_id={self.bos_id} is not a token of a vocabulary of {self.vocab_size}")
-        _ = self.windows
+        _ = self.windows  # raises if the pattern or the short window is invalid
         if self.l3_layers:
             self._check_lookups()
 
@@ -72,7 +72,7 @@ class GPTConfig:
             )
         if not least <= self.l3_embeddings <= most:
             raise ValueError(
-                f"l3_embeddings={self.l3_embeddings}: need one for each of {least:,} tokens, and at most "
+                f"l3_embeddings={self.l3_embeddings}: need at least one for each of {least:,} tokens, and at most "
                 f"{self.l3_k_max} (l3_k_max={self.l3_k_max})"
             )
         if self.l3_d_up < 0:
@@ -92,21 +92,21 @@ class GPTConfig:
         window_pattern: str = "SSSL",
         short_window: float = 0.25,
     ) -> "GPTConfig":
-        """Return the sizes for a depth: width is aspect_ratio x depth, rounded up to a multiple of `head_dim`.
+        """Return the sizes for a depth: the width is aspect_ratio x depth, rounded up to a multiple of `head_dim`.
 
         Args:
-            depth: blocks.
-            vocab_size: tokens.
+            depth: number of blocks.
+            vocab_size: number of tokens in the vocabulary.
             seq_len: positions of a training row.
             bos_id: token that starts a document.
             head_dim: channels per head.
-            kv_ratio: query heads that share a key/value head.
+            kv_ratio: query heads per key/value head.
             aspect_ratio: channels of the residual stream per block.
             window_pattern: see the class.
             short_window: see the class.
 
         Raises:
-            ValueError: sizes that do not fit each other; the message names the argument.
+            ValueError: the sizes do not fit each other. The message names the argument.
         """
         num_heads = max(1, -(-aspect_ratio * depth // head_dim))
         if kv_ratio < 1 or num_heads % kv_ratio:

@@ -1,13 +1,14 @@
-"""`SpeedrunGPT`: the model of the modded-nanogpt speedrun, each of its features behind one switch.
+"""`SpeedrunGPT`: the model of the modded-nanogpt speedrun, with a switch for each of its features.
 
 The race (https://github.com/KellerJordan/modded-nanogpt, at commit f411b3d3) trains a 124M-class GPT to a loss of 3.28
-on FineWeb in the least time. Its contributors found the features; speedrun_sizes.py has them, with the papers that they
-build on, speedrun_layers.py the layers. One row of tokens goes in, documents one after the other, without a batch
-dimension. Where this model departs from the race's:
+on FineWeb in the least time. Its contributors found the features; speedrun_sizes.py lists them with their papers, and
+speedrun_layers.py has the layers. The input is one row of T tokens, documents one after the other, without a batch
+dimension. Phases: table lookups (`_row`), the compiled layers (`_trunk`), head and loss. Shape suffixes as in
+speedrun_layers.py, with K targets per token and V tokens in the vocabulary. Differences from the race's model:
 
-- nothing crosses a document's start: there smear, key offset and bigrams look one document back, later targets ahead;
-- paired heads are h and h + H/2, also for their rotary positions (there, positions alternate between neighbours);
-- the channels that rotate together are D/4 apart, and not neighbours: a permutation;
+- nothing crosses the start of a document; in the race, smear, key offset, bigrams and later targets do;
+- paired heads are h and h + H/2, also for their rotary positions; in the race, positions alternate between neighbours;
+- channels rotate in pairs (i, i + D/4); in the race, pairs are neighbours, which is a permutation of this;
 - banks have no padding, coefficients no unused entries.
 """
 
@@ -28,26 +29,26 @@ from quintic.model.speedrun_sizes import COEFFICIENT_SCALE, IGNORED, RESIDUAL_SC
 
 __all__ = ["VALUE_CHANNELS", "SpeedrunConfig", "SpeedrunGPT"]
 
-VALUE_CHANNELS = 6  # leading channels of a value embedding, and as many of the stream, that its gate reads
+VALUE_CHANNELS = 6  # the gate of a value embedding reads this many leading channels of it, and of the stream
 _SIGMOID_CAP = SigmoidCap(height=23.0, shift=5.0, width=7.5)
 _TANH_CAP = 15.0
-# The scales of 8-bit products in the head: hidden states up to 100, weights up to 1.6, gradients of logits.
+# Scales of the head's 8-bit products: for hidden states up to 100, weights up to 1.6, gradients of logits up to 0.75.
 _FP8_SCALES = (100 / 448, 1.6 / 448, 0.75 / 448)
 
 
 class SpeedrunGPT(nn.Module):
-    """The model. Build it on any device, or on the meta device and move it with `to_empty`; then `init_weights`.
+    """The model. Build it on any device, or on the meta device and move it with `to_empty`; then call `init_weights`.
 
-    Matrices lie in banks of rows of C, one below the other, stored (out, in), the MLP's second (in, out):
+    Matrices are stacked in banks with rows of C, stored (out, in), but the MLP's second one (in, out):
 
-    - `qk_bank`: per layer with attention the queries' and then the keys' pairs of heads, `Rows(2 * head_dim)`;
-    - `vo_bank`: per layer with attention the matrices of values and of outputs, `Rows(width)`;
-    - `mlp_bank`: per layer its two matrices, `Rows(4 * width)`.
+    - `qk_bank` (A x 2C, C): per layer with attention queries, then keys; by pairs of heads, `Rows(2 * head_dim)`;
+    - `vo_bank` (A x 2C, C): per layer with attention values, then outputs, `Rows(width)`;
+    - `mlp_bank` (L x 8C, C): per layer its two matrices, `Rows(4 * width)`.
 
     Args:
         config: sizes and features.
         attention: implementation, as for `GPT`.
-        dtype: of matrices, tables and activations; scalars are float32.
+        dtype: dtype of matrices, tables and activations; scalars are float32.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class SpeedrunGPT(nn.Module):
         self.vo_bank = parameter(attending * 2 * width, width)
         self.mlp_bank = parameter(config.num_layers * 2 * 4 * width, width)
         if config.value_embeddings:
-            # Dense connections compute the gate of the last layer.
+            # With dense connections, the last layer's gate is computed per token and needs no parameter here.
             self.value_gates = parameter(config.value_tables - config.dense_connections, heads, 2 * VALUE_CHANNELS)
         if config.skip:
             self.skip_scale = parameter(1, dtype=torch.float32)
@@ -89,11 +90,11 @@ class SpeedrunGPT(nn.Module):
         self.register_buffer("prefixes", torch.empty(config.vocab_size, dtype=torch.int64))
 
     prefixes: Tensor
-    """(vocab_size,) int64, to be filled: the longest other token that each begins with; `IGNORED` for none."""
+    """(vocab_size,) int64: for each token, the longest other token that it begins with, or `IGNORED`; set by `Race`."""
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Initialise every parameter and buffer in place, the same on every device (drawn on the CPU from `seed`)."""
+        """Initialise every parameter and buffer in place; drawn on the CPU from `seed`, so equal on every device."""
         config, width = self.config, self.config.width
         generator = torch.Generator().manual_seed(seed)
 
@@ -103,7 +104,7 @@ class SpeedrunGPT(nn.Module):
         def uniform(param: Tensor, std: float) -> None:
             param.copy_((torch.rand(param.shape, generator=generator, device="cpu") * 2 - 1) * (3**0.5 * std))
 
-        # Whatever writes to the stream or gates it starts at zero, other than below.
+        # Everything that writes to the stream or gates it starts at zero, except as set below.
         for name, param in self.named_parameters():
             param.fill_(COEFFICIENT_SCALE if name == "gate_scale" else 0.0)
         normal(self.head, 0.005)
@@ -140,21 +141,21 @@ class SpeedrunGPT(nn.Module):
         longest_document: int | None = None,
         reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor:
-        """Return the loss in nats, float32: the weighted sum of the cross entropies of all tokens' targets.
+        """Return the loss in nats, float32: the weighted sum of cross entropies over all tokens and their targets.
 
         Args:
             inputs: (T,) int64 tokens; a document starts at the first of them and at each `bos_id`.
             targets: (T,) int64 next tokens.
             document_starts: (num_documents + 1,) int32 offsets, for attention "varlen", "fa3" and "fa4"; may be padded
                 at the end with T.
-            loss_weights: (K + 1,) float32 on the device: of the next token, of the one after it, and so on, those after
-                the first within a document and with `multi_token` only, and last of the longest token that the next
-                token begins with, where there is one. None: of the next token alone.
-            longest_document: tokens that no document exceeds; None for T.
+            loss_weights: (K + 1,) float32 weights on the device: [k] is the weight of the token k + 1 positions ahead,
+                for k > 0 only within the document and with `multi_token`; [K] the weight of the longest token that the
+                next token begins with, with `prefix_tokens`. None counts only the next token.
+            longest_document: upper bound of the tokens of a document; None for T.
             reduction: `"sum"` for a scalar, `"none"` for the loss of each token, (T,).
 
         Raises:
-            ValueError: there are no windows yet, or the attention needs `document_starts`.
+            ValueError: the windows have not been set, or the attention needs `document_starts`.
         """
         config = self.config
         row = self._row(inputs, document_starts, longest_document)
@@ -181,11 +182,11 @@ class SpeedrunGPT(nn.Module):
         )
 
     def logits(self, inputs: Tensor, positions: Tensor, *, document_starts: Tensor | None = None) -> Tensor:
-        """Return the logits of the tokens that follow some of a row's: (N, vocab_size) float32, after the soft cap.
+        """Return the logits at some positions of a row, (N, vocab_size) float32 after the soft cap.
 
         Args:
             inputs: (T,) int64 tokens, as for `forward`.
-            positions: (N,) int64 places in the row.
+            positions: (N,) int64 indices into `inputs`.
             document_starts: as for `forward`.
         """
         x_NC = self._trunk(self._row(inputs, document_starts, None))[positions]
@@ -196,14 +197,14 @@ class SpeedrunGPT(nn.Module):
         return height * torch.sigmoid((logits_NV + shift) / width)
 
     def _row(self, inputs: Tensor, document_starts: Tensor | None, longest: int | None) -> FlatRow:
-        """Return the row of these tokens: embeddings, documents, rotary angles and masks for all layers."""
+        """Return the inputs common to all layers: embeddings, document starts, rotary tables and masks."""
         if self.rotary.windows is None:
             raise ValueError("the model has no windows yet; call rotary.set_windows(short, long)")
         short, long = (window + 1 for window in self.rotary.windows)
         dtype = self.qk_bank.dtype
         mask, paired_mask = (
             document_mask(
-                # A token's second position starts no document.
+                # For paired heads each token has two positions; only the first one may start a document.
                 F.pad(inputs.unsqueeze(1), (0, copies - 1), value=-1).view(1, -1),
                 bos_id=self.config.bos_id,
                 windows=(short, long),
@@ -219,7 +220,7 @@ class SpeedrunGPT(nn.Module):
         return FlatRow(*self.inputs.look_up(inputs), cos, sin, self.rotary.query_scale, (mask, paired_mask), limits)
 
     def _trunk(self, row: FlatRow) -> Tensor:
-        """Return the head's input, (T, C)."""
+        """Return the head's input, (T, C): run all layers on a row."""
         config = self.config
         x_TC, bigram_TC = self.inputs(row)
         gates: dict[str, Tensor] = {} if self.early_gates is None else self.early_gates(x_TC, self.gate_scale)
@@ -233,6 +234,7 @@ class SpeedrunGPT(nn.Module):
             dense_value_TC = None
             if index == config.skip_source + 1 and self.late_gates is not None:
                 gates |= self.late_gates(x_TC, self.gate_scale)
+            # This layer's gates. The last layer gets most of its coefficients from dense connections instead.
             own = {name.partition(".")[0]: gate for name, gate in gates.items() if name.endswith(f".{index}")}
             if config.dense_connections and index == config.num_layers - 1:
                 streams["last"], injected["embedding"] = x_TC, streams["entry"]
@@ -266,7 +268,7 @@ class SpeedrunGPT(nn.Module):
         return rms_norm(x_TC)
 
     def _connect(self, x_TC: Tensor, entry_TC: Tensor, shared_TC: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the last layer's stream, the addition to its values, and its coefficients."""
+        """Return the last layer's input (T, C), the addition to its values (T, C), and its coefficients per token."""
         computed: dict[str, Tensor] = self.last_connections(x_TC, COEFFICIENT_SCALE)
         streams, of_values = computed.pop("streams"), computed.pop("values")
         mixed_TC, value_TC = x_TC, torch.zeros_like(x_TC)
@@ -278,7 +280,7 @@ class SpeedrunGPT(nn.Module):
         return mixed_TC, value_TC, computed
 
     def _block_weights(self) -> list[BlockWeights]:
-        """Return each layer's slices. Each bank is taken apart once, so that its gradient is put together once."""
+        """Return each layer's slices of the banks; one `unbind` for each bank, so that its gradient is stacked once."""
         config, width = self.config, self.config.width
         query_keys = iter(self.qk_bank.view(-1, 2 * width, width).unbind())
         value_outs = iter(self.vo_bank.view(-1, width, width).unbind())
@@ -300,14 +302,11 @@ class SpeedrunGPT(nn.Module):
         return layers
 
     def compile_trunk(self) -> None:
-        """Compile what lies between lookups and loss, for each number of tokens in training and in validation."""
+        """Compile the layers between lookups and loss, once for each length of rows in training and in validation."""
         self._trunk = torch.compile(self._trunk, dynamic=False, fullgraph=True)  # type: ignore[method-assign]
 
     def names_by_role(self) -> Mapping[str, Sequence[str]]:
-        """Return the names of parameters by their role, each a group of the optimizer (quintic/speedrun/recipe.py).
-
-        There are none of a role that the model is without.
-        """
+        """Return role -> names of parameters; each role is a group of the optimizer (quintic/speedrun/recipe.py)."""
         renamed = dict.fromkeys(("projection_scales", "smear_scale", "skip_scale"), "scalars")
         renamed |= {"value_embeddings": "value_embedding", "bigram_embedding": "bigram", "gate_scale": "gate_bias"}
         names = defaultdict[str, list[str]](list)
@@ -322,9 +321,10 @@ class SpeedrunGPT(nn.Module):
 
 
 def _all_targets(starts: Tensor, targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
-    """Return each token's targets, (T, K): the next `count` tokens, those of other documents ignored, and a prefix.
+    """Return each token's targets, (T, count) or with prefixes (T, count + 1): the next tokens, then the prefix.
 
-    `starts` and `targets` are (T,), `prefixes` (vocab_size,) or None.
+    `starts` (T,) bool and `targets` (T,) are per token, `prefixes` is (vocab_size,) or None. Targets after the start of
+    a new document are `IGNORED`; the start itself counts.
     """
     columns, outside = [targets], torch.zeros_like(starts)
     for ahead in range(1, count):

@@ -1,8 +1,8 @@
-"""The layers of the speedrun's model: tables, rotary positions, coefficients per token, attention, the stream's sums.
+"""The layers of the speedrun's model: tables, rotary positions, coefficients per token, attention, residual sums.
 
-Attention owns no weights: the model keeps them in banks, one tensor for all layers, and hands over slices.
+Attention owns no weights: the model keeps them in banks, one tensor for all layers, and passes slices.
 Shape suffixes: T tokens of a row, N positions of attention (T, or 2T with paired heads), C width, H heads, D head
-dimension.
+dimension, K tables of value embeddings.
 """
 
 import math
@@ -24,51 +24,48 @@ _SMEAR_CHANNELS = 12  # leading channels of an embedding that the smear gate rea
 
 
 def document_begins(inputs: Tensor, bos_id: int) -> Tensor:
-    """Mark the tokens that start documents: (T,) bool, True for the first token and each `bos_id`."""
+    """Return which tokens start a document, (T,) bool: the first one and each `bos_id`."""
     return (inputs == bos_id) | (torch.arange(len(inputs), device=inputs.device) == 0)
 
 
 def previous(x: Tensor) -> Tensor:
-    """Return each token's predecessor along the first dimension; the first token is its own."""
+    """Shift (T, ...) by one along T: each token gets its predecessor's entry, the first token keeps its own."""
     return torch.cat([x[:1], x[:-1]])
 
 
 class FlatRow(NamedTuple):
-    """One row of tokens, as all layers share it."""
+    """The inputs of all layers for one row of tokens."""
 
-    embedding: Tensor  # (T, C) rows that the tokens have in this table
-    bigram: Tensor | None  # (T, C) likewise
-    signs: Tensor | None  # (T,) int64 rows of the bigrams' signs
-    values: Tensor | None  # (tables, T, C) value embeddings
-    starts: Tensor  # (T, 1) bool: where documents start
-    cos: Tensor  # (2T, D) each: `Rotary.tables`
+    embedding: Tensor  # (T, C) embeddings, not normalised
+    bigram: Tensor | None  # (T, C) bigram embeddings, without signs
+    signs: Tensor | None  # (T,) int64 rows of the table of signs
+    values: Tensor | None  # (K, T, C) value embeddings
+    starts: Tensor  # (T, 1) bool: True where a document starts
+    cos: Tensor  # (2T, D), as sin: `Rotary.tables`
     sin: Tensor
     query_scale: Tensor  # () factor of the products of queries and keys
-    masks: tuple[DocumentMask, DocumentMask]  # of the T positions, and of the 2T that paired heads have
-    # (short, long, longest, 0): positions that a query sees, itself included, and tokens of the longest document, as
-    # sizes of an empty tensor. They change in mid-run, and compiled code can leave sizes open; numbers are constants.
+    masks: tuple[DocumentMask, DocumentMask]  # for T positions, and for the 2T positions of paired heads
+    # An empty tensor of shape (short, long, longest, 0): windows in positions, the query's own included, and tokens of
+    # the longest document. They change during a run. Compiled code keeps sizes dynamic, but would bake in numbers.
     limits: Tensor
 
 
 class InputTables(nn.Module):
-    """The tables of the model, with smear: a gated share of the previous token's embedding.
+    """The embedding tables of the model, and smear.
 
-    The tables of values lie one below the other. Pairs of tokens share rows of `bigram_embedding`, by a hash, and take
-    one of a few random vectors of signs, by another, which tells them apart.
-
-    Args:
-        config: sizes and features.
-        dtype: of the tables.
+    The tables of value embeddings are stacked, (K x vocab_size, C). A hash assigns pairs of tokens to rows of
+    `bigram_embedding`; another hash selects a vector of signs, which distinguishes pairs that share a row. `dtype` is
+    the tables'.
     """
 
     bigram_signs: Tensor
-    """(bigram_sign_rows, C): 1 and -1."""
+    """(bigram_sign_rows, C), entries 1 and -1."""
 
     def __init__(self, config: SpeedrunConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
         self.adds_to_gradients = False
-        """The backward pass adds to the gradients of tables by itself (`embedding_into_grad`)."""
+        """If true, the backward pass accumulates into the tables' `grad` directly (`embedding_into_grad`)."""
         vocab, width = config.vocab_size, config.width
         self.embedding = nn.Parameter(torch.empty(vocab, width, dtype=dtype))
         if config.value_embeddings:
@@ -81,21 +78,21 @@ class InputTables(nn.Module):
             self.smear_scale = nn.Parameter(torch.empty(1))
 
     def look_up(self, inputs: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
-        """Look the tokens up; return the first fields of a `FlatRow`: embedding, bigram, signs, values and starts."""
+        """Look (T,) tokens up and return the first fields of a `FlatRow`: embedding, bigram, signs, values, starts."""
         look_up, config = embedding_into_grad if self.adds_to_gradients else F.embedding, self.config
         bigram_TC = signs_T = values_KTC = None
         if config.bigram_hash:
             rows_T, signs_T = self.bigram_hashes(inputs)
             bigram_TC = look_up(rows_T, self.bigram_embedding)
         if config.value_embeddings:
-            # One lookup in all tables, and one gradient.
+            # One lookup in all K tables, so that there is one gradient. Table k begins at row k x vocab_size.
             first = torch.arange(0, len(self.value_embeddings), config.vocab_size, device=inputs.device)
             values_KTC = look_up(first.unsqueeze(1) + inputs, self.value_embeddings)
         starts_T1 = document_begins(inputs, config.bos_id).unsqueeze(1)
         return look_up(inputs, self.embedding), bigram_TC, signs_T, values_KTC, starts_T1
 
     def forward(self, row: FlatRow) -> tuple[Tensor, Tensor | None]:
-        """Return normalised embeddings and bigrams with their signs, (T, C), from the results of `look_up`."""
+        """Return (T, C) normalised embeddings after smear, and (T, C) bigram embeddings times their signs or None."""
         x_TC, bigram_TC = row.embedding, row.bigram
         if self.config.smear:
             gate_T1 = torch.sigmoid(F.linear(x_TC[:, : self.smear_gate.shape[1]], self.smear_gate))
@@ -105,9 +102,9 @@ class InputTables(nn.Module):
         return rms_norm(x_TC), bigram_TC
 
     def bigram_hashes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows that tokens take of the bigram embedding, and of the signs: (T,) int64 each, on any device.
+        """Return for (T,) tokens their rows of the bigram embedding and of the signs, (T,) int64 each.
 
-        Tokens that start a document take the embedding's last row and the first signs.
+        Tokens that start a document get the embedding's last row and the first row of signs.
         """
         before, begins = previous(inputs), document_begins(inputs, self.config.bos_id)
         last_row = self.config.bigram_rows - 1
@@ -117,16 +114,18 @@ class InputTables(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Windows, and the rotary positions that follow them: half of the channels rotate, by YaRN's frequencies.
+    """Attention windows, and rotary positions with frequencies adapted to the windows (YaRN).
+
+    Half of a head's channels rotate, D/4 pairs; the other half has no position.
 
     Args:
         head_dim: channels of a head, a multiple of 4.
-        base: the slowest channel turns by 1 / base per position, the fastest by 1 (radians).
-        yarn: whether frequencies follow growing windows.
+        base: the fastest pair rotates by 1 radian per position, the slowest by 1 / base.
+        yarn: adapt frequencies and `query_scale` when the long window changes.
     """
 
     frequencies: Tensor
-    """(head_dim / 4,) float64 radians per position."""
+    """(head_dim / 4,) float64 angles per position, in radians."""
     query_scale: Tensor
     """() float64 factor of the products of queries and keys."""
 
@@ -134,15 +133,15 @@ class Rotary(nn.Module):
         super().__init__()
         self.base, self.yarn = base, yarn
         self.windows: tuple[int, int] | None = None
-        """(short, long): tokens before its own that a query sees; None before `set_windows`."""
+        """(short, long): number of tokens before its own that a query sees; None before `set_windows`."""
         self._tables: Tensor | None = None
-        """(2, length, head_dim) as `tables` returns, which stay where they are: CUDA graphs read them."""
+        """(2, length, head_dim): cosines and sines for `tables`, updated in place because CUDA graphs read them."""
         self.register_buffer("frequencies", torch.empty(head_dim // 4, dtype=torch.float64))
         self.register_buffer("query_scale", torch.empty((), dtype=torch.float64))
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Go back to the frequencies of the start; the next `set_windows` is a first one."""
+        """Restore the initial frequencies; the next `set_windows` counts as the first one."""
         self.frequencies.copy_(self.base ** -torch.linspace(0, 1, len(self.frequencies), dtype=torch.float64))
         self.query_scale.fill_(0.1)
         self.windows = None
@@ -150,16 +149,16 @@ class Rotary(nn.Module):
 
     @torch.no_grad()
     def set_windows(self, short: int, long: int, *, stretch: bool = True) -> None:
-        """Set how many tokens before its own a query sees, at least 1, in layers with short and with long windows.
+        """Set the number of tokens before its own that a query sees in layers with short and with long windows, >= 1.
 
-        From the second call on, frequencies follow a changed long window by YaRN, and the products of queries and keys
-        grow by 1 + 0.2 ln(new / old); not with `stretch=False`, as in the race's last validation.
+        When a later call changes the long window, YaRN adapts the frequencies, and `query_scale` grows by a factor of
+        1 + 0.2 ln(new / old); not with `stretch=False`, as in the race's last validation.
         """
         if min(short, long) < 1:
             raise ValueError(f"set_windows({short}, {long}): a query sees at least 1 token before its own")
         if self.windows is not None and self.windows[1] != long and stretch and self.yarn:
-            # YaRN (arXiv 2309.00071, section 3.2): channels that turn less than once within the old window slow down
-            # in proportion, those that turn more than 32 times stay.
+            # YaRN (arXiv 2309.00071, section 3.2): frequencies with less than one turn within the old window are scaled
+            # by old / new, those with more than 32 turns are kept, and between these the factor is interpolated.
             ratio = self.windows[1] / long
             kept = ((self.windows[1] * self.frequencies / (2 * torch.pi) - 1) / (32 - 1)).clamp(0, 1)
             self.frequencies.mul_(ratio + kept * (1 - ratio))
@@ -168,9 +167,9 @@ class Rotary(nn.Module):
         self._renew()
 
     def tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return factors of the channels and of those they rotate with, (length, head_dim) each, for `rotate`.
+        """Return cosines and signed sines for `rotate`, (length, head_dim) each.
 
-        They follow changes of the windows. They have other memory after a call with a larger length or another dtype.
+        They are views that change with the windows. A larger length or another dtype allocates new memory.
         """
         if self._tables is None or self._tables.shape[1] < length or self._tables.dtype != dtype:
             shape = (2, length, 4 * len(self.frequencies))
@@ -179,35 +178,36 @@ class Rotary(nn.Module):
         return self._tables[0, :length], self._tables[1, :length]
 
     def _renew(self) -> None:
-        """Bring the tables up to date with the frequencies."""
+        """Recompute the tables in place from the frequencies."""
         if self._tables is not None:
             positions = torch.arange(self._tables.shape[1], dtype=torch.float64, device=self._tables.device)
             angles = torch.outer(positions, self.frequencies)
-            cos, sin, still = angles.cos(), angles.sin(), torch.zeros_like(angles)
-            self._tables[0] = torch.cat([cos, cos, still + 1, still + 1], dim=-1)
-            self._tables[1] = torch.cat([-sin, sin, still, still], dim=-1)
+            # Channels in quarters of D/4: the first rotates with the second, the others have angle 0.
+            cos, sin, zero = angles.cos(), angles.sin(), torch.zeros_like(angles)
+            self._tables[0] = torch.cat([cos, cos, zero + 1, zero + 1], dim=-1)
+            self._tables[1] = torch.cat([-sin, sin, zero, zero], dim=-1)
 
     def get_extra_state(self) -> Tensor:
-        """Return the windows for a state dict; 0 for none yet."""
+        """Return the windows for a state dict, (2,) int64; zeros if they have not been set."""
         return torch.tensor(self.windows or (0, 0))
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore what `get_extra_state` returned."""
+        """Restore a result of `get_extra_state`."""
         short, long = state.tolist()
         self.windows = (short, long) if long else None
         self._renew()
 
 
 class TokenCoefficients(nn.Module):
-    """A few named numbers for each token, from a small MLP: scale * (down(gelu(up(x))) + bias).
+    """Computes named coefficients for each token with a small MLP: scale * (down(gelu(up(x))) + bias).
 
-    They gate attention, skips and injections, and mix streams (MUDDFormer, Xiao et al., arXiv 2502.12170). While `down`
-    is zero, as initialised, each has the value given in `starts`.
+    They gate attention, skips and injections, and mix streams (MUDDFormer, Xiao et al., arXiv 2502.12170). `down` is
+    zero at first, so each coefficient begins at its value in `starts`.
 
     Args:
         width: channels of x.
-        hidden: channels of the MLP; 0 for learned numbers that are the same for all tokens.
-        starts: the numbers.
+        hidden: hidden channels of the MLP; 0 for only a bias, the same for all tokens.
+        starts: the coefficients' names, numbers and initial values.
     """
 
     def __init__(self, width: int, hidden: int, starts: Starts) -> None:
@@ -219,11 +219,11 @@ class TokenCoefficients(nn.Module):
         self.bias = nn.Parameter(torch.empty(count))
 
     def initial_bias(self) -> Tensor:
-        """Return the bias, (count,), with which the coefficients start as they should."""
+        """Return the bias, (count,), that gives the coefficients their initial values."""
         return torch.cat([torch.full((size,), start / COEFFICIENT_SCALE) for size, start in self.starts.values()])
 
     def forward(self, x_TC: Tensor, scale: Tensor | float) -> dict[str, Tensor]:
-        """Return name -> (T, size) in the dtype of `x_TC`."""
+        """Return name -> (T, size) coefficients in the dtype of `x_TC`, (T, C)."""
         values = self.bias.expand(x_TC.shape[0], -1)
         if self.up is not None and self.down is not None:
             values = F.linear(F.gelu(F.linear(x_TC, self.up)), self.down) + values
@@ -233,12 +233,12 @@ class TokenCoefficients(nn.Module):
 
 
 class BlockWeights(NamedTuple):
-    """One layer's slices of the banks; None for missing ones."""
+    """One layer's slices of the banks; None for features that it does not have."""
 
     up: Tensor  # (4C, C)
-    down: Tensor  # (4C, C), transposed
-    mlp_mix: Tensor | None  # (2,), scales of the stream and of what the MLP adds
-    attention_mix: Tensor | None  # likewise
+    down: Tensor  # (4C, C), stored transposed
+    mlp_mix: Tensor | None  # (2,), scales of the stream and of the MLP's output
+    attention_mix: Tensor | None  # (2,), scales of the stream and of the attention's output
     attention: tuple[Tensor, Tensor, Tensor] | None  # (2C, C) queries and keys, (C, C) values, (C, C) outputs
     projection_scales: Tensor | None  # (2,), factors of values and outputs
     value_gate: Tensor | None  # (H, 2 x channels)
@@ -254,10 +254,16 @@ def attend(
     dense_value_TC: Tensor | None,
     gates: dict[str, Tensor],
 ) -> Tensor:
-    """Compute what a layer's attention adds to the stream, (T, C).
+    """Return the output of a layer's attention, (T, C).
 
-    It reads the stream `read_TC`. To its values are added gated value embeddings, `value_TC`, and what dense
-    connections add. `gates` are (T, H) each, by kind; that of the value embeddings unless `weights` compute it.
+    Args:
+        plan: the layer's features.
+        weights: its slices of the banks.
+        row: the inputs of all layers.
+        read_TC: (T, C) stream that it reads.
+        value_TC: (T, C) value embeddings, added to the values times a gate.
+        dense_value_TC: (T, C) addition to the values by dense connections.
+        gates: kind -> (T, H); "value" only if `weights` have no gate of the value embeddings.
     """
     assert weights.attention is not None
     query_key, value_weight, out_weight = weights.attention
@@ -268,10 +274,10 @@ def attend(
     if value_TC is not None:
         if weights.value_gate is None:
             gate_TH = gates["value"]
-        else:  # from a few channels of what attention reads and of the embedding
+        else:  # computed from leading channels of the stream that attention reads and of the value embedding
             channels = weights.value_gate.shape[1] // 2
             seen = torch.cat([read_TC[:, :channels], value_TC[:, :channels]], dim=-1)
-            gate_TH = 2 * torch.sigmoid(F.linear(seen, weights.value_gate))  # 1 for a gate that has learned nothing
+            gate_TH = 2 * torch.sigmoid(F.linear(seen, weights.value_gate))  # 1 at the gate's initial weight 0
         value_TC = (gate_TH.unsqueeze(-1) * value_TC.unflatten(-1, (num_heads, -1))).flatten(1)
     if dense_value_TC is not None:
         value_TC = dense_value_TC if value_TC is None else value_TC + dense_value_TC
@@ -282,7 +288,7 @@ def attend(
     q_THD, k_THD, v_THD = projected.unflatten(-1, (3, num_heads, -1)).unbind(1)
     if value_TC is not None:
         v_THD = v_THD + value_TC.view(v_THD.shape)
-    # Paired heads: heads h and h + H/2 are one, with the even and the odd positions of a row twice as long.
+    # Paired heads h and h + H/2 become one head on 2T positions: (T, 2, H/2, D) is flattened to (2T, H/2, D) below.
     q, k, v = (x.unflatten(1, (copies, -1)) for x in (rms_norm(q_THD), rms_norm(k_THD), v_THD))
     sharpness = row.query_scale * q.shape[-1] ** 0.5  # `attention` divides by sqrt(D)
     q, k = (rotate(x, cos, sin, parts=2) for x in (q * sharpness.to(q.dtype), k))
@@ -304,7 +310,7 @@ def attend(
 
 
 def joined(name: str, x_TC: Tensor, out_TC: Tensor, mix: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
-    """Return residual * stream + output * sublayer, with scales of tokens, of the layer, or none."""
+    """Return a * stream + b * sublayer, (T, C), with a and b from `gates` (per token), from `mix` (2,), or 1."""
     if f"{name}_residual" in gates:
         return gates[f"{name}_residual"] * x_TC + gates[f"{name}_output"] * out_TC
     if mix is None:

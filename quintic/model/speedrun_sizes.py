@@ -1,67 +1,67 @@
-"""`SpeedrunConfig`: sizes and features of the speedrun's model, and the plans of its layers that follow from them."""
+"""`SpeedrunConfig`: sizes and features of the speedrun's model, and the plan of each layer derived from them."""
 
 import functools
 from dataclasses import dataclass
 
 __all__ = ["COEFFICIENT_SCALE", "IGNORED", "RESIDUAL_SCALE", "LayerPlan", "SpeedrunConfig", "Starts"]
 
-IGNORED = -100  # a target that does not count
-COEFFICIENT_SCALE = 0.1  # factor on what `TokenCoefficients` compute, so that Adam's steps are small against them
-RESIDUAL_SCALE = 1.1**0.5  # initial scale of the stream per sublayer, so 1.1 per layer
+IGNORED = -100  # target that does not count in the loss
+COEFFICIENT_SCALE = 0.1  # output factor of `TokenCoefficients`, which makes Adam's steps small relative to the outputs
+RESIDUAL_SCALE = 1.1**0.5  # initial scale of the stream per sublayer: 1.1 per layer
 
 Starts = dict[str, tuple[int, float]]
-"""Coefficients that a small MLP computes for each token: name -> (how many, initial value)."""
+"""Coefficients that a small MLP computes for each token: name -> (number of them, initial value)."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """The features of one layer."""
 
-    attends: bool  # or is an MLP alone
-    long: bool  # has the long window
+    attends: bool  # has attention; otherwise only an MLP
+    long: bool  # attention has the long window
     paired: bool  # the queries of two heads see the keys of both
-    key_offset: bool
-    value_table: int | None  # number of its value embedding
+    key_offset: bool  # channels of keys without position come from the previous token
+    value_table: int | None  # index of its value embedding
     exclusive: bool  # attention may drop the component along the token's own value
-    gated: bool  # attention has gates
-    skips: bool  # the skip ends here
+    gated: bool  # attention has a gate per token and head
+    skips: bool  # the skip connection ends here
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedrunConfig:
-    """Sizes and features; the defaults are the race's. Which layers a feature is in follows from `num_layers`."""
+    """Sizes and features; the defaults are the race's. `num_layers` determines which layers have a feature."""
 
-    vocab_size: int = 50_304  # padded to a size that products like
+    vocab_size: int = 50_304  # padded to a multiple of 128, for fast products
     num_layers: int = 11
     width: int = 768  # channels of the residual stream, num_heads x head_dim
     num_heads: int = 6
     head_dim: int = 128
     bos_id: int = 50_256  # token that starts a document
     rotary_base: float = 1024.0  # the slowest channel turns by 1 / rotary_base per position
-    attention_free_layer: bool = True  # the layer past the middle is an MLP alone
+    attention_free_layer: bool = True  # the layer past the middle has no attention
     paired_heads: bool = True  # in some layers with short windows, the queries of two heads see the keys of both
     key_offset: bool = True  # with long windows, channels of keys without position are the previous token's: induction
     value_embeddings: bool = True  # in five layers, a gated vector per token is added to the values (arXiv 2410.17897)
-    shared_attention_input: bool = True  # the last layers' attention reads one stream, that of the layer before them
+    shared_attention_input: bool = True  # attention of the last layers reads the output of the layer `shared_source`
     attention_gates: bool = True  # with long windows, a gate per token and head (arXiv 2505.06708)
-    exclusive_attention: bool = True  # attention may drop what points along the token's own value (arXiv 2603.09078)
-    embedding_injection: bool = True  # a gated share of the embedding is added after each attention
-    smear: bool = True  # a gated share of the previous token's embedding is added to each token's
-    bigram_hash: bool = True  # an embedding of token pairs, by a hash, times signs by another hash, is injected too
-    bigram_rows: int = 377_280  # of its table; the last row is for tokens that start documents
+    exclusive_attention: bool = True  # attention may drop the component along the token's own value (arXiv 2603.09078)
+    embedding_injection: bool = True  # the embedding, times a gate, is added after each attention
+    smear: bool = True  # the previous token's embedding, times a gate, is added to each token's
+    bigram_hash: bool = True  # a hashed embedding of token pairs, times hashed signs, is added after each attention
+    bigram_rows: int = 377_280  # rows of its table; the last one is for tokens that start documents
     bigram_sign_rows: int = 8192
     skip: bool = True  # a gated connection from an early layer past the middle
-    residual_scalars: bool = True  # scales of the stream, of what sublayers add, of attention's values and outputs
+    residual_scalars: bool = True  # scales of the stream, of sublayers' outputs, of attention's values and outputs
     dense_connections: bool = True  # last layer and head mix streams of earlier layers (MUDDFormer, arXiv 2502.12170)
-    gate_channels: int = 64  # hidden channels of what computes gates; 0 for gates that are the same for all tokens
+    gate_channels: int = 64  # hidden channels of the MLPs that compute gates; 0 for gates that are equal for all tokens
     yarn: bool = True  # rotary frequencies and the scale of logits follow growing windows (arXiv 2309.00071)
     sigmoid_logits: bool = True  # logits are 23 sigmoid((x + 5) / 7.5), otherwise 15 tanh(x / 15)
-    multi_token: bool = True  # of the loss weights for next tokens, not the first alone counts
-    prefix_tokens: bool = True  # the loss predicts the longest token that a target begins with, too: `prefixes`
-    tied: bool = True  # head and embedding are one matrix until untied; the optimizer's side copies one to the other
-    fp8_head: bool = False  # products of the head in 8 bits in training, with the race's constant scales
-    fp8_mlp: bool = False  # forward products of the MLPs in 8 bits in training, with scales from their weights
-    fp8_mlp_backward: bool = False  # with it, backward products of the MLPs too, but for gradients of weights
+    multi_token: bool = True  # the loss also predicts tokens further ahead, by its weights
+    prefix_tokens: bool = True  # the loss also predicts the longest token that a target begins with (`prefixes`)
+    tied: bool = True  # head and embedding are tied until a stage unties them; the optimizer copies one to the other
+    fp8_head: bool = False  # the head trains with 8-bit products, with the race's constant scales
+    fp8_mlp: bool = False  # MLPs train with 8-bit products in the forward pass, with scales from their weights
+    fp8_mlp_backward: bool = False  # with it, also in the backward pass, except for gradients of weights
 
     def __post_init__(self) -> None:
         """Check that the sizes fit each other."""
@@ -79,22 +79,22 @@ class SpeedrunConfig:
 
     @property
     def middle(self) -> int:
-        """The layer that the skip enters, the one without attention."""
+        """The layer that the skip connection enters; it has no attention."""
         return (self.num_layers + 1) // 2
 
     @property
     def skip_source(self) -> int:
-        """The layer whose output the skip takes; gates of later layers are computed from that output."""
+        """The layer whose output the skip connection takes, and from which gates of later layers are computed."""
         return self.middle // 2
 
     @property
     def shared_source(self) -> int:
-        """The layer whose output the attention of later layers reads, and dense connections take."""
+        """The layer whose output the attention of later layers reads, and dense connections use."""
         return min(self.middle + 1, self.num_layers - 2)
 
     @property
     def value_tables(self) -> int:
-        """Number of layers that have a value embedding."""
+        """Number of layers with a value embedding."""
         return sum(plan.value_table is not None for plan in self.layers)
 
     @functools.cached_property
@@ -121,7 +121,7 @@ class SpeedrunConfig:
         )
 
     def gate_starts(self) -> tuple[Starts, Starts]:
-        """Return the gates "name.layer" of the layers up to the skip's source, and of those after it."""
+        """Return the gates, named "kind.layer", of the layers up to `skip_source`, and of the layers after it."""
         early: Starts = {}
         late: Starts = {}
         for index, plan in enumerate(self.layers):
@@ -139,7 +139,7 @@ class SpeedrunConfig:
         return early, late
 
     def dense_starts(self) -> tuple[Starts, Starts]:
-        """Return the coefficients of dense connections: of the last layer, and of the head's input."""
+        """Return the coefficients of dense connections, of the last layer and of the head's input."""
         last: Starts = {"values": (3, 0.0), "streams": (3, 0.0)}
         top: Starts = {"entry": (1, 0.0), "shared": (1, -0.5), "last": (1, 0.0), "early": (1, 0.0)}
         if self.value_embeddings:

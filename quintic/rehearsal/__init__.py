@@ -1,1 +1,1 @@
-"""Plans for meshes of ranks that need not exist."""
+"""Deprecated: the package is `quintic.simulate` now."""

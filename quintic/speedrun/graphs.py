@@ -1,4 +1,4 @@
-"""Passes of the model as CUDA graphs: a chunk is through sooner than the host could launch its thousand kernels."""
+"""Passes of the model as CUDA graphs, because a GPU computes a chunk faster than the host launches its kernels."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,23 +15,23 @@ __all__ = ["CapturedPasses"]
 
 
 class CapturedPasses:
-    """Passes forward and backward, replayed where an equal one was made before.
+    """Replays forward and backward passes as CUDA graphs.
 
-    The first pass of a kind is made as usual, the second is captured. Weights, gradients and tables of positions must
-    stay where they are.
+    For each kind (shapes, windows, document length) the first pass runs eagerly, the second is captured, later ones are
+    replayed. Weights, gradients and rotary tables must keep their memory, which the graphs read and write.
 
     Args:
-        make: makes a pass of a batch, the weights of its losses and settings; returns the loss, without a graph.
+        make: runs a pass from a batch, loss weights and settings, and returns the detached loss.
     """
 
     def __init__(self, make: Callable[[FlatBatch, Tensor, StepSettings], Tensor]) -> None:
         self._make = make
         self._recorded: dict[object, tuple[Any, tuple[Tensor, ...], Tensor] | None] = {}
-        """Kind -> (graph, the tensors that it reads, its loss); None after the first pass."""
+        """Kind -> (graph, its input tensors, its loss); None after the first pass."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, batch: FlatBatch, weights: Tensor, settings: StepSettings) -> Tensor:
-        """Make a pass; the loss returned is overwritten by the next one."""
+        """Run a pass and return its loss, a tensor that the next pass overwrites."""
         given = (batch.inputs, batch.targets, batch.document_starts, weights)
         kind = (*map(len, given), settings.windows, settings.document_tokens)
         if kind not in self._recorded:

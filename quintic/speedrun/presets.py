@@ -12,8 +12,8 @@ from quintic.train.config import BaseRunConfig, check_at_least, check_at_most
 
 __all__ = ["BYTES_BOS", "FP8_FEATURES", "PRESETS", "Preset", "SpeedrunOptions", "preset", "switches", "without"]
 
-BYTES_BOS = 256  # the token that begins a document where every other token is a byte
-FP8_FEATURES = ("fp8-head", "fp8-mlp", "fp8-mlp-backward")  # which take a device that multiplies in 8 bits
+BYTES_BOS = 256  # the token that starts a document if all other tokens are bytes
+FP8_FEATURES = ("fp8-head", "fp8-mlp", "fp8-mlp-backward")  # features that need a device with 8-bit products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,21 +31,21 @@ class SpeedrunOptions(BaseRunConfig):
     """Vocabulary of the shards, for prefixes and bits per byte: a tokenizer.json, a folder with GPT-2's two files, or
     'gpt2', which is downloaded. 'None' for neither, and for speedrun-tiny, whose tokens are bytes."""
     steps: int = SPEEDRUN.steps
-    """Optimizer steps; every stage shrinks or grows alike."""
+    """Optimizer steps; all stages are scaled in proportion."""
     without: tuple[str, ...] = ()
     """Features of the model to leave out, such as 'smear skip'."""
     warm_up: bool = True
     """Compile the code of every stage before the clock starts."""
     pass_tokens: int = SPEEDRUN.pass_tokens
-    """Tokens up to which chunks of 16,384 to 49,152 go through the model together: fewer take less memory."""
+    """Most tokens of one forward and backward pass, in chunks of 16,384 to 49,152: fewer take less memory."""
     eval_every: int = SPEEDRUN.eval_every
     """Steps between validations."""
     val_tokens: int = SPEEDRUN.validation_tokens
     """Validation tokens."""
     untie_at: int | None = None
-    """Step at which head and embedding part, that of --steps for never; by default where the third stage begins."""
+    """Step at which head and embedding are untied, --steps for never; by default at the start of the third stage."""
     save_every: int = 0
-    """Steps between saves of the model, all of which are kept (0: only at the end)."""
+    """Steps between saves of the model; all saves are kept (0: only at the end)."""
     capture: bool = True
     """Replay passes as CUDA graphs, on a GPU."""
 
@@ -60,7 +60,7 @@ class SpeedrunOptions(BaseRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Everything that a run has by default."""
+    """The defaults of a run: schedule, model and options."""
 
     track: Track
     model: SpeedrunConfig
@@ -85,7 +85,7 @@ PRESETS: Mapping[str, Preset] = {
             bigram_rows=1024,
             bigram_sign_rows=64,
             gate_channels=8,
-            prefix_tokens=False,  # no byte begins with another
+            prefix_tokens=False,  # tokens of one byte have no prefixes
         ),
         options=SpeedrunOptions(
             data="python",
@@ -101,10 +101,10 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """Return a preset.
+    """Return the preset of the given name.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no such preset.
     """
     if name not in PRESETS:
         raise ConfigError(f"--preset {name}: unknown; choose {' or '.join(PRESETS)}")
@@ -112,20 +112,20 @@ def preset(name: str) -> Preset:
 
 
 def switches() -> tuple[str, ...]:
-    """Return the features of the model that can be left out, as options write them."""
+    """Return the features of the model that can be left out, as written in options."""
     names = [field.name for field in fields(SpeedrunConfig) if field.type is bool]
     return tuple(name.replace("_", "-") for name in (*names, "gate_channels"))
 
 
 def without(model: SpeedrunConfig, names: Sequence[str]) -> SpeedrunConfig:
-    """Return a model without some features: switches are off, numbers are 0.
+    """Return the model's configuration without some features: their switches off, their numbers 0.
 
     Raises:
-        ConfigError: there is no feature of a name.
+        ConfigError: a name is not a feature.
     """
     changes: dict[str, Any] = {}
     for name in names:
         if name not in switches():
-            raise ConfigError(f"--without {name}: no feature of the model; choose among {', '.join(switches())}")
+            raise ConfigError(f"--without {name}: not a feature of the model; choose from {', '.join(switches())}")
         changes[name.replace("-", "_")] = 0 if name == "gate-channels" else False
     return replace(model, **changes)

@@ -1,4 +1,4 @@
-"""A speedrun's moving parts: a step, a validation, and the warm-up that leaves no trace."""
+"""`Race`: a speedrun's model, optimizer and text, with methods to warm up, step and evaluate."""
 
 import copy
 import itertools
@@ -16,27 +16,27 @@ from quintic.speedrun.recipe import build_optimizer, set_rates
 from quintic.speedrun.shards import RaceData, prefixes
 from quintic.speedrun.stages import ADAMW_EVERY, StepSettings, Track
 from quintic.speedrun.stream import FlatBatch, chunk_stream, validation_batches
-from quintic.train.distributed import ALONE, Ranks
+from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import Hardware
 
 __all__ = ["Race", "score_batches"]
 
 
 class Race:
-    """One run's moving parts. All ranks must call its methods, in the same order.
+    """A run's model, optimizer and text. All ranks must call its methods, in the same order.
 
     Args:
         track: the schedule.
-        config: the model.
-        data: its text.
-        hardware: where it computes; `dtype` is that of matrices and tables.
+        config: the model's sizes and features.
+        data: the text.
+        hardware: device and attention; `dtype` is the dtype of matrices, tables and activations.
         ranks: the processes that train the run.
-        seed: of the weights.
+        seed: seed of the weights.
         capture: replay passes as CUDA graphs.
 
     Raises:
-        ConfigError: the model needs a vocabulary that is not at hand.
-        DataError: the ranks cannot share a batch, or there is too little validation text.
+        ConfigError: the model needs a vocabulary, and there is no tokenizer.
+        DataError: the number of ranks does not divide the chunks of a batch, or there is too little validation text.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Race:
         data: RaceData,
         hardware: Hardware,
         *,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
         seed: int = 0,
         capture: bool = False,
     ) -> None:
         if track.chunks % ranks.size:
             raise DataError(
-                f"{ranks.size} ranks cannot share the {track.chunks} chunks of a batch; start as many as divide them"
+                f"{ranks.size} ranks do not divide the {track.chunks} chunks of a batch; start a number that does"
             )
         self.track, self.data, self.ranks = track, data, ranks
         self.hardware, self.device = hardware, hardware.device
@@ -65,13 +65,14 @@ class Race:
         stages = map(track.at, track.starts)
         longest = max(one.batch_tokens // ranks.size // track.passes(one, ranks.size) for one in stages)
         longest = max(longest, track.validation_chunk)
-        self.model.rotary.tables(2 * longest, self.model.qk_bank.dtype)  # graphs find them where they are now
+        # Allocate the rotary tables for the longest pass now: graphs need them to keep their memory.
+        self.model.rotary.tables(2 * longest, self.model.qk_bank.dtype)
         vocabulary = data.vocabulary or ()
         if config.prefix_tokens:
             if not vocabulary:
                 raise ConfigError(
-                    "--tokenizer: needed to predict the tokens that others begin with; give a tokenizer.json, a folder "
-                    "with GPT-2's two files, or gpt2, or leave that out (--without prefix-tokens)"
+                    "--tokenizer: needed for the feature prefix-tokens; give a tokenizer.json, a folder with GPT-2's "
+                    "two files, or gpt2, or leave the feature out (--without prefix-tokens)"
                 )
             self.model.prefixes[: len(vocabulary)] = torch.tensor(prefixes(vocabulary))
         if hardware.compile:
@@ -82,20 +83,20 @@ class Race:
         self._token_bytes = torch.zeros(config.vocab_size, dtype=torch.int64, device=self.device)
         self._token_bytes[: len(vocabulary)] = torch.tensor([len(token) for token in vocabulary])
         self._announced = self.model.names_by_role()["bigram"] if ranks.size > 1 else []
-        # On the device before the clock starts.
+        # Copied to the device now, before the clock starts.
         weights = [track.at(number).loss_weights for number in range(track.steps)]
         self._loss_weights = [torch.tensor(each, dtype=torch.float32, device=self.device) for each in weights]
 
     def _set_windows(self, settings: StepSettings) -> None:
-        if self.model.rotary.windows != settings.windows:  # a call costs the tables of rotary positions
+        if self.model.rotary.windows != settings.windows:  # a call recomputes the rotary tables
             is_last = settings.windows[1] == self.track.final_long_window
             self.model.rotary.set_windows(*settings.windows, stretch=not is_last)
 
     def train_step(self, number: int, stream: Iterator[FlatBatch]) -> tuple[Tensor, int]:
-        """Make one optimizer step; waits for nothing on a GPU.
+        """Make one optimizer step, without waiting for the GPU.
 
         Returns:
-            (this rank's part of the loss that was differentiated, in nats per token, on the device; the text's epoch)
+            (this rank's total loss divided by the tokens of the whole batch, on the device; the text's epoch)
         """
         settings = self.track.at(number)
         self._set_windows(settings)
@@ -103,7 +104,7 @@ class Race:
         for left in reversed(range(self.track.passes(settings, self.ranks.size))):
             batch = next(stream)
             for name in self._announced:
-                rows, _ = self.model.inputs.bigram_hashes(batch.inputs)
+                rows, _ = self.model.inputs.bigram_hashes(batch.inputs)  # known before the backward pass
                 self.optimizer.announce_rows(name, rows, more=left > 0)
             loss += (self.passes or self._make_pass)(batch, self._loss_weights[number], settings)
         set_rates(self.optimizer, settings)
@@ -114,7 +115,7 @@ class Race:
         return loss / settings.batch_tokens, batch.epoch
 
     def _make_pass(self, batch: FlatBatch, weights: Tensor, settings: StepSettings) -> Tensor:
-        """Return the loss of a pass, summed over its tokens, and add to the gradients."""
+        """Run a forward and backward pass, and return the loss summed over its tokens."""
         nats: Tensor = self.model(
             batch.inputs,
             batch.targets,
@@ -122,18 +123,18 @@ class Race:
             loss_weights=weights,
             longest_document=settings.document_tokens,
         )
-        # The gradient is that of the batch's sum over the number of chunks, on any number of ranks: AdamW's eps is
-        # small beside it.
+        # After averaging over ranks, the gradient is that of the batch's total loss / chunks, on any number of ranks. A
+        # mean over tokens would be so small that AdamW's eps counted.
         (nats / (self.track.chunks // self.ranks.size)).backward()
         return nats.detach()
 
     @torch.no_grad()
     def evaluate(self, number: int, *, batches: int | None = None) -> tuple[float, float | None]:
-        """Score the validation text with a step's windows.
+        """Score the validation text with the windows of a step.
 
         Args:
-            number: of the step, or of all steps for the last validation.
-            batches: only so many of each rank's.
+            number: the step; the number of all steps for the final validation.
+            batches: score only this many batches of each rank; None for all.
 
         Returns:
             (nats per token, bits per byte or None), the same on all ranks.
@@ -147,9 +148,9 @@ class Race:
         return nats / tokens, bits_per_byte(nats, num_bytes) if num_bytes else None
 
     def warm_up(self) -> None:
-        """Compile all code: go through the beginning of every stage, with a stream of its own.
+        """Compile all code by making the first steps of every stage on a separate stream of text.
 
-        Weights, optimizer and random state are then restored, in the same memory.
+        Afterwards weights, optimizer and random state are restored, in the same memory.
         """
         weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
         first, untie = {*self.track.starts}, self.track.untie_step
@@ -168,7 +169,7 @@ class Race:
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(state)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # graphs have memory of their own; what passes took before them lies idle
+            torch.cuda.empty_cache()  # graphs use a separate pool, so memory of the eager passes is free
 
     def close(self) -> None:
         """Stop the stream and free the captured graphs."""
@@ -179,11 +180,11 @@ class Race:
 
 @torch.no_grad()
 def score_batches(model: SpeedrunGPT, batches: Sequence[FlatBatch], token_bytes: Tensor) -> Tensor:
-    """Return the nats of text and its bytes: (2,) float64 on the CPU.
+    """Return [sum of losses in nats, number of bytes] of a text, (2,) float64 on the CPU.
 
     Args:
-        model: in evaluation, with its windows set.
-        batches: rows of documents, on the CPU.
+        model: in evaluation mode, with its windows set.
+        batches: rows of T tokens, on the CPU.
         token_bytes: (vocab_size,) int64 bytes of each token, on the model's device.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=token_bytes.device)

@@ -1,9 +1,9 @@
-"""The optimizer of a speedrun: one `quintic.Muon`, with a group for each role that parameters have in the model.
+"""The optimizer of a speedrun: one `quintic.Muon`, with a group for each role of parameters in the model.
 
-NorMuon steps the banks of matrices at every step, AdamW everything else at every second one, after gradients of two
-steps have added up. Decay is coupled to the rate squared, so that it falls faster than the rates.
+NorMuon updates the banks of matrices in every step, AdamW everything else in every second step, with the gradients of
+two steps added up. Weight decay is proportional to the square of the rate, so that it falls faster than the rate.
 
-Source: rates, decays and orders are those of the modded-nanogpt speedrun, whose contributors tuned them.
+Source: rates, decays and orders are from the modded-nanogpt speedrun, whose contributors tuned them.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ __all__ = ["build_optimizer", "set_rates"]
 
 
 def _adamw(lr: float, decay: float, betas: tuple[float, float], comms: str = "replicated") -> dict[str, Any]:
-    """Return AdamW's options for a role, given factors on rate and decay."""
+    """Return AdamW's options for a role; `lr` and `decay` are factors on the base values."""
     return {
         "algorithm": "adamw",
         "lr": 0.008 * lr,
@@ -29,7 +29,7 @@ def _adamw(lr: float, decay: float, betas: tuple[float, float], comms: str = "re
     }
 
 
-# In the order in which gradients are sent, after those of the banks.
+# In the order in which gradients are sent, after the banks' gradients.
 _ADAMW = {
     "scalars": _adamw(5.0, 0.0, (0.9, 0.99)),
     "smear_gate": _adamw(0.01, 0.0, (0.9, 0.99)),
@@ -45,7 +45,7 @@ _ADAMW = {
     "gate_weights": _adamw(0.1, 1.0, (0.9, 0.99)),
     "gate_bias": _adamw(0.1, 0.0, (0.9, 0.99)),
 }
-# Only the banks keep the bits that their weights lack, as in the race.
+# Only the banks keep extra mantissa bits of their bfloat16 weights, as in the race.
 _MUON: dict[str, Any] = {
     "lr": 0.023,
     "weight_decay": 1.2,
@@ -54,7 +54,7 @@ _MUON: dict[str, Any] = {
     "comms": "sharded",
     "master": "mantissa",
 }
-# Small ones first, while large messages travel; the banks' products last, while updated tables travel back.
+# Small groups first, while large gradients are in flight; the banks last, while updated tables are sent back.
 _WORK_ORDER = (
     *("scalars", "smear_gate", "value_gates", "connection_bias", "gate_bias", "output_scales", "residual_scales"),
     *("connection_weights", "value_embedding", "bigram", "gate_weights", "head", "embedding"),
@@ -63,13 +63,13 @@ _WORK_ORDER = (
 
 
 def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
-    """Return the optimizer; each group's `name` is its role, `initial_lr` its rate before the schedule's factor.
+    """Return the optimizer; a group's `name` is its role, `initial_lr` its rate without the schedule's factor.
 
-    With `tied` the embedding is a copy of the head until `optimizer.untie`.
+    With `config.tied`, the embedding is a copy of the head until `optimizer.untie`.
 
     Args:
         model: on its device, with initialised weights.
-        ranks: number of those that share the work; above 1 the optimizer averages their gradients.
+        ranks: number of ranks; if above 1, the optimizer averages their gradients.
     """
     sizes = model.config
     options = {
@@ -81,7 +81,7 @@ def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
     names = model.names_by_role()
     groups: list[dict[str, Any]] = []
     for role, own in options.items():
-        if names[role]:  # else the model is without it
+        if names[role]:  # the model may lack the feature
             params = [(name, model.get_parameter(name)) for name in names[role]]
             groups.append({"name": role, "params": params, "initial_lr": own["lr"], **own})
             if ranks == 1:
@@ -101,7 +101,7 @@ def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
 
 
 def set_rates(optimizer: quintic.Muon, settings: StepSettings) -> None:
-    """Set learning rates and momentum for a step."""
+    """Set the groups' learning rates and momentum for a step."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * settings.rate
         if orthogonalizes(group["algorithm"]):

@@ -1,9 +1,9 @@
-"""A speedrun from its options to its last validation: the parts, the loop, the clock and the log.
+"""A speedrun from its options to its final validation: construction, loop, clock and log.
 
-The clock is the race's: it runs while the model trains, and stands still in the warm-up, in validations and while the
-model is saved. The log's times and losses of steps are measured on the device and read when the clock stands still.
-
-Source: the rules of the clock follow the modded-nanogpt speedrun.
+Phases: `speedrun` reads the options, opens the text and builds the `Race`; `train` warms up, then alternates between
+intervals of training (`_train`), validations and saves. The clock follows the rules of the modded-nanogpt speedrun: it
+runs only in training, not in the warm-up, in validations or while the model is saved. Times and losses of steps are
+measured on the device and read at the end of an interval, so that steps never wait for the GPU.
 """
 
 import itertools
@@ -47,31 +47,31 @@ __all__ = ["RaceResult", "save_model", "speedrun", "train"]
 class RaceResult(NamedTuple):
     """The results of a finished run."""
 
-    loss: float  # of the validation text, in nats per token
-    bpb: float | None  # in bits per byte; None where the vocabulary is not at hand
-    seconds: float  # by the race's clock
+    loss: float  # validation loss in nats per token
+    bpb: float | None  # validation loss in bits per byte; None without a tokenizer
+    seconds: float  # training time by the race's clock
 
 
 def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks) -> None:
-    """Run a preset with these options, print its result, and log it with the command line; all ranks must call it."""
+    """Run a preset with these options, log the run and print its result; all ranks must call it."""
     chosen = preset(name)
-    track = ranks.agree(lambda: chosen.track.scaled(options.steps).validated(options.val_tokens))
+    track = ranks.run_on_all(lambda: chosen.track.scaled(options.steps).validated(options.val_tokens))
     changes = {name: getattr(options, name) for name in ("eval_every", "pass_tokens", "untie_at")}
     track = replace(track, **changes)
-    model = ranks.agree(lambda: without(chosen.model, options.without))
+    model = ranks.run_on_all(lambda: without(chosen.model, options.without))
     run = RunConfig(**{field.name: getattr(options, field.name) for field in fields(BaseRunConfig)})
-    ranks.from_first(lambda: check_new_run(Config(run=run)))
-    hardware = ranks.agree(lambda: choose_hardware(run))
-    ranks.agree(lambda: check_gpus(ranks, hardware.device))
+    ranks.from_rank0(lambda: check_new_run(Config(run=run)))
+    hardware = ranks.run_on_all(lambda: choose_hardware(run))
+    ranks.run_on_all(lambda: check_gpus(ranks, hardware.device))
     without_fp8 = (model.fp8_head or model.fp8_mlp) and not multiplies_fp8(hardware.device)
     if without_fp8:
         model = without(model, FP8_FEATURES)
     data = ranks.once_per_host(lambda: open_data(options, model))
     capture = options.capture and hardware.device.type == "cuda"
-    race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, capture=capture))
+    race = ranks.run_on_all(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, capture=capture))
     files = {} if data.tokenizer is None else {TOKENIZER_FILE: data.tokenizer.definition}
-    run_dir = ranks.from_first(lambda: run_folder(options, name, files))
-    bits = "; nothing in 8 bits, for which it takes a GPU of compute capability 8.9" if without_fp8 else ""
+    run_dir = ranks.from_rank0(lambda: run_folder(options, name, files))
+    bits = "; without 8-bit products, which need a GPU of compute capability 8.9" if without_fp8 else ""
     print(f"Computing on {ranks.size} x {hardware}{bits}; {track.steps:,} steps; run folder {run_dir}")
     facts = {"command": command, "config": {**asdict(options), "preset": name}}
     try:
@@ -99,29 +99,29 @@ def train(
     """Train and score a model; all ranks must call it.
 
     Args:
-        race: is closed at the end.
-        run_dir: the folder of the run; the first rank writes `metrics.jsonl` and `report.html` there.
+        race: closed at the end.
+        run_dir: the folder of the run; rank 0 writes `metrics.jsonl` and `report.html` there.
         facts: command and configuration, for the log.
         warm_up: compile before the clock starts rather than in the steps.
-        save_every: steps between saves of the model, besides the one at the end; 0 for none.
-        say: takes lines for people.
+        save_every: steps between saves of the model; 0 for only the one at the end.
+        say: called with lines for the user.
 
     Raises:
-        CheckpointError: the model cannot be saved; log and report are there.
+        CheckpointError: the model cannot be saved. At the end, log and report are complete by then.
         DivergedError: a validation loss is not finite.
-        QuinticError: text that cannot be used.
+        QuinticError: the text cannot be used.
     """
     track, ranks = race.track, race.ranks
     began = time.perf_counter()
     if warm_up:
-        say("Warming up: compiling what every stage needs ...")
+        say("Warming up: compiling the code of every stage ...")
         race.warm_up()
     warmup_seconds = time.perf_counter() - began
     say(f"Warm-up took {warmup_seconds:.1f} s; the clock starts")
     tokens, seconds, scores = 0, 0.0, list[tuple[float, int]]()
     log_file = run_dir / METRICS_FILE if ranks.is_first else None
     with closing(race), rare_collections() as collected, MetricsLog(log_file) as log:
-        collected()  # once, and no more before the end
+        collected()  # collect garbage once now, and then not before the end
         log.write("run", **_facts(race), name=run_dir.name, warmup_seconds=warmup_seconds, **facts)
         scored = {*range(0, track.steps, track.eval_every), track.steps}
         saved = set(range(save_every, track.steps, save_every)) if save_every else set()
@@ -132,7 +132,7 @@ def train(
                 record = {"step": number, "tokens": tokens, "seconds": seconds, "loss": loss, "bpb": bpb}
                 log.write("eval", **record)
                 scores += [] if bpb is None else [(bpb, number)]
-                if not math.isfinite(loss):  # on all ranks, of which one says so
+                if not math.isfinite(loss):  # the same on all ranks; rank 0 prints the error
                     diverged = DivergedError(f"{run_dir}: the validation loss of step {number} is {loss}: it diverged")
                     raise diverged if ranks.is_first else ranks.failed_elsewhere()
             if number in saved:
@@ -151,20 +151,20 @@ def train(
 def _train(
     race: Race, log: MetricsLog, steps: range, tokens: int, seconds: float, say: Callable[[str], None]
 ) -> tuple[int, float]:
-    """Make steps and log them; return the run's tokens and seconds, given those before.
+    """Make steps and log them; return the run's total tokens and seconds, given the totals before.
 
-    One rank that is asked to stop logs the steps that it has made, and raises KeyboardInterrupt.
+    After a stop request (only with one rank), the steps made so far are logged, then KeyboardInterrupt is raised.
     """
     watch, made = Stopwatch(race.device), []
     watch.mark()
     began = time.perf_counter() - seconds
-    # Several ranks would have to agree on the step to stop at, and wait for each other in every step.
+    # Several ranks would need a collective in every step to agree on stopping, so there Ctrl-C just kills.
     requests = StopRequests()
     with requests if race.ranks.size == 1 else nullcontext():
         for number in steps:
             made.append(race.train_step(number, race.stream))
             watch.mark()
-            # By the host, which does not wait.
+            # The host's time, which runs ahead of the device's.
             say(f"step {number + 1}/{race.track.steps}  {_time(time.perf_counter() - began, number + 1)}")
             if requests.is_stopped():
                 break
@@ -194,12 +194,12 @@ def _train(
 
 
 def save_model(race: Race, run_dir: Path, step: int) -> None:
-    """Save the model after so many steps, with its windows of now, and what it is and is scored on.
+    """Save the model after `step` steps: weights, windows, configuration, and the validation text for `quintic eval`.
 
-    All ranks must call it, and the first one, which has all of the weights, writes a checkpoint without an optimizer.
+    All ranks must call it; rank 0, which has the whole weights, writes a checkpoint without optimizer state.
 
     Raises:
-        CheckpointError: the disk is full or not writable; nothing half written remains.
+        CheckpointError: the disk is full or not writable; no half-written folder remains.
     """
     track = race.track
     state = {
@@ -211,7 +211,7 @@ def save_model(race: Race, run_dir: Path, step: int) -> None:
         "validation_chunk": track.validation_chunk,
     }
     save = partial(save_checkpoint, run_dir, step=step, model=race.model, optimizer=None, state=state)
-    race.ranks.from_first(lambda: save(keep=track.steps + 1))
+    race.ranks.from_rank0(lambda: save(keep=track.steps + 1))
 
 
 def _time(seconds: float, steps: int) -> str:
@@ -219,7 +219,7 @@ def _time(seconds: float, steps: int) -> str:
 
 
 def _facts(race: Race) -> dict[str, Any]:
-    """Return the facts of the log's `run` record."""
+    """Return the fields of the log's `run` record."""
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine_facts(race.hardware),

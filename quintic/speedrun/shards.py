@@ -1,9 +1,9 @@
-"""The race's token files: `.bin` shards, read, written and downloaded.
+"""Reading, writing and downloading the race's token files, `.bin` shards.
 
-A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros) and the tokens as
-uint16. Files whose names have `val` in them are for validation, those with `train` for training; there is no text.
+A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros), followed by the
+tokens as uint16. Names with `val` mark validation shards, names with `train` training shards. Shards hold no text.
 
-Source: the format is that of llm.c and the modded-nanogpt speedrun.
+Source: the format of llm.c and the modded-nanogpt speedrun.
 """
 
 import json
@@ -40,31 +40,31 @@ _MAGIC, _VERSION = 20240520, 1
 _HEADER = np.dtype("<i4")
 _HEADER_BYTES = 256 * _HEADER.itemsize
 _TOKEN = np.dtype("<u2")
-_ADVICE = "give shards of the modded-nanogpt speedrun, or written by `quintic.speedrun.shards.write_shard`"
+_ADVICE = "give shards of the modded-nanogpt speedrun, or shards written by `quintic.speedrun.shards.write_shard`"
 
-# Bytes of the text that comes with Python, on which the smallest preset trains, and its part for validation.
+# The text of the smallest preset: this many bytes of Python's own text, every 20th document for validation.
 _BYTES_OF_TEXT = 2_000_000
-_VALIDATION_SHARE = 20
+_VALIDATION_EVERY = 20
 
 
 class RaceData(NamedTuple):
     """The shards of a run."""
 
-    source: str  # the name that the run was given
-    train: tuple[Path, ...]  # at least one file, in order
+    source: str  # value of --data
+    train: tuple[Path, ...]  # at least one file, in reading order
     validation: Path
-    vocab_size: int  # tokens are smaller
-    bos_id: int  # the token that begins a document
-    tokenizer: Tokenizer | None  # with which the shards were made; None where it is not at hand
+    vocab_size: int  # tokens are below this
+    bos_id: int  # the token that starts a document
+    tokenizer: Tokenizer | None  # the one that made the shards; None if it was not given
 
     @property
     def vocabulary(self) -> tuple[bytes, ...] | None:
-        """The bytes of each token, none for special ones; None without a tokenizer."""
+        """The bytes of each token, b"" for special tokens; None without a tokenizer."""
         return None if self.tokenizer is None else _vocabulary(self.tokenizer, self.bos_id)
 
 
 def prefixes(vocabulary: Sequence[bytes]) -> list[int]:
-    """Return for each token the longest other one that its bytes begin with, `IGNORED` for none."""
+    """Return for each token the longest other token that its bytes begin with, or `IGNORED`."""
     ids = {token: number for number, token in enumerate(vocabulary) if token}
     return [
         next((ids[token[:length]] for length in range(len(token) - 1, 0, -1) if token[:length] in ids), IGNORED)
@@ -73,10 +73,10 @@ def prefixes(vocabulary: Sequence[bytes]) -> list[int]:
 
 
 def read_shard(path: Path, *, vocab_size: int = 2**16, count: int = -1) -> Tokens:
-    """Return the tokens of a shard, or the first `count`, which must be smaller than `vocab_size`.
+    """Return the tokens of a shard, or only the first `count`.
 
     Raises:
-        DataError: the file cannot be read, is no such shard, is cut off, or has another vocabulary's tokens.
+        DataError: the file cannot be read, is not a shard or is truncated, or a token is not below `vocab_size`.
     """
     try:
         size = path.stat().st_size
@@ -88,7 +88,7 @@ def read_shard(path: Path, *, vocab_size: int = 2**16, count: int = -1) -> Token
         announced, present = int(header[2]), (size - _HEADER_BYTES) / _TOKEN.itemsize
         if announced != present:
             raise DataError(
-                f"{path}: its header says {announced:,} tokens, the file has {present:,.1f}: it is cut off or damaged; "
+                f"{path}: has {present:,.1f} tokens, but its header says {announced:,}: it is truncated or damaged; "
                 "delete it and download or write it again"
             )
         tokens = np.fromfile(path, dtype=_TOKEN, count=count, offset=_HEADER_BYTES)
@@ -103,14 +103,14 @@ def read_shard(path: Path, *, vocab_size: int = 2**16, count: int = -1) -> Token
 
 
 def write_shard(path: Path, tokens: Iterable[int] | npt.NDArray[np.integer]) -> None:
-    """Write tokens, each from 0 to 65535, as a shard; the file is the old or the new one, also after a crash.
+    """Write tokens, each from 0 to 65535, as a shard; after a crash, the old or the new file is there, complete.
 
     Raises:
-        DataError: a token does not fit, or the file cannot be written.
+        DataError: a token is out of range, or the file cannot be written.
     """
     whole = np.fromiter(tokens, dtype=np.int64) if not isinstance(tokens, np.ndarray) else tokens
     if len(whole) and not 0 <= int(whole.min()) <= int(whole.max()) < 2**16:
-        raise DataError(f"{path}: tokens from {whole.min()} to {whole.max()}; a shard holds 0 to 65535")
+        raise DataError(f"{path}: has tokens from {whole.min()} to {whole.max()}; they must be from 0 to 65535")
     header = np.zeros(256, dtype=_HEADER)
     header[:3] = _MAGIC, _VERSION, len(whole)
     try:
@@ -120,7 +120,7 @@ def write_shard(path: Path, tokens: Iterable[int] | npt.NDArray[np.integer]) -> 
 
 
 def open_data(options: SpeedrunOptions, model: SpeedrunConfig) -> RaceData:
-    """Return the shards of a run; those of the Hub are downloaded, unless they are there already.
+    """Return the shards of a run, downloading them from the Hub if needed.
 
     Raises:
         DataError: there are no such shards, they are damaged or cannot be downloaded, or the vocabulary is too large.
@@ -137,10 +137,10 @@ def open_data(options: SpeedrunOptions, model: SpeedrunConfig) -> RaceData:
                 "and validation shards, or hf:kjj0/fineweb10B-gpt2"
             )
         if both := set(train) & set(validation):
-            raise DataError(f"{min(both)}: is named for training and for validation; rename it")
+            raise DataError(f"{min(both)}: its name has both `train` and `val`; rename it")
     train = train[: options.shards]
     for path in (*train, validation[0]):
-        read_shard(path, count=0)  # header and size: later ones are read in the middle of the run
+        read_shard(path, count=0)  # check header and size now, not in the middle of the run
     loaded = None
     if model.bos_id == BYTES_BOS:
         loaded = byte_tokenizer()
@@ -148,14 +148,14 @@ def open_data(options: SpeedrunOptions, model: SpeedrunConfig) -> RaceData:
         loaded = Tokenizer.load(tokenizer, cache_dir=data_dir / "hub")
         if loaded.vocab_size > model.vocab_size:
             raise DataError(
-                f"--tokenizer {tokenizer}: has {loaded.vocab_size:,} tokens, the model {model.vocab_size:,}; give the "
-                "one with which the shards were made"
+                f"--tokenizer {tokenizer}: has {loaded.vocab_size:,} tokens, but the model only {model.vocab_size:,}; "
+                "give the one that made the shards"
             )
     return RaceData(source, tuple(train), validation[0], model.vocab_size, model.bos_id, loaded)
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Return the tokenizer whose tokens are the 256 bytes, and `BYTES_BOS` before each document."""
+    """Return a tokenizer with the 256 bytes as tokens; `BYTES_BOS` starts each document."""
     stage = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     vocab = {symbol: byte for byte, symbol in enumerate(byte_alphabet())}
     model = {"type": "BPE", "vocab": vocab, "merges": []}
@@ -165,7 +165,7 @@ def byte_tokenizer() -> Tokenizer:
 def _downloaded(source: str, cache_dir: Path, num_shards: int) -> tuple[list[Path], list[Path]]:
     match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)/?", source)
     if match is None:
-        raise DataError(f"--data {source}: not the name of shards on the Hub; write hf:owner/name")
+        raise DataError(f"--data {source}: not a name on the Hugging Face Hub; write hf:owner/name")
 
     def get(split: str, number: int) -> Path:
         name = f"fineweb_{split}_{number:06d}.bin"
@@ -176,7 +176,7 @@ def _downloaded(source: str, cache_dir: Path, num_shards: int) -> tuple[list[Pat
 
 
 def _bytes_of_python(data_dir: Path) -> Path:
-    """Write the text that comes with Python as two shards whose tokens are bytes; return their folder."""
+    """Write Python's own text as a training and a validation shard of bytes; return their folder."""
     folder = data_dir / "python-bytes"
     if (folder / "val_000000.bin").is_file():
         return folder
@@ -191,15 +191,15 @@ def _bytes_of_python(data_dir: Path) -> Path:
         size += len(content)
         if size >= _BYTES_OF_TEXT:
             break
-    held_back = documents[::_VALIDATION_SHARE]
-    del documents[::_VALIDATION_SHARE]
+    held_back = documents[::_VALIDATION_EVERY]
+    del documents[::_VALIDATION_EVERY]
     write_shard(folder / "train_000000.bin", np.concatenate(documents))
     write_shard(folder / "val_000000.bin", np.concatenate(held_back))
     return folder
 
 
 def vocabulary_of(tokenizer: str, *, bos_id: int, cache_dir: Path | None = None) -> tuple[bytes, ...]:
-    """Return the bytes of each token of a tokenizer (see `Tokenizer.load`), none for special ones and for `bos_id`."""
+    """Return the bytes of each token of a tokenizer (see `Tokenizer.load`), b"" for special tokens and `bos_id`."""
     return _vocabulary(Tokenizer.load(tokenizer, cache_dir=cache_dir), bos_id)
 
 

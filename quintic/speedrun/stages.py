@@ -1,10 +1,10 @@
 """The schedule of a speedrun as data: the settings of every step, from a few frozen tables.
 
-A track is a number of stages of equal length and a short one at the end, the extension. Batches, windows and documents
-change from stage to stage; rates, momentum and the weights of the predictions from step to step. Steps count from 0;
-the settings of the step after the last one are those of the final validation.
+A track consists of stages of equal length and a short last stage, the extension. Batches, windows and document lengths
+change from stage to stage; rates, momentum and loss weights from step to step. Steps count from 0; `Track.steps` has
+the settings of the final validation.
 
-Source: the constants are those of the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt, August 2026).
+Source: the constants are from the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt, August 2026).
 """
 
 from bisect import bisect_right
@@ -14,19 +14,19 @@ from quintic.errors import ConfigError
 
 __all__ = ["ADAMW_EVERY", "SPEEDRUN", "TINY", "Stage", "StepSettings", "Track"]
 
-ADAMW_EVERY = 2  # AdamW's parameters move in every second step; each stage needs one such and one in which they wait
+ADAMW_EVERY = 2  # AdamW updates its parameters in every second step, the odd ones; each stage needs one of each kind
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Settings of a stage; the weights of its losses go from a first to a last one."""
+    """Settings of a stage; loss weights change linearly from the first to the second number of a pair."""
 
     batch_tokens: int
-    document_tokens: int  # documents are cut at so many
+    document_tokens: int  # documents are truncated to this length
     windows: tuple[int, int]  # short and long attention windows, in tokens
     rate: float  # factor on all learning rates, until they fall
-    weights: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # for the next token, the one after it, ...
-    prefix_weight: tuple[float, float] = (0.0, 0.0)  # for the longest token that the next one begins with
+    weights: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # [k]: loss weight of the token k + 1 positions ahead
+    prefix_weight: tuple[float, float] = (0.0, 0.0)  # loss weight of the longest token that the next one begins with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,26 +39,26 @@ class StepSettings:
     windows: tuple[int, int]
     rate: float
     momentum: float
-    loss_weights: tuple[float, ...]  # for the next token, the one after it, ..., and last for the prefix
-    unties: bool  # head and embedding part after this step
+    loss_weights: tuple[float, ...]  # as in `Stage.weights`, and last the weight of the prefix
+    unties: bool  # head and embedding are untied after this step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Track:
-    """A whole run."""
+    """The schedule of a whole run."""
 
-    stages: tuple[Stage, ...]  # one after the other; the last one is the extension, at the final rate
-    scheduled_steps: int  # of all stages but the extension
+    stages: tuple[Stage, ...]  # in order; the last one is the extension, at the final rate
+    scheduled_steps: int  # steps of all stages except the extension
     extension_steps: int
-    final_long_window: int  # in tokens, for the last validation; the rotary embedding does not grow with it
-    fall: float = 0.6  # share of the scheduled steps in which rates fall linearly
+    final_long_window: int  # in tokens, for the final validation, without adapting rotary positions
+    fall: float = 0.6  # fraction of the scheduled steps in which rates fall linearly
     final_rate: float = 0.15
-    momentum: tuple[float, float] = (0.85, 0.95)  # least and most
-    momentum_rise_steps: int  # first steps, in which the momentum rises
-    momentum_fall_steps: int  # last steps, in which it falls
-    untie_at: int | None = None  # the step at which head and embedding part; None for the beginning of the third stage
-    chunks: int = 8  # of a batch; each begins with a document, and a rank reads `chunks / ranks` of them per step
-    pass_tokens: int = 65_536  # tokens up to which a rank's chunks go through the model together
+    momentum: tuple[float, float] = (0.85, 0.95)  # minimum and maximum
+    momentum_rise_steps: int  # number of first steps in which the momentum rises
+    momentum_fall_steps: int  # number of last steps in which the momentum falls
+    untie_at: int | None = None  # step at which head and embedding are untied; None for the start of the third stage
+    chunks: int = 8  # chunks of a batch; each begins with a document, and a rank reads `chunks / ranks` of them
+    pass_tokens: int = 65_536  # most tokens of one forward and backward pass of a rank
     eval_every: int  # steps between validations
     validation_tokens: int
     validation_chunk: int  # tokens scored at once
@@ -76,14 +76,14 @@ class Track:
 
     @property
     def untie_step(self) -> int:
-        """The step after which head and embedding part, the first odd one from `untie_at` on: only odd steps move them.
+        """The step after which head and embedding are untied: the first odd step from `untie_at` on.
 
-        Where the run ends before it, they stay one.
+        Only odd steps update them. If the run ends before, they stay tied.
         """
         return (self.starts[2] if self.untie_at is None else self.untie_at) | 1
 
     def at(self, step: int) -> StepSettings:
-        """Return the settings of a step from 0; those of the final validation for `steps`."""
+        """Return the settings of a step, counted from 0; for `steps`, the settings of the final validation."""
         number = bisect_right(self.starts, step) - 1
         stage, start, end = self.stages[number], self.starts[number], (*self.starts, self.steps)[number + 1]
         done = min(1.0, (step - start) / (end - start))
@@ -100,32 +100,32 @@ class Track:
         )
 
     def passes(self, settings: StepSettings, ranks: int) -> int:
-        """Return the number of passes in which each rank takes its chunks of a step through the model."""
+        """Return each rank's number of forward and backward passes in a step, as few as `pass_tokens` allows."""
         own, tokens = self.chunks // ranks, settings.batch_tokens // ranks
         return next(n for n in range(1, own + 1) if n == own or (own % n == 0 and tokens // n <= self.pass_tokens))
 
     def validated(self, tokens: int) -> "Track":
-        """Return the same track with another number of tokens to score, in chunks of at most as many as now."""
+        """Return the track with another number of validation tokens, in chunks that are not larger than before."""
         chunk = max(1, min(self.validation_chunk, tokens // self.chunks))
         return replace(self, validation_tokens=tokens, validation_chunk=chunk)
 
     def scaled(self, steps: int) -> "Track":
-        """Return the same track in another number of steps: every length in steps shrinks or grows alike.
+        """Return the track with another number of steps; all numbers of steps are scaled in proportion.
 
         Raises:
-            ConfigError: there are too few for each stage.
+            ConfigError: there are too few steps for the stages.
         """
         fewest = ADAMW_EVERY * len(self.stages)
         if steps < fewest:
-            raise ConfigError(f"--steps {steps}: the track has {len(self.stages)} stages; give at least {fewest}")
-        share = steps / self.steps
-        extension = max(ADAMW_EVERY, round(self.extension_steps * share))
+            raise ConfigError(f"--steps {steps}: must be at least {fewest}, for the {len(self.stages)} stages")
+        factor = steps / self.steps
+        extension = max(ADAMW_EVERY, round(self.extension_steps * factor))
         return replace(
             self,
             scheduled_steps=steps - extension,
             extension_steps=extension,
-            momentum_rise_steps=round(self.momentum_rise_steps * share),
-            momentum_fall_steps=round(self.momentum_fall_steps * share),
+            momentum_rise_steps=round(self.momentum_rise_steps * factor),
+            momentum_fall_steps=round(self.momentum_fall_steps * factor),
         )
 
     def _rate(self, step: int, rate: float) -> float:

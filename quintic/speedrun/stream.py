@@ -1,15 +1,14 @@
-"""The race's text as flat batches: documents end to end, each from its beginning, cut at the stage's length.
+"""The race's text as flat batches: documents one after the other, each truncated to the stage's length.
 
-Order. Documents come in the order of the shards, and the shards again from the first when they end. A batch consists of
-`chunks` chunks of equally many tokens. A chunk begins with a document and takes documents, each cut, until it is full;
-the last one is shortened, and its rest is dropped, so that the next chunk begins with a document too. What does not
-fill a chunk at the end of a shard is dropped.
+Order: documents in the order of the shards, starting over after the last shard. A batch consists of `chunks` chunks of
+equal length. A chunk is filled with truncated documents; the last one is shortened to fit and its rest is dropped, so
+that every chunk begins with a document. The rest of a shard that does not fill a chunk is dropped.
 
-Ranks. All ranks walk through the same chunks, and each copies the tokens of its own: of every `size` chunks, rank r has
-the r-th. So a step's text does not depend on the number of ranks, which must divide the number of chunks. Chunks
-of a rank may be joined in a batch: as each begins with a document, none sees another.
+Ranks: all ranks walk through the same chunks, and rank r keeps chunk r, r + size, r + 2 size, ... of each batch. So the
+text of a step does not depend on the number of ranks, which must divide the number of chunks. Several chunks of a rank
+may be concatenated for a pass: each begins with a document, so attention never crosses chunks.
 
-Validation text is not aligned: it is cut into chunks wherever they end.
+Validation text is split into chunks of equal length regardless of documents.
 
 Source: the order of documents is that of the modded-nanogpt speedrun's loader.
 """
@@ -31,30 +30,30 @@ from quintic.data.prefetch import Prefetcher
 from quintic.errors import DataError
 from quintic.speedrun.shards import RaceData, Tokens, read_shard
 from quintic.speedrun.stages import Track
-from quintic.train.distributed import ALONE, Ranks
+from quintic.train.distributed import SINGLE_PROCESS, Ranks
 
 __all__ = ["FlatBatch", "chunk_stream", "validation_batches"]
 
 _BATCHES_AHEAD = 4
-_TOKENS_PER_DOCUMENT, _FEWEST_STARTS = 256, 16
+_TOKENS_PER_DOCUMENT, _FEWEST_STARTS = 256, 16  # room for document starts in a batch: T / 256, at least 16
 
 
 class _Shard:
-    """Tokens, and where their documents begin and how long they are."""
+    """The tokens of a shard, with starts and lengths of its documents."""
 
     def __init__(self, data: RaceData, path: Path) -> None:
         self.tokens: Tokens = read_shard(path, vocab_size=data.vocab_size)
         self.starts: npt.NDArray[np.int64] = np.flatnonzero(self.tokens == data.bos_id)
         if len(self.tokens) and not len(self.starts):
             raise DataError(
-                f"{path}: no document in it begins with token {data.bos_id}; it was made with another tokenizer: give "
+                f"{path}: has no token {data.bos_id}, which starts documents; it was made with another tokenizer: give "
                 "shards of this preset's vocabulary"
             )
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
-    def documents(self, first: int, tokens: int, cut: int) -> list[Tokens] | None:
-        """Return the documents from `first` on, each cut, that have so many tokens; None where the shard ends first."""
-        lengths: npt.NDArray[np.int64] = np.minimum(self.lengths[first : first + tokens], cut)
+    def documents(self, first: int, tokens: int, longest: int) -> list[Tokens] | None:
+        """Return documents from `first` on, truncated to `longest`, with at least `tokens` tokens; None at the end."""
+        lengths: npt.NDArray[np.int64] = np.minimum(self.lengths[first : first + tokens], longest)
         count = 1 + int(np.searchsorted(np.cumsum(lengths), tokens))
         if count > len(lengths):
             return None
@@ -63,25 +62,29 @@ class _Shard:
 
 
 def chunk_stream(
-    data: RaceData, track: Track, steps: Iterator[int], *, ranks: Ranks = ALONE, device: torch.device | str = "cpu"
+    data: RaceData,
+    track: Track,
+    steps: Iterator[int],
+    *,
+    ranks: Ranks = SINGLE_PROCESS,
+    device: torch.device | str = "cpu",
 ) -> Generator[FlatBatch, None, None]:
-    """Yield one rank's chunks in batches, made ahead in a background thread, from shards loaded ahead in another.
+    """Yield the batches of one rank, one for each pass. One thread loads shards ahead, another makes batches ahead.
 
-    The threads start with the first batch, and end when the stream is closed or dropped.
+    The threads start with the first batch, and end when the stream is closed or garbage-collected.
 
     Args:
         data: the text.
-        track: the schedule, which sets the tokens of batches, documents and passes.
-        steps: numbers of the steps whose batches follow each other, without end.
-        ranks: the processes that share the text; their number divides the track's chunks.
-        device: where batches go; without waiting when it is a CUDA device.
+        track: the schedule, with the tokens of batches, documents and passes.
+        steps: infinite iterator of step numbers, whose settings the batches follow.
+        ranks: the processes that share the text; their number must divide the track's chunks.
+        device: device of the batches; copies to a CUDA device are asynchronous.
 
     Raises:
         DataError: a shard cannot be used, or the shards do not fill a chunk.
     """
     device = numbered(device)
-    # The functions in the threads do not hold this generator, so that one that was not closed ends with its last
-    # reference.
+    # The threads hold no reference to this generator, so that dropping an unclosed one ends them.
     load = map(functools.partial(_Shard, data), itertools.cycle(data.train)).__next__
     with closing(Prefetcher(load, depth=1)) as shards:
         make = _batches(data, track, steps, ranks, device, shards).__next__
@@ -93,19 +96,19 @@ def chunk_stream(
 def _batches(
     data: RaceData, track: Track, steps: Iterator[int], ranks: Ranks, device: torch.device, shards: Prefetcher[_Shard]
 ) -> Iterator[FlatBatch]:
-    """Yield a rank's batches, while walking through the chunks of all ranks."""
+    """Yield the batches of one rank, walking through the chunks of all ranks."""
     num_shards, waiting = len(data.train), list[Tokens]()
     shard, document, num_ended, num_unused = shards.get(), 0, 0, 0
     for settings in map(track.at, steps):
-        tokens, cut = settings.batch_tokens // track.chunks, settings.document_tokens
+        tokens, longest = settings.batch_tokens // track.chunks, settings.document_tokens
         together = track.chunks // ranks.size // track.passes(settings, ranks.size)
         for number in range(track.chunks):
-            # The last token is a target only.
-            while (documents := shard.documents(document, tokens + 1, cut)) is None:
+            # One token more than inputs: the last one is only a target.
+            while (documents := shard.documents(document, tokens + 1, longest)) is None:
                 if num_unused == num_shards:
                     raise DataError(
                         f"{data.train[0].parent}: no training shard fills a chunk of {tokens:,} tokens with documents "
-                        f"cut at {cut}; give more text (--data)"
+                        f"of at most {longest} tokens; give more text (--data)"
                     )
                 shard, document, num_ended, num_unused = shards.get(), 0, num_ended + 1, num_unused + 1
             document, num_unused = document + len(documents), 0
@@ -116,36 +119,36 @@ def _batches(
                     waiting.clear()
 
 
-def validation_batches(data: RaceData, tokens: int, chunk: int, *, ranks: Ranks = ALONE) -> list[FlatBatch]:
-    """Return a rank's chunks of the validation text, on the CPU: of each `ranks.size` chunks, rank r has the r-th.
+def validation_batches(data: RaceData, tokens: int, chunk: int, *, ranks: Ranks = SINGLE_PROCESS) -> list[FlatBatch]:
+    """Return a rank's chunks of the validation text, on the CPU: rank r has chunk r, r + size, r + 2 size, ...
 
     Args:
         data: the text.
-        tokens: to score, from the beginning of the shard.
-        chunk: tokens scored at once.
+        tokens: number of tokens to score, from the beginning of the shard.
+        chunk: tokens per batch.
         ranks: the processes that share the text.
 
     Raises:
-        DataError: the shard cannot be used or is too short, or the numbers do not fit each other.
+        DataError: the shard cannot be used or is too short, or `tokens` is not a multiple of `chunk` x ranks.
     """
     if tokens % (chunk * ranks.size):
         raise DataError(
-            f"{tokens:,} validation tokens are no whole number of chunks of {chunk:,} for each of {ranks.size} ranks; "
-            f"give another --val-tokens, such as {tokens // (chunk * ranks.size) * chunk * ranks.size}"
+            f"--val-tokens {tokens}: must be a multiple of {chunk:,} tokens x {ranks.size} ranks, such as "
+            f"{tokens // (chunk * ranks.size) * chunk * ranks.size}"
         )
     text = read_shard(data.validation, vocab_size=data.vocab_size)
     if len(text) <= tokens:
         raise DataError(
-            f"{data.validation}: has {len(text):,} tokens, {tokens + 1:,} are to be scored; give fewer --val-tokens"
+            f"{data.validation}: has only {len(text):,} tokens, but scoring needs {tokens + 1:,}; lower --val-tokens"
         )
     begins = range(ranks.rank * chunk, tokens, ranks.size * chunk)
     return [_flat([text[begin : begin + chunk + 1]], data.bos_id) for begin in begins]
 
 
 def _flat(chunks: Sequence[Tokens], bos_id: int, epoch: int = 0) -> FlatBatch:
-    """Return chunks, each with one token more than inputs, as one batch.
+    """Concatenate chunks of n + 1 tokens to a batch with (chunks x n,) inputs and targets.
 
-    The starts of documents are padded with the number of tokens, to a length that hardly changes.
+    Document starts are padded with the number of inputs to a length that rarely changes, for compiled code.
     """
     batch = batch_of(np.stack(chunks).astype(np.int64), bos_id, epoch=epoch)
     inputs, targets = batch.inputs.flatten(), batch.targets.flatten()

@@ -1,4 +1,4 @@
-"""Checkpoints: one folder per saved step, complete or absent.
+"""Checkpoints of a run: one folder for each saved step, either complete or absent.
 
     <run>/checkpoints/step-000200/
         model.safetensors       weights, under their parameter names
@@ -6,16 +6,16 @@
         state.json              step, hyperparameters, data position, configuration
         manifest.json           size and SHA-256 of the other files
 
-Several ranks write the same names in the format of `torch.distributed.checkpoint` instead of the first two files, each
-rank its own pieces: `.metadata` and `__<rank>_*.distcp`. Any number of ranks reads either, however they divide a model.
-A run copies everything to host memory and goes on training, while a thread beside it writes (`saving/`).
+With several ranks, `torch.distributed.checkpoint` replaces the two safetensors files: each rank writes the pieces that
+it holds to `__<rank>_*.distcp`, and `.metadata` describes them. Any number of ranks, in any layout, reads either form.
 
-Everything is written into a folder with a temporary name, flushed to disk, and renamed: a folder named step-* was
-complete when it was written. `newest_checkpoint` verifies the hashes and falls back to the next older one.
+Phases of a save: copy everything to host memory; write into a folder with a temporary name, flush it to disk and rename
+it, in a background thread (`saving/`) while training goes on; delete old checkpoints. A folder named step-* was
+therefore complete when it was written.
 
-A run that fell back comes by the damaged steps again. Until it has written such a step anew, the damaged folder stays
-(it may be possible to mend it), and it never counts among the checkpoints that are kept: otherwise it would push out
-the good ones, which are older.
+`newest_checkpoint` verifies the hashes and falls back to older steps. The damaged folders stay, because they may be
+repairable, until the run reaches their steps again and replaces them. They do not count toward `keep`, or they would
+push out the good checkpoints, which are older.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ from torch.optim import Optimizer
 
 from quintic.durable import discard, flush, remove_unfinished, replace, save_tensors
 from quintic.errors import CheckpointError
-from quintic.model.layers import divided_as
+from quintic.model.layers import distribute_like
 from quintic.optim.layout.layouts import is_dtensor
-from quintic.train.distributed import ALONE, Ranks
+from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.saving.background import Background
 from quintic.train.saving.staging import copies_on_host, optimizer_tensors
 from quintic.train.schedule import is_due
@@ -58,6 +58,7 @@ __all__ = [
     "step_of",
 ]
 
+# Names inside a run's folder and inside a checkpoint. Saved runs depend on them.
 _FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"
@@ -73,7 +74,7 @@ class Checkpoint:
     path: Path
 
     def state(self) -> dict[str, Any]:
-        """Return the saved `state`."""
+        """Return the `state` that was given to `save_checkpoint`, with `step` and `optimizer_groups`."""
         state: dict[str, Any] = json.loads((self.path / _STATE).read_text(encoding="utf-8"))
         return state
 
@@ -87,36 +88,35 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
     keep_due: int = 0,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
     background: Background | None = None,
 ) -> Path:
-    """Write the checkpoint of a step, then delete older ones.
+    """Write the checkpoint of a step and delete older ones.
 
-    All ranks must call it, with one folder on a file system that they share.
+    All ranks must call it, with the same folder on a shared file system.
 
     Args:
         run_dir: the run's folder.
-        step: optimizer steps made.
+        step: number of optimizer steps made.
         model: its `state_dict` is saved.
-        optimizer: its parameters must be named. None to save the model alone, which cannot be trained further.
-        state: JSON-able; `step` is added. Of several ranks that of the first one is saved.
-        keep: checkpoints to keep, the newest up to this step, this one included, >= 1.
-        keep_due: keep also the newest of a step that is a multiple of this; 0 for no other.
+        optimizer: its parameters must be named. None saves only the model, which then cannot be trained further.
+        state: anything that JSON can hold; `step` is added. Rank 0's is saved.
+        keep: number of checkpoints to keep, at least 1: the newest up to this step, this one included.
+        keep_due: additionally keep the newest checkpoint whose step is a multiple of this; 0 for none.
         ranks: the processes that train the run.
-        background: of the same ranks. Once everything is copied to host memory, writing, hashing, renaming and
-            deleting go on there, and its `wait` raises what goes wrong. None to return when the checkpoint is complete.
+        background: a `Background` of the same ranks, which writes, hashes, renames and deletes once everything is
+            copied to host memory; its `wait` raises the errors. None returns only when the checkpoint is complete.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: the disk is full or not writable; nothing half written remains.
-        OtherRankError: that is so on another rank.
-
-    With `background`, these may be errors of the checkpoint before.
+        CheckpointError: the disk is full or not writable. No half-written folder remains. With `background`, this may
+            be the error of the previous checkpoint.
+        OtherRankError: another rank could not write.
     """
     if background is not None:
-        background.wait()  # its copies are in memory until then
+        background.wait()  # the previous checkpoint's copies fill host memory until it is written
     final = run_dir / _FOLDER / f"step-{step:06d}"
     copies = {"model": copies_on_host(model.state_dict())}
     state = {**state, "step": step}
@@ -134,12 +134,13 @@ def save_checkpoint(
 def _write(
     final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep: int, keep_due: int, ranks: Ranks
 ) -> None:
-    """Write a checkpoint's folder and delete older ones: `save_checkpoint` once all tensors are copied."""
+    """Write a checkpoint's folder from copied tensors, then delete older checkpoints."""
     folder = final.parent
-    temporary = folder / ranks.from_first(lambda: f".{final.name}.{os.getpid()}.tmp")
+    temporary = folder / ranks.from_rank0(lambda: f".{final.name}.{os.getpid()}.tmp")
     needed = sum(tensor.numel() * tensor.element_size() for part in tensors.values() for tensor in part.values())
 
     is_resumable = "optimizer" in tensors
+    # Each phase runs on all ranks or on rank 0, and removes the temporary folder if it fails.
 
     @_naming_failures(final, temporary, needed, is_resumable)
     def begin() -> None:
@@ -151,7 +152,7 @@ def _write(
 
     @_naming_failures(final, temporary, needed, is_resumable)
     def write() -> dict[str, Any]:
-        """Write this rank's files; return their fingerprints."""
+        """Write this rank's files and return their sizes and hashes."""
         if ranks.size == 1:
             for part, content in tensors.items():
                 save_tensors(content, temporary / _FILES[part])
@@ -165,16 +166,17 @@ def _write(
     @_naming_failures(final, temporary, needed, is_resumable)
     def publish() -> None:
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        replace(temporary, final, discard_old=True)  # a run that was resumed from an older step comes by again
+        replace(temporary, final, discard_old=True)  # exists if the run was resumed from an older step
         saved = [path for path in checkpoints(folder.parent) if step_of(path) <= step_of(final)]
         due = next((path for path in saved if is_due(step_of(path), keep_due)), None)
         for old in saved[keep:]:
             if old != due:
                 discard(old)
 
-    ranks.from_first(begin)
-    manifest = {name: fingerprint for files in ranks.every(ranks.agree(write)) for name, fingerprint in files.items()}
-    ranks.from_first(publish)
+    ranks.from_rank0(begin)
+    written = ranks.all_gather(ranks.run_on_all(write))
+    manifest = {name: fingerprint for files in written for name, fingerprint in files.items()}
+    ranks.from_rank0(publish)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -188,13 +190,13 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def newest_checkpoint(
     run_dir: Path, *, message: Callable[[str], None], every: int = 1, up_to: float = math.inf
 ) -> Checkpoint:
-    """Return the newest checkpoint whose files are whole; damaged ones are reported and passed over.
+    """Return the newest undamaged checkpoint; damaged ones are reported and skipped.
 
     Args:
         run_dir: the run's folder.
-        message: takes a line for each damaged checkpoint.
-        every: consider only steps that are multiples of it.
-        up_to: consider no later steps.
+        message: called with a line for each damaged checkpoint.
+        every: consider only steps that are multiples of this.
+        up_to: consider only steps up to this one.
 
     Raises:
         CheckpointError: the run has no usable checkpoint.
@@ -208,15 +210,15 @@ def newest_checkpoint(
             return Checkpoint(path=path)
         message(f"{path}: {damage}; using the checkpoint before it")
     if damage:
-        raise CheckpointError(f"{run_dir}: every checkpoint is damaged; start the run anew")
-    raise CheckpointError(f"{run_dir}: has no checkpoint yet; start the run anew, without --resume")
+        raise CheckpointError(f"{run_dir}: every checkpoint is damaged; start a new run")
+    raise CheckpointError(f"{run_dir}: has no checkpoint yet; start a new run, without --resume")
 
 
 def checkpoint_of_step(run_dir: Path, step: int, *, option: str = "--resume-step") -> Checkpoint:
-    """Return the checkpoint of a step, which the user gave in an option.
+    """Return the checkpoint of a step that the user chose; `option` names the option in errors.
 
     Raises:
-        CheckpointError: the run has not kept it, or it is damaged.
+        CheckpointError: the run has not kept a checkpoint of that step, or it is damaged.
     """
     kept = checkpoints(run_dir)
     path = next((path for path in kept if step_of(path) == step), None)
@@ -229,18 +231,17 @@ def checkpoint_of_step(run_dir: Path, step: int, *, option: str = "--resume-step
 
 
 def set_aside_later(run_dir: Path, step: int, *, message: Callable[[str], None]) -> None:
-    """Rename the checkpoints of steps after `step`, which a run that goes back makes anew; say their new names.
+    """Rename the checkpoints of steps after `step` to set-aside-*, for a run that goes back to `step`.
 
-    The next `--resume` would otherwise take one of them for the newest. They stay whole, for whoever went back by
-    mistake.
+    Otherwise the next `--resume` would take one of them for the newest. They stay, in case going back was a mistake.
 
     Args:
         run_dir: the run's folder.
-        step: from which the run continues.
-        message: takes a line, if there are any.
+        step: the step that the run continues from.
+        message: called with a line that lists the new names, if any checkpoint was renamed.
 
     Raises:
-        OSError: one cannot be renamed.
+        OSError: a checkpoint cannot be renamed.
     """
     later = [path for path in reversed(checkpoints(run_dir)) if step_of(path) > step]
     names = []
@@ -249,50 +250,47 @@ def set_aside_later(run_dir: Path, step: int, *, message: Callable[[str], None])
         names.append(next(name for name in free if not path.with_name(name).exists()))
         replace(path, path.with_name(names[-1]))
     if names:
-        message(f"Set aside in {run_dir / _FOLDER}, for steps that are made anew: {', '.join(names)}")
+        message(f"Set aside the checkpoints of later steps in {run_dir / _FOLDER}, as {', '.join(names)}")
 
 
 def load_model_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Copy the saved weights into `model`.
-
-    Raises:
-        CheckpointError: names or shapes differ.
-    """
+    """Copy a checkpoint's weights into `model`; errors as `copy_weights`."""
     copy_weights(_read(checkpoint, "model", model.state_dict()), model, checkpoint.path)
 
 
 def copy_weights(saved: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
-    """Copy weights by name into `model`, each rank its part.
+    """Copy whole weights by name into `model`; each rank keeps its shard.
 
     Raises:
-        CheckpointError: names or shapes differ; the message says so of `path`.
+        CheckpointError: names or shapes differ. The message names `path`, the file that `saved` was read from.
     """
     own = model.state_dict()
     try:
         model.load_state_dict(
-            {name: divided_as(value, own[name]) if name in own else value for name, value in saved.items()}
+            {name: distribute_like(value, own[name]) if name in own else value for name, value in saved.items()}
         )
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines()]
-        raise CheckpointError(f"{path}: does not fit this model: {lines[-1]}") from None
+        raise CheckpointError(f"{path}: does not fit this model: {lines[-1]}") from None  # the last line has the names
 
 
 def restore_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
-    """Copy the saved optimizer state and hyperparameters into `optimizer`. All ranks must call it.
+    """Load a checkpoint's optimizer state and hyperparameters into `optimizer`. All ranks must call it.
 
     Raises:
-        CheckpointError: it belongs to other parameters.
+        CheckpointError: the state belongs to other parameters.
     """
     state: dict[int, dict[str, Tensor]] = {}
     groups = checkpoint.state()["optimizer_groups"]
     ids = {name: key for group in groups for name, key in zip(group["param_names"], group["params"], strict=True)}
-    # Whole tensors are read into the host's memory, and each rank takes its part; what is a DTensor is read in parts.
-    in_parts = any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
-    own = optimizer_tensors(optimizer)[0] if in_parts else {}
+    # State of plain parameters is read whole into host memory, and `load_state_dict` takes this rank's shard. State of
+    # DTensors is read shard by shard into the tensors that the optimizer has.
+    has_dtensors = any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
+    own = optimizer_tensors(optimizer)[0] if has_dtensors else {}
     for full_name, tensor in _read(checkpoint, "optimizer", own).items():
         name, _, key = full_name.rpartition("/")
         if name not in ids:
-            raise CheckpointError(f"{checkpoint.path}: does not fit itself: state of an unknown parameter {name!r}")
+            raise CheckpointError(f"{checkpoint.path}: inconsistent: state of {name!r}, which is in no parameter group")
         state.setdefault(ids[name], {})[key] = tensor
     try:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -301,24 +299,24 @@ def restore_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
 
 
 def _write_pieces(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
-    """Write this rank's pieces of tensors; a piece that several ranks hold is written once."""
+    """Write this rank's pieces of the tensors; PyTorch writes a piece that several ranks hold only once."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     try:
         save(tensors, storage_writer=FileSystemWriter(folder), process_group=ranks.group)
-    except CheckpointException as error:  # on all ranks, with what was wrong on each
+    except CheckpointException as error:  # raised on all ranks, with the errors of each
         raise next(failure for failure, _ in error.failures.values()) from None
 
 
 def _read(checkpoint: Checkpoint, part: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return saved tensors by name: whole on the CPU, but those that `own` has as DTensors in its place and parts.
+    """Return saved tensors by name: DTensors as in `own`, all others whole and on the CPU.
 
     Args:
         checkpoint: to read from.
         part: "model" or "optimizer".
-        own: tensors that may be overwritten.
+        own: name -> the tensor in use. DTensors of the saved shape are overwritten and returned.
     """
     if not (checkpoint.path / _METADATA).exists():
         from safetensors.torch import load_file
@@ -340,14 +338,14 @@ def _read(checkpoint: Checkpoint, part: str, own: Mapping[str, Tensor]) -> dict[
                 mine = torch.empty(described.size, dtype=described.properties.dtype)
             tensors[name] = mine
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch tells that there is one process
+        warnings.simplefilter("ignore")  # PyTorch warns if there is only one process
         load({part: tensors}, storage_reader=reader)
     return tensors
 
 
 @contextlib.contextmanager
 def _naming_failures(final: Path, temporary: Path, needed: int, is_resumable: bool) -> Iterator[None]:
-    """Remove a half-written checkpoint after an error; where the disk cannot be written, say what to do."""
+    """Remove a half-written checkpoint after an error, and turn an OSError into advice for the user."""
     try:
         yield
     except Exception as error:
@@ -373,10 +371,10 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _damage(path: Path) -> str:
-    """Describe the damage of a checkpoint folder; empty where there is none."""
+    """Describe the damage of a checkpoint folder; "" if it is intact."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        # A model that was saved alone has no file of the optimizer.
+        # The optimizer's file is optional: a speedrun saves only its model.
         missing = {_METADATA if _METADATA in manifest else _FILES["model"], _STATE} - set(manifest)
         if missing:
             return f"{_MANIFEST} does not list {min(missing)}"

@@ -1,9 +1,9 @@
-"""The configuration of a run: every default once, with its meaning; the command line's options are made from it.
+"""The configuration of a run. Each field is declared once here; the command line's options are generated from it.
 
-Precedence is preset or saved configuration (`--config`) < `--recipe` < options; presets and recipes are in
-`quintic/commands/presets.py`. Nothing derived is stored here: what follows from these numbers (width, steps, learning
-rates after scaling) is computed in `recipe.py`. Numbers that no machine could honour are refused at construction,
-with the option's name.
+The docstring below a field is its text in `--help`. Options override `--recipe`, which overrides the preset or saved
+configuration (`--config`); presets and recipes are in `quintic/commands/presets.py`. Derived values (width, number of
+steps, scaled learning rates) are not stored but computed in `recipe.py`. Values out of range raise a ConfigError at
+construction, which names the option.
 """
 
 import math
@@ -34,9 +34,9 @@ __all__ = [
 ParallelName = Literal["sharded", "ddp", "fsdp", "hsdp", "tp"]
 WeightsName = Literal["float32", "mantissa"]
 
-# The 256 bytes and the document start: no trained vocabulary is smaller.
+# A trained vocabulary has at least the 256 bytes and the document start.
 _MIN_VOCAB = 257
-_SEEDS = 2**63  # PyTorch's generators take smaller ones
+_SEEDS = 2**63  # PyTorch's generators need smaller seeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class DataConfig:
     """The text, and its tokenizer."""
 
     data: str = "python"
-    """Text: 'python' (the text of your Python installation), a file, a folder, or hf:owner/name[/config]; several
-    with shares of the training tokens as one value, "notes/=0.7 web.jsonl=0.3"."""
+    """Text: 'python' (the text of your Python installation), a file, a folder, or hf:owner/name[/config]; or several
+    with their fractions of the training tokens, as one value: "notes/=0.7 web.jsonl=0.3"."""
     val_data: str | None = None
     """Text for validation, one source named as in --data; by default a part of the training text is held back
     (--val-frac)."""
@@ -56,13 +56,13 @@ class DataConfig:
     vocab_size: int = 4096
     """Tokens in the vocabulary of a tokenizer trained here."""
     val_frac: float = 0.03
-    """Share of the documents held back for validation."""
+    """Fraction of the documents held back for validation."""
     max_bytes: int | None = None
-    """Stop reading after this many bytes of text (for large sources)."""
+    """Read at most this many bytes of text (for large sources)."""
     data_dir: Path = Path("data")
     """Folder for prepared data."""
     verify: bool = False
-    """Compare all prepared data with its checksums; by default once on each machine, and what changed since."""
+    """Compare all prepared data with its checksums; by default only files that are new on this machine or changed."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
@@ -79,7 +79,7 @@ class ModelConfig:
     """The shape of the GPT."""
 
     depth: int = 4
-    """The dial: number of layers; the width is (--aspect-ratio) x depth, rounded up to a multiple of --head-dim."""
+    """Number of layers; the width is --aspect-ratio x depth, rounded up to a multiple of --head-dim."""
     aspect_ratio: int = 64
     """Channels of the residual stream per layer."""
     head_dim: int = 64
@@ -87,28 +87,28 @@ class ModelConfig:
     kv_ratio: int = 1
     """Query heads that share one key/value head (grouped-query attention)."""
     seq_len: int = 256
-    """Tokens the model sees at once."""
+    """Tokens of a row, the longest context that the model sees."""
     window_pattern: str = "SSSL"
     """Attention windows by layer, repeated: S is short (--short-window), L sees --seq-len; the last is always L."""
     short_window: float = 0.25
-    """Share of --seq-len that an S layer sees: a quarter, or 0.5 for a half."""
+    """Window of an S layer as a fraction of --seq-len, such as 0.25 or 0.5."""
     l3_layers: str | None = None
-    """Layers, counted from 0, behind which a large lookup layer stands, as in '2,5'; none by default."""
+    """Numbers of layers, from 0, that are followed by a large lookup layer, such as '2,5'; none by default."""
     l3_embeddings: int = 0
-    """Rows of a lookup layer's tables; 0: one for 1,000 parameters, but at least one for each token."""
+    """Rows of a lookup layer's tables; 0: one per 1,000 parameters of the model, but at least one per token."""
     l3_d_up: int = 0
     """Channels between a lookup layer's read and its mixing product; 0: four times the width."""
     l3_k_max: int = 512
-    """Rows of one token in a lookup layer, at most."""
+    """Largest number of rows of a token in a lookup layer."""
     l3_tied: bool = True
-    """Lookup layers take their keys as values, too."""
+    """Lookup layers use their keys as values."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
         check_at_least(0, l3_embeddings=self.l3_embeddings, l3_d_up=self.l3_d_up)
         check_at_least(1, l3_k_max=self.l3_k_max, kv_ratio=self.kv_ratio, seq_len=self.seq_len)
         check_at_least(1, depth=self.depth, aspect_ratio=self.aspect_ratio, head_dim=self.head_dim)
-        # A plan of more layers takes long, and the bytes of wider matrices are too many for an integer.
+        # Planning takes long for deeper models, and the sizes of wider matrices overflow 64-bit integers.
         check_at_most(1000, depth=self.depth)
         check_at_most(100_000, aspect_ratio=self.aspect_ratio, head_dim=self.head_dim)
         check_at_most(10**9, l3_embeddings=self.l3_embeddings, l3_d_up=self.l3_d_up)
@@ -121,9 +121,9 @@ class OptimConfig:
     """The optimizer."""
 
     recipe: Literal["quintic", "seed", "nanochat"] = "quintic"
-    """Constants: ours, or nanochat's, early ('seed') or newest. Given as an option it sets the defaults of others."""
+    """Constants: ours, nanochat's early ones ('seed') or its newest. Changes the defaults of other options."""
     scale_rates: bool = False
-    """Learning rates are for batches of 2^19 tokens at depth 12: scale them and the decay to batch and size."""
+    """Scale learning rates and decay, given for batches of 2^19 tokens at depth 12, to the run's batch and size."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """Optimizer of the weight matrices; embeddings, head and scalars use AdamW either way."""
     muon_lr: float = 0.03
@@ -135,7 +135,7 @@ class OptimConfig:
     head_lr: float = 0.006
     """AdamW learning rate of the output head, at the same width and scaled in the same way."""
     adamw_head_lr: float = 0.01
-    """The same under --optimizer adamw."""
+    """AdamW learning rate of the output head under --optimizer adamw."""
     scalar_lr: float = 0.03
     """AdamW learning rate of per-layer scalars and gates."""
     momentum: float = 0.95
@@ -149,7 +149,7 @@ class OptimConfig:
     orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"
     """Muon's method of orthogonalisation; 'auto' is Polar Express in the cheapest form for device and shape."""
     normalize: Literal["neuron", "element"] | None = None
-    """'neuron' is NorMuon, updates evened out per neuron; 'element' is AdaMuon; None is plain Muon."""
+    """'neuron' is NorMuon, which normalises the update of each neuron; 'element' is AdaMuon; None is plain Muon."""
     state_dtype: Literal["bf16"] | None = None
     """'bf16' keeps momentum and AdamW's moments in bfloat16, half the memory; None keeps them in float32."""
     weights: WeightsName = "float32"
@@ -159,19 +159,19 @@ class OptimConfig:
     decay_shape: Literal["linear", "cosine"] = "linear"
     """Shape of the weight decay's fall: a line, or half a cosine."""
     adamw_weight_decay: float = 0.1
-    """The same under --optimizer adamw."""
+    """Decay of the matrices under --optimizer adamw, per unit of learning rate; falls to zero over the run."""
     cautious: bool = True
-    """Decay only weights that the update does not push the other way."""
+    """Decay only weights that the update also moves toward zero."""
     beta1: float = 0.8
     """AdamW's first-moment coefficient."""
     beta2: float = 0.95
     """AdamW's second-moment coefficient."""
     clip_norm: float | None = None
-    """Scale the gradient down to this norm, that of all weights together, where it is larger; None never does."""
+    """Clip the gradient of all weights together to this norm; None does not clip."""
     on_spike: Literal["warn", "skip", "rollback"] = "warn"
-    """A loss that jumps: only say so, leave out the step's update, or go back to the last checkpoint, with new text."""
+    """If the loss jumps: warn only, skip the step's update, or go back to the last checkpoint and on with new text."""
     spike_sigmas: float = 6.0
-    """Standard deviations above the smoothed loss from which on a loss is such a spike."""
+    """A loss this many standard deviations above the smoothed loss counts as a jump (--on-spike)."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
@@ -198,23 +198,23 @@ class ScheduleConfig:
     """Length of the run, and its batches."""
 
     steps: int | None = 500
-    """Optimizer steps; 'None' derives them from --target-flops; else from --tokens-per-param."""
+    """Optimizer steps; 'None' derives them from --target-flops, or else from --tokens-per-param."""
     target_flops: float | None = None
-    """Floating-point operations of the whole run, where --steps is 'None'."""
+    """Floating-point operations of the whole run, if --steps is 'None'."""
     tokens_per_param: float = 10.5
-    """Training tokens per parameter of blocks and head, where neither --steps nor --target-flops says how many."""
+    """Training tokens per parameter of blocks and head, if neither --steps nor --target-flops is given."""
     batch_tokens: int | None = 4096
-    """Tokens of one optimizer step, of all devices; 'None' is the power of two that suits the size of the model."""
+    """Tokens of one optimizer step on all devices; 'None' chooses a power of two by the size of the model."""
     rows: int = 16
-    """Rows of --seq-len tokens that go through the model at once, at most, on each device; the rest is accumulated."""
+    """Most rows of --seq-len tokens in one pass on each device; several passes accumulate their gradients."""
     warmup_frac: float = 0.02
-    """Share of the steps over which the learning rates rise from zero."""
+    """Fraction of the steps over which the learning rates rise from zero."""
     warmup_steps: int | None = None
-    """Steps over which they rise, in place of --warmup-frac."""
+    """Steps over which the learning rates rise, instead of --warmup-frac."""
     warmdown_frac: float = 0.4
-    """Share of the steps over which they fall again at the end."""
+    """Fraction of the steps over which the learning rates fall at the end."""
     final_lr_frac: float = 0.0
-    """Final learning rates, as a share of their peak."""
+    """Final learning rates, as a fraction of their peak."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
@@ -234,11 +234,11 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRunConfig:
-    """The options that runs of every model have: where they are, and what computes them."""
+    """Options of runs of any model: their folder, seed, device and precision."""
 
     run: str | None = None
-    """Name of the run's folder; by default from date and time. With --resume, which speedruns do not have: the
-    run to continue. Behind torchrun, which has options that begin with --run, the option is --name."""
+    """Name of the run's folder; by default made from date and time. With --resume (not for speedruns): the run to
+    continue. Under torchrun, use --name instead, because torchrun has options that begin with --run."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
     seed: int = 1337
@@ -246,22 +246,22 @@ class BaseRunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; 'auto' takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of activations; 'auto' is bfloat16 where the hardware has it, else float32. Of weights: --weights; in
-    the speedrun they have the same."""
+    """Precision of activations; 'auto' is bfloat16 if the hardware is fast at it, else float32. For weights see
+    --weights; the speedrun's weights have this dtype, too."""
     attention: Literal["auto", "sdpa", "flex", "varlen", "fa3", "fa4"] = "auto"
-    """Attention implementation; 'auto' takes the fastest the device has."""
+    """Attention implementation; 'auto' takes the fastest one that the device supports."""
     compile: bool | None = None
     """Compile the model with torch.compile; by default only on a GPU."""
     threads: int | None = None
     """CPU threads; by default PyTorch's choice."""
 
     def __post_init__(self) -> None:
-        """Reject numbers out of range, and a name that is no folder's."""
+        """Reject numbers out of range and names that cannot be a folder's."""
         check_at_least(1, threads=self.threads)
         check_at_least(0, seed=self.seed)
         if self.seed >= _SEEDS:
             raise ConfigError(f"--seed {self.seed}: must be below 2^63")
-        # A leading dot hides a folder, and marks what is not finished yet.
+        # Folders with a leading dot are hidden, and `durable.new_folder` uses such names for unfinished ones.
         if self.run is not None and (not self.run or Path(self.run).name != self.run or self.run.startswith(".")):
             raise ConfigError(
                 f"--run {self.run!r}: give a plain folder name without a leading dot, and its parent with --runs-dir"
@@ -270,31 +270,31 @@ class BaseRunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(BaseRunConfig):
-    """First weights, devices, evaluations, checkpoints and records."""
+    """Initial weights, devices, evaluations, checkpoints and logs."""
 
     init_from: str | None = None
-    """Start from the weights of this run (its name or folder) or exported model (its folder), with its sizes and its
-    tokenizer, a new optimizer and a new schedule; by default from random weights."""
+    """Start from the weights of this run (its name or folder) or exported model (its folder), with its sizes and
+    tokenizer but a new optimizer and schedule; by default from random weights."""
     fp8: bool = False
     """Multiply in 8 bits (a GPU of compute capability 8.9 or more)."""
     fp8_recipe: Literal["auto", "tensorwise", "rowwise"] = "auto"
-    """Where, and with which scales: one for a tensor, in the head and the layers that it makes faster (auto) or in
-    all whose sizes suit it (tensorwise), or in these one for each row and column, the more exact (rowwise)."""
+    """Scaling of --fp8: 'tensorwise' has one scale per tensor, 'rowwise' one per row and column, which is more exact;
+    both in all layers of suitable sizes. 'auto' is tensorwise, only in the head and in layers that become faster."""
     parallel: ParallelName = "sharded"
-    """Division of the work among several devices (torchrun); see
-    docs/how-to/train/several-gpus.md. One device needs none of it."""
+    """How several devices (torchrun) share the work, see
+    docs/how-to/train/several-gpus.md. It has no effect on one device."""
     shard_ranks: int | None = None
-    """Ranks that share one copy of the model under --parallel hsdp; by default those of a host."""
+    """Ranks that hold one copy of the model under --parallel hsdp; by default the ranks of a host."""
     eval_every: int = 100
     """Steps between evaluations, the first of them before training (0: only at the end)."""
     eval_tokens: int = 131_072
-    """Validation tokens per evaluation, at most, but one batch at least."""
+    """Most validation tokens per evaluation; at least one batch is scored."""
     core: str | None = None
     """Folder with in-context tasks of CORE to answer: JSONL files, or nanochat's eval_bundle."""
     core_every: int = 0
-    """Steps between answers to these (0: only at the end)."""
+    """Steps between evaluations on --core (0: only at the end)."""
     core_items: int = 500
-    """Items per task of --core, at most."""
+    """Most items per task of --core."""
     sample_every: int = 0
     """Steps between text samples (0: only at the end)."""
     sample_tokens: int = 160
@@ -313,7 +313,7 @@ class RunConfig(BaseRunConfig):
     """Also log to this Weights & Biases project (needs the package wandb)."""
 
     def __post_init__(self) -> None:
-        """Reject numbers out of range, and a name that is no folder's."""
+        """Reject numbers out of range and names that cannot be a folder's."""
         super().__post_init__()
         check_at_least(1, **_values(self, "shard_ranks", "eval_tokens", "core_items", "keep"))
         intervals = ("eval_every", "core_every", "sample_every", "sample_tokens", "save_every", "rms_every")
@@ -343,28 +343,32 @@ class Config:
             )
 
 
-# Bytes of a prompt: its mask has an entry for each pair of tokens.
+# Bytes of a prompt. The attention mask of a prompt grows with the square of its length.
 _LONGEST_PROMPT = 2**14
 
 
 def check_samples(prompts: Iterable[str], **tokens: int) -> None:
-    """Refuse prompts that no tokenizer can read, and more or longer ones than memory can be reserved for.
+    """Check that prompts are UTF-8, and that prompts and samples fit into memory.
+
+    Args:
+        prompts: beginnings of texts, as typed on the command line.
+        **tokens: name of an option -> its number of tokens per sample.
 
     Raises:
-        ConfigError: there is one, whose bytes on the command line are not UTF-8; or the option of `tokens` is too high.
+        ConfigError: a prompt is not UTF-8 or is too long, or the number of tokens is too high.
     """
     check_at_most(2**17, **tokens)
     for prompt in prompts:
         try:
             size = len(prompt.encode())
         except UnicodeEncodeError:
-            raise ConfigError(f"--prompts {prompt!r}: not UTF-8; type it in a terminal that is") from None
+            raise ConfigError(f"--prompts {prompt!r}: not UTF-8; type it in a terminal that uses UTF-8") from None
         if size > _LONGEST_PROMPT:
-            raise ConfigError(f"--prompts {prompt[:20]!r}...: {size:,} bytes; at most {_LONGEST_PROMPT:,}")
+            raise ConfigError(f"--prompts {prompt[:20]!r}...: {size:,} bytes; must be at most {_LONGEST_PROMPT:,}")
 
 
 def _values(section: object, *names: str) -> dict[str, Any]:
-    """Return fields of a section, those that are None left out."""
+    """Return the named fields of a section that are not None."""
     return {name: value for name in names if (value := getattr(section, name)) is not None}
 
 
@@ -373,12 +377,12 @@ def _option(name: str) -> str:
 
 
 def in_options(error: ValueError) -> str:
-    """Return a library's message with its arguments as options: "top_k=0: ..." becomes "--top-k 0: ..."."""
+    """Return a library's message with arguments written as options: "top_k=0: ..." becomes "--top-k 0: ..."."""
     return re.sub(r"\b([a-z]\w*)=(?:'([^']+)')?", lambda match: f"{_option(match[1])} {match[2] or ''}", str(error))
 
 
 def check_at_least(least: int, **values: float | None) -> None:
-    """Raise ConfigError, naming the option, for a number that is smaller or not finite; None is none."""
+    """Raise a ConfigError that names the option if a number is below `least` or not finite; None passes."""
     for name, value in values.items():
         if value is not None and not least <= value < math.inf:
             finite = "" if math.isfinite(value) else " and finite"
@@ -386,7 +390,7 @@ def check_at_least(least: int, **values: float | None) -> None:
 
 
 def check_at_most(most: int, **values: float) -> None:
-    """Raise ConfigError, naming the option, for a number that is larger."""
+    """Raise a ConfigError that names the option if a number is above `most`."""
     for name, value in values.items():
         if value > most:
             raise ConfigError(f"{_option(name)} {value}: must be at most {most:,}")

@@ -1,7 +1,10 @@
-"""Several processes that train one run: their connection, their agreements, and the division of model and batch.
+"""Several processes that train one run: connecting them, small messages between them, and `--parallel`.
 
-torchrun starts and numbers them (`quintic.launch`). `connected` joins them; through `Ranks` they exchange small things
-on the host: a name, a stop request, sums of losses. `Parallelism` divides a model.
+torchrun starts and numbers the processes (`quintic.launch`). `connected` initialises `torch.distributed` and yields
+`Ranks`, whose methods are collectives on the host (gloo) for small values: names, stop requests, sums of losses.
+`Parallelism` places the model on the ranks and tells which rows of a batch each rank gets. With `data_ranks` ranks that
+get different rows, a batch of B tokens consists of `micro_steps` passes of (rows, seq_len) tokens on each rank:
+B = micro_steps x rows x seq_len x data_ranks.
 """
 
 import contextlib
@@ -27,7 +30,7 @@ from quintic.model.gpt import GPT
 from quintic.model.layers import Attention
 from quintic.train.config import Config, ParallelName
 
-__all__ = ["ALONE", "Parallelism", "Ranks", "check_gpus", "connected", "rows_at_once"]
+__all__ = ["SINGLE_PROCESS", "Parallelism", "Ranks", "check_gpus", "connected", "micro_batch_rows"]
 
 T = TypeVar("T")
 
@@ -36,26 +39,26 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The processes that train a run. Every method must be called by all of them, in the same order."""
+    """The processes that train a run. All of them must call each method, in the same order."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
     group: Any = field(default=None, compare=False)
-    """Process group of gloo, for messages between hosts; None for one process."""
+    """Process group (gloo) for messages between host processes; None if there is only one process."""
 
     @property
     def is_first(self) -> bool:
-        """True for the rank that names, logs and prints."""
+        """True for rank 0, which chooses names, writes the log and prints."""
         return self.rank == 0
 
-    def agree(self, make: Callable[[], T]) -> T:
-        """Return this rank's result of `make`, if it succeeds on all ranks.
+    def run_on_all(self, make: Callable[[], T]) -> T:
+        """Call `make` on every rank and return this rank's result; if it fails on one rank, raise on all.
 
         Raises:
-            QuinticError: `make` raised it here, and on no lower rank.
-            OtherRankError: it raised a `QuinticError` on another rank, which says why.
+            QuinticError: `make` raised this error here, and on no lower rank.
+            OtherRankError: `make` raised a `QuinticError` on another rank, which reports it.
         """
         if self.size == 1:
             return make()
@@ -64,7 +67,8 @@ class Ranks:
             made = make()
         except QuinticError as raised:
             error = raised
-        failed = self.every(error is not None)
+        # Every rank reports success or failure, so that none waits in a later collective for a rank that failed.
+        failed = self.all_gather(error is not None)
         if not any(failed):
             return made
         if error is not None and failed.index(True) == self.rank:
@@ -72,21 +76,22 @@ class Ranks:
         raise self.failed_elsewhere()
 
     def failed_elsewhere(self) -> OtherRankError:
-        """Return the error to raise where another rank reports the failure, once that rank has ended.
+        """Wait until the failing rank has ended, and return the error that this rank raises.
 
-        Not before: torchrun ends all ranks when the first one is gone, also one that is about to speak.
+        torchrun kills all ranks when one exits. Without waiting, it could kill the failing rank before that one has
+        printed its error.
         """
-        with contextlib.suppress(RuntimeError):  # a connection that closes
+        with contextlib.suppress(RuntimeError):  # the connection closes when the failing rank ends
             dist.barrier(group=self.group)
         return OtherRankError("another rank has failed")
 
-    def from_first(self, make: Callable[[], T]) -> T:
-        """Return on all ranks the first one's result of `make`, which can be pickled.
+    def from_rank0(self, make: Callable[[], T]) -> T:
+        """Call `make` on rank 0 only and return its result, which must be picklable, on all ranks.
 
         Raises:
-            QuinticError: as `agree`.
+            QuinticError: as `run_on_all`.
         """
-        made = self.agree(lambda: make() if self.is_first else None)
+        made = self.run_on_all(lambda: make() if self.is_first else None)
         if self.size == 1:
             return made  # type: ignore[return-value]  # the first rank made it
         box = [made]
@@ -94,14 +99,14 @@ class Ranks:
         return box[0]  # type: ignore[return-value]
 
     def once_per_host(self, make: Callable[[], T]) -> T:
-        """Return this rank's result of `make`, which runs on one rank of each host before it runs on the others."""
-        made = self.agree(lambda: make() if self.local_rank == 0 else None)
-        rest = self.agree(lambda: make() if self.local_rank else made)
+        """Call `make` on one rank of each host, then on the host's other ranks; return this rank's result."""
+        made = self.run_on_all(lambda: make() if self.local_rank == 0 else None)
+        rest = self.run_on_all(lambda: make() if self.local_rank else made)
         assert rest is not None
         return rest
 
-    def every(self, value: T) -> list[T]:
-        """Return the value of each rank, which can be pickled, in the order of ranks."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return a list with the value of each rank; values must be picklable."""
         if self.size == 1:
             return [value]
         values: list[T] = [value] * self.size
@@ -113,39 +118,42 @@ class Ranks:
         return self.total(torch.tensor(float(flag), dtype=torch.float64)).item() > 0
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks of a tensor on the CPU, with the same bits on all of them."""
+        """Return the sum over ranks of a CPU tensor, bit for bit the same on all ranks."""
         if self.size == 1:
             return tensor
+        # All ranks add the gathered tensors in the same order. An all-reduce does not promise equal bits.
         every = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(every, tensor, group=self.group)
         return torch.stack(every).sum(0)
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
 @contextlib.contextmanager
 def connected(launch: Launch) -> Iterator[Ranks]:
-    """Join the processes of a launch while the block runs; ranks other than the first write no standard output.
+    """Connect the processes of a launch while the `with` block runs; only rank 0 keeps its standard output.
 
-    A block that ends with an exception leaves without a farewell: the others may wait in a collective that this rank
-    will never join, and torchrun ends them once this process is gone.
+    After an exception the process group is not destroyed: the other ranks may be waiting in a collective that this rank
+    will never join. torchrun kills them once this process has ended.
     """
     if launch.size == 1:
-        yield ALONE
+        yield SINGLE_PROCESS
         return
+    # gloo for CPU tensors, NCCL for GPU tensors; rank r of a host uses its GPU r.
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
         if launch.local_rank < torch.cuda.device_count():
             torch.cuda.set_device(launch.local_rank)
     if launch.rank > 0:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the process ends
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # stays open until the process ends
     store, _, _ = next(rendezvous("env://", launch.rank, launch.size))
-    if launch.may_restart:
+    if launch.may_restart:  # the store may hold addresses of processes from before the restart
         store = PrefixStore(_attempt(store, launch.rank, launch.size), store)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size)
-    # One rank may prepare text for hours. One that dies is noticed at once: its connections close.
+    # A long timeout: one rank may prepare text for hours while the others wait. A rank that dies is noticed at once
+    # all the same, because its connections close.
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     yield Ranks(
         rank=launch.rank,
@@ -159,11 +167,14 @@ def connected(launch: Launch) -> Iterator[Ranks]:
 
 
 def _attempt(store: Store, rank: int, size: int) -> str:
-    """Return a name that the processes of this attempt share, and no others.
+    """Return a name for this attempt of the launch, the same on all of its processes and new after each restart.
 
-    After a restart torchrun gives the same store, and in it are the addresses of processes that are gone; nor do agents
-    of several hosts count restarts alike. So the first rank draws a name, and gives it to those that show they are
-    there: an answer to a process that is gone has that one's mark.
+    After a restart torchrun passes the same store, which still holds the addresses of processes that are gone, and the
+    agents of several hosts may count restarts differently. The processes agree on a name by a handshake in the store:
+
+    1. every rank but 0 draws a mark and writes it to here/<rank>;
+    2. rank 0 draws the name and answers each mark it finds with "<mark> <name>" in attempt/<rank>;
+    3. a rank takes the answer to its own mark, not one to a dead process's mark, and confirms in <name>/<rank>.
     """
     mark = uuid.uuid4().hex
     if rank > 0:
@@ -188,17 +199,20 @@ def _read_key(store: Store, key: str) -> str:
 
 
 class Parallelism:
-    """The division of a run among ranks: `--parallel`.
+    """Places a model on ranks and splits batches among them, as `--parallel` asks.
 
     Args:
-        kind: `sharded`: each rank has the model and its own rows, the optimizer averages gradients and divides its
-            state; `ddp`: PyTorch averages gradients; `fsdp`: weights, gradients and state are divided; `hsdp`: the same
-            within groups of ranks; `tp`: each layer is divided, and all ranks have the same rows.
+        kind: the layout.
+            `sharded`: each rank has the whole model and its own rows; the optimizer averages gradients, shards state.
+            `ddp`: the same, with DistributedDataParallel averaging the gradients and unsharded state.
+            `fsdp`: weights, gradients and state are sharded over all ranks (FSDP2).
+            `hsdp`: sharded over groups of `shard_ranks` ranks, replicated over the groups.
+            `tp`: each layer is sharded (tensor parallelism), and all ranks get the same rows.
         ranks: all processes of the run.
-        shard_ranks: ranks that share one copy of the model under `hsdp`; None for those of a host.
+        shard_ranks: ranks that hold one copy of the model under `hsdp`; None for the ranks of a host.
 
     Raises:
-        ConfigError: the ranks cannot be divided so.
+        ConfigError: `shard_ranks` does not divide the number of ranks.
     """
 
     def __init__(self, kind: ParallelName, ranks: Ranks, *, shard_ranks: int | None = None) -> None:
@@ -207,54 +221,55 @@ class Parallelism:
         self.shard_ranks = ranks.local_size if shard_ranks is None else shard_ranks
         if kind == "hsdp" and ranks.size % self.shard_ranks:
             raise ConfigError(f"--shard-ranks {self.shard_ranks} does not divide the {ranks.size} ranks")
-        self._is_divided = self.kind not in (None, "tp")
+        self._splits_batch = self.kind not in (None, "tp")
 
     @property
     def data_rank(self) -> int:
-        """Number of this rank's share of each batch."""
-        return self.ranks.rank if self._is_divided else 0
+        """Index of this rank among the `data_size` ranks that get different rows of a batch."""
+        return self.ranks.rank if self._splits_batch else 0
 
     @property
     def data_size(self) -> int:
-        """Number of shares of a batch."""
-        return self.ranks.size if self._is_divided else 1
+        """Number of ranks that get different rows of a batch."""
+        return self.ranks.size if self._splits_batch else 1
 
     @property
     def comms(self) -> Literal["none", "averaged", "sharded"]:
-        """The optimizer's option `comms`; DTensors carry their own layout."""
+        """The optimizer's option `comms`; "none" where DTensors carry the layout (`fsdp`, `hsdp`, `tp`)."""
         return "sharded" if self.kind == "sharded" else "averaged" if self.kind == "ddp" else "none"
 
     def place(self, model: GPT, device: torch.device) -> None:
-        """Divide a model that is on the meta device: its parameters become `DTensor`s where ranks have parts of them.
+        """Shard a model that is on the meta device: under `fsdp`, `hsdp` and `tp` its parameters become `DTensor`s.
 
         Args:
-            model: is changed.
-            device: where it will be.
+            model: changed in place.
+            device: the device that it will be moved to.
 
         Raises:
-            ConfigError: its heads cannot be divided among the ranks.
+            ConfigError: the number of ranks does not divide the number of heads (`tp`).
         """
         if self.kind in ("fsdp", "hsdp"):
-            self._shard(model, device)
+            self._apply_fsdp(model, device)
         elif self.kind == "tp":
-            self._divide_layers(model, device)
+            self._apply_tensor_parallel(model, device)
 
     def wrapped(self, model: GPT) -> nn.Module:
-        """Return the module to call for losses that are differentiated, given the initialised model."""
+        """Return the module to call in training: `model`, under `ddp` wrapped in DistributedDataParallel."""
         if self.kind != "ddp":
             return model
         on_gpu = model.head.weight.is_cuda
+        # Gradients as views into buckets save a copy of all gradients.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.13 has another name for broadcast_buffers
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.13 renames broadcast_buffers
             return nn.parallel.DistributedDataParallel(
                 model,
                 device_ids=[self.ranks.local_rank] if on_gpu else None,
-                broadcast_buffers=False,  # they are the same everywhere, and stay so
+                broadcast_buffers=False,  # they are constant, and the same on all ranks
                 gradient_as_bucket_view=True,
             )
 
     def micro_step(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context for one forward and backward pass of `wrapped`: gradients are averaged after the last."""
+        """Return a context for one forward and backward pass; PyTorch averages gradients only in the last pass."""
         if self.kind == "ddp" and not last:
             context: contextlib.AbstractContextManager[None] = module.no_sync()  # type: ignore[operator]
             return context
@@ -263,19 +278,20 @@ class Parallelism:
         return contextlib.nullcontext()
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the shares of a batch of a tensor on the CPU."""
-        return self.ranks.total(tensor) if self._is_divided else tensor
+        """Return the sum of a CPU tensor over the ranks that get different rows of a batch."""
+        return self.ranks.total(tensor) if self._splits_batch else tensor
 
     def mean_gradient(self, gradient: Tensor) -> Tensor:
-        """Return a gradient as the optimizer will see it; `sharded` averages on the way, so here a copy is averaged."""
+        """Return a gradient averaged over ranks. Under `sharded` this averages a float32 copy, as the step will."""
         if self.comms != "sharded":
             return gradient
+        # A copy: the optimizer averages the gradient itself in its step.
         mean = gradient.float()
         mean = mean.clone() if mean is gradient else mean
         dist.all_reduce(mean)
         return mean / self.ranks.size
 
-    def _shard(self, model: GPT, device: torch.device) -> None:
+    def _apply_fsdp(self, model: GPT, device: torch.device) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -283,9 +299,11 @@ class Parallelism:
         if self.kind == "fsdp":
             mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
         else:
+            # Consecutive ranks, usually those of a host, hold one copy, so that sharded weights stay on fast links.
             shape = (size // self.shard_ranks, self.shard_ranks)
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-        # Weights are cast where they are used, all of a block's: gathering them in that dtype changes no bit.
+        # A block casts all of its weights to the compute dtype anyway, so gathering them in that dtype changes no bit
+        # and halves the traffic. Gradients are reduced in float32.
         policy = MixedPrecisionPolicy()
         if model.compute_dtype != torch.float32:
             policy = MixedPrecisionPolicy(
@@ -295,7 +313,7 @@ class Parallelism:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh)
 
-    def _divide_layers(self, model: GPT, device: torch.device) -> None:
+    def _apply_tensor_parallel(self, model: GPT, device: torch.device) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -306,15 +324,17 @@ class Parallelism:
                 "divide them, another --parallel, or other sizes (--depth, --head-dim, --kv-ratio)"
             )
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tensor",))
+        # Column-wise layers keep their outputs sharded by head, or by hidden unit; row-wise layers sum them up again.
         columns = ("attention.query", "attention.key", "attention.value", "attention.value_gate", "mlp.up")
         for block in model.blocks:
             attention = block.get_submodule("attention")
             assert isinstance(attention, Attention)
-            there = {name for name, _ in block.named_modules()}
-            plan: dict[str, Any] = {name: ColwiseParallel() for name in columns if name in there}
+            present = {name for name, _ in block.named_modules()}  # only some blocks have a value gate
+            plan: dict[str, Any] = {name: ColwiseParallel() for name in columns if name in present}
             plan |= {name: RowwiseParallel() for name in ("attention.out", "mlp.down")}
             parallelize_module(block, mesh, plan)
-            attention.num_heads //= size  # those of this rank
+            # From here on the heads of this rank.
+            attention.num_heads //= size
             attention.num_kv_heads //= size
         parallelize_module(
             model, mesh, {f"value_embeddings.{layer}": ColwiseParallel() for layer in model.value_embeddings}
@@ -325,7 +345,7 @@ def check_gpus(ranks: Ranks, device: torch.device) -> None:
     """Check that every rank of this host has a GPU of its own.
 
     Raises:
-        ConfigError: there are fewer.
+        ConfigError: this host has fewer GPUs than ranks.
     """
     if device.type == "cuda" and ranks.local_size > torch.cuda.device_count():
         here = f"{torch.cuda.device_count()} {'GPU' if torch.cuda.device_count() == 1 else 'GPUs'}"
@@ -335,23 +355,23 @@ def check_gpus(ranks: Ranks, device: torch.device) -> None:
         )
 
 
-def rows_at_once(config: Config, shares: int) -> int:
-    """Return the rows that go through the model at once on each rank: `--rows`, or a rank's whole share if it is less.
+def micro_batch_rows(config: Config, data_ranks: int) -> int:
+    """Return the rows of one forward and backward pass on each rank: `--rows`, or fewer if the batch is too small.
 
     Args:
-        config: with the batch of all ranks.
-        shares: number of shares of a batch.
+        config: its `batch_tokens` must be a number; it counts the tokens of all ranks.
+        data_ranks: number of ranks that get different rows of a batch.
 
     Raises:
-        ConfigError: the batch cannot be divided so.
+        ConfigError: the batch is not a multiple of rows x seq_len x data_ranks tokens.
     """
     batch, seq_len = config.schedule.batch_tokens, config.model.seq_len
-    assert batch is not None  # derived by now
-    rows = min(config.schedule.rows, max(1, batch // (seq_len * shares)))
-    step = rows * seq_len * shares
+    assert batch is not None  # set by `recipe.with_batch`
+    rows = min(config.schedule.rows, max(1, batch // (seq_len * data_ranks)))
+    step = rows * seq_len * data_ranks
     if batch % step:
         raise ConfigError(
-            f"--batch-tokens {batch} cannot be dealt out to {shares} ranks: it is not a multiple of {rows} rows x "
-            f"--seq-len {seq_len} x {shares} ranks = {step}; change --batch-tokens, --rows or the number of ranks"
+            f"--batch-tokens {batch} cannot be split among {data_ranks} ranks: it is not a multiple of {rows} rows x "
+            f"--seq-len {seq_len} x {data_ranks} ranks = {step}; change --batch-tokens, --rows or the number of ranks"
         )
     return rows

@@ -1,4 +1,4 @@
-"""The hardware of a run: device, precision, attention, and the facts of the machine for the record."""
+"""The hardware of a run: choosing device, precision and attention, and measuring and describing the machine."""
 
 import ctypes
 import os
@@ -30,20 +30,20 @@ __all__ = [
     "peak_memory_bytes",
 ]
 
-# glibc's numbers of options of mallopt, and their values: blocks of up to 32 MiB, the most that it takes, come from the
-# heap, which keeps what is freed.
+# Arguments of glibc's mallopt: take allocations of up to 32 MiB (the maximum) from the heap, and never return freed
+# heap memory to the system.
 _MALLOC_OPTIONS = {-3: 32 * 2**20, -1: 2**31 - 1}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 
-# Sides of the square product by which the matrix rate is measured: large enough for full speed, and brief.
+# Size of the square matrices whose product measures the matrix rate: large enough for full speed, quick to multiply.
 _PRODUCT_SIDES = {"cuda": 8192, "cpu": 1024}
 _PRODUCT_SECONDS = 0.1
 
-# The system kills a process that asks for more threads than it may have. A run that goes on with its own number of
-# threads on a smaller machine is only slow.
+# The system kills a process that starts too many threads. The bound is generous, so that a run that is resumed on a
+# smaller machine with its saved number of threads is only slow.
 _THREADS_PER_CPU = 4
 _FEWEST_THREADS_BOUND = 64
 
-# Tensor cores multiply 8-bit floats, with a scale for a whole tensor or for each row, from these on.
+# The compute capabilities from which tensor cores multiply 8-bit floats, with a scale per tensor or per row.
 _FP8_CAPABILITY: dict[Fp8Recipe, tuple[int, int]] = {"auto": (8, 9), "tensorwise": (8, 9), "rowwise": (9, 0)}
 
 
@@ -57,12 +57,12 @@ class Hardware:
     attention: AttentionName
     compile: bool
     fp8: Fp8Recipe | None = None
-    """Scaling of 8-bit products in linear layers, in training; None for none."""
+    """Scaling of the 8-bit products of linear layers in training; None to multiply in `dtype`."""
     without_fp8: str = ""
-    """The reason why `--fp8` has no effect; else empty."""
+    """The reason why `--fp8` has no effect; "" if it has one or was not given."""
 
     def __str__(self) -> str:
-        """Return one line for people."""
+        """Describe the hardware in one line for the user."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else _cpu_name()
         count = torch.get_num_threads()
         threads = f", {count} {'thread' if count == 1 else 'threads'}" if self.device.type == "cpu" else ""
@@ -84,22 +84,24 @@ class Hardware:
 
 
 def choose_hardware(run: RunConfig) -> Hardware:
-    """Return the hardware that the options ask for, `auto` resolved; on a CPU this process then keeps freed memory.
+    """Return the hardware that the options ask for, with `auto` resolved.
+
+    Also sets the number of threads, and on a CPU lets this process keep freed memory for reuse.
 
     Raises:
-        ConfigError: the machine does not have what was asked for.
+        ConfigError: this machine lacks the requested device or attention, or the options exclude each other.
     """
     cpus = os.cpu_count() or 1
     most_threads = max(_FEWEST_THREADS_BOUND, _THREADS_PER_CPU * cpus)
     if run.threads is not None and run.threads > most_threads:
         raise ConfigError(
-            f"--threads {run.threads}: must be at most {most_threads} on this machine, whose {cpus} processors gain "
-            "nothing from more"
+            f"--threads {run.threads}: must be at most {most_threads} on this machine, which has {cpus} processors"
         )
     has_gpu = torch.cuda.is_available()
     if run.device == "cuda" and not has_gpu:
         raise ConfigError("--device cuda: PyTorch finds no CUDA GPU here; use --device cpu")
     device = torch.device("cuda" if run.device != "cpu" and has_gpu else "cpu")
+    # Precision: bfloat16 only if the device multiplies it fast.
     if run.dtype == "auto":
         fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_multiplies_bfloat16()
         dtype = torch.bfloat16 if fast else torch.float32
@@ -109,13 +111,16 @@ def choose_hardware(run: RunConfig) -> Hardware:
         attention = choose_attention(run.attention, device=device, dtype=dtype)
     except ValueError as error:
         raise ConfigError(in_options(error)) from None
+    # Side effects on this process, after all checks but those of --fp8.
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     if device.type == "cpu":
         _keep_freed_memory()
+    # Compiling pays on GPUs; on a CPU it takes longer than it saves in short runs.
     compiled = device.type == "cuda" if run.compile is None else run.compile
+    # 8 bits: an option that the GPU cannot honour has no effect, so that a configuration works on any machine.
     if run.fp8 and run.parallel == "tp":
-        raise ConfigError("--fp8 cannot divide a product among ranks: choose another --parallel than tp")
+        raise ConfigError("--fp8 does not work with --parallel tp: leave --fp8 out, or choose another --parallel")
     fp8 = run.fp8_recipe if run.fp8 and multiplies_fp8(device, run.fp8_recipe) else None
     needed = ".".join(map(str, _FP8_CAPABILITY[run.fp8_recipe]))
     obstacle = f"it needs a GPU of compute capability {needed}" if run.fp8 and fp8 is None else ""
@@ -123,21 +128,21 @@ def choose_hardware(run: RunConfig) -> Hardware:
 
 
 def multiplies_fp8(device: torch.device, recipe: Fp8Recipe = "auto") -> bool:
-    """Return whether a device multiplies in 8 bits, with scales of that kind."""
+    """Return whether a device multiplies 8-bit floats with the scales of `recipe`."""
     if obstacle_to_fp8(device) is not None or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY[recipe]
 
 
 class Stopwatch:
-    """Marks moments in the work of a device. Between two marks nothing waits: the host runs ahead of a GPU."""
+    """Measures time between marks in a device's work without stopping it: on a GPU, by events in the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: list[torch.cuda.Event] | None = [] if device.type == "cuda" else None
         self._moments: list[float] = []
 
     def mark(self) -> None:
-        """Mark the moment at which the device has done all work launched so far."""
+        """Mark the moment at which the device finishes all work launched so far."""
         if self._events is None:
             self._moments.append(time.perf_counter())
             return
@@ -146,11 +151,11 @@ class Stopwatch:
         self._events.append(event)
 
     def is_idle(self) -> bool:
-        """Return whether the device has come to the last mark, so that from now on it waits for the host."""
+        """Return whether the device has reached the last mark and is now waiting for the host."""
         return not self._events or self._events[-1].query()
 
     def seconds(self) -> list[float]:
-        """Return the seconds between one mark and the next; waits for the device to come to the last one."""
+        """Return the seconds between consecutive marks, after waiting for the device to reach the last one."""
         if self._events is None:
             return [end - start for start, end in pairwise(self._moments)]
         if self._events:
@@ -159,7 +164,7 @@ class Stopwatch:
 
 
 def machine_facts(hardware: Hardware) -> dict[str, Any]:
-    """Return device, processor, cores and memory, for the log."""
+    """Return device, processor, cores and memory for the log."""
     on_gpu, memory = hardware.device.type == "cuda", _host_memory_bytes()
     return {
         "device": torch.cuda.get_device_name(hardware.device) if on_gpu else "CPU",
@@ -176,17 +181,19 @@ def machine_facts(hardware: Hardware) -> dict[str, Any]:
 
 
 def matrix_rate(hardware: Hardware) -> float:
-    """Return floating-point operations per second of a large square product in the run's precision, measured now.
+    """Measure the floating-point operations per second of a large square product in the run's precision.
 
-    Takes about a tenth of a second. On a CUDA device the peak that it shows is that of the clocks at this moment.
+    Takes about a tenth of a second. On a CUDA device the result depends on the clocks at this moment.
     """
     device = hardware.device
     side = _PRODUCT_SIDES[device.type]
-    # Random entries: products of constants need less power and would be faster. A generator of its own.
+    # Random entries, because products of constants need less power and run faster. A separate generator leaves the
+    # global one as it is.
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(side, side, generator=generator).to(device, hardware.dtype)
     seconds: list[float] = []
-    torch.mm(matrix, matrix)  # chooses and loads the kernel
+    # At least 3 products, then until the time is up, at most 50.
+    torch.mm(matrix, matrix)  # warm-up: chooses and loads the kernel
     began = time.perf_counter()
     while len(seconds) < 3 or (time.perf_counter() - began < _PRODUCT_SECONDS and len(seconds) < 50):
         if device.type == "cuda":
@@ -196,22 +203,22 @@ def matrix_rate(hardware: Hardware) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return float(2 * side**3 / min(seconds))  # whatever else the machine does only makes products slower
+    return float(2 * side**3 / min(seconds))  # the minimum, because other processes only make a product slower
 
 
 def compile_seconds() -> float:
-    """Return the seconds that torch.compile has spent in this process."""
-    from torch._dynamo.utils import cumulative_time_spent_ns  # there is no public way
+    """Return the seconds that torch.compile has spent in this process so far."""
+    from torch._dynamo.utils import cumulative_time_spent_ns  # no public API tells this
 
     names = ("entire_frame_compile", "entire_backward_compile")
     return sum(cumulative_time_spent_ns.get(name, 0) for name in names) / 1e9
 
 
 def _keep_freed_memory() -> None:
-    """Let the C library keep the memory that tensors free, where it is glibc.
+    """Make glibc keep freed memory instead of returning it to the system; other C libraries are left alone.
 
-    It would give it back to the system, which clears every page again for the tensors of the next layer: 11 % of a step
-    of the default run on two cores.
+    The system would clear every returned page again for the next layer's tensors, which took 11 % of a step of the
+    default run on two cores.
     """
     if platform.libc_ver()[0] == "glibc":
         for option, value in _MALLOC_OPTIONS.items():
@@ -219,36 +226,41 @@ def _keep_freed_memory() -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Return the most memory so far: of tensors on a CUDA device, of the whole process on a CPU; None if unknown."""
+    """Return the peak memory so far: of tensors on a CUDA device, of the process on a CPU; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
         import resource
     except ImportError:  # not a POSIX system
         return None
+    # In bytes on macOS, in KiB elsewhere.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024
 
 
 def check_memory(needed: int, device: torch.device) -> None:
-    """Check that so many bytes of weights and gradients fit a device, before the system ends this process or others.
+    """Check that weights and gradients fit a device, before the system runs out of memory and kills processes.
+
+    Args:
+        needed: bytes of weights and gradients on this device.
+        device: where they will be.
 
     Raises:
         ConfigError: the CUDA device, or this machine, has less memory.
     """
     on_gpu = device.type == "cuda"
-    there = torch.cuda.get_device_properties(device).total_memory if on_gpu else _host_memory_bytes()
-    if there is not None and needed > there:
+    available = torch.cuda.get_device_properties(device).total_memory if on_gpu else _host_memory_bytes()
+    if available is not None and needed > available:
         raise ConfigError(
-            f"--depth: weights and gradients of the model alone take {needed / 2**30:.3g} GiB, and there are "
-            f"{there / 2**30:.3g} GiB ({device.type}); train a smaller one (quintic plan says what a run takes)"
+            f"--depth: weights and gradients of the model take {needed / 2**30:.3g} GiB, but there are only "
+            f"{available / 2**30:.3g} GiB ({device.type}); lower --depth (quintic plan shows the memory of a run)"
         )
 
 
 def _host_memory_bytes() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not a POSIX system, or one that does not say it
+    except (AttributeError, ValueError, OSError):  # not a POSIX system, or one without these values
         return None
 
 

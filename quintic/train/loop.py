@@ -1,8 +1,11 @@
-"""The training loop: when to step, evaluate, sample, save, stop and finish.
+"""The training loop: it decides when to step, evaluate, sample, save, stop and finish.
 
-`train` is the whole job; `trainer.py` does the work of each of these, `metrics.py` records it, and `checkpoint.py`
-saves a run. A run that is killed and resumed ends with the same weights as one that was not: everything the next step
-depends on (weights, optimizer, data position, step) is in the checkpoint, and nothing else is random.
+Phases of `train`: lock the run's folder; choose the hardware; build the `Trainer`; load a checkpoint, initial weights,
+or nothing; open log and progress display; make the steps; evaluate, save, report and sample. `trainer.py` does the work
+of each, `metrics.py` records it, and `checkpoint.py` saves it.
+
+A run that is killed and resumed ends with the same weights as an uninterrupted one: checkpoints hold everything that
+the next step depends on (weights, optimizer, data position, step), and nothing else is random.
 """
 
 import contextlib
@@ -27,14 +30,14 @@ from quintic.stopping import StopRequests
 from quintic.streams import say
 from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint, set_aside_later
 from quintic.train.config import Config, OptimConfig, RunConfig
-from quintic.train.distributed import ALONE, Ranks, check_gpus
+from quintic.train.distributed import SINGLE_PROCESS, Ranks, check_gpus
 from quintic.train.hardware import choose_hardware, compile_seconds
 from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
 from quintic.train.recipe import scale_lines
-from quintic.train.runs import TOKENIZER_FILE, hold_run, wandb_id
+from quintic.train.runs import TOKENIZER_FILE, lock_run, wandb_id
+from quintic.train.saving.extend import extend_run
 from quintic.train.saving.initial import load_initial_weights
-from quintic.train.saving.longer import lengthened
 from quintic.train.saving.source import keep_source
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
@@ -42,10 +45,10 @@ from quintic.train.trainer import Trainer
 __all__ = ["Interrupted", "Result", "check_trackers", "rare_collections", "train"]
 
 
-# Seldom enough to cost nothing, often enough that garbage of evaluations and checkpoints does not pile up.
+# Rare enough to cost nothing, frequent enough that garbage of evaluations and checkpoints does not pile up.
 _STEPS_PER_COLLECTION = 100
 
-# Rollbacks of one run: a loss that goes on spiking is no accident of the text.
+# Rollbacks of one run. If the loss spikes again after this many, the text is not the cause.
 _MOST_ROLLBACKS = 10
 
 
@@ -77,71 +80,73 @@ def train(
     command: str,
     resume_step: int | None = None,
     say: Callable[[str], None] = say,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> Result:
     """Train, evaluate, sample and report one run.
 
     Args:
         config: the run's configuration.
         dataset: prepared text.
-        run_dir: its folder, made by `create_run`.
-        resume: continue from the newest good checkpoint, or from the start where there is none yet.
-        command: the command line, for the record.
-        resume_step: step of the checkpoint to continue from; None for the newest good one.
-        say: takes lines for people before the progress display starts.
+        run_dir: the run's folder, made by `create_run`.
+        resume: continue from the newest undamaged checkpoint, or from the start if the run has no checkpoint yet.
+        command: the command line, for the log.
+        resume_step: step of the checkpoint to continue from; None for the newest undamaged one.
+        say: called with lines for the user before the progress display starts.
         ranks: the processes that train the run; all must call this with the same arguments.
 
     Raises:
         Interrupted: after Ctrl-C, SIGTERM or SIGHUP; the checkpoint is written.
         DivergedError: the loss or the weights are not finite. They are not saved; earlier checkpoints stay.
-        QuinticError: input that cannot be used, or a run that another process is training.
-        OtherRankError: one of these was raised on another rank.
+        QuinticError: the input cannot be used, or another process is training the run.
+        OtherRankError: another rank raised one of these.
 
-    Whatever the exception, the log and the report tell of every step that was made.
+    After any exception, the log and the report hold every step that was made.
     """
     with contextlib.ExitStack() as held:
-        ranks.from_first(lambda: held.enter_context(hold_run(run_dir, message=say)))
-        checkpoint = ranks.from_first(lambda: _find_checkpoint(run_dir, resume_step, say)) if resume else None
-        hardware = ranks.agree(lambda: choose_hardware(config.run))
-        ranks.agree(lambda: check_gpus(ranks, hardware.device))
+        ranks.from_rank0(lambda: held.enter_context(lock_run(run_dir, message=say)))
+        checkpoint = ranks.from_rank0(lambda: _find_checkpoint(run_dir, resume_step, say)) if resume else None
+        hardware = ranks.run_on_all(lambda: choose_hardware(config.run))
+        ranks.run_on_all(lambda: check_gpus(ranks, hardware.device))
         devices = "" if ranks.size == 1 else f"{ranks.size} ranks ({config.run.parallel}), each on "
         say(f"Computing on {devices}{hardware}")
-        shares = 1 if config.run.parallel == "tp" else ranks.size
-        for line in ranks.agree(lambda: scale_lines(config, vocab_size=dataset.vocab_size, shares=shares)):
+        data_ranks = 1 if config.run.parallel == "tp" else ranks.size
+        for line in ranks.run_on_all(lambda: scale_lines(config, vocab_size=dataset.vocab_size, data_ranks=data_ranks)):
             say(line)
-        run = ranks.agree(lambda: Trainer(config, dataset, run_dir, hardware, ranks))
+        run = ranks.run_on_all(lambda: Trainer(config, dataset, run_dir, hardware, ranks))
+        # Weights: of a checkpoint, of another run, or random as `Trainer` has initialised them.
         allocation = ""
         if checkpoint is not None:
-            ranks.agree(lambda: run.restore(checkpoint))
+            ranks.run_on_all(lambda: run.restore(checkpoint))
             say(f"Continuing {run_dir.name} after step {run.step}")
         elif (source := config.run.init_from) is not None:
             load = partial(load_initial_weights, run.model, Path(source), dataset.tokenizer, message=say)
-            say(ranks.agree(load))
+            say(ranks.run_on_all(load))
         else:
             allocation = allocate_lookups(run.model, dataset, seed=config.run.seed)
-        longer_than = ranks.agree(lambda: lengthened(run, run_dir, say)) if resume else None
-        ranks.from_first(lambda: dataset.tokenizer.save(run_dir / TOKENIZER_FILE))
+        longer_than = ranks.run_on_all(lambda: extend_run(run, run_dir, say)) if resume else None
+        ranks.from_rank0(lambda: dataset.tokenizer.save(run_dir / TOKENIZER_FILE))
         for line in filter(None, [*run.describe(), allocation]):
             say(line)
+        # From here on the run's folder changes. `held` closes everything in reverse order, also after an error.
         if resume_step is not None:
-            ranks.from_first(lambda: set_aside_later(run_dir, resume_step, message=say))
+            ranks.from_rank0(lambda: set_aside_later(run_dir, resume_step, message=say))
         held.enter_context(run.background)
         held.enter_context(run.loader)
-        has_log = ranks.from_first(lambda: (run_dir / METRICS_FILE).exists())
+        has_log = ranks.from_rank0(lambda: (run_dir / METRICS_FILE).exists())
         if checkpoint is not None and not has_log:
-            lacking = f"the report lacks the course up to step {run.step}"
-            say(f"{run_dir / METRICS_FILE} is gone: it begins anew, and {lacking}")
-        log = held.enter_context(ranks.agree(lambda: _open_log(run, run.step if resume else None)))
+            say(f"{run_dir / METRICS_FILE} is missing: a new log starts here, without the steps up to {run.step}")
+        log = held.enter_context(ranks.run_on_all(lambda: _open_log(run, run.step if resume else None)))
         progress = held.enter_context(Progress(run.total, start_step=run.step))
         stop_requests = held.enter_context(StopRequests())
+        # A new log starts with the run's facts; each resumption adds a record, and its source if that has changed.
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         if checkpoint is None or not has_log:
             log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
         if checkpoint is not None:
             lengths = {} if longer_than is None else {"steps_before": longer_than, "total_steps": run.total}
             log.write("resume", step=run.step, time=now, **lengths)
-            if ranks.from_first(lambda: keep_source(run_dir, run.step)):
-                progress.message("The source of quintic has changed since the run's last part; its folder keeps both")
+            if ranks.from_rank0(lambda: keep_source(run_dir, run.step)):
+                progress.message("The source of quintic has changed since the run was stopped; its folder keeps both")
         try:
             _make_steps(run, log, progress, stop_requests)
             return _finish(run, log, progress, stop_requests)
@@ -153,7 +158,7 @@ def train(
 
 
 def _make_steps(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: StopRequests) -> None:
-    """Make all steps that are left, and what is due between them."""
+    """Make all remaining steps, with the evaluations, samples and checkpoints that are due between them."""
     if run.hardware.compile:
         progress.message("Compiling, until the first step is made")
     if run.step == 0 and run.config.run.eval_every:
@@ -166,6 +171,7 @@ def _make_steps(run: Trainer, log: MetricsLog, progress: Progress, stop_requests
             if run.hardware.compile and run.times.count == 1:
                 seconds = sum(record["times_ms"].values()) / 1000
                 progress.message(f"Compiled in {compile_seconds():.1f} s; the first step took {seconds:.1f} s")
+            # A spike is looked for only in a finite loss: NaN ends the run.
             _check_loss("training loss", record, run)
             if "spike" in record and run.config.optim.on_spike == "rollback" and _roll_back(run, log, progress):
                 continue
@@ -177,8 +183,8 @@ def _make_steps(run: Trainer, log: MetricsLog, progress: Progress, stop_requests
                 _answer_core(run, log, progress)
             if is_due(run.step, run.config.run.sample_every):
                 log.write("sample", step=run.step, samples=_sample(run, progress))
-            # Asked once: a request that comes during the save is honoured after the next step. A save that has
-            # failed stops the run, too: the next one raises its error.
+            # Read the request once: one that arrives during the save is honoured after the next step. A failed
+            # background save also stops the run; `_save` then raises its error.
             stop = run.ranks.any(stop_requests.is_stopped() or run.background.has_failed)
             if stop or is_due(run.step, run.config.run.save_every):
                 _save(run)
@@ -188,12 +194,13 @@ def _make_steps(run: Trainer, log: MetricsLog, progress: Progress, stop_requests
 
 
 def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
-    """Go back to the last checkpoint that was due, and on with the text that follows; False where there is none.
+    """Go back to the last regular checkpoint but continue with the following text; False if no checkpoint exists.
 
-    Checkpoints that were saved because the run was stopped do not count: an uninterrupted run would not have them.
+    Checkpoints that were saved because the run was stopped are ignored: an uninterrupted run would not have them, and
+    both must end with the same weights.
     """
     spike_step = run.step
-    run.background.wait()
+    run.background.wait()  # the checkpoint to go back to may still be in progress
     if run.watch.rollbacks >= _MOST_ROLLBACKS:
         raise _diverged(f"the loss spiked again at step {spike_step} after {run.watch.rollbacks} rollbacks", run)
 
@@ -203,24 +210,24 @@ def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
             return newest_checkpoint(run.run_dir, message=progress.message, every=every, up_to=spike_step - 1)
         return None
 
-    checkpoint = run.ranks.from_first(find)
+    checkpoint = run.ranks.from_rank0(find)
     if checkpoint is None:
-        progress.message(f"step {spike_step}: no checkpoint to go back to yet; going on")
+        progress.message(f"step {spike_step}: no checkpoint to go back to yet; training goes on")
         return False
-    run.ranks.agree(lambda: run.roll_back(checkpoint))
+    run.ranks.run_on_all(lambda: run.roll_back(checkpoint))
     log.write("rollback", step=run.step, spike_step=spike_step)
-    progress.message(f"step {spike_step}: back to the checkpoint of step {run.step}, on with the following text")
+    progress.message(f"step {spike_step}: went back to the checkpoint of step {run.step}; continues with later text")
     return True
 
 
 def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: StopRequests) -> Result:
-    """Evaluate, save, report and sample after the last step; a failure leaves all earlier results on disk."""
+    """Evaluate, save, report and sample after the last step; after a failure, all earlier results are on disk."""
     if run.score is None:
         try:
             _evaluate(run, log, progress)
         except DivergedError:
             raise
-        except Exception:
+        except Exception:  # the trained weights must not be lost because their evaluation fails
             _save(run)
             run.background.wait()
             progress.message(f"{run.run_dir.name} is trained and saved; its evaluation failed")
@@ -231,24 +238,25 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
         final = run.finish()
     least = _least_score(run)
     log.write("final", **final, **least)
-    report = run.ranks.from_first(lambda: write_report(run.run_dir))
+    report = run.ranks.from_rank0(lambda: write_report(run.run_dir))
     try:
         samples = _sample(run, progress)
     except Exception:
         progress.message(f"{run.run_dir.name} is trained, saved and reported in {report}; writing samples failed")
         raise
     log.write("sample", step=run.step, samples=samples)
+    # CORE last: it takes long, and by now a first Ctrl-C loses nothing.
     if run.suite is not None:
         try:
             with stop_requests.at_once():
                 _answer_core(run, log, progress)
         except KeyboardInterrupt:
             raise Interrupted(
-                f"{run.run_dir.name} is trained, saved and reported in {report}; stopped among the tasks of CORE"
+                f"{run.run_dir.name} is trained, saved and reported in {report}; stopped while answering CORE"
             ) from None
     return Result(
         run_dir=run.run_dir,
-        report=run.ranks.from_first(lambda: write_report(run.run_dir)),
+        report=run.ranks.from_rank0(lambda: write_report(run.run_dir)),
         score=run.last_score(),
         samples=samples,
         baselines=final["baselines"],
@@ -258,14 +266,14 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
 
 
 def _least_score(run: Trainer) -> dict[str, Any]:
-    """Return the fields of the log that tell the run's least bits per byte; none where its log is gone."""
+    """Return the log fields of the run's least bits per byte; {} if the log cannot be read."""
 
     def find() -> Mapping[str, Any] | None:
         with contextlib.suppress(QuinticError):
             return RunHistory.load(run.run_dir).least
         return None
 
-    least = run.ranks.from_first(find)
+    least = run.ranks.from_rank0(find)
     return {} if least is None else {"least_bpb": least["bpb"], "least_bpb_step": least["step"]}
 
 
@@ -299,7 +307,7 @@ def _answer_core(run: Trainer, log: MetricsLog, progress: Progress) -> None:
 
 
 def _save(run: Trainer) -> None:
-    # A finite loss is that of the weights before the step.
+    # A finite loss does not suffice: it was computed before the last step changed the weights.
     if not run.has_finite_weights():
         raise _diverged(f"weights are not finite after step {run.step}", run)
     run.save()
@@ -310,7 +318,7 @@ def _check_loss(name: str, record: dict[str, Any], run: Trainer) -> None:
         raise _diverged(f"the {name} of step {record['step']} is {record['loss']}", run)
 
 
-def _diverged(what: str, run: Trainer) -> DivergedError:
+def _diverged(reason: str, run: Trainer) -> DivergedError:
     optim, is_muon = run.config.optim, run.config.optim.optimizer == "muon"
     rates = ("--muon-lr", "--head-lr") if is_muon else ("--adamw-lr", "--adamw-head-lr")
     decay = "weight_decay" if is_muon else "adamw_weight_decay"
@@ -320,16 +328,16 @@ def _diverged(what: str, run: Trainer) -> DivergedError:
     saved = checkpoints(run.run_dir)
     kept = f"{saved[0].name} is kept" if saved else "it has no checkpoint"
     return DivergedError(
-        f"{run.run_dir}: {what}: training has diverged and was stopped ({kept}); start a new run with lower learning "
+        f"{run.run_dir}: {reason}: training has diverged and was stopped ({kept}); start a new run with lower learning "
         f"rates ({', '.join(rates)}, --embedding-lr, --scalar-lr){lower} or a longer warm-up (--warmup-frac)"
     )
 
 
 def check_trackers(run: RunConfig) -> None:
-    """Check that the requested trackers are installed, before anything is written.
+    """Check that the packages of the requested trackers are installed, before anything is written.
 
     Raises:
-        ConfigError: the package of one is not.
+        ConfigError: a package is missing.
     """
     for wanted, package in ((run.tensorboard, "tensorboard"), (run.wandb is not None, "wandb")):
         if wanted and importlib.util.find_spec(package) is None:
@@ -359,10 +367,10 @@ def _open_log(run: Trainer, resume_step: int | None) -> MetricsLog:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[Callable[[], None]]:
-    """Run Python's garbage collector only between steps, and seldom; yield a function to call after each step.
+    """Run Python's garbage collector only between steps, and rarely; yield a function to call after each step.
 
-    By itself it runs in the middle of steps, and looks through all objects of PyTorch each time. Objects that exist
-    after the first step stay for the whole run and are not looked through again.
+    Left to itself, the collector runs in the middle of steps and scans all objects of PyTorch each time. Objects that
+    exist after the first step live for the whole run, so they are frozen, which excludes them from scans.
     """
     was_enabled, steps = gc.isenabled(), 0
 

@@ -1,7 +1,7 @@
-"""The log of a run: `MetricsLog` and its mirrors.
+"""The log of a run: `MetricsLog`, and trackers that show it in TensorBoard or Weights & Biases.
 
-The file `metrics.jsonl` has one JSON object per line; TensorBoard and Weights & Biases may show the same.
-`quintic.report.history` reads it back; losses and times are measured by the trainer and in `watch.py`.
+The file `metrics.jsonl` has one JSON object per line. `quintic.report.history` reads it back and lists the kinds of
+records; `trainer.py` and `watch.py` measure the values.
 """
 
 import itertools
@@ -22,27 +22,27 @@ _STEPPED_KINDS = ("train", "eval", "core", "sample")
 
 
 class Tracker(Protocol):
-    """Something that shows the records elsewhere while the run is going on."""
+    """A service that shows the log's records while the run is going on."""
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Take one record as it stands in the log; kinds the tracker cannot show are ignored."""
+        """Show one record of the log; kinds that the tracker cannot show are ignored."""
 
     def close(self) -> None:
         """Send buffered records and release the tracker."""
 
 
 class MetricsLog:
-    """Appends records to ``metrics.jsonl``; each is on disk (flushed to the system) when `write` returns.
+    """Appends records to ``metrics.jsonl``; `write` flushes each to the operating system.
 
-    A context manager. One process writes a log: of several ranks the first one.
+    A context manager. Only rank 0 writes a log.
 
     Args:
         path: the file; it and its folder are created if missing. An existing file is continued, and a last line that
-            a crash left half-written is removed. None for a log that keeps nothing, which other ranks have.
-        resume_step: the step of the checkpoint that the run continues from. Records of later steps, which are about
-            to be made again, and any ``final`` record with what follows it are removed first, so that the log has each
-            step once. The file is replaced in one move: a crash leaves the old or the new one.
-        trackers: also given every record, and closed with the log.
+            a crash left half-written is removed. None for a log that keeps nothing, for ranks other than 0.
+        resume_step: the step of the checkpoint that the run continues from. Records of later steps, which will be
+            repeated, and everything from a ``final`` record on are removed first, so that the log has each step once.
+            The file is replaced in one move: after a crash, the old or the new file is there.
+        trackers: get every record, and are closed with the log.
 
     Raises:
         DataError: if an existing file is damaged before its last line.
@@ -52,7 +52,7 @@ class MetricsLog:
         self, path: str | Path | None, *, resume_step: int | None = None, trackers: Sequence[Tracker] = ()
     ) -> None:
         self.trackers = tuple(trackers)
-        self._file: TextIO | None = None
+        self._file: TextIO | None = None  # stays None on ranks other than 0
         if path is None:
             return
         self.path = Path(path)
@@ -62,12 +62,14 @@ class MetricsLog:
         self._file = self.path.open("a", encoding="utf-8", newline="\n")
 
     def _mend(self, resume_step: int | None) -> None:
-        """Rewrite the file without half-written lines and records of later steps, if there are any."""
+        """Rewrite the file if it has a half-written line or records of later steps, without them."""
         records = read_metrics(self.path)
         kept = records
         if resume_step is not None:
+            # A resumed run writes its final record again, and everything that follows it.
             unfinished = itertools.takewhile(lambda r: r.get("kind") != "final", records)
             kept = [r for r in unfinished if not _is_after(r, resume_step)]
+        # A crash while writing leaves a last line without its line end.
         is_whole = self.path.read_bytes()[-1:] in (b"", b"\n")
         if len(kept) < len(records) or not is_whole:
             write_atomically(self.path, "".join(map(_encode, kept)))
@@ -78,10 +80,10 @@ class MetricsLog:
         Args:
             kind: the kind of the record (see the table of `quintic.report.history`).
             **fields: its fields: numbers, strings, ``None``, and mappings or sequences of them. Zero-dimensional arrays
-                and tensors become numbers (a tensor on a GPU is waited for), anything else becomes its ``str``.
+                and tensors become numbers (waiting for the GPU if they are there), anything else becomes its ``str``.
 
         Returns:
-            The record as it was written, with ``None`` in the place of numbers that are not finite.
+            The record as written, with ``None`` in place of numbers that are not finite.
         """
         record: dict[str, Any] = _plain({"kind": kind, **fields})
         if self._file is not None:
@@ -107,23 +109,24 @@ class MetricsLog:
 
 
 def _is_after(record: Mapping[str, Any], resume_step: int) -> bool:
-    """Return whether a run that continues from ``resume_step`` makes this record again; from 0, that of step 0, too."""
-    if record.get("kind") == "rollback":  # the spike that caused it comes after the step that it went back to
+    """Return whether a run that continues from ``resume_step`` will write this record again."""
+    if record.get("kind") == "rollback":  # its `step` is the one it went back to; the spike came later
         return bool(record.get("step", 0) >= resume_step)
+    # A run that starts from 0 also repeats the evaluation at step 0.
     return record.get("kind") in _STEPPED_KINDS and (record.get("step", 0) > resume_step or resume_step == 0)
 
 
 def _encode(record: Mapping[str, Any]) -> str:
-    """One line of the log; the record must be plain."""
+    """Return a record, made of JSON's types, as one line of the log."""
     return json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def _plain(value: Any) -> Any:
-    """Make a value of JSON's own types (see `MetricsLog.write`)."""
+    """Convert a value to JSON's types (see `MetricsLog.write`)."""
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, str):
-        # Lone surrogates (bytes that were no UTF-8) cannot be written to the file.
+        # Lone surrogates, which stand for bytes that were not UTF-8, cannot be written to the file.
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
@@ -141,7 +144,7 @@ class TensorBoardTracker:
 
     Args:
         folder: where TensorBoard's event files go; ``tensorboard --logdir`` reads it.
-        resume_step: as in `MetricsLog`; later points of an earlier attempt are hidden.
+        resume_step: as in `MetricsLog`; points of later steps from before are hidden.
 
     Raises:
         ConfigError: if the package ``tensorboard`` is not installed.
@@ -152,6 +155,7 @@ class TensorBoardTracker:
             from torch.utils import tensorboard
         except ImportError as error:
             raise missing_package("tensorboard") from error
+        # `purge_step` hides points from this step on that an earlier process wrote.
         writer: Any = tensorboard.SummaryWriter
         self._writer = writer(str(folder), purge_step=None if resume_step is None else resume_step + 1)
 
@@ -205,6 +209,7 @@ class WandbTracker:
         if record["kind"] == "run":
             details = {key: record[key] for key in ("config", "machine", "versions", "model") if key in record}
             self._run.config.update(details, allow_val_change=True)
+        # Steps must not decrease there; `wandb_id` makes sure that a copied run does not continue the original's.
         scalars = dict(_scalars(record))
         if scalars:
             self._run.log(scalars, step=record.get("step"))
@@ -215,11 +220,12 @@ class WandbTracker:
 
 
 def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The finite numbers of a train, eval, core or final record, named ``kind/field`` or ``kind/field/key``."""
+    """Yield the finite numbers of a train, eval, core or final record as ``kind/field`` or ``kind/field/key``."""
     kind = record["kind"]
     if kind not in ("train", "eval", "core", "final"):
         return
     for field, value in record.items():
+        # A field that is a mapping, such as the learning rates by group, becomes a chart for each key.
         entries = value.items() if isinstance(value, Mapping) else [(None, value)]
         for key, number in entries:
             if field != "step" and isinstance(number, (int, float)) and not isinstance(number, bool):
@@ -227,10 +233,10 @@ def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _as_code(text: str) -> str:
-    """The text as a Markdown code block (indented), which keeps spaces and line breaks."""
+    """Return the text as an indented Markdown code block, which keeps spaces and line breaks."""
     return "\n".join("    " + line for line in text.splitlines())
 
 
 def missing_package(name: str) -> ConfigError:
-    """Return the error for a tracker whose package is not installed; the option has the package's name."""
+    """Return the error for a missing tracker package; its option has the package's name."""
     return ConfigError(f"--{name} needs the package {name}, which is not installed; run {install_command(name)}")

@@ -1,7 +1,9 @@
-"""The recipe: from a configuration to a model, its optimizer, and the settings of each step.
+"""The recipe: builds a run's model and optimizer from its configuration, and sets the rates of each step.
 
-The matrices of the blocks go to Muon (or to AdamW, for comparison); embeddings, head, gates and scalars each have an
-AdamW learning rate of their own, because their gradients differ by orders of magnitude.
+Phases: `model_config` and `build_model` make the model, `scale_of` derives tokens, batch and steps from its size,
+`build_optimizer` makes the groups with their peak rates, and `apply_schedule` sets the rates before each step. Muon (or
+AdamW, for comparison) updates the matrices of the blocks. Embeddings, head, gates and scalars are groups under AdamW
+with separate learning rates, because their gradients differ by orders of magnitude.
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.rules.table import orthogonalizes
 from quintic.train.config import Config, ScheduleConfig, WeightsName, in_options
-from quintic.train.distributed import Parallelism, rows_at_once
+from quintic.train.distributed import Parallelism, micro_batch_rows
 from quintic.train.hardware import check_memory
 from quintic.train.lookups import with_lookups
 from quintic.train.schedule import (
@@ -45,24 +47,24 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class _Constants:
-    """Constants of a recipe besides the options: the differences between the groups."""
+    """The constants of a recipe that are not options."""
 
     lr_width: int
     """Width at which the AdamW learning rates of embeddings and head are given; they scale with width^-0.5."""
     value_embedding_frac: float
-    """Learning rate of the value embeddings, as a share of the token embedding's."""
+    """Learning rate of the value embeddings, relative to the token embedding's."""
     residual_frac: float
-    """Learning rate of the residual scales, which multiply the whole stream, as a share of the other scalars'."""
+    """Learning rate of the residual scales, which scale the whole stream, relative to the other scalars'."""
     smear_lr: float | None = None
-    """Learning rate of smear and backout; None treats them, and the scales of x0, as the other scalars."""
+    """Learning rate of smear and backout; None puts these and the scales of x0 among the other scalars."""
     gates_to_muon: bool = False
-    """Muon steps the gates of the value embeddings."""
+    """Muon updates the gates of the value embeddings."""
     neuron_beta: float = 0.95
-    """NorMuon's average over steps."""
+    """NorMuon's coefficient of the average of squared updates over steps."""
     betas: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Name of a group -> AdamW's coefficients, where they are not --beta1 and --beta2."""
+    """Name of a group -> AdamW's coefficients, where they differ from --beta1 and --beta2."""
     weight_decay: Mapping[str, float] = field(default_factory=dict)
-    """Name of a group under AdamW -> its weight decay, which stays the same over the run."""
+    """Name of a group under AdamW -> its weight decay, constant over the run."""
 
 
 _CONSTANTS = {
@@ -93,16 +95,16 @@ _CONSTANTS = {
     ),
 }
 
-# Learning rate of a lookup layer's tables as a share of the token embedding's, both relative to initial entries: 1 in
-# the embedding, width^-0.5 in a table.
+# Learning rate of a lookup layer's tables relative to the token embedding's, after dividing each by the scale of its
+# initial entries: 1 in the embedding, width^-0.5 in a table.
 _LOOKUP_FRAC = 0.5
 
-# At a thousand steps in a second a run of so many takes eleven days.
+# At a thousand steps per second, a run of this length takes eleven days.
 _MOST_STEPS = 10**9
 
 
 def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
-    """Return the sizes of the model for a vocabulary.
+    """Return the sizes of the configured model for a vocabulary.
 
     Raises:
         ConfigError: the sizes do not fit each other.
@@ -134,13 +136,12 @@ def build_model(
     weights: WeightsName = "float32",
     parallelism: Parallelism | None = None,
 ) -> GPT:
-    """Return an initialised model: built on the meta device, so that no weight is ever made twice.
-
-    Where ranks have parts of it, no device ever has the whole. `dtype` is that of the activations.
+    """Return an initialised model on a device; `dtype` is the activations' dtype.
 
     Raises:
-        ConfigError: the model and its gradients need more memory than there is.
+        ConfigError: the model and its gradients need more memory than the device has.
     """
+    # Built on the meta device, sharded, then allocated: no device holds a weight twice, or a sharded model whole.
     model = empty_model(sizes, dtype=dtype, attention=attention, weights=weights)
     if parallelism is not None:
         parallelism.place(model, device)
@@ -154,7 +155,7 @@ def build_model(
 def empty_model(
     sizes: GPTConfig, *, dtype: torch.dtype, attention: AttentionName, weights: WeightsName = "float32"
 ) -> GPT:
-    """Return a model on the meta device, with weights in the dtype that `--weights` asks for."""
+    """Return a model on the meta device with weights in float32, or in bfloat16 for "mantissa"."""
     with torch.device("meta"):
         model = GPT(sizes, compute_dtype=dtype, attention=attention)
     if weights == "mantissa":
@@ -171,19 +172,19 @@ def build_optimizer(
     on_gpu: bool | None = None,
     comms: Literal["none", "averaged", "sharded"] = "none",
 ) -> quintic.Muon:
-    """Return the optimizer with named groups; each group's `initial_lr` and `initial_weight_decay` are its peaks.
+    """Return the optimizer with named groups, whose `initial_lr` and `initial_weight_decay` are the peak values.
 
     Args:
-        model: on any device, the meta device too.
-        config: sections `model`, `optim` and `schedule` count.
-        on_gpu: it will run on a GPU; None for the model's device.
-        comms: division of the work among ranks, see `Parallelism`.
+        model: on any device, including the meta device.
+        config: only the sections `model`, `optim` and `schedule` are read.
+        on_gpu: whether the optimizer will run on a GPU; None if it will run on the model's device.
+        comms: the optimizer's option of this name, see `Parallelism.comms`.
     """
     optim, constants = config.optim, _CONSTANTS[config.optim.recipe]
     scale = scale_of(config, model)
     lr_factor, decay_factor = (scale.lr_factor, scale.decay_factor) if optim.scale_rates else (1.0, 1.0)
     by_width = (model.config.width / constants.lr_width) ** -0.5
-    # Tuned for each of the two optimizers; everything else is common to both.
+    # These rates were tuned separately for Muon and AdamW; everything below is common to both.
     uses_adamw = optim.optimizer == "adamw"
     decay = optim.adamw_weight_decay if uses_adamw else optim.weight_decay
     head_lr = optim.adamw_head_lr if uses_adamw else optim.head_lr
@@ -230,7 +231,7 @@ def build_optimizer(
         groups,
         momentum=optim.momentum,
         orthogonalizer=optim.orthogonalizer,
-        # A CPU without bfloat16 instructions multiplies float32 faster; CUDA devices have every method's own dtype.
+        # None is the method's default dtype, for GPUs. A CPU without bfloat16 instructions multiplies float32 faster.
         compute_dtype=None if on_gpu or optim.orthogonalizer == "svd" else model.compute_dtype,
         normalize=optim.normalize,
         normalize_beta=constants.neuron_beta,
@@ -247,16 +248,16 @@ def build_optimizer(
 
 
 def scale_of(config: Config, model: GPT) -> Scale:
-    """Return tokens, batch and steps for a model, and how far its rates are from those of depth 12.
+    """Return tokens, batch and steps of a run, and the factors by which its rates differ from depth 12.
 
-    The length is --steps, else --target-flops, else --tokens-per-param, whichever is given first.
+    The length comes from --steps if it is given, else from --target-flops, else from --tokens-per-param.
 
     Args:
-        config: its sections `model` and `schedule` count.
-        model: built from it; on any device, the meta device too.
+        config: only the sections `model` and `schedule` are read.
+        model: built from `config`, on any device, including the meta device.
 
     Raises:
-        ConfigError: the run would never end.
+        ConfigError: the run would have more than a billion steps.
     """
     schedule, sizes = config.schedule, model.config
     reference = GPTConfig.from_depth(
@@ -282,12 +283,12 @@ def scale_of(config: Config, model: GPT) -> Scale:
     else:
         steps = tokens // batch
     if steps > _MOST_STEPS:
-        raise ConfigError(f"{option} {value:g}: makes {steps:.4g} steps, {_MOST_STEPS:,} at most are possible")
+        raise ConfigError(f"{option} {value:g}: gives {steps:.4g} steps, must be at most {_MOST_STEPS:,}; lower it")
     return Scale(tokens=tokens, reference_tokens=reference_tokens, batch_tokens=batch, steps=max(1, steps))
 
 
 def _lengths(schedule: ScheduleConfig) -> list[tuple[str, float]]:
-    """Return the options of a run's length that have a value: the first one decides."""
+    """Return the options that set the run's length and have a value; the first one decides."""
     values = {
         "--steps": schedule.steps,
         "--target-flops": schedule.target_flops,
@@ -297,7 +298,7 @@ def _lengths(schedule: ScheduleConfig) -> list[tuple[str, float]]:
 
 
 def with_batch(config: Config, scale: Scale) -> Config:
-    """Return the configuration with its batch as a number.
+    """Return the configuration with `batch_tokens` set to the number that `scale` has.
 
     Raises:
         ConfigError: the automatic batch is not a multiple of rows x sequence length.
@@ -305,13 +306,13 @@ def with_batch(config: Config, scale: Scale) -> Config:
     return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, batch_tokens=scale.batch_tokens))
 
 
-def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str]:
-    """Describe a run's model, length, batch and rates in lines for people, without allocating anything.
+def scale_lines(config: Config, *, vocab_size: int, data_ranks: int = 1) -> list[str]:
+    """Describe a run's model, length, batch and rates in lines for the user, without allocating anything.
 
     Args:
-        config: of the run.
-        vocab_size: tokens.
-        shares: number of shares in which ranks divide a batch.
+        config: the run's configuration.
+        vocab_size: number of tokens in the vocabulary.
+        data_ranks: number of ranks that get different rows of a batch.
 
     Raises:
         ConfigError: sizes, or batch and rows, do not fit each other.
@@ -329,8 +330,8 @@ def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str
     unused = " and ".join(f"{other} {number:g}" for other, number in others)
     if others:
         unused = f"; {unused} {'do' if len(others) > 1 else 'does'} not decide it"
-    rows = rows_at_once(config, shares)
-    passes = scale.batch_tokens // (rows * sizes.seq_len * shares)
+    rows = micro_batch_rows(config, data_ranks)
+    passes = scale.batch_tokens // (rows * sizes.seq_len * data_ranks)
     rates: dict[str, float] = {}
     decay = 0.0
     for group in build_optimizer(model, config).param_groups:
@@ -341,11 +342,12 @@ def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str
     factors = ""
     if config.optim.scale_rates:
         factors = f" (rates x {scale.lr_factor:.3f}, decay x {scale.decay_factor:.3f} of those at depth 12)"
-    # Those of the text are known once the run has its model: a plan and a resumed run must come to the same length.
-    of_rows = ", with as many lookup rows for each token" if sizes.l3_layers else ""
+    # Counted with equally many lookup rows per token, so that a plan and a resumed run compute the same length: the
+    # allocation by the text is only known once a run has begun.
+    of_rows = ", with equally many lookup rows for each token" if sizes.l3_layers else ""
     falling = scale.steps - round(schedule.warmdown_frac * scale.steps)
     if schedule.warmup_steps is not None and schedule.warmup_steps > falling:
-        factors += f"; --warmup-steps {schedule.warmup_steps} is not over when they begin to fall, after step {falling}"
+        factors += f"; --warmup-steps {schedule.warmup_steps} ends after they begin to fall (step {falling})"
     return [
         f"Model: depth {sizes.depth}, width {sizes.width}, {heads}, {sum(parts.values()):,} parameters: {by_part}",
         f"Operations: {per_token:,} per token forward and backward, {per_token * total_tokens:.4g} in all{of_rows}",
@@ -353,7 +355,7 @@ def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str
         f"by {option} {value:{'g' if isinstance(value, float) else ','}}{unused}",
         f"Batch: {scale.batch_tokens:,} tokens ({'given' if batch_is_given else 'automatic'}), in {passes:,} "
         f"{'pass' if passes == 1 else 'passes'} of {rows} x {sizes.seq_len:,}"
-        f"{f' on each of {shares} ranks' if shares > 1 else ''}",
+        f"{f' on each of {data_ranks} ranks' if data_ranks > 1 else ''}",
         f"Rates: {', '.join(f'{name} {lr:.4g}' for name, lr in rates.items())}; decay {decay:.4g}{factors}",
     ]
 
@@ -364,7 +366,7 @@ def _scaling_parameters(model: GPT) -> int:
 
 
 def apply_schedule(optimizer: quintic.Muon, config: Config, step: int, total: int) -> dict[str, Any]:
-    """Set learning rates, momentum and weight decay for a step (0-based) and return them for the log."""
+    """Set learning rates, momentum and weight decay in the groups for a step (0-based); return them for the log."""
     schedule, optim = config.schedule, config.optim
     multiplier = lr_multiplier(
         step,

@@ -1,8 +1,15 @@
-"""Run folders: making, naming, finding and locking them; and the file of a comparison, which has several runs.
+"""Run folders: making, naming, finding and locking them; and the files of comparisons.
 
-<runs-dir>/<run>/config.json, tokenizer.json, source.json and source.diff (saving/source.py), metrics.jsonl,
-checkpoints/, report.html, with --wandb wandb-id.txt, and .lock, which one process at a time holds
-<runs-dir>/<comparison>.json: what the runs of `quintic compare` are made from, so that it can be continued
+<runs-dir>/<run>/
+    config.json               configuration; the folder of a speedrun has none
+    tokenizer.json            copy of the text's tokenizer
+    source.json, source.diff  the source that ran (saving/source.py)
+    metrics.jsonl             log (metrics.py)
+    checkpoints/              (checkpoint.py)
+    report.html               page of the run
+    wandb-id.txt              with --wandb
+    .lock                     locked by the process that trains the run
+<runs-dir>/<comparison>.json  configuration of a `quintic compare`, from which it can be continued
 """
 
 import contextlib
@@ -34,7 +41,7 @@ __all__ = [
     "discard_unstarted",
     "find_comparison",
     "find_run",
-    "hold_run",
+    "lock_run",
     "run_folder",
     "save_comparison",
     "wandb_id",
@@ -42,32 +49,33 @@ __all__ = [
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
-"""Kept so that the model can be used when its prepared text is gone; runs made by older versions do not have it."""
+"""Allows using the model after its prepared text was deleted; runs made by older versions do not have it."""
 _LOCK_FILE = ".lock"
 _WANDB_FILE = "wandb-id.txt"
 
-# Errors of file systems without locks.
+# Errors that file systems without locks raise.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 def check_new_run(config: Config) -> None:
-    """Check that a run of this name can be made, before the work that comes before it.
+    """Check that the run's folder can be made, before spending time on preparing text.
 
     Raises:
-        ConfigError: it exists, or there can be no folder of runs.
+        ConfigError: a run of that name exists, or --runs-dir cannot be written.
     """
     runs_dir = config.run.runs_dir.absolute()
-    there = next(folder for folder in (runs_dir, *runs_dir.parents) if folder.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise ConfigError(f"--runs-dir {config.run.runs_dir}: {there} is no folder that can be written; choose another")
+    # --runs-dir need not exist: its nearest existing parent must be writable.
+    existing = next(folder for folder in (runs_dir, *runs_dir.parents) if folder.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise ConfigError(f"--runs-dir {config.run.runs_dir}: {existing} is not a writable folder; choose another")
     if config.run.run is not None and _is_taken(config.run.runs_dir / config.run.run):
         raise _exists(config.run.runs_dir / config.run.run)
 
 
 def create_run(config: Config) -> Path:
-    """Make the folder of a new run, with its configuration in it, and return it.
+    """Make the folder of a new run, with its configuration and source in it, and return it.
 
-    The folder appears in one move: it is a run, or it is not there.
+    The folder appears in one move, complete or not at all.
 
     Raises:
         ConfigError: a run of that name exists, or the folder cannot be made.
@@ -77,7 +85,12 @@ def create_run(config: Config) -> Path:
 
 
 def run_folder(run: BaseRunConfig, kind: str, files: Mapping[str, str]) -> Path:
-    """Make the folder of a new run with some files in it, and return it; without a name it is of time and kind.
+    """Make the folder of a new run with some files in it, and return it.
+
+    Args:
+        run: gives the name and the parent folder. Without a name, the folder is named <date>-<time>-<kind>.
+        kind: see `run`.
+        files: name -> content.
 
     Raises:
         ConfigError: as `create_run`.
@@ -85,7 +98,7 @@ def run_folder(run: BaseRunConfig, kind: str, files: Mapping[str, str]) -> Path:
     if run.run is not None:
         folder = run.runs_dir / run.run
     else:
-        # Several runs may start within a second.
+        # Several runs may start within a second: number them.
         name = f"{datetime.now():%Y%m%d-%H%M%S}-{kind}"
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         folder = next(run.runs_dir / name for name in names if not _is_taken(run.runs_dir / name))
@@ -93,7 +106,7 @@ def run_folder(run: BaseRunConfig, kind: str, files: Mapping[str, str]) -> Path:
         with new_folder(folder) as unfinished:
             for file, content in {**files, **source_files()}.items():
                 (unfinished / file).write_text(content, encoding="utf-8")
-            if _is_taken(folder):
+            if _is_taken(folder):  # another process may have made it since `check_new_run`
                 raise _exists(folder)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be made ({error.strerror}); choose another --runs-dir or --run") from None
@@ -101,22 +114,21 @@ def run_folder(run: BaseRunConfig, kind: str, files: Mapping[str, str]) -> Path:
 
 
 def discard_unstarted(folder: Path) -> None:
-    """Remove the folder of a run that failed before it logged anything; any other folder is left alone.
-
-    So is the folder of a run that another process has taken up in the meantime.
-    """
-    with contextlib.suppress(ConfigError, OSError), hold_run(folder, message=lambda text: None):
+    """Remove the folder of a run that failed before it logged anything, unless another process is training the run."""
+    # `lock_run` raises ConfigError if another process has the run, and OSError if the folder is gone.
+    with contextlib.suppress(ConfigError, OSError), lock_run(folder, message=lambda text: None):
         if not (folder / METRICS_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def wandb_id(folder: Path) -> str:
-    """Return the id by which Weights & Biases knows a run, and keep it in the run's folder for when it is resumed.
+    """Return the id of a run at Weights & Biases, and keep it in the run's folder for resuming.
 
-    It is drawn at random: runs of one name are made in several places, and the service would take them for one. The
-    copy of a folder under another name gets an id of its own: the service would drop its steps as already seen.
+    The id is random because the service would merge runs of the same name from several places. A copied folder under
+    another name gets a new id, because the service would drop its steps as already seen.
     """
     file = folder / _WANDB_FILE
+    # The file has the id and the folder's name, so that a copy under another name is noticed.
     number, _, name = file.read_text(encoding="utf-8").rstrip("\n").partition(" ") if file.exists() else ("", "", "")
     if not number or name != folder.name:
         number = secrets.token_hex(8)
@@ -125,23 +137,24 @@ def wandb_id(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def hold_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
-    """Hold a run's lock, so that no other process trains the run while the block runs.
+def lock_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
+    """Lock a run while the `with` block runs, so that no other process trains it.
 
-    The system releases the lock of a process that dies. The file itself stays.
+    The system releases the lock if the process dies; the lock file stays.
 
     Args:
         folder: the run's folder.
-        message: takes a warning where the file system has no locks; the block runs all the same.
+        message: called with a warning if the file system has no locks. The block then runs without one.
 
     Raises:
         ConfigError: another process holds the lock.
         OSError: the lock file cannot be written.
     """
+    # Opened without truncating it: until this process has the lock, the content is the holder's.
     with (folder / _LOCK_FILE).open("a+", encoding="utf-8") as file:
         try:
             lock(file.fileno(), wait=False)
-        except (BlockingIOError, PermissionError):
+        except (BlockingIOError, PermissionError):  # the process that has the lock wrote its number into the file
             file.seek(0)
             holder = file.read()
             raise ConfigError(
@@ -161,30 +174,31 @@ def hold_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
         yield  # closing the file releases the lock
 
 
-def find_run(runs_dir: Path, name: str | None, *, is_speedrun_enough: bool = False) -> Path:
-    """Return the folder of a named run, or of the one started last.
+def find_run(runs_dir: Path, name: str | None, *, allow_speedrun: bool = False) -> Path:
+    """Return the folder of a run.
 
     Args:
         runs_dir: the folder of all runs.
-        name: None for the run that was started last.
-        is_speedrun_enough: find speedruns, too, which have a log and may have models, and no configuration to go on
-            with.
+        name: the run's name; None for the run that was started last.
+        allow_speedrun: also accept speedruns, which have a log and possibly checkpoints but no configuration, so that
+            they cannot be continued.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such run.
     """
     if name is not None:
         folder = runs_dir / name
-        if is_speedrun_enough and (folder / METRICS_FILE).is_file():
+        if allow_speedrun and (folder / METRICS_FILE).is_file():
             return folder
         if not (folder / CONFIG_FILE).is_file():
             if (folder / METRICS_FILE).is_file():
-                advice = "`quintic sample`, `eval`, `export` and `report` take it"
-                raise ConfigError(f"{folder} is a speedrun, which cannot go on or be repeated from it; {advice}")
+                advice = "use it with `quintic sample`, `eval`, `export` or `report`"
+                raise ConfigError(f"{folder} is a speedrun, which cannot be resumed or repeated; {advice}")
             raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
         load_config(folder / CONFIG_FILE)
         return folder
-    files = (CONFIG_FILE, METRICS_FILE) if is_speedrun_enough else (CONFIG_FILE,)
+    # Unfinished folders have a leading dot.
+    files = (CONFIG_FILE, METRICS_FILE) if allow_speedrun else (CONFIG_FILE,)
     folders = {path.parent for file in files for path in runs_dir.glob(f"*/{file}")}
     started = {folder: _started(folder) for folder in folders if not folder.name.startswith(".")}
     if not started:
@@ -194,22 +208,22 @@ def find_run(runs_dir: Path, name: str | None, *, is_speedrun_enough: bool = Fal
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What the runs of a comparison are made from."""
+    """The saved settings of a comparison, from which its runs are made."""
 
     path: Path
-    """The file that holds it."""
+    """The file that holds these settings."""
     config: Config
-    """Of all runs; the run's name is that of the comparison."""
+    """Configuration common to all runs, with the comparison's name as the run's name."""
     seeds: int
     command: str
-    """The command line that began it, for the record of each run."""
+    """The command line that started the comparison, for the log of each run."""
 
 
 def save_comparison(config: Config, *, seeds: int, command: str) -> None:
-    """Write the file of a comparison; ``config`` must have a name.
+    """Write the file of a comparison, <runs-dir>/<name>.json; `config` must have a name.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     config.run.runs_dir.mkdir(parents=True, exist_ok=True)
     content = {"comparison": {"seeds": seeds, "command": command}, "config": to_dict(config)}
@@ -217,33 +231,33 @@ def save_comparison(config: Config, *, seeds: int, command: str) -> None:
 
 
 def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
-    """Return the comparison of a name, or the one that was started last.
+    """Return the comparison of the given name, or the one that was started last if `name` is None.
 
     Raises:
-        ConfigError: there is none, or its file is damaged.
+        ConfigError: there is no such comparison, or its file is damaged.
     """
     paths = [runs_dir / f"{name}.json"] if name is not None else list(runs_dir.glob("*.json"))
     found = {path: json_object(path) for path in paths}
     started = [path for path in found if isinstance(found[path].get("comparison"), dict)]
     if not started:
-        what = f"{runs_dir} holds no comparison" if name is None else f"{paths[0]} is not a comparison"
-        raise ConfigError(f"{what} that could be continued; check --run and --runs-dir, or start one: quintic compare")
+        problem = f"{runs_dir} holds no comparison" if name is None else f"{paths[0]} is not a comparison"
+        raise ConfigError(f"{problem} to continue; check --run and --runs-dir, or start one: quintic compare")
     path = max(started, key=lambda path: path.stat().st_mtime)
     facts = found[path]["comparison"]
     try:
         config = from_dict(found[path]["config"], origin=str(path))
         return Comparison(path=path, config=config, seeds=int(facts["seeds"]), command=str(facts["command"]))
-    except ConfigError:  # names the file and the field
+    except ConfigError:  # its message already names the file and the field
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path}: damaged ({error!r}); start a new comparison, with another --run") from None
 
 
 def _started(folder: Path) -> float:
-    """Return when a run was started, in seconds since 1970."""
+    """Return the time at which a run was started, in seconds since 1970."""
     if (folder / CONFIG_FILE).exists():
         return (folder / CONFIG_FILE).stat().st_mtime
-    # A speedrun has no file that stays as it was at the start; its log begins with the time.
+    # A speedrun has no configuration file, but its log begins with the time.
     log = folder / METRICS_FILE
     try:
         with log.open(encoding="utf-8") as lines:
@@ -253,7 +267,7 @@ def _started(folder: Path) -> float:
 
 
 def _is_taken(folder: Path) -> bool:
-    # An empty folder is no run; the new one may take its place.
+    # An empty folder may be replaced by a new run.
     return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
 
 

@@ -1,4 +1,4 @@
-"""A run's configuration as a file: `config.json`, nested plain values in the sections of `Config`."""
+"""Saving, loading and comparing a run's configuration; `config.json` holds the sections of `Config` as objects."""
 
 import dataclasses
 import json
@@ -15,27 +15,27 @@ __all__ = ["changed_fields", "check_longer", "check_resumed", "from_dict", "load
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Return the configuration as nested plain values, ready for JSON."""
+    """Return the configuration as nested dictionaries of JSON's types."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     return plain
 
 
 def from_dict(values: dict[str, Any], *, origin: str) -> Config:
-    """Return the configuration that `to_dict` made these values from.
+    """Return a configuration from values made by `to_dict`.
 
     Args:
-        values: nested plain values; missing fields keep their defaults.
-        origin: file the values come from, for messages.
+        values: section -> field -> value; missing fields get their defaults.
+        origin: the file that the values come from, for messages.
 
     Raises:
-        ConfigError: an unknown section or field, or values that do not fit.
+        ConfigError: a section or field is unknown, or a value has the wrong type or is out of range.
     """
     sections: dict[str, Any] = {}
     section_types = {f.name: f.default_factory for f in dataclasses.fields(Config)}
     try:
         for section, fields in values.items():
             if section not in section_types:
-                raise ConfigError(f"unknown section {section!r}; there are {', '.join(section_types)}")
+                raise ConfigError(f"unknown section {section!r}; the sections are {', '.join(section_types)}")
             section_type: Any = section_types[section]
             hints = typing.get_type_hints(section_type)
             restored = {}
@@ -44,6 +44,7 @@ def from_dict(values: dict[str, Any], *, origin: str) -> Config:
                     raise ConfigError(f"unknown field {section}.{name}; remove it")
                 if not _fits(value, hints[name]):
                     raise ConfigError(f"{section}.{name} cannot be {json.dumps(value)}; correct or remove it")
+                # JSON has neither tuples nor paths.
                 plain = tuple(value) if isinstance(value, list) else value
                 restored[name] = Path(value) if hints[name] is Path else plain
             sections[section] = section_type(**restored)
@@ -53,10 +54,10 @@ def from_dict(values: dict[str, Any], *, origin: str) -> Config:
 
 
 def load_config(path: Path) -> Config:
-    """Read a configuration saved as JSON (a run's `config.json`).
+    """Read a run's `config.json`.
 
     Raises:
-        ConfigError: the file is missing, is not JSON, or holds something else.
+        ConfigError: the file is missing, is not JSON, or is not a configuration.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -81,7 +82,7 @@ def changed_fields(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return changes
 
 
-# Options of watching and storing a run may change when it is resumed; those of its computation may not.
+# These options may change when a run is resumed, because they do not affect the trained weights.
 _FREE_WHEN_RESUMED = frozenset(
     {
         "data.data", "data.data_dir", "data.verify", "run.run", "run.runs_dir", "run.threads", "run.parallel",
@@ -95,72 +96,75 @@ _LENGTHS = frozenset({"schedule.steps", "schedule.target_flops", "schedule.token
 
 
 def check_resumed(saved: Config, asked: Config, path: Path, *, is_comparison: bool = False) -> None:
-    """Check that a run can be continued with other options.
+    """Check that the options given now may be used to continue a run.
 
     Args:
-        saved: the run's own.
-        asked: the options now.
+        saved: the run's saved configuration.
+        asked: the configuration with the options given now.
         path: the file of `saved`, for the message.
-        is_comparison: the options are those of a comparison. A run can get more steps, a comparison cannot; where
-            `saved` has no number of steps, whether there are more is checked later.
+        is_comparison: check for a comparison, whose number of steps cannot change. A run can be made longer; if `saved`
+            has no number of steps, `saving.extend` checks later that the new number is larger.
 
     Raises:
-        ConfigError: they change what the run computes.
+        ConfigError: an option changes the computation of the run.
     """
-    # Where a run that goes back to checkpoints goes back to depends on when they were due.
+    # Rollbacks go back to regular checkpoints, so with them the interval of checkpoints affects the weights.
     free = _FREE_WHEN_RESUMED - ({"run.save_every"} if saved.optim.on_spike == "rollback" else set())
     for name, (old, new) in changed_fields(saved, asked).items():
+        # A run may get more steps; every other change must be of an option that does not affect the weights.
         if name == "schedule.steps" and not is_comparison and new is not None:
             check_longer(new, old)
         elif name not in free:
             option = "--" + name.partition(".")[2].replace("_", "-")
-            why = ", as the schedules of all its steps follow from it" if name in _LENGTHS else ""
-            what, new_one = "comparison", "a new one"
+            why = ", because the schedules of all its steps depend on it" if name in _LENGTHS else ""
+            kind, new_one = "comparison", "a new one"
             if not is_comparison:
                 again = f"quintic train --config {shlex.quote(str(path))} --run NEW {option} ..."
-                what, new_one = "run", f"a new run with its other options ({again})"
+                kind, new_one = "run", f"a new run with its other options ({again})"
             raise ConfigError(
-                f"{option} cannot change when a {what} is resumed{why}: leave it out (it is {old}), or start {new_one}"
+                f"{option} cannot change when a {kind} is resumed{why}: leave it out (it is {old}), or start {new_one}"
             )
 
 
 def check_longer(steps: int, before: int | None) -> None:
-    """Check that `--steps` makes a run longer than it is; None for a length that is not known yet.
+    """Check that `--steps` is larger than the run's length so far, `before`; None skips the check.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it is not larger.
     """
     if before is not None and steps <= before:
         raise ConfigError(
-            f"--steps {steps}: a resumed run can be made longer, not shorter, and it has {before:,} steps: leave the "
-            "option out, or start a new run"
+            f"--steps {steps}: a resumed run can only be made longer, and this one has {before:,} steps: leave --steps "
+            "out, or start a new run"
         )
 
 
-# Written out whatever they are: who reads the command sees the run, and defaults may change.
+# Options that the command always has, also at their defaults: they describe the run to a reader, and defaults may
+# change in later versions.
 _ALWAYS = frozenset(
     {"data", "vocab_size", "depth", "head_dim", "seq_len", "optimizer", "muon_lr", "embedding_lr", "head_lr",
      "scalar_lr", "weight_decay", "steps", "batch_tokens", "rows", "seed", "device", "dtype", "attention", "compile",
      "threads"}
 )  # fmt: skip
-# Where a run is kept and shown changes nothing in it.
+# Options that the command never has, because they do not affect the result.
 _NEVER = frozenset({"run", "runs_dir", "verify", "tensorboard", "wandb"})
 
 
 def repeat_command(config: Config, *, steps: int, **chosen: Any) -> str:
-    """Return the `quintic train` command that makes the same run again, with `auto` and `None` written out.
+    """Return the `quintic train` command that repeats a run, with `auto` and `None` replaced by their results.
 
     Args:
-        config: the run's, with its batch as a number.
+        config: the run's configuration, with its batch as a number.
         steps: number of steps.
-        **chosen: other fields of `RunConfig` as they came out, `device` and `dtype` among them.
+        **chosen: fields of `RunConfig` with `auto` resolved, such as `device` and `dtype`.
     """
+    # The preset "cpu" has the defaults of the dataclasses, from which the options below are the differences.
     words = ["quintic", "train", "--preset", "cpu"]
     for section in dataclasses.fields(Config):
         values, defaults = getattr(config, section.name), getattr(Config(), section.name)
         for f in dataclasses.fields(values):
             value = {"steps": steps, **chosen}.get(f.name, getattr(values, f.name))
-            # A recipe has defaults of its own, in these sections.
+            # --recipe changes the defaults of these sections, so write their values out.
             by_recipe = config.optim.recipe != "quintic" and section.name in ("model", "optim", "schedule")
             may_stay_out = f.name not in _ALWAYS and not by_recipe
             if f.name in _NEVER or (may_stay_out and value == getattr(defaults, f.name)):
@@ -171,13 +175,13 @@ def repeat_command(config: Config, *, steps: int, **chosen: Any) -> str:
                 continue
             is_path = f.name in ("data", "tokenizer", "data_dir", "core", "init_from") and value not in (None, "python")
             if is_path and Path(value).exists():
-                value = Path(value).resolve()  # the same from another folder
+                value = Path(value).resolve()  # works from any folder
             words += [option, *map(str, value)] if isinstance(value, tuple) else [option, str(value)]
     return shlex.join(words)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value read from JSON is of a field's type."""
+    """Return whether a value read from JSON has a field's type."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return any(_fits(value, option) for option in options)
@@ -187,5 +191,5 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, list) and all(_fits(item, options[0]) for item in value)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    # `bool` is a kind of `int` to Python, but not to a reader of the file.
+    # Compare types exactly: in Python True is an int, but `"steps": true` is a mistake.
     return type(value) is (str if hint is Path else hint)

@@ -1,9 +1,9 @@
-"""Schedules and scaling laws: pure functions. Step 0 is the first one; `total` is the number of steps of the run.
+"""Schedules and scaling laws as pure functions. Steps count from 0; `total` is the number of steps of the run.
 
-Scaling follows nanochat. D is the number of tokens that suits a model: a ratio times the parameters of blocks and head.
-Batch and rates are tuned at depth 12 (D_ref tokens, batches of 2^19) and carried over to other sizes: the best batch
-grows as D^0.383 (arXiv 2505.13738), learning rates as the root of the batch, and weight decay so that the time in which
-weights are forgotten stays the same share of the run (arXiv 2405.13698).
+Scaling follows nanochat. D is the number of training tokens that suits a model: --tokens-per-param times the parameters
+of blocks and head. Batch and rates were tuned at depth 12, with D_ref tokens and batches of 2^19, and are scaled to
+other sizes: the batch B as D^0.383 (arXiv 2505.13738), learning rates as the square root of B, and the weight decay so
+that weights are forgotten over the same fraction of the run (arXiv 2405.13698).
 """
 
 import math
@@ -25,26 +25,26 @@ __all__ = [
 REFERENCE_DEPTH = 12
 """Depth at which batch and rates were tuned."""
 REFERENCE_BATCH = 2**19
-"""Tokens of a step there."""
+"""Tokens of a step at that depth."""
 
 _BATCH_EXPONENT = 0.383
 
-# More passes teach the model its text by heart: bits per byte of other text rise from about the third on.
+# From about the third pass on, the bits per byte of other text rise: the model memorises its text. Warn well after.
 _MANY_PASSES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Batch, length and scaling of a run, from the model's size and the schedule's options."""
+    """Batch, length and rate factors of a run, derived from the model's size and the schedule's options."""
 
     tokens: int
-    """D: --tokens-per-param times the parameters of blocks and head, whatever sets the length of the run."""
+    """D, also if --steps or --target-flops sets the length of the run."""
     reference_tokens: int
-    """The same for depth 12."""
+    """D_ref: D of the model of depth 12."""
     batch_tokens: int
-    """Tokens of a step."""
+    """B: tokens of a step."""
     steps: int
-    """Length of the run."""
+    """Number of steps of the run."""
 
     @property
     def lr_factor(self) -> float:
@@ -72,11 +72,13 @@ def lr_multiplier(
     final_frac: float,
     warmup_steps: int | None = None,
 ) -> float:
-    """Return the share of the peak learning rate: linear warm-up, constant, linear warm-down to `final_frac`.
+    """Return the learning rate of a step divided by its peak: linear warm-up, constant, linear fall to `final_frac`.
 
-    The first step already moves (1 / warm-up steps) and the last one would, one step later, reach `final_frac`.
-    `warmup_steps` takes the place of `warmup_frac`; where the two ends overlap, the warm-up goes first.
+    The first step has 1 / (warm-up steps), not 0; `final_frac` would be reached one step after the last.
+    `warmup_steps`, if given, replaces `warmup_frac`. If warm-up and warm-down overlap, the warm-up has priority.
     """
+    # Steps:  0 .. warmup - 1   warmup .. total - warmdown - 1   total - warmdown .. total - 1
+    # Value:  1/warmup .. 1     1                                1 .. just above final_frac
     warmup = round(warmup_frac * total) if warmup_steps is None else warmup_steps
     warmdown = round(warmdown_frac * total)
     if step < warmup:
@@ -97,7 +99,7 @@ def momentum_at(
     warmup_steps: int,
     warmdown_frac: float,
 ) -> float:
-    """Return Muon's momentum: linear from `start` to `peak` over `warmup_steps`, and to `end` over the warm-down."""
+    """Return Muon's momentum: linear from `start` to `peak` over `warmup_steps`, then to `end` in the warm-down."""
     if step < warmup_steps:
         return start + (peak - start) * step / warmup_steps
     warmdown = round(warmdown_frac * total)
@@ -108,19 +110,19 @@ def momentum_at(
 
 
 def weight_decay_multiplier(step: int, total: int, shape: Literal["linear", "cosine"] = "linear") -> float:
-    """Return the share of the weight decay: 1 at the first step, 0 after the last, on a line or half a cosine."""
+    """Return the weight decay of a step divided by its peak: 1 at the first step, 0 after the last."""
     if shape == "cosine":
         return 0.5 * (1 + math.cos(math.pi * step / total))
     return 1.0 - step / total
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether something that happens `every` so many steps happens after this many; 0 is never."""
+    """Return whether an action that is repeated every `every` steps is due after `step` steps; 0 means never."""
     return every > 0 and step % every == 0
 
 
 def reading_lines(run_tokens: int, text_tokens: int) -> list[str]:
-    """Say how often a run reads its training text, and what to do where that is too often to learn from.
+    """Return a phrase with the number of passes through the training text, and a warning if there are too many.
 
     Args:
         run_tokens: tokens of all steps.
@@ -130,7 +132,7 @@ def reading_lines(run_tokens: int, text_tokens: int) -> list[str]:
     lines = [f"{passes:.1f} times through the text"]
     if passes > _MANY_PASSES:
         lines.append(
-            f"Warning: this run reads its text {passes:,.1f} times, and learns it by heart rather than what it has in "
-            "common with other text; lower --steps (or --tokens-per-param), or give more text (--data)"
+            f"Warning: this run reads its text {passes:,.1f} times, so the model will memorise it rather than learn "
+            "from it; lower --steps (or --tokens-per-param), or give more text (--data)"
         )
     return lines

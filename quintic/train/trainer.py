@@ -1,6 +1,7 @@
 """`Trainer`: one run's model, optimizer and data, with methods to step, evaluate, sample and save.
 
-`loop.py` decides when these happen; the settings of a step come from `recipe.py`.
+`loop.py` decides when these happen; `recipe.py` sets the rates of a step. Batches are (rows, seq_len) tokens on each
+rank; a step accumulates the gradients of `micro_steps` of them.
 """
 
 import time
@@ -27,7 +28,7 @@ from quintic.model.gpt import GPT
 from quintic.optim.layout.layouts import local_tensor
 from quintic.train.checkpoint import Checkpoint, load_model_weights, restore_optimizer, save_checkpoint
 from quintic.train.config import Config
-from quintic.train.distributed import ALONE, Parallelism, Ranks, rows_at_once
+from quintic.train.distributed import SINGLE_PROCESS, Parallelism, Ranks, micro_batch_rows
 from quintic.train.hardware import (
     Hardware,
     Stopwatch,
@@ -47,21 +48,21 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """One run's moving parts and counters.
+    """A run's model, optimizer, data and counters.
 
     Args:
         config: the run's configuration.
         dataset: prepared text.
         run_dir: folder for checkpoints.
         hardware: from `choose_hardware`.
-        ranks: the processes that train the run. Where there are several, all must call the same methods.
+        ranks: the processes that train the run; all must call the same methods in the same order.
 
     Raises:
-        QuinticError: sizes that do not fit each other or the text.
+        QuinticError: sizes do not fit each other or the text.
     """
 
     def __init__(
-        self, config: Config, dataset: Dataset, run_dir: Path, hardware: Hardware, ranks: Ranks = ALONE
+        self, config: Config, dataset: Dataset, run_dir: Path, hardware: Hardware, ranks: Ranks = SINGLE_PROCESS
     ) -> None:
         self.config, self.dataset, self.run_dir, self.hardware = config, dataset, run_dir, hardware
         self.ranks, self.background = ranks, Background(ranks)
@@ -80,18 +81,19 @@ class Trainer:
         self.fp8_layers = {} if hardware.fp8 is None else self.model.use_fp8(hardware.fp8)
         if hardware.compile:
             self.model.compile_parts()
+        # Batch and length follow from the model's size where the options leave them open.
         self.scale = scale_of(config, self.model)
         self.config = config = with_batch(config, self.scale)
-        shares = self.parallelism.data_size
-        self.rows = rows_at_once(config, shares)
-        """Rows that go through the model at once on each rank."""
+        data_ranks = self.parallelism.data_size
+        self.rows = micro_batch_rows(config, data_ranks)
+        """Rows of one forward and backward pass on each rank."""
         self.loader = Loader(
             dataset,
             "train",
             rows=self.rows,
             seq_len=seq_len,
             rank=self.parallelism.data_rank,
-            world_size=shares,
+            world_size=data_ranks,
             seed=config.run.seed,
             device=hardware.device,
         )
@@ -101,7 +103,7 @@ class Trainer:
         self.wrapped = self.parallelism.wrapped(self.model)
         self.optimizer = build_optimizer(self.model, config, comms=self.parallelism.comms)
         self.total = self.scale.steps
-        self.micro_steps = self.scale.batch_tokens // (self.rows * seq_len * shares)
+        self.micro_steps = self.scale.batch_tokens // (self.rows * seq_len * data_ranks)
         self.suite = None if config.run.core is None else load_core(config.run.core)
         self.token_bytes = torch.as_tensor(dataset.tokenizer.token_bytes(), device=hardware.device)
         self.rms = RmsMeter(self.model, mean_gradient=self.parallelism.mean_gradient)
@@ -113,18 +115,18 @@ class Trainer:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.spent = {"data": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
         self.score: Score | None = None
-        """Score of the current weights; None until they are evaluated."""
+        """Score of the current weights; None if they have not been evaluated."""
 
     @cached_property
     def flops_per_token(self) -> int:
-        """Floating-point operations per token. Asked for once the rows of lookup layers are allocated or restored."""
+        """Floating-point operations per token; read only after the rows of lookup layers were allocated or restored."""
         return self.model.flops_per_token()
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put everything back to where the checkpoint was written.
+        """Restore the state that a checkpoint saved.
 
         Raises:
-            CheckpointError: it belongs to another model or to other text.
+            CheckpointError: the checkpoint belongs to another model or to other text.
         """
         state = checkpoint.state()
         if state["dataset"]["key"] != self.dataset.key:
@@ -140,11 +142,7 @@ class Trainer:
         self.peak_before, self.compiled_before = state.get("peak_memory_bytes"), state.get("compile_seconds", 0.0)
 
     def roll_back(self, checkpoint: Checkpoint) -> None:
-        """Put weights, optimizer and step back to a checkpoint of this run; text, tokens and time go on.
-
-        Raises:
-            CheckpointError: it belongs to another model.
-        """
+        """Restore only weights, optimizer and step from a checkpoint of this run; data position and counters go on."""
         rollbacks = self.watch.rollbacks
         self._restore_weights(checkpoint, checkpoint.state())
         self.watch.rollbacks = rollbacks + 1
@@ -157,11 +155,7 @@ class Trainer:
         self.watch.load_state_dict(state.get("watch", {}))
 
     def save(self) -> None:
-        """Copy a checkpoint's content and begin to write it in the background, once the one before is written.
-
-        Raises:
-            CheckpointError: the one before could not be written.
-        """
+        """Copy the run's state and write it in the background; raises CheckpointError if the previous save failed."""
         state = {
             "tokens": self.tokens,
             "seconds": self.seconds,
@@ -188,7 +182,7 @@ class Trainer:
         )
 
     def has_finite_weights(self) -> bool:
-        """Return whether every weight is a finite number, on all ranks; waits for the device."""
+        """Return whether every weight is finite, on all ranks; waits for the device."""
         weights = [local_tensor(param.detach()) for param in self.model.parameters()]
         return not self.ranks.any(not torch.stack([weight.isfinite().all() for weight in weights]).all())
 
@@ -203,7 +197,7 @@ class Trainer:
         for micro_step in range(1, self.micro_steps + 1):
             asked = time.perf_counter()
             batch = next(self.loader)
-            if stopwatch.is_idle():  # a busy device does not wait
+            if stopwatch.is_idle():  # only then does waiting for data cost time
                 waited += time.perf_counter() - asked
             with self.parallelism.micro_step(self.wrapped, last=micro_step == self.micro_steps):
                 micro_loss = self.wrapped(batch.inputs, batch.targets, document_starts=self._starts(batch))
@@ -211,6 +205,7 @@ class Trainer:
             loss += micro_loss.detach() / self.micro_steps
             num_bytes += self.token_bytes[batch.targets].sum()
             stopwatch.mark()
+        # Spike check and update.
         measured = is_due(self.step + 1, self.config.run.rms_every)
         grad_rms = self.rms.before() if measured else {}
         stopwatch.mark()
@@ -226,6 +221,7 @@ class Trainer:
         stopwatch.mark()
         update_rms = self.rms.after() if measured else {}
         self.optimizer.zero_grad()
+        # Counters, times and record. Asking for the times waits for the device, for the first time in the step.
         self.step, self.score = self.step + 1, None
         batch_tokens = self.scale.batch_tokens
         self.tokens += batch_tokens
@@ -264,7 +260,7 @@ class Trainer:
         return record
 
     def evaluate(self) -> dict[str, Any]:
-        """Score the validation text and return the record."""
+        """Score the validation text and return the log's record."""
         batches = [replace(batch, document_starts=self._starts(batch)) for batch in self._own_batches()]
         sums = document_sums(
             self.wrapped,
@@ -284,9 +280,9 @@ class Trainer:
         }
 
     def answer_core(self) -> CoreScore:
-        """Answer the tasks of CORE, which the configuration must name; all ranks call it and get the same."""
+        """Answer the tasks of CORE; all ranks must call it, and all get the same score. Needs `--core`."""
         assert self.suite is not None
-        with torch.compiler.set_stance("force_eager"):  # no two batches have one shape
+        with torch.compiler.set_stance("force_eager"):  # the shape changes with every batch
             sums = core_sums(
                 self.model,
                 self.dataset.tokenizer,
@@ -301,26 +297,25 @@ class Trainer:
         return core_score(self.suite, self.parallelism.total(sums.cpu()))
 
     def last_score(self) -> Score:
-        """Return the score of the current weights, which must have been evaluated."""
+        """Return the score of the current weights; call `evaluate` first."""
         assert self.score is not None
         return self.score
 
     def sample(self) -> list[dict[str, str]]:
         """Return samples from the current weights."""
         prompts = self.config.run.prompts or default_prompts(self.config.data.data)
-        # Shapes change with every token.
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"):  # the shape changes with every token
             return sample_text(
                 self.model,
                 self.dataset.tokenizer,
                 prompts,
                 max_tokens=self.config.run.sample_tokens,
-                temperature=0.0 if prompts == GENERAL_PROMPTS else 0.8,  # facts, or free text
+                temperature=0.0 if prompts == GENERAL_PROMPTS else 0.8,  # those prompts ask for facts
                 seed=self.config.run.seed,
             )
 
     def finish(self) -> dict[str, Any]:
-        """Return the final record: score, reference scores of the same text, shares of the time; after `evaluate`."""
+        """Return the final record: score, baselines of the same text, breakdown of the time. Call `evaluate` first."""
         total = sum(self.spent.values()) or 1.0
         speed = self.times.speed(batch_tokens=self.scale.batch_tokens, flops_per_token=self.flops_per_token)
         return {
@@ -328,7 +323,7 @@ class Trainer:
             "loss": self.last_score().loss,
             "bpb": self.last_score().bpb,
             "seconds": self.seconds,
-            "baselines": self.ranks.from_first(lambda: reference_scores(self.dataset, self.validation)),
+            "baselines": self.ranks.from_rank0(lambda: reference_scores(self.dataset, self.validation)),
             "breakdown": {f"{name}_frac": value / total for name, value in self.spent.items()},
             "smoothed_loss": self.watch.smoothed,
             "least_loss": self.watch.least,
@@ -339,7 +334,7 @@ class Trainer:
         }
 
     def _peak_memory(self) -> int | None:
-        """Return the most memory so far, in the processes that trained the run before, too."""
+        """Return the peak memory so far, including that of earlier processes that trained the run."""
         known = [peak for peak in (peak_memory_bytes(self.hardware.device), self.peak_before) if peak is not None]
         return max(known, default=None)
 
@@ -347,7 +342,7 @@ class Trainer:
         return self.compiled_before + (compile_seconds() if self.hardware.compile else 0.0)
 
     def describe(self) -> list[str]:
-        """Describe text and plan in lines for people."""
+        """Describe text and plan in lines for the user."""
         summary = self.dataset.summary()
         optimizer = {"muon": "Muon", "adamw": "AdamW"}[self.config.optim.optimizer]
         passes, *warnings = reading_lines(self.total * self.scale.batch_tokens, summary["train_tokens"])
@@ -360,7 +355,7 @@ class Trainer:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts of the log's `run` record."""
+        """Return the fields of the log's `run` record."""
         parameters = self.model.num_parameters()
         return {
             "config": to_dict(self.config),
@@ -382,19 +377,22 @@ class Trainer:
         }
 
     def _own_batches(self) -> list[Batch]:
-        """Return this rank's validation batches, equally many on all ranks: some get one that counts for nothing."""
-        rank, shares = self.parallelism.data_rank, self.parallelism.data_size
-        own = self.validation[rank::shares]
-        if len(own) < -(-len(self.validation) // shares):
+        """Return this rank's validation batches, the same number on all ranks.
+
+        Ranks with one batch less get a copy of the first with document starts as targets, which the score ignores.
+        """
+        rank, data_ranks = self.parallelism.data_rank, self.parallelism.data_size
+        own = self.validation[rank::data_ranks]
+        if len(own) < -(-len(self.validation) // data_ranks):
             first = self.validation[0]
             own.append(replace(first, targets=torch.full_like(first.targets, self.dataset.bos_id)))
         return own
 
     def _starts(self, batch: Batch) -> Tensor:
-        """Return the starts of documents, on the device if the attention reads them there."""
+        """Return a batch's document starts, on the device if the attention reads them there."""
         starts = batch.document_starts
         if needs_document_starts(self.hardware.attention):
             starts = starts.to(self.hardware.device, non_blocking=True)
-            # Their number changes with every batch: compiled code is made for any.
+            # Their number changes with every batch, so compile once for any number.
             torch._dynamo.maybe_mark_dynamic(starts, 0)
         return starts

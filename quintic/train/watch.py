@@ -1,6 +1,6 @@
-"""Measurements while a run trains: sizes of gradients and updates, the loss and its spikes, times without the start.
+"""Measurements of a run: RMS of gradients and updates, the smoothed loss and its spikes, and times of steps.
 
-Sizes by kind of layer are the two numbers that show a wrong learning rate first.
+The RMS of gradients and of updates by kind of layer are the first values to show a wrong learning rate.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from quintic.optim.layout.layouts import is_dtensor
 __all__ = ["LossWatch", "RmsMeter", "StepTimes", "layer_kind"]
 
 _KINDS = (
+    # The first match counts: "value_embeddings." before "embedding.".
     ("value_embeddings.", "value embeddings"),
     ("embedding.", "embedding"),
     ("head.", "head"),
@@ -24,28 +25,28 @@ _KINDS = (
     (".mlp.", "MLP"),
 )
 
-_SMOOTHING = 0.9
-_DEVIATIONS = 0.99
-_FEWEST_DEVIATIONS = 20
-_UNSTEADY_STEPS = 10
-_LEAST_STD = 1e-12  # so that the log gets a number
+_SMOOTHING = 0.9  # decay of the smoothed loss, per step
+_DEVIATIONS = 0.99  # decay of the squared deviations, per step
+_FEWEST_DEVIATIONS = 20  # observed before a loss can be a spike
+_UNSTEADY_STEPS = 10  # compiling and warming up, not counted for the speed
+_LEAST_STD = 1e-12  # avoids a division by zero where the loss was constant
 
 
 def layer_kind(name: str) -> str:
-    """Return the kind of layer a parameter of `quintic.model.GPT` belongs to, in words for a chart."""
+    """Return the kind of layer that a parameter of `quintic.model.GPT` belongs to, as a chart's label."""
     if "gate" in name:
         return "scalars and gates"
     return next((kind for part, kind in _KINDS if part in name), "scalars and gates")
 
 
 class RmsMeter:
-    """Root mean squares over all parameters of a kind; `before` a step copies the weights, `after` compares.
+    """Measures the RMS of gradients and of updates over the parameters of each kind of layer.
 
-    Where ranks have parts of parameters, all ranks must call both.
+    Call `before` and `after` around an optimizer step; with several ranks, all of them must call both.
 
     Args:
-        model: its parameters.
-        mean_gradient: returns a gradient as the optimizer will see it.
+        model: its parameters are measured.
+        mean_gradient: returns a gradient averaged over ranks, as the optimizer will see it.
     """
 
     def __init__(self, model: nn.Module, *, mean_gradient: Callable[[Tensor], Tensor] = lambda grad: grad) -> None:
@@ -53,11 +54,11 @@ class RmsMeter:
         self._params = [(layer_kind(name), param) for name, param in model.named_parameters() if param.requires_grad]
         self._before: list[Tensor] = []
         self.grad_norm = math.nan
-        """Euclidean norm of all gradients together, of the last `before`."""
+        """Euclidean norm of all gradients, measured by the last call of `before`."""
 
     @torch.no_grad()
     def before(self) -> dict[str, float]:
-        """Remember the weights and return the RMS of the gradients by kind."""
+        """Copy the weights and return the RMS of the gradients by kind of layer."""
         self._before = [param.detach().clone() for _, param in self._params]
         gradients = [None if param.grad is None else self._mean_gradient(param.grad) for _, param in self._params]
         rms, counts = self._rms(gradients)
@@ -66,17 +67,19 @@ class RmsMeter:
 
     @torch.no_grad()
     def after(self) -> dict[str, float]:
-        """Return the RMS of the change of the weights since `before` by kind, and forget them."""
+        """Return the RMS of the weights' change since `before` by kind of layer, and drop the copies."""
+        # The change of the weights, not the optimizer's direction: it includes decay and the learning rate.
         changes: list[Tensor | None] = [param - old for (_, param), old in zip(self._params, self._before, strict=True)]
         self._before = []
         return self._rms(changes)[0]
 
     def _rms(self, tensors: list[Tensor | None]) -> tuple[dict[str, float], dict[str, int]]:
-        """Return by kind the RMS of the tensors that are there, and the number of their elements."""
+        """Return RMS and element count per kind of layer; missing tensors are skipped."""
         squares: dict[str, Tensor] = {}
         counts: dict[str, int] = {}
         for (kind, _), tensor in zip(self._params, tensors, strict=True):
             if tensor is not None:
+                # Of a DTensor, `sum` is partial on each rank and `full_tensor` adds the ranks' sums.
                 square = tensor.float().square().sum()
                 square = square.full_tensor() if is_dtensor(square) else square
                 squares[kind] = squares[kind] + square if kind in squares else square
@@ -86,23 +89,23 @@ class RmsMeter:
 
 @dataclass(kw_only=True)
 class LossWatch:
-    """The smoothed loss of a run, its least, and its spikes; all of it is saved, so that a resumed run sees the same.
+    """Tracks the smoothed loss of a run, its minimum and its spikes; checkpoints save it, so that resuming is exact.
 
-    A spike is a loss more than `sigmas` standard deviations above the smoothed loss before it. The deviation is that
-    of the losses from the smoothed loss at their time, over the last hundred steps or so; a spike counts there as one
-    of `sigmas`, so that one does not hide the next.
+    A spike is a loss more than `sigmas` standard deviations above the smoothed loss of the steps before it. The
+    deviations of losses from the smoothed loss before them are averaged over roughly the last hundred steps. A spike
+    enters this average clipped to `sigmas` deviations, so that it does not hide the next one.
     """
 
     sigmas: float
     steps: int = 0
     mean: float = 0.0
-    """Sum of losses with weights 0.1 x 0.9^age; `smoothed` divides by the sum of the weights."""
+    """Sum of losses with weights 0.1 x 0.9^age; `smoothed` divides it by the sum of the weights."""
     square: float = 0.0
-    """The same for squared deviations, with weights 0.01 x 0.99^age."""
+    """Sum of squared deviations with weights 0.01 x 0.99^age."""
     least: float = math.inf
-    """Least smoothed loss."""
+    """Minimum of the smoothed loss."""
     rollbacks: int = 0
-    """Number of times that the run went back to its last checkpoint."""
+    """Number of times that the run went back to a checkpoint."""
 
     @property
     def smoothed(self) -> float:
@@ -110,13 +113,14 @@ class LossWatch:
         return self.mean / (1 - _SMOOTHING**self.steps) if self.steps else math.nan
 
     def add(self, loss: float) -> float | None:
-        """Take the loss of a step; return how many standard deviations high it is if it is a spike."""
+        """Add the loss of a step; return its height in standard deviations if it is a spike, else None."""
         if not math.isfinite(loss):
-            return None  # the run stops for another reason
+            return None  # `loop.train` stops the run with DivergedError
         above = None
         if self.steps:
             deviation = loss - self.smoothed
             known = self.steps - 1  # deviations so far
+            # The weights sum to 1 - decay^n, so dividing by that corrects for the start at zero, as Adam does.
             std = math.sqrt(self.square / (1 - _DEVIATIONS**known)) if known else math.inf
             if known >= _FEWEST_DEVIATIONS and deviation > self.sigmas * std:
                 above = deviation / max(std, _LEAST_STD)
@@ -128,7 +132,7 @@ class LossWatch:
         return above
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but `sigmas`, fit for JSON."""
+        """Return all fields except `sigmas`, as JSON can hold them."""
         state = {**dataclasses.asdict(self), "least": self.least if self.steps else None}
         del state["sigmas"]
         return state
@@ -141,7 +145,7 @@ class LossWatch:
 
 @dataclass(kw_only=True)
 class StepTimes:
-    """Seconds of a run's steps: the first one, and the others without the first ten of each process that trained it."""
+    """Times of a run's steps: the first one, and the steady ones, after the first ten of each process."""
 
     count: int = 0
     """Steps of this process."""
@@ -149,12 +153,12 @@ class StepTimes:
     steady_count: int = 0
     steady: float = 0.0
     possible_flops: float = 0.0
-    """Floating-point operations that the devices could have done in the steady seconds, at their measured rates."""
+    """Floating-point operations possible in the steady seconds at the devices' measured rates."""
 
     def add(self, seconds: float, *, rate: float) -> None:
-        """Take the time of a step, and the operations per second that all devices could have done."""
+        """Add the time of a step, with the operations per second that all devices could do at most."""
         self.count += 1
-        if self.first is None:
+        if self.first is None:  # restored by `load_state_dict`, if an earlier process made the first step
             self.first = seconds
         if self.count > _UNSTEADY_STEPS:
             self.steady_count += 1
@@ -162,7 +166,7 @@ class StepTimes:
             self.possible_flops += seconds * rate
 
     def speed(self, *, batch_tokens: int, flops_per_token: int) -> dict[str, float]:
-        """Return `tokens_per_second`, `mfu` and `first_step_extra_seconds`; nothing before there are steady steps."""
+        """Return `tokens_per_second`, `mfu` and `first_step_extra_seconds`; {} without steady steps."""
         if self.first is None or not self.steady_count:
             return {}
         tokens = self.steady_count * batch_tokens
@@ -173,12 +177,12 @@ class StepTimes:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but `count`, fit for JSON."""
+        """Return all fields except `count`, as JSON can hold them."""
         state = dataclasses.asdict(self)
         del state["count"]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state_dict`, in the process that goes on with the run."""
+        """Restore a result of `state_dict` in the process that continues the run."""
         for name, value in state.items():
             setattr(self, name, value)

@@ -140,7 +140,7 @@ def test_a_stopped_comparison_goes_on_with_what_it_has(
             assert line.endswith(f"quintic compare --resume --run c --runs-dir {tmp_path}")
     assert not (tmp_path / "c.html").exists()
     assert error_of(capsys, "compare", *options).startswith(
-        f"{tmp_path / 'c.json'} exists: choose another --run, or go on with that comparison: "
+        f"{tmp_path / 'c.json'} exists: choose another --run, or continue that comparison: "
     )
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "c-adamw").rglob("*") if path.is_file()}
     assert main(["compare", "--resume", "--runs-dir", str(tmp_path)]) == 0
@@ -186,15 +186,16 @@ def test_what_a_resumed_comparison_refuses(
     monkeypatch.chdir(tmp_path)
     there = ["compare", "--resume", "--runs-dir", str(whole)]
     assert error_of(capsys, "compare", "--resume") == (
-        "runs holds no comparison that could be continued; check --run and --runs-dir, or start one: "
-        f"{program()} compare"
+        f"runs holds no comparison to continue; check --run and --runs-dir, or start one: {program()} compare"
     )
-    assert "other.json is not a comparison that could be continued" in error_of(capsys, *there, "--run", "other")
+    assert "other.json is not a comparison to continue" in error_of(capsys, *there, "--run", "other")
     for option in ("--seeds", "--resume-step"):
-        message = f"{option}: a resumed comparison goes on with its own runs; leave it out"
+        message = f"{option}: a resumed comparison continues its own runs; leave {option} out"
         assert error_of(capsys, *there, option, "3") == message
     steps = error_of(capsys, *there, "--steps", "9")
-    assert steps.startswith("--steps cannot change when a comparison is resumed, as the schedules of all its steps")
+    assert steps.startswith(
+        "--steps cannot change when a comparison is resumed, because the schedules of all its steps"
+    )
     rate = error_of(capsys, *there, "--muon-lr", "9")
     assert rate.startswith("--muon-lr cannot change when a comparison is resumed: leave it out (it is ")
     # Its file is no --config of quintic train.

@@ -29,7 +29,7 @@ def test_a_run_goes_on_although_its_text_was_moved(
     (text / "more.txt").write_text("new words\n" * 50)  # after the run began: not its text
     capsys.readouterr()
     assert main(again) == 0
-    told = f"Going on with the text as it was prepared in {data / tiny_dataset.path.name}\n"
+    told = f"Continuing with the text as it was prepared in {data / tiny_dataset.path.name}\n"
     assert capsys.readouterr().out.startswith(told)
     (text / "more.txt").unlink()
     text.rename(elsewhere / "moved")
@@ -42,7 +42,10 @@ def test_a_run_goes_on_although_its_text_was_moved(
     (elsewhere / "other").rename(elsewhere / "lost")
     message = error_of(capsys, *again)
     assert message.startswith(f"'{text}': no such file or folder; a text source is a path, 'python' or 'hf:")
-    assert "to resume run: --data says where its text is now, --data-dir in which folder it was prepared" in message
+    assert (
+        "to resume run, give the place of its text with --data, or the folder of its prepared text with --data-dir"
+        in message
+    )
     assert not data.exists()
     assert main([*again, "--data", "moved"]) == 0
     (elsewhere / "moved" / "more.txt").write_text("new words\n" * 50)
@@ -91,7 +94,7 @@ def test_a_model_whose_text_is_gone_and_has_changed_is_still_used(
     }
     capsys.readouterr()
     assert main(["eval", "--data", str(elsewhere / "text" / "more.txt")]) == 0
-    assert "(no byte-bigram model: the run's training text is not at hand)" in capsys.readouterr().out
+    assert "(no byte-bigram model: the run's training text is missing)" in capsys.readouterr().out
     (elsewhere / "core").mkdir()
     item = {"query": "def model", "choices": ["step", "loss"], "gold": 0}
     (elsewhere / "core" / "copa.jsonl").write_text((json.dumps(item) + "\n") * 12)
@@ -99,7 +102,7 @@ def test_a_model_whose_text_is_gone_and_has_changed_is_still_used(
     printed = capsys.readouterr()
     assert "The validation text is not scored: " in printed.err
     assert "mean over 1 of the 22 tasks of CORE" in printed.out
-    assert error_of(capsys, "eval").endswith("; --data scores other text, --core answers tasks")
+    assert error_of(capsys, "eval").endswith("; or score other text with --data, or tasks with --core")
 
 
 def test_a_resumed_run_of_before_keeps_its_tokenizer_from_then_on(tiny_dataset: Dataset, elsewhere: Path) -> None:

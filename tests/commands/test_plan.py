@@ -10,7 +10,7 @@ import torch
 
 from quintic.cli import main
 from quintic.errors import DataError
-from quintic.rehearsal.planned_models import KNOWN_MODELS, planned_model
+from quintic.simulate.planned_models import KNOWN_MODELS, planned_model
 
 # As their authors state them.
 PARAMETERS = {
@@ -149,12 +149,12 @@ MISTAKES = [
     (["--model"], "--model needs a value"),
     (["--model", "llama-3-70"], "--model llama-3-70: unknown; did you mean llama-3-70b? choose gpt2, "),
     (["--model", "nothing/here.json"], "--model nothing/here.json: unknown; choose gpt2, "),
-    (["--model", "gpt2", "--mesh", "8x"], "--mesh 8x: give ranks per dimension, such as 8 or 8x4"),
+    (["--model", "gpt2", "--mesh", "8x"], "--mesh 8x: give the number of ranks per dimension, such as 8 or 8x4"),
     (["--model", "gpt2", "--mesh", "0"], "--mesh 0: give at least one rank per dimension"),
     (["--model", "gpt2", "--mesh", "9" * 5000], "--mesh 999"),
     (["--model", "gpt2", "--mesh", "8x4"], "--layout fsdp: 1 names for the 2 dimensions of mesh 8x4"),
-    (["--model", "gpt2", "--layout", "zero"], "--layout zero: 'zero' is unknown; choose of dp, replicate, fsdp"),
-    (["--model", "gpt2", "--layout", "ep"], "--layout ep: ep cuts nothing"),
+    (["--model", "gpt2", "--layout", "zero"], "--layout zero: 'zero' is unknown; choose from dp, replicate, fsdp"),
+    (["--model", "gpt2", "--layout", "ep"], "--layout ep: ep shards nothing"),
     (["--model", "gpt2", "--node-size", "0"], "--node-size 0: give at least one rank per node"),
     (["--model", "gpt2", "--dtype", "fp8"], "--dtype fp8: give bfloat16 or float32"),
     (["--model", "gpt2", "--depth", "3"], "unknown option --depth"),
@@ -175,11 +175,11 @@ def test_a_mistake_is_one_line_that_names_the_option(arguments, message, capsys)
     [
         ("{", "cannot be read as JSON"),
         ("{}", "has no model_type; give the config.json of a transformers model"),
-        ('{"model_type": "quintessence"}', "no configuration that transformers can read"),
+        ('{"model_type": "quintessence"}', "transformers cannot read its configuration"),
         (None, "cannot be read as JSON"),
         (
             '{"model_type": "quintic", "auto_map": {"AutoConfig": "modeling.Config", "AutoModel": "modeling.Model"}}',
-            "is described by code of its own, which is not run",
+            "needs code that comes with the model, which is not run",
         ),
     ],
 )
@@ -204,8 +204,8 @@ def test_code_that_comes_with_a_model_is_not_run_nor_asked_about(tmp_path, capsy
     assert main(["plan", "--model", str(tmp_path)]) == 2
     printed = capsys.readouterr()
     assert (answered, printed.out) == ([], "")
-    assert printed.err.startswith(f"quintic: error: --model {tmp_path}: is described by code of its own, which is not")
-    assert printed.err.endswith("for its run: quintic plan --config runs/NAME/config.json\n")
+    assert printed.err.startswith(f"quintic: error: --model {tmp_path}: needs code that comes with the model, which is")
+    assert printed.err.endswith("`quintic export`: quintic plan --config runs/NAME/config.json\n")
 
 
 def test_without_transformers_the_error_says_how_to_install_it(tmp_path, capsys, monkeypatch):
@@ -222,7 +222,7 @@ def test_a_parameter_that_nobody_decided_about_is_an_error(tmp_path, capsys, mon
             super().__init__()
             self.strange = torch.nn.Parameter(torch.empty(3, 4, device="meta"))
 
-    monkeypatch.setattr("quintic.rehearsal.table.planned_model", lambda name, dtype: Odd())
+    monkeypatch.setattr("quintic.simulate.table.planned_model", lambda name, dtype: Odd())
     assert main(["plan", "--model", "odd"]) == 2
     assert re.match(r"quintic: error: --model odd: no rule covers .* strange", capsys.readouterr().err)
 

@@ -15,7 +15,7 @@ from quintic.data.loader import Loader
 from quintic.data.preparation import prepare
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.config import Config
-from quintic.train.distributed import rows_at_once
+from quintic.train.distributed import micro_batch_rows
 from quintic.train.schedule import reading_lines
 
 
@@ -62,7 +62,7 @@ def test_device_and_text_decide_the_defaults(command: str, options: list[str], e
 def test_a_gpu_without_data_has_text_enough_for_its_defaults(ranks: int, python_text: Dataset) -> None:
     config = training_options([], "train").config
     check_text(config, python_text)
-    rows = rows_at_once(config, ranks)
+    rows = micro_batch_rows(config, ranks)
     assert config.schedule.batch_tokens is not None
     assert rows * config.model.seq_len * ranks <= config.schedule.batch_tokens
     with Loader(python_text, "train", rows=rows, seq_len=config.model.seq_len, world_size=ranks) as loader:

@@ -92,7 +92,7 @@ def test_a_line_that_cannot_be_used_stops_nothing(
         "at most 16,384",
     ]
     assert error_of(capsys, *options, "--prompts", "a") == (
-        "--prompts: with --interactive, beginnings are read from standard input; leave one out"
+        "--prompts: --interactive reads beginnings from standard input; leave one of the two out"
     )
     read_from(monkeypatch, b"a\nb\n")
     assert error_of(capsys, *options, "--temperature", "-1").startswith("--temperature -1.0: must be at least 0")

@@ -119,7 +119,7 @@ def test_what_sharded_state_no_longer_fits_is_an_error_on_all_ranks(world_size):
     for found in run(changed, world_size, list(CHANGES), timeout=100):
         for name, (texts, is_harmless, is_untouched, goes_on) in found.items():
             [text] = texts
-            assert text.startswith(f"{CHANGES[name][1]}: its state was sharded among ranks for another comms"), name
+            assert text.startswith(f"{CHANGES[name][1]}: its sharded state no longer matches its group (comms"), name
             assert "call state_dict() on all ranks before such a change" in text
             assert (is_harmless, is_untouched, goes_on) == (True, True, True), name
 
@@ -157,7 +157,7 @@ def other_ranks(rank, world_size):
 def test_as_many_other_ranks_do_not_have_the_state():
     first, second, third = run(other_ranks, 3)
     assert first == second
-    assert first.startswith("a: its state was sharded among ranks for another comms, process_group")
+    assert first.startswith("a: its sharded state no longer matches its group (comms, process_group")
     # It had everything, and has its parts.
     assert third == ""
 
@@ -174,5 +174,5 @@ def test_state_that_was_written_by_hand_is_not_taken_for_another_order():
     results = run(written_by_hand, 2)
     assert sorted(numel for numel, _ in results) == [0, 96]
     for numel, text in results:
-        assert text.startswith("a: its state was sharded among ranks" if numel else ""), numel
+        assert text.startswith("a: its sharded state no longer matches its group" if numel else ""), numel
         assert bool(text) == bool(numel)

@@ -90,7 +90,7 @@ def test_ranks_make_the_updates_of_one(make, name, layout):
 
 def square(rank, world_size):
     mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("replicate", "shard"))
-    with pytest.raises(ValueError, match="distributed_mesh has 2 dimensions: give one of them"):
+    with pytest.raises(ValueError, match="distributed_mesh has 2 dimensions: give the one whose ranks"):
         dion_of("Muon", model_of().parameters(), mesh)
 
 

@@ -358,7 +358,7 @@ def capture(rank, world_size):
     with mock.patch.object(sparse_rows, "is_capturing", return_value=True):
         for captured in (optimizer.step, lambda: optimizer.announce_rows("table", torch.tensor([1]))):
             with pytest.raises(
-                RuntimeError, match=r"table: .* CUDA graph cannot have; use .* comms='sharded' to capture"
+                RuntimeError, match=r"table: .* CUDA graph cannot capture; use .* comms='sharded' to capture"
             ):
                 captured()
 

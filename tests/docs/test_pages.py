@@ -31,14 +31,14 @@ from quintic.commands.options import (
     eval_options,
     export_options,
     prepare_options,
-    rehearsal_options,
     report_options,
     sample_options,
+    simulation_options,
     speedrun_options,
     training_options,
 )
 from quintic.errors import ConfigError
-from quintic.rehearsal.options import RehearsalOptions
+from quintic.simulate.options import SimulationOptions
 from quintic.train.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,7 +188,7 @@ def test_commands_and_options_exist(page):
         "sample": SampleOptions,
         "eval": EvalOptions,
         "export": ExportOptions,
-        "plan": RehearsalOptions,
+        "plan": SimulationOptions,
         "report": ReportOptions,
     }
     own = {name: {"--" + f.name.replace("_", "-") for f in dataclasses.fields(kind)} for name, kind in kinds.items()}
@@ -207,7 +207,7 @@ READERS = {
     "train": lambda given: speedrun_options(given) or training_options(given, "train"),
     "compare": lambda given: training_options(given, "compare"),
     "prepare": prepare_options,
-    "plan": lambda given: rehearsal_options(given) or training_options(given, "plan"),
+    "plan": lambda given: simulation_options(given) or training_options(given, "plan"),
     "sample": sample_options,
     "eval": eval_options,
     "export": export_options,

@@ -104,11 +104,11 @@ def test_the_cache_refuses_what_does_not_fit() -> None:
     with torch.no_grad():
         model(torch.ones(2, 3, dtype=torch.int64), cache=cache)
         for lengths in ([0, 3], [4, 1]):
-            with pytest.raises(ValueError, match="a row with 3 positions keeps 1 to 3"):
+            with pytest.raises(ValueError, match="a row of 3 positions can keep 1 to 3"):
                 cache.rewind(lengths)
         cache.rewind([3, 1])
         assert cache.lengths == (3, 1)
-        with pytest.raises(ValueError, match=r"3 \+ 2 tokens: this cache has room for 4"):
+        with pytest.raises(ValueError, match=r"3 \+ 2 tokens do not fit into a cache of 4 positions"):
             model(torch.ones(2, 2, dtype=torch.int64), cache=cache)
 
 

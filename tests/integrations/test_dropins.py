@@ -346,7 +346,10 @@ def test_gram_newton_schulz_is_ours():
         (lambda p: dion.Muon(p, mu=1.5), r"DionMuon: mu=1.5 must be"),
         (lambda p: dion.NorMuon(p, adjust_lr="spectral"), r"NorMuon: adjust_lr='spectral': choose one of"),
         (lambda p: dion.Muon(p, epsilon=1e-3), r"group 0: epsilon=0.001.*AdamW groups may have another one"),
-        (lambda p: dion.Muon([{"params": p, "algorithm": "lion"}]), r"'lion': choose 'muon' or 'adamw', or give these"),
+        (
+            lambda p: dion.Muon([{"params": p, "algorithm": "lion"}]),
+            r"'lion': choose 'muon' or 'adamw', or use a separate",
+        ),
         (lambda p: dion.Muon([{"params": p, "algorithm": "normuon"}]), r"'normuon': choose 'muon' or 'adamw'"),
         (lambda p: dion.Muon([{"params": p, "betas": (0.9, 0.9)}]), r"betas=.*set beta1 and beta2"),
         (lambda p: dion.Muon([{"params": p, "num_heads": 2, "split_sizes": (2, 2)}]), r"give one of them"),

@@ -535,7 +535,7 @@ def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
         params = [nn.Parameter(pair[0].clone()) for pair in pairs]
         common = {"momentum": 0.8, "weight_decay": 0.3, "compute_dtype": torch.float32, **options}
         optimizer = Muon(params, kernels=kernels, **common)
-        bucket, group = optimizer.plan().buckets[0], optimizer.typed_groups[0]
+        bucket, group = optimizer.plan().buckets[0], optimizer._plans.current_groups()[0]
         states = [optimizer.state[param] for param in params]
         active = Operands(members, [param.detach() for param in params], [pair[1] for pair in pairs], states, 5)
         if kernels == "triton":

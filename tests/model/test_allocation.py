@@ -91,5 +91,5 @@ def test_every_token_has_its_share(rows, most, data):
 
 @pytest.mark.parametrize("total", [2, 10])
 def test_an_impossible_total_is_said(total):
-    with pytest.raises(ValueError, match=f"{total} rows for 3 tokens: must be at least one and at most 3 for each"):
+    with pytest.raises(ValueError, match=f"total={total}: must give each of 3 tokens from 1 to 3 rows"):
         allocate_rows([], vocab_size=3, total=total, most=3)

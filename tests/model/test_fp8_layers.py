@@ -157,7 +157,7 @@ def test_auto_takes_the_head_and_what_becomes_faster():
         "",
         "",
         "a size is below 1,024: 8 bits would be slower",
-        "a size is no multiple of 16",
+        "a size is not a multiple of 16",
     ]
     for width, expected in ((128, {"head"}), (1024, {"head", "blocks.0.attention.query", "blocks.0.mlp.down"})):
         built = GPT(GPTConfig(vocab_size=320, depth=1, width=width, head_dim=32, num_kv_heads=2, seq_len=32, bos_id=0))
@@ -178,14 +178,14 @@ def test_people_are_told_which_layers_are_in_8_bits_and_why_others_are_not():
     assert fp8_lines(built.use_fp8("auto"))[:3] == [
         f"8-bit products: forward alone in 4 of {count} linear layers (blocks.*.mlp.up, blocks.*.mlp.down)",
         f"8-bit products: forward and backward in 1 of {count} linear layers (head)",
-        f"8-bit products: none, as a size is below 1,024: 8 bits would be slower, in 8 of {count} linear layers "
+        f"8-bit products: none, because a size is below 1,024: 8 bits would be slower, in 8 of {count} linear layers "
         f"(blocks.*.{small})",
     ]
     [gates] = fp8_lines(built.use_fp8("auto"))[3:]
-    assert f"none, as a size is no multiple of 16, in {rest} of {count} linear layers (" in gates
+    assert f"none, because a size is not a multiple of 16, in {rest} of {count} linear layers (" in gates
 
     lines = fp8_lines(model(depth=1).use_fp8("auto"))
-    assert all(line.startswith("--fp8 changes nothing in this model: none, as a size is ") for line in lines)
+    assert all(line.startswith("--fp8 changes nothing in this model: none, because a size is ") for line in lines)
     assert any("a size is below 128" in line for line in lines)
     assert fp8_lines({}) == []
 

@@ -195,7 +195,7 @@ def test_low_precision_activations_stay_near():
         ({"l3_layers": (0, 3)}, "l3_layers=0,3: must be layers from 0 to 2"),
         ({"l3_layers": (1, 0)}, "l3_layers=1,0: .* in ascending order"),
         ({"l3_layers": (1, 1)}, "l3_layers=1,1"),
-        ({"l3_embeddings": VOCAB - 1}, "l3_embeddings=39: need one for each of 40 tokens"),
+        ({"l3_embeddings": VOCAB - 1}, "l3_embeddings=39: need at least one for each of 40 tokens"),
         ({"l3_embeddings": 281}, r"l3_embeddings=281: .* at most 7 \(l3_k_max=7\)"),
         ({"l3_d_up": -1}, "l3_d_up=-1"),
     ],
@@ -208,7 +208,7 @@ def test_sizes_that_do_not_fit_are_named(changes, message):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (torch.full((VOCAB,), 2), "80 rows; the tables have 100"),
+        (torch.full((VOCAB,), 2), "the sum is 80, must be 100"),
         (torch.full((VOCAB - 1,), 2), "for each of 40 tokens"),
         (torch.tensor([0, 4] * (VOCAB // 2)), "need 1 to 7 rows"),
         (torch.tensor([9, 1] * (VOCAB // 2)), "need 1 to 7 rows"),

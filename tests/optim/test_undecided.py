@@ -104,7 +104,7 @@ def test_rules_and_options_of_the_call_hold_for_what_is_unfrozen_later():
     assert by_name["backbone.conv.weight"]["algorithm"] == "muon"
     # The rate is that of matrices; the ratio is that of the call's AdamW rate to the optimizer's.
     assert by_name["backbone.embed.weight"]["lr"] == 0.01
-    typed = {name: group.learning_rate for group in optimizer.typed_groups for name in group.param_names}
+    typed = {name: group.effective_lr for group in optimizer._plans.current_groups() for name in group.param_names}
     assert typed["backbone.embed.weight"] == pytest.approx(0.01 * 1e-3 / 0.02)
     assert typed["backbone.attn.in_proj_weight"] == 0.01
 
@@ -114,7 +114,7 @@ def test_one_rate_for_a_divided_group_keeps_the_proportion_of_the_optimizer(rati
     model = frozen_model()
     optimizer = Muon(quintic.param_groups(model), lr=0.02, adamw_lr_ratio=ratio)
     unfreeze(model, optimizer, lr=0.004)
-    typed = {name: group.learning_rate for group in optimizer.typed_groups for name in group.param_names}
+    typed = {name: group.effective_lr for group in optimizer._plans.current_groups() for name in group.param_names}
     assert typed["backbone.up.weight"] == 0.004
     assert typed["backbone.up.bias"] == pytest.approx(0.004 * (ratio or 3e-4 / 0.02))
 

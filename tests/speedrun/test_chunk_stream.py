@@ -17,7 +17,7 @@ from quintic.errors import DataError
 from quintic.speedrun.shards import RaceData, write_shard
 from quintic.speedrun.stages import TINY
 from quintic.speedrun.stream import chunk_stream, validation_batches
-from quintic.train.distributed import ALONE, Ranks
+from quintic.train.distributed import SINGLE_PROCESS, Ranks
 
 BOS = 9
 
@@ -116,12 +116,12 @@ class FixedTrack:
         return self.num_passes[settings is not self.settings[0]] if self.num_passes else self.chunks // ranks
 
 
-def stream_of(paths: list[Path], *settings: Settings, chunks: int, passes=None, ranks: Ranks = ALONE):
+def stream_of(paths: list[Path], *settings: Settings, chunks: int, passes=None, ranks: Ranks = SINGLE_PROCESS):
     track = FixedTrack([*settings], chunks, passes)
     return closing(chunk_stream(data_of(paths), track, itertools.count(), ranks=ranks))
 
 
-def validation(path: Path, *, tokens: int, chunk: int, ranks: Ranks = ALONE) -> list[Batch]:
+def validation(path: Path, *, tokens: int, chunk: int, ranks: Ranks = SINGLE_PROCESS) -> list[Batch]:
     track = replace(TINY, validation_tokens=tokens, validation_chunk=chunk)
     return validation_batches(data_of([path]), track.validation_tokens, track.validation_chunk, ranks=ranks)
 
@@ -175,7 +175,9 @@ def test_text_that_fills_no_chunk_is_refused(tmp_path: Path):
     paths = write(tmp_path, [[BOS, 1, 2], [BOS, 1, 2, 3]])
     with (
         stream_of(paths, Settings(8, 8), chunks=2) as stream,
-        pytest.raises(DataError, match="no training shard fills a chunk of 4 tokens with documents cut at 8"),
+        pytest.raises(
+            DataError, match="no training shard fills a chunk of 4 tokens with documents of at most 8 tokens"
+        ),
     ):
         next(stream)
 
@@ -184,7 +186,7 @@ def test_text_without_the_token_that_begins_documents_is_refused(tmp_path: Path)
     paths = write(tmp_path, [[1, 2, 3] * 20])
     with (
         stream_of(paths, Settings(8, 8), chunks=1) as stream,
-        pytest.raises(DataError, match=r"train_0\.bin: no document in it begins with token 9; it was made"),
+        pytest.raises(DataError, match=r"train_0\.bin: has no token 9, which starts documents; it was made"),
     ):
         next(stream)
 
@@ -203,7 +205,7 @@ def test_a_damaged_shard_is_reported_where_it_is_read(tmp_path: Path):
     with stream_of(paths, Settings(8, 4), chunks=1) as stream:
         for _ in range(4):
             next(stream)
-        with pytest.raises(DataError, match=r"train_1\.bin: its header says 40 tokens"):
+        with pytest.raises(DataError, match=r"train_1\.bin: has .* tokens, but its header says 40"):
             next(stream)
 
 
@@ -223,9 +225,9 @@ def test_validation_is_cut_wherever_a_chunk_ends(size, tmp_path: Path):
 
 def test_validation_that_does_not_fit_is_refused(tmp_path: Path):
     write_shard(tmp_path / "val.bin", [BOS] * 32)
-    with pytest.raises(DataError, match="32 validation tokens are no whole number of chunks of 24"):
+    with pytest.raises(DataError, match="--val-tokens 32: must be a multiple of 24 tokens"):
         validation(tmp_path / "val.bin", tokens=32, chunk=24)
-    with pytest.raises(DataError, match=r"val\.bin: has 32 tokens, 33 are to be scored; give fewer --val-tokens"):
+    with pytest.raises(DataError, match=r"val\.bin: has only 32 tokens, but scoring needs 33; lower --val-tokens"):
         validation(tmp_path / "val.bin", tokens=32, chunk=8)
 
 

@@ -31,7 +31,7 @@ from quintic.speedrun.run import save_model, train
 from quintic.speedrun.shards import open_data, write_shard
 from quintic.train.checkpoint import checkpoints, load_model_weights, newest_checkpoint, save_checkpoint, step_of
 from quintic.train.config import RunConfig
-from quintic.train.distributed import ALONE, Ranks
+from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import choose_hardware
 from quintic.train.runs import TOKENIZER_FILE
 
@@ -50,7 +50,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def race_of(shards: Path, ranks: Ranks = ALONE) -> Race:
+def race_of(shards: Path, ranks: Ranks = SINGLE_PROCESS) -> Race:
     data = open_data(SpeedrunOptions(data=str(shards), tokenizer=None), TINY.model)
     hardware = choose_hardware(RunConfig(device="cpu", dtype="float32", attention="sdpa"))
     return Race(TRACK, TINY.model, data, hardware, ranks=ranks, seed=3)
@@ -289,7 +289,7 @@ def test_a_batch_has_the_losses_and_logits_of_its_rows(finished: Path) -> None:
 
 def test_mistakes(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = error_of(capsys, "train", "--resume", "--run", "race", "--runs-dir", str(finished.parent))
-    assert "race is a speedrun, which cannot go on or be repeated from it" in message
+    assert "race is a speedrun, which cannot be resumed or repeated" in message
 
     copy = tmp_path / "runs" / "race"
     shutil.copytree(finished, copy)
@@ -297,13 +297,17 @@ def test_mistakes(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     state = loaded(finished)[1]
     state["speedrun"]["telepathy"] = True
     save_checkpoint(copy, step=50, model=nn.Linear(1, 1), optimizer=None, state=state, keep=9)
-    assert "step-000050: does not describe a speedrun's model of this version" in error_of(capsys, "sample", *options)
+    assert "step-000050: is not a speedrun's model of this version" in error_of(capsys, "sample", *options)
     shutil.rmtree(copy / "checkpoints")
-    assert "race: has no checkpoint yet; it gets one every --save-every steps, and when it ends" in error_of(
+    assert "race: has no checkpoint yet; one is written every --save-every steps, and when the run ends" in error_of(
         capsys, "sample", *options
     )
     shutil.copytree(finished / "checkpoints", copy / "checkpoints")
     (copy / TOKENIZER_FILE).unlink()
-    assert "race: was trained without a tokenizer, so its tokens are no text" in error_of(capsys, "sample", *options)
+    assert "race: was trained without a tokenizer, so its tokens cannot be turned into text" in error_of(
+        capsys, "sample", *options
+    )
     Tokenizer.train(["one two three"], 258).save(copy / TOKENIZER_FILE)
-    assert "starts documents with token 0, the run's shards with 256" in error_of(capsys, "eval", *options)
+    assert "starts documents with token 0, but the run's shards start them with 256" in error_of(
+        capsys, "eval", *options
+    )

@@ -41,7 +41,7 @@ from quintic.speedrun.run import train
 from quintic.speedrun.shards import open_data, write_shard
 from quintic.speedrun.stream import chunk_stream
 from quintic.train.config import RunConfig
-from quintic.train.distributed import ALONE, Ranks
+from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import Hardware, choose_hardware
 
 TINY = preset("speedrun-tiny")
@@ -68,7 +68,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def race_of(shards: Path, ranks: Ranks = ALONE, hardware: Hardware = HARDWARE, **options: Any) -> Race:
+def race_of(shards: Path, ranks: Ranks = SINGLE_PROCESS, hardware: Hardware = HARDWARE, **options: Any) -> Race:
     data = open_data(SpeedrunOptions(data=str(shards), tokenizer=None), TINY.model)
     return Race(TRACK, TINY.model, data, hardware, ranks=ranks, seed=3, **options)
 
@@ -80,7 +80,7 @@ def losses_of(folder: Path) -> list[tuple[str, int, float]]:
 
 def course(rank: int, world_size: int, shards: Path, run_dir: Path, warm_up: bool) -> tuple[float, float]:
     """Train, several ranks on GPUs if tests run there; return the validation loss and a sum of all weights."""
-    ranks = ALONE
+    ranks = SINGLE_PROCESS
     if world_size > 1:
         ranks = Ranks(rank=rank, size=world_size, local_rank=rank, local_size=world_size, group=dist.group.WORLD)
     hardware = choose_hardware(RunConfig(device="cuda", compile=False)) if ON_GPUS and world_size > 1 else HARDWARE
@@ -450,7 +450,7 @@ def test_the_command_runs_the_preset_without_features(
     more += ["--pass-tokens", "128"]
     assert main(options_for(shards, tmp_path / "runs", *more)) == 0
     printed = capsys.readouterr().out
-    assert "; nothing in 8 bits, for which it takes a GPU of compute capability 8.9; 8 steps" in printed
+    assert "; without 8-bit products, which need a GPU of compute capability 8.9; 8 steps" in printed
     assert "step 8/8  validation " in printed
     assert "step 3/8  train time " in printed
     record = read_metrics(tmp_path / "runs" / "x" / METRICS_FILE)[0]
@@ -470,13 +470,13 @@ def test_the_command_runs_the_preset_without_features(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--depth", "3"], "--depth has no meaning with --preset speedrun-tiny, whose model and schedule are fixed"),
-        (["--resume"], "--resume has no meaning with --preset speedrun-tiny"),
-        (["--muon-lr=1"], "--muon-lr has no meaning with --preset speedrun-tiny"),
-        (["--without", "smears"], "--without smears: no feature of the model; choose among attention-free-layer,"),
-        (["--steps", "3"], "--steps 3: the track has 4 stages; give at least 8"),
-        (["--val-tokens", "1001"], "of 500 for each of 1 ranks; give another --val-tokens, such as 1000"),
-        (["--tokenizer", "nope"], "--tokenizer has no meaning with --preset speedrun-tiny, whose tokens are bytes"),
+        (["--depth", "3"], "--depth does not work with --preset speedrun-tiny, whose model and schedule are fixed"),
+        (["--resume"], "--resume does not work with --preset speedrun-tiny"),
+        (["--muon-lr=1"], "--muon-lr does not work with --preset speedrun-tiny"),
+        (["--without", "smears"], "--without smears: not a feature of the model; choose from attention-free-layer,"),
+        (["--steps", "3"], "--steps 3: must be at least 8, for the 4 stages"),
+        (["--val-tokens", "1001"], "--val-tokens 1001: must be a multiple of 500 tokens x 1 ranks, such as 1000"),
+        (["--tokenizer", "nope"], "--tokenizer does not work with --preset speedrun-tiny, whose tokens are bytes"),
         (["--stepz", "3"], "unknown option --stepz: did you mean --steps?"),
         (["--shards", "0"], "--shards 0: must be at least 1"),
         (["--pass-tokens", "0"], "--pass-tokens 0: must be at least 1"),
@@ -501,7 +501,9 @@ def test_a_run_that_fails_in_the_warm_up_leaves_no_folder(
     options = options_for(tmp_path, tmp_path / "runs", "--val-tokens", "1024")
     options.remove("--no-warm-up")
     assert main(options) == 2
-    assert "no training shard fills a chunk of 128 tokens with documents cut at 56" in capsys.readouterr().err
+    assert (
+        "no training shard fills a chunk of 128 tokens with documents of at most 56 tokens" in capsys.readouterr().err
+    )
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -510,7 +512,7 @@ def test_a_run_that_fails_in_the_warm_up_leaves_no_folder(
     ("more", "message"),
     [
         (["--run", "x"], "x exists: choose another --run"),
-        (["--runs-dir", "file"], "file is no folder that can be written; choose another"),
+        (["--runs-dir", "file"], "file is not a writable folder; choose another"),
     ],
 )
 def test_a_run_that_cannot_be_made_is_refused_before_its_text_is_sought(
@@ -536,14 +538,14 @@ def test_every_feature_can_be_left_out() -> None:
         assert getattr(changed, name.replace("-", "_")) in (False, 0)
         assert changed != whole
     assert {"fp8-head", "fp8-mlp"} <= set(switches())
-    with pytest.raises(ConfigError, match="--without heads: no feature"):
+    with pytest.raises(ConfigError, match="--without heads: not a feature"):
         without(whole, ["heads"])
 
 
 def test_a_race_without_vocabulary_says_what_to_do(shards: Path) -> None:
     sizes = replace(TINY.model, bos_id=255, prefix_tokens=True)
     data = open_data(SpeedrunOptions(data=str(shards), tokenizer=None), sizes)
-    with pytest.raises(ConfigError, match=r"--tokenizer: needed to predict .* leave that out \(--without prefix-tok"):
+    with pytest.raises(ConfigError, match=r"--tokenizer: needed for .* leave the feature out \(--without prefix-tok"):
         Race(TINY.track, sizes, data, HARDWARE)
-    with pytest.raises(DataError, match="3 ranks cannot share the 2 chunks"):
+    with pytest.raises(DataError, match="3 ranks do not divide the 2 chunks"):
         Race(TINY.track, sizes, data, HARDWARE, ranks=Ranks(size=3))

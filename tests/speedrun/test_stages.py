@@ -107,7 +107,7 @@ def test_a_scaled_track_keeps_the_proportions():
 
 
 def test_too_few_steps_are_refused():
-    with pytest.raises(ConfigError, match="--steps 7: the track has 4 stages; give at least 8"):
+    with pytest.raises(ConfigError, match="--steps 7: must be at least 8, for the 4 stages"):
         SPEEDRUN.scaled(7)
 
 

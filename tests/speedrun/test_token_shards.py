@@ -40,8 +40,14 @@ def damaged(path: Path, offset: int, value: int) -> None:
     [
         (lambda path: damaged(path, 0, 7), r"a\.bin: not a token shard \(its first number is not 20240520\); give"),
         (lambda path: damaged(path, 4, 2), r"a\.bin: a token shard of version 2, not 1; give"),
-        (lambda path: damaged(path, 8, 9), r"says 9 tokens, the file has 4\.0: it is cut off or damaged; delete it"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-3]), r"says 4 tokens, the file has 2\.5: it is cut off"),
+        (
+            lambda path: damaged(path, 8, 9),
+            r"has 4\.0 tokens, but its header says 9: it is truncated or damaged; delete it",
+        ),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-3]),
+            r"has 2\.5 tokens, but its header says 4: it is truncated",
+        ),
         (lambda path: path.write_bytes(path.read_bytes()[:100]), r"a\.bin: not a token shard"),
         (lambda path: path.write_bytes(b""), r"a\.bin: not a token shard"),
         (lambda path: path.unlink(), r"a\.bin: cannot be read \(No such file"),
@@ -91,7 +97,7 @@ def test_a_damaged_shard_is_refused_before_the_run_if_it_is_used(tmp_path: Path)
     for name in ("x_train_1", "x_train_2", "x_val_0"):
         write_shard(tmp_path / f"{name}.bin", [256, 1, 2])
     (tmp_path / "x_train_2.bin").write_bytes((tmp_path / "x_train_2.bin").read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"x_train_2\.bin: its header says 3 tokens, the file has 2\.0"):
+    with pytest.raises(DataError, match=r"x_train_2\.bin: has 2\.0 tokens, but its header says 3"):
         opened(str(tmp_path), tmp_path)
     assert len(opened(str(tmp_path), tmp_path, shards=1).train) == 1
 
@@ -99,7 +105,7 @@ def test_a_damaged_shard_is_refused_before_the_run_if_it_is_used(tmp_path: Path)
 def test_a_shard_for_both_training_and_validation_is_refused(tmp_path: Path):
     for name in ("retrieval_train", "train", "val"):
         write_shard(tmp_path / f"{name}.bin", [256, 1])
-    with pytest.raises(DataError, match=r"retrieval_train\.bin: is named for training and for validation; rename it"):
+    with pytest.raises(DataError, match=r"retrieval_train\.bin: its name has both `train` and `val`; rename it"):
         opened(str(tmp_path), tmp_path)
 
 
@@ -110,7 +116,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
 
 
 def test_a_malformed_name_on_the_hub_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="--data hf:one: not the name of shards"):
+    with pytest.raises(DataError, match="--data hf:one: not a name on the Hugging Face Hub"):
         opened("hf:one", tmp_path)
 
 
@@ -171,5 +177,7 @@ def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path: Path):
     size = Tokenizer.load(tmp_path / "tokenizer.json").vocab_size
     given = {"tokenizer": tmp_path / "tokenizer.json", "bos_id": 0}
     assert len(opened(str(tmp_path), tmp_path, **given, vocab_size=size).vocabulary) == size
-    with pytest.raises(DataError, match=rf"tokenizer\.json: has {size} tokens, the model {size - 1}; give the one"):
+    with pytest.raises(
+        DataError, match=rf"tokenizer\.json: has {size} tokens, but the model only {size - 1}; give the one"
+    ):
         opened(str(tmp_path), tmp_path, **given, vocab_size=size - 1)

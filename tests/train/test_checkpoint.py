@@ -214,7 +214,7 @@ def test_a_manifest_that_says_too_little_is_damage(content: str, tmp_path: Path)
 def test_damage_everywhere_is_an_error(tmp_path: Path) -> None:
     for step in (1, 2):
         flip_a_bit(save(tmp_path, step) / "model.safetensors")
-    with pytest.raises(CheckpointError, match="every checkpoint is damaged; start the run anew"):
+    with pytest.raises(CheckpointError, match="every checkpoint is damaged; start a new run"):
         newest(tmp_path)
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         newest(tmp_path / "elsewhere")

@@ -84,7 +84,7 @@ def test_the_presets_can_be_saved() -> None:
         ("\x80", "cannot be read as a configuration"),
         ("[]", "not a configuration; give the config.json of a run"),
         ('{"model": 3}', "not a configuration"),
-        ('{"modle": {}}', "unknown section 'modle'; there are data, model, optim, schedule, run"),
+        ('{"modle": {}}', "unknown section 'modle'; the sections are data, model, optim, schedule, run"),
         ('{"model": {"dpeth": 3}}', "unknown field model.dpeth; remove it"),
         ('{"model": {"depth": "three"}}', 'model.depth cannot be "three"; correct or remove it'),
         ('{"model": {"depth": true}}', "model.depth cannot be true"),

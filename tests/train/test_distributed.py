@@ -38,7 +38,7 @@ from quintic.report import charts
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.checkpoint import _read, checkpoints, load_model_weights, newest_checkpoint, save_checkpoint
 from quintic.train.config import Config, ParallelName
-from quintic.train.distributed import ALONE, Parallelism, Ranks, check_gpus, rows_at_once
+from quintic.train.distributed import SINGLE_PROCESS, Parallelism, Ranks, check_gpus, micro_batch_rows
 from quintic.train.loop import Interrupted, train
 from quintic.train.recipe import build_model, build_optimizer, model_config
 from quintic.train.runs import create_run
@@ -73,7 +73,7 @@ def segment(rank: int, world_size: int, config: Config, text: Path, run_dir: Pat
 
     Trainer.train_step = train_step  # type: ignore[method-assign]  # in this process alone
     charts._load_matplotlib = lambda: None
-    ranks = ALONE if world_size == 1 else ranks_of(rank, world_size)
+    ranks = SINGLE_PROCESS if world_size == 1 else ranks_of(rank, world_size)
     try:
         train(
             config,
@@ -309,7 +309,7 @@ def test_an_error_is_told_once_and_ends_all_ranks(tiny_dataset: Dataset, tmp_pat
     out, errors = ended(torchrun("train", *options, "--name", "run", folder=tmp_path, size=3), code=1)
     assert "step" not in out.replace("--steps", "").replace("6 steps", "")
     assert errors.count("quintic: error: ") == 1
-    assert "--batch-tokens 320 cannot be dealt out to 3 ranks" in errors
+    assert "--batch-tokens 320 cannot be split among 3 ranks" in errors
     assert not (tmp_path / "run").exists()
 
 
@@ -318,10 +318,10 @@ def test_an_error_is_told_once_and_ends_all_ranks(tiny_dataset: Dataset, tmp_pat
 
 def test_a_batch_is_dealt_out_in_equal_passes(tiny_dataset: Dataset, tmp_path: Path) -> None:
     config = tiny_config(tiny_dataset, tmp_path, batch_tokens=768, rows=4)  # 24 rows of 32 tokens
-    assert [rows_at_once(config, shares) for shares in (1, 2, 3, 6, 8, 12, 24)] == [4, 4, 4, 4, 3, 2, 1]
-    for shares in (4, 5, 7, 25):
-        with pytest.raises(ConfigError, match=rf"--batch-tokens 768 cannot be dealt out to {shares} ranks: .* change"):
-            rows_at_once(config, shares)
+    assert [micro_batch_rows(config, ranks) for ranks in (1, 2, 3, 6, 8, 12, 24)] == [4, 4, 4, 4, 3, 2, 1]
+    for ranks in (4, 5, 7, 25):
+        with pytest.raises(ConfigError, match=rf"--batch-tokens 768 cannot be split among {ranks} ranks: .* change"):
+            micro_batch_rows(config, ranks)
 
 
 def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,10 +489,10 @@ def fail_together(rank: int, world_size: int) -> list[str]:
 
     for failing in [(), (1,), (1, 2), (0, 1, 2)]:
         try:
-            ended.append(ranks.agree(lambda failing=failing: fail_on(*failing)))
+            ended.append(ranks.run_on_all(lambda failing=failing: fail_on(*failing)))
         except QuinticError as error:
             ended.append(str(error))
-    ended.append(str(ranks.from_first(lambda: rank + 7)))
+    ended.append(str(ranks.from_rank0(lambda: rank + 7)))
     ended.append(str(ranks.any(rank == 2)) + str(ranks.any(False)))
     return ended
 

@@ -127,11 +127,9 @@ def test_other_sizes_and_tokenizers_are_refused(
 ) -> None:
     for source in (trained, exported):
         message = error_of(capsys, "train", *options_of(trained, tmp_path, str(source), "--depth", "3"))
-        assert message == (
-            f"--depth 3: the model of --init-from {source} has 1, and its weights fit no other; leave --depth out"
-        )
+        assert message == (f"--depth 3: the weights of --init-from {source} need --depth 1; leave it out")
     message = error_of(capsys, "train", *options_of(trained, tmp_path, str(trained), "--head-dim", "16"))
-    assert message.startswith("--head-dim 16: the model of")
+    assert message.startswith("--head-dim 16: the weights of")
     write_text_folder(tmp_path / "text", documents=30)
     assert (
         main(["prepare", "--data", str(tmp_path / "text"), "--data-dir", str(tmp_path / "d"), "--vocab-size", "280"])
@@ -140,7 +138,7 @@ def test_other_sizes_and_tokenizers_are_refused(
     (other,) = (tmp_path / "d").glob("*/tokenizer.json")
     message = error_of(capsys, "train", *options_of(trained, tmp_path, str(trained), "--tokenizer", str(other)))
     assert message == (
-        f"--tokenizer: is not the one that the weights of --init-from {trained} were trained with; leave it out"
+        f"--tokenizer: the weights of --init-from {trained} were trained with another one; leave --tokenizer out"
     )
     assert not (tmp_path / "runs").exists() or list((tmp_path / "runs").iterdir()) == []
 
@@ -157,29 +155,29 @@ def test_what_is_no_model_is_refused(
     )
     (tmp_path / "runs" / "race").mkdir(parents=True)
     (tmp_path / "runs" / "race" / "metrics.jsonl").touch()
-    why = "the weights of its model fit no other; give a run of another --preset, or the export of one"
+    why = "its weights fit no other model; give a run of another --preset, or the export of one"
     for name in ("race", str(tmp_path / "runs" / "race")):
         assert refused(name) == f"--init-from {name}: is a speedrun, and {why}"
     (exported / "config.json").write_text('{"model_type": "quintic_speedrun"}')
-    assert refused(exported) == f"--init-from {exported}: is a model of the kind 'quintic_speedrun', and {why}"
+    assert refused(exported) == f"--init-from {exported}: is a model of the kind 'quintic_speedrun', but {why}"
     (exported / "config.json").write_text('{"model_type": "gpt2"}')
     assert refused(exported) == (
-        f"--init-from {exported}: is a model of the kind 'gpt2', and only runs and exports of quintic train can be "
-        "trained on"
+        f"--init-from {exported}: is a model of the kind 'gpt2', but only runs of quintic train and their "
+        "exports can be used"
     )
     (exported / "config.json").write_text('{"model_type": "quintic", "lookup_layers": [0]}')
     assert refused(exported) == (
-        f"--init-from {exported}: an export does not keep all that lookup layers need for training; give the run"
+        f"--init-from {exported}: lookup layers cannot be trained further from an export; give the run instead"
     )
     (exported / "config.json").write_text('{"model_type": "quintic"}')
     assert (
         refused(exported)
-        == f"--init-from {exported}: config.json is not that of an export (KeyError('num_hidden_layers'))"
+        == f"--init-from {exported}: its config.json is not from an export (KeyError('num_hidden_layers'))"
     )
     empty = tmp_path / "empty"
     empty.mkdir()
     shutil.copy(trained / "config.json", empty)
-    assert refused(empty) == f"--init-from {empty}: has no tokenizer.json; export the run, and give the export"
+    assert refused(empty) == f"--init-from {empty}: has no tokenizer.json; export the run, and give the exported folder"
     shutil.copy(trained / "tokenizer.json", empty)
     assert refused(empty) == f"--init-from {empty}: {empty}: has no checkpoint yet"
 

@@ -127,7 +127,7 @@ def test_a_length_that_was_derived_is_known_too(short: Path, tiny_dataset: Datas
         (folder / "config.json").read_text(encoding="utf-8").replace('"steps": 4', '"steps": null'), encoding="utf-8"
     )
     before = (folder / "config.json").read_bytes()
-    with pytest.raises(ConfigError, match=r"^--steps 8: a resumed run can be made longer, .* it has \d,?\d+ steps"):
+    with pytest.raises(ConfigError, match=r"^--steps 8: a resumed run can only be made longer, .* has \d,?\d+ steps"):
         run(of_length(config, 8), tiny_dataset, into=folder)
     assert (folder / "config.json").read_bytes() == before
     assert RunHistory.load(folder).final["step"] == 4
@@ -144,6 +144,6 @@ def test_the_command_makes_runs_longer(
     assert RunHistory.load(folder).final["step"] == 6
     assert error_of(capsys, *runs, "--steps", "6", "--depth", "3").startswith("--depth cannot change")
     assert error_of(capsys, *runs, "--steps", "4") == (
-        "--steps 4: a resumed run can be made longer, not shorter, and it has 6 steps: leave the option out, or start "
+        "--steps 4: a resumed run can only be made longer, and this one has 6 steps: leave --steps out, or start "
         "a new run"
     )

@@ -66,10 +66,10 @@ def test_the_number_of_embeddings_follows_from_the_parameters() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"l3_layers": "1;2"}, "--l3-layers 1;2: must be numbers of layers with commas between"),
-        ({"l3_layers": "-1"}, "--l3-layers -1: must be numbers"),
+        ({"l3_layers": "1;2"}, "--l3-layers 1;2: must be layer numbers separated by commas"),
+        ({"l3_layers": "-1"}, "--l3-layers -1: must be layer numbers"),
         ({"l3_layers": "3"}, "--l3-layers 3: must be layers from 0 to 2"),
-        ({"l3_layers": "1", "l3_embeddings": 299}, "--l3-embeddings 299: need one for each of 300 tokens"),
+        ({"l3_layers": "1", "l3_embeddings": 299}, "--l3-embeddings 299: need at least one for each of 300 tokens"),
         ({"l3_layers": "1", "l3_embeddings": 601, "l3_k_max": 2}, r"at most 2 \(--l3-k-max 2\)"),
         ({"l3_layers": "1", "l3_embeddings": -1}, "--l3-embeddings -1"),
         ({"l3_layers": "1", "l3_d_up": -1}, "--l3-d-up -1"),
@@ -170,7 +170,7 @@ def test_a_length_by_operations_is_that_of_the_plan_and_stays(
     )
     assert main(["plan", *arguments]) == 0
     planned = capsys.readouterr().out
-    assert "in all, with as many lookup rows for each token\nLength: 12 steps" in planned
+    assert "in all, with equally many lookup rows for each token\nLength: 12 steps" in planned
     assert main(["train", *arguments]) == 0
     assert main(["train", "--resume", "--runs-dir", str(tmp_path)]) == 0
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")

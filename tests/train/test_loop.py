@@ -377,11 +377,11 @@ def test_a_run_that_went_back_and_was_killed_continues_from_there(
         with pytest.raises(Killed):
             train(config, tiny_dataset, whole.run_dir, resume=True, resume_step=2, command="test", say=said.append)
     kept = ", ".join(f"set-aside-step-00000{step}" for step in (3, 4, 5, 6))
-    assert said[-1] == f"Set aside in {whole.run_dir / 'checkpoints'}, for steps that are made anew: {kept}"
+    assert said[-1] == f"Set aside the checkpoints of later steps in {whole.run_dir / 'checkpoints'}, as {kept}"
     assert saved_steps(whole.run_dir)[0] == f"step-00000{killed_at}"
     resumed = run(config, tiny_dataset, resume=True)
     assert (course(resumed.run_dir), final_weights(resumed.run_dir)) == expected
     # Going back again sets aside under other names.
     run_again = train(config, tiny_dataset, whole.run_dir, resume=True, resume_step=5, command="test", say=said.append)
-    assert said[-1].endswith(": set-aside-step-000006-1")
+    assert said[-1].endswith(", as set-aside-step-000006-1")
     assert (course(run_again.run_dir), final_weights(run_again.run_dir)) == expected

@@ -274,7 +274,7 @@ def test_a_recipe_leaves_sizes_and_length_alone() -> None:
     assert with_recipe(Config(), "quintic") == Config()
     with pytest.raises(ConfigError, match="--recipe mine: unknown; choose quintic, seed or nanochat"):
         with_recipe(Config(), "mine")
-    with pytest.raises(ConfigError, match="--recipe quintic: the numbers of --config are nanochat's"):
+    with pytest.raises(ConfigError, match="--recipe quintic: --config has the recipe nanochat"):
         with_recipe(changed, "quintic")
 
 
@@ -292,7 +292,7 @@ def test_what_a_run_will_be_is_told_with_what_was_passed_over() -> None:
     assert "4,357 steps, 4,568,645,632 tokens" in lines[2]
     assert lines[2].endswith("by --tokens-per-param 10.5")
     assert "1,048,576 tokens (automatic), in 16 passes of 32 x 2,048" in lines[3]
-    assert scale_lines(of_depth(20), vocab_size=32_768, shares=8)[3].endswith(
+    assert scale_lines(of_depth(20), vocab_size=32_768, data_ranks=8)[3].endswith(
         "in 2 passes of 32 x 2,048 on each of 8 ranks"
     )
     assert "rates x 1.414, decay x 0.358" in lines[4]
@@ -305,7 +305,7 @@ def test_what_a_run_will_be_is_told_with_what_was_passed_over() -> None:
 
 def test_a_warm_up_that_is_cut_is_told() -> None:
     rates = scale_lines(of_depth(4, steps=10, warmup_steps=7, warmdown_frac=0.4), vocab_size=300)[4]
-    assert rates.endswith("; --warmup-steps 7 is not over when they begin to fall, after step 6")
+    assert rates.endswith("; --warmup-steps 7 ends after they begin to fall (step 6)")
     assert "warmup" not in scale_lines(of_depth(4, steps=10, warmup_steps=6, warmdown_frac=0.4), vocab_size=300)[4]
 
 

@@ -355,9 +355,7 @@ def test_ctrl_c_among_the_last_tasks_of_core_keeps_the_run(
     options = [*tiny_options(tiny_dataset, tmp_path, run="run"), "--core", str(tmp_path / "core")]
     assert main(["train", *options]) == 130
     said = capsys.readouterr().out
-    assert re.search(
-        r"run is trained, saved and reported in \S+; stopped among the tasks of CORE; continue with:", said
-    )
+    assert re.search(r"run is trained, saved and reported in \S+; stopped while answering CORE; continue with:", said)
     assert not [one for one in read_metrics(tmp_path / "run" / "metrics.jsonl") if one["kind"] == "core"]
     assert main(["train", "--resume", "--run", "run", "--runs-dir", str(tmp_path)]) == 0
     assert [one["step"] for one in read_metrics(tmp_path / "run" / "metrics.jsonl") if one["kind"] == "core"] == [STEPS]
@@ -387,7 +385,7 @@ def test_a_run_whose_log_is_gone_goes_on_and_begins_a_new_one(
         "--resume --run run` begins a new log"
     ) in capsys.readouterr().err
     assert main(["train", "--resume", "--run", "run", "--runs-dir", str(tmp_path)]) == 0
-    told = f"{log} is gone: it begins anew, and the report lacks the course up to step {step}\n"
+    told = f"{log} is missing: a new log starts here, without the steps up to {step}\n"
     assert told in capsys.readouterr().out
     kinds = [record["kind"] for record in read_metrics(log)]
     assert kinds[:2] == ["run", "resume"]

@@ -19,7 +19,7 @@ from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE, SOURCE_FILE
 from quintic.train import runs
 from quintic.train.config import Config, ModelConfig, RunConfig
-from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted, find_run, hold_run, wandb_id
+from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted, find_run, lock_run, wandb_id
 from quintic.train.saved_config import load_config
 
 
@@ -135,13 +135,13 @@ def test_a_speedrun_is_found_where_a_log_is_enough(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / METRICS_FILE).write_text(json.dumps(record) + "\n")
     assert find_run(tmp_path, None) == tmp_path / "model"
-    assert find_run(tmp_path, None, is_speedrun_enough=True) == tmp_path / "last"
-    assert find_run(tmp_path, "first", is_speedrun_enough=True) == tmp_path / "first"
+    assert find_run(tmp_path, None, allow_speedrun=True) == tmp_path / "last"
+    assert find_run(tmp_path, "first", allow_speedrun=True) == tmp_path / "first"
     shutil.rmtree(tmp_path / "last")
-    assert find_run(tmp_path, None, is_speedrun_enough=True) == tmp_path / "model"
+    assert find_run(tmp_path, None, allow_speedrun=True) == tmp_path / "model"
     shutil.rmtree(tmp_path / "model")
     (tmp_path / "first" / METRICS_FILE).write_text("{")  # being written, or damaged: which the report says
-    assert find_run(tmp_path, None, is_speedrun_enough=True) == tmp_path / "first"
+    assert find_run(tmp_path, None, allow_speedrun=True) == tmp_path / "first"
     with pytest.raises(ConfigError, match="holds no run yet"):
         find_run(tmp_path, None)
 
@@ -153,7 +153,8 @@ def test_a_run_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "race").mkdir()
     (tmp_path / "race" / METRICS_FILE).write_text("{}\n")
     with pytest.raises(
-        ConfigError, match=r"race is a speedrun, which cannot go on or be repeated from it; `quintic sample`, `eval`"
+        ConfigError,
+        match=r"race is a speedrun, which cannot be resumed or repeated; use it with `quintic sample`, `eval`",
     ):
         find_run(tmp_path, "race")
     with pytest.raises(ConfigError, match=r"notes is not a run: it has no config\.json; check --run and --runs-dir"):
@@ -177,8 +178,8 @@ def test_only_a_run_that_logged_nothing_is_discarded(tmp_path: Path) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from quintic.train.runs import hold_run
-with hold_run(Path(sys.argv[1]), message=print):
+from quintic.train.runs import lock_run
+with lock_run(Path(sys.argv[1]), message=print):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -189,7 +190,7 @@ def never(text: str) -> None:
 
 
 def try_to_hold(folder: Path) -> None:
-    with hold_run(folder, message=never):
+    with lock_run(folder, message=never):
         pass
 
 
@@ -218,11 +219,11 @@ def test_a_run_is_held_by_one_process_until_it_dies(tmp_path: Path) -> None:
 
 def test_a_run_is_held_by_one_user_within_a_process(tmp_path: Path) -> None:
     folder, other = create_run(config(tmp_path, "a")), create_run(config(tmp_path, "b"))
-    with hold_run(folder, message=never):
+    with lock_run(folder, message=never):
         with pytest.raises(ConfigError, match=rf"process {os.getpid()} on .* or choose another --run$"):
             try_to_hold(folder)
         try_to_hold(other)
-    with pytest.raises(KeyError), hold_run(folder, message=never):
+    with pytest.raises(KeyError), lock_run(folder, message=never):
         raise KeyError
     try_to_hold(folder)
 
@@ -239,7 +240,7 @@ def test_a_file_system_without_locks_is_told(number: int, tmp_path: Path, monkey
     folder = create_run(config(tmp_path, "a"))
     monkeypatch.setattr(runs, "lock", failing(number))
     said: list[str] = []
-    with hold_run(folder, message=said.append):
+    with lock_run(folder, message=said.append):
         assert len(said) == 1
         assert said[0].startswith(
             f"{folder} is on a file system without locks ({os.strerror(number)}): make sure that no"

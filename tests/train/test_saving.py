@@ -18,7 +18,7 @@ from tiny_runs import course, error_of, final_weights, tiny_config, tiny_options
 from quintic.data.dataset import Dataset
 from quintic.errors import CheckpointError, DivergedError, OtherRankError
 from quintic.train.checkpoint import save_checkpoint
-from quintic.train.distributed import ALONE
+from quintic.train.distributed import SINGLE_PROCESS
 from quintic.train.saving.background import Background
 from quintic.train.saving.staging import copies_on_host
 from quintic.train.trainer import Trainer
@@ -34,12 +34,12 @@ def test_work_is_done_beside_and_one_piece_at_a_time() -> None:
     may_end = threading.Event()
 
     def first(ranks: Any) -> None:
-        assert ranks is ALONE
+        assert ranks is SINGLE_PROCESS
         assert threading.current_thread() is not threading.main_thread()
         assert may_end.wait(60)
         done.append("first")
 
-    with Background(ALONE) as background:
+    with Background(SINGLE_PROCESS) as background:
         background.wait()  # nothing to wait for
         background.start(first)
         assert done == []
@@ -55,7 +55,7 @@ def test_what_goes_wrong_beside_is_raised_once(contact: str) -> None:
         raise CheckpointError("no room")
 
     more: list[int] = []
-    background = Background(ALONE)
+    background = Background(SINGLE_PROCESS)
     background.start(fail)
     assert background._thread is not None
     background._thread.join()
@@ -79,7 +79,7 @@ def test_what_goes_wrong_beside_another_exception_is_printed(capsys: pytest.Capt
         assert may_end.wait(60)
         raise CheckpointError("no room")
 
-    background = Background(ALONE)
+    background = Background(SINGLE_PROCESS)
     background.start(fail)
     threading.Timer(0.05, may_end.set).start()
     background.__exit__(KeyboardInterrupt)
@@ -90,7 +90,7 @@ def test_another_rank_tells_what_went_wrong_there(capsys: pytest.CaptureFixture[
     def fail(ranks: Any) -> None:
         raise OtherRankError("another rank has failed")
 
-    background = Background(ALONE)
+    background = Background(SINGLE_PROCESS)
     background.start(fail)
     background.wait()  # the ranks agree here, and there is only this one
     background.start(fail)

@@ -266,7 +266,9 @@ def test_people_and_log_are_told_what_is_in_8_bits(tiny_dataset: Dataset, tmp_pa
     config = tiny_config(tiny_dataset, tmp_path)
     hardware = replace(choose_hardware(config.run), fp8="tensorwise")
     trainer = Trainer(config, tiny_dataset, tmp_path, hardware)
-    lines = [line for line in trainer.describe() if line.startswith("--fp8 changes nothing in this model: none, as")]
+    lines = [
+        line for line in trainer.describe() if line.startswith("--fp8 changes nothing in this model: none, because")
+    ]
     assert lines == trainer.facts()["model"]["fp8_layers"]
     assert lines
     plain = make(tiny_dataset, tmp_path)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quintic.optim.groups.options import Group, found_parameter
+from quintic.optim.groups.group import Group, found_parameter
 from quintic.optim.layout.layouts import gradient_dtype, is_dtensor, reject_sparse, writable_gradient
 from quintic.optim.rules.device import is_capturing
 
@@ -112,7 +112,7 @@ def _tie_of(group: Group, groups: Sequence[Group]) -> Tie:
     if is_dtensor(param) or is_dtensor(head):
         raise ValueError(
             f"{what}: a DTensor has its pieces, and those of its transpose are on other ranks; leave both plain "
-            f"tensors, with comms='sharded' to divide their state"
+            f"tensors, with comms='sharded' to shard their state"
         )
     check_shapes(what, param, head, transposed=transposed)
     if (param.dtype, param.device) != (head.dtype, head.device):

@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from quintic.kernels.dispatch import choose_kernels
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Box, Layout, intersection, local_tensor, relative, size_of
 from quintic.optim.layout.views import Unit, View
 from quintic.optim.plan.bucket import Gathered, ParameterUnit, Units
@@ -42,12 +42,12 @@ class BucketKey(NamedTuple):
     """The properties that all units of a bucket share."""
 
     group: int
+    # As the first rank sees it, with no units yet.
     exchange: Exchange
-    """As the first rank sees it, with no units yet."""
     view: View
     spec: WorkspaceSpec
+    # Whether parameters lie in memory row by row.
     in_order: bool
-    """Whether parameters lie in memory row by row."""
 
 
 class _UnitAssignment(NamedTuple):

@@ -1,8 +1,13 @@
-"""Parameters of an optimizer, and their weights, gradients and state brought together from several ranks.
+"""Parameters with their layouts: gathers weights, gradients and state from the ranks that hold pieces of them.
 
-For QK-clip, for state that is saved or goes from one parameter to another, and for the reference of a step, which has
-no messages of its own. Whole tensors are gathered one at a time, and every rank gets all of them: all ranks that share
-a parameter must call the functions that return whole tensors.
+Used by QK-clip, by state that is saved or copied to another parameter, and by the reference step; the real step has
+faster messages of its own (`plan/exchange.py`). Whole tensors are gathered one at a time, on every rank: all ranks that
+share a parameter must call the functions that return whole tensors.
+
+A tensor of a parameter lies in one of three ways:
+    plain      on this rank only, or whole on every rank
+    pieces     each rank holds the box of a `Layout` (`DTensor`)
+    shards     each rank holds ranges of the parameter's memory, (entries,), one after the other (`shards.py`)
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +20,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_uneven, group_ranks, start_broadcasts, this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import SHARDED_MODES, layouts_of
-from quintic.optim.groups.options import Group, found_parameter
+from quintic.optim.groups.group import Group, found_parameter
 from quintic.optim.groups.ties import check_shapes
 from quintic.optim.layout.layouts import Layout, intersection, local_tensor, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
@@ -36,9 +41,9 @@ class Parameter:
     param: Tensor
     group: Group
     layout: Layout | None
-    """None where this rank has all there is."""
+    """Its boxes on all ranks; None if only this rank has the parameter."""
     sharded: ShardedState | None
-    """The owners of the shards of the state; None where state lies as the parameter does."""
+    """The owners of the shards of its state; None if state lies as the parameter does."""
     communicators: Communicators
 
     @property
@@ -48,7 +53,7 @@ class Parameter:
 
     @property
     def is_here(self) -> bool:
-        """Return whether this rank has a part in it."""
+        """Return whether this rank is one of the parameter's ranks."""
         return self.layout is None or this_rank() in self.layout.ranks
 
     @property
@@ -61,14 +66,16 @@ class Parameter:
         """Return the ranks that hold the pieces of the same copy as this rank, in order."""
         if self.layout is None or self.layout.is_replicated:
             return (this_rank(),)
+        # Ranks of a layout with several copies, as under HSDP, are divided by the number of the copy.
         copies = dict(zip(self.layout.ranks, self.layout.copies, strict=True))
         return tuple(rank for rank in self.ranks if copies[rank] == copies[this_rank()])
 
     def whole(self, local: Tensor) -> Tensor:
-        """Return the whole tensor of which this rank holds a piece, a new one."""
+        """Return a new whole tensor, given this rank's piece of it; all ranks of the parameter must call it."""
         layout = self.layout
         if layout is None or self.process_group is None or layout.is_replicated:
             return local.clone()
+        # Flat pieces of all ranks, (entries of the box,); those of this rank's copy tile the whole tensor.
         boxes = [layout.box_of(rank) for rank in self.ranks]
         shards = all_gather_uneven(local.reshape(-1), [numel_of(box) for box in boxes], self.process_group)
         whole = local.new_empty(layout.shape)
@@ -78,15 +85,16 @@ class Parameter:
         return whole
 
     def whole_of(self, key: str, local: Tensor) -> Tensor:
-        """Return the whole of `"weight"` or of a state of the parameter's shape."""
+        """Return the whole `"weight"` or state of the parameter's shape, given this rank's piece or shards of it."""
         if self.sharded is None or key not in PARAM_SHAPED_STATE:
             return self.whole(local)
         return self.whole_of_shards(local)
 
     def whole_of_shards(self, local: Tensor) -> Tensor:
-        """Return the whole tensor of which each rank has some shards."""
+        """Return the whole tensor, given this rank's shards of it, (entries,)."""
         assert self.sharded is not None
         assert self.process_group is not None
+        # Place this rank's shards, then let every owner broadcast its own.
         whole = torch.empty_like(self.param, dtype=local.dtype)
         for shard in self.sharded.local:
             in_memory_order(whole)[shard.start : shard.stop] = local[shard.offset : shard.offset + shard.numel]
@@ -94,9 +102,10 @@ class Parameter:
         return whole
 
     def local_of(self, key: str, whole: Tensor) -> Tensor:
-        """Return this rank's piece or shards of a whole weight or state."""
+        """Return this rank's piece of a whole weight or state, or its shards, (entries,); the inverse of `whole_of`."""
         if self.sharded is None or key not in PARAM_SHAPED_STATE:
             return self.piece(whole, this_rank())
+        # Shards one after the other.
         own = self.sharded.local
         flat = whole.new_empty(sum(shard.numel for shard in own))
         for run, of_whole in local_shard_pairs(flat, whole, own, self.param):
@@ -104,15 +113,19 @@ class Parameter:
         return flat
 
     def piece(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a rank's piece of a whole tensor, sharing memory."""
+        """Return a rank's piece of a whole tensor, as a view."""
         if self.layout is None:
             return whole
         return whole[relative(self.layout.box_of(rank), tuple((0, size) for size in self.layout.shape))]
 
     def whole_second_moments(self, buffer: Tensor) -> Tensor:
-        """Return NorMuon's second moments of all matrices; some may be on one rank only."""
+        """Return NorMuon's second moments of all matrices, given this rank's `buffer`, (neurons of all matrices,).
+
+        Every rank has a buffer of this size, but its values may be right only for the matrices that the rank holds.
+        """
         if self.layout is None or self.process_group is None:
             return buffer.clone()
+        # Take each matrix that only some ranks hold from the first of them; all others are right here.
         everyone = all_gather_uneven(buffer, [buffer.numel()] * len(self.ranks), self.process_group)
         shape, view = self.layout.shape, self.group.view
         by_rank = {rank: second_moments(one, shape, view) for rank, one in zip(self.ranks, everyone, strict=True)}
@@ -123,9 +136,10 @@ class Parameter:
         return result
 
     def holders(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
-        """Return the ranks that have a matrix' state, of matrices (block of the view, number in it) that others lack.
+        """Return (block of the view, index in it) -> ranks, for matrices whose state only these ranks have right.
 
-        Those with sharded state, or whole on one rank of each copy, which may step them alone (`replicas="repeat"`).
+        With sharded state this is a matrix's owner. Otherwise it is a matrix that lies whole on one rank of each copy,
+        which may step it without messages (`replicas="repeat"`).
         """
         if self.sharded is not None:
             shards, ranks = self.sharded.shards, self.sharded.ranks
@@ -135,26 +149,29 @@ class Parameter:
 
 @lru_cache(maxsize=1024)
 def _holders(layout: Layout, view: View) -> Mapping[tuple[int, int], tuple[int, ...]]:
-    """Return the ranks that hold a matrix, of those matrices of which one rank of each copy alone holds anything."""
+    """Return (block, index) -> ranks, for the matrices that lie whole on one rank of each copy."""
     of_matrices: dict[tuple[int, int], tuple[int, ...]] = {}
     if layout.is_replicated:
         return of_matrices
     for unit in view.units(layout.shape):
         rows = zip(layout.ranks, layout.boxes, strict=True)
         holders = tuple(rank for rank, box in rows if intersection(box, unit.box) is not None)
+        # Every copy has at least one holder, so this is exactly one each.
         if len(holders) == layout.num_copies:
             of_matrices |= dict.fromkeys(unit.matrices, holders)
     return of_matrices
 
 
 def broadcast_shards(wholes: Sequence[tuple[Tensor, ShardedState]], group: ProcessGroup) -> None:
-    """Give all ranks of a group the shards of some tensors, of one dtype, that their owners alone have right.
+    """Let every owner broadcast its shards of some whole tensors of one dtype, in place.
 
-    All of these ranks must call it. Temporary memory: that of the tensors.
+    Before, a rank's tensors are right in the shards that it owns; afterwards everywhere. All ranks of the group must
+    call it. Temporary memory: as much as the tensors.
     """
+    # The shards of all tensors, sorted by owner, so that each owner's shards are one message.
     shards = [(shard, in_memory_order(whole)) for whole, sharded in wholes for shard in sharded.shards]
     shards.sort(key=lambda row: row[0].owner)
-    # As bytes: backends do not know every dtype.
+    # Sent as bytes, because backends do not support every dtype.
     runs = [(shard.owner, entries[shard.start : shard.stop].view(torch.uint8)) for shard, entries in shards]
     if not runs:
         return
@@ -162,6 +179,7 @@ def broadcast_shards(wholes: Sequence[tuple[Tensor, ShardedState]], group: Proce
     ranks = group_ranks(group)
     sizes = [sum(run.numel() for owner, run in runs if owner == position) for position in range(len(ranks))]
     start_broadcasts(rows, sizes, group).wait()
+    # Copy the received shards to their places.
     received = rows.split([run.numel() for _, run in runs])
     of_others = [number for number, (owner, _) in enumerate(runs) if ranks[owner] != this_rank()]
     if of_others:
@@ -169,7 +187,7 @@ def broadcast_shards(wholes: Sequence[tuple[Tensor, ShardedState]], group: Proce
 
 
 def all_parameters(groups: Sequence[Group], communicators: Communicators) -> list[Parameter]:
-    """Return all parameters, by group, also those that this rank has no part in; nothing is communicated."""
+    """Return all parameters, by group, also parameters of other ranks only; nothing is communicated."""
     sharded = sharded_parameters(groups)
     return [
         Parameter(name, param, group, layout, sharded.get(param), communicators)
@@ -179,7 +197,7 @@ def all_parameters(groups: Sequence[Group], communicators: Communicators) -> lis
 
 
 def connected_parameters(groups: Sequence[Group], communicators: Communicators) -> list[Parameter]:
-    """Return the parameters that this rank has a part in, their ranks connected; all that share some must call it."""
+    """Connect the ranks of all parameters, and return this rank's; all ranks that share parameters must call it."""
     communicators.connect(groups, list(map(layouts_of, groups)))
     return [parameter for parameter in all_parameters(groups, communicators) if parameter.is_here]
 
@@ -187,27 +205,29 @@ def connected_parameters(groups: Sequence[Group], communicators: Communicators) 
 def whole_states(
     groups: Sequence[Group], communicators: Communicators, states: Mapping[Tensor, Mapping[str, Tensor]]
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return the state that ranks shard, whole, and give every rank NorMuon's second moments of all matrices.
+    """Return whole state for the parameters whose state is sharded, and complete NorMuon's second moments in place.
 
-    The latter are changed in place where no state is sharded. All ranks that share parameters with such state must
-    call it; without any, nothing is communicated. Temporary memory: one parameter's state, besides the result.
+    Second moments of matrices that only some ranks hold become right on all ranks. All ranks that share such parameters
+    must call it; without any, nothing is communicated. Temporary memory: one parameter's state beside the result.
     """
+    # Parameters whose state no single rank has whole.
     apart = [one for one in all_parameters(groups, communicators) if _has_state_apart(one) and states.get(one.param)]
     if not apart:
         return {}
     layouts = {parameter.param: parameter.layout for parameter in apart}
     communicators.connect(groups, [[layouts.get(param) for param in group.params] for group in groups])
     wholes: dict[Tensor, dict[str, Tensor]] = {}
-    # In one order everywhere: ranks of several process groups wait for each other.
+    # Process groups in one order on all ranks, since a rank in several of them runs collectives in each.
     for one in sorted((parameter for parameter in apart if parameter.is_here), key=lambda one: one.ranks):
         state = states[one.param]
+        # Not sharded: only second moments of matrices on some ranks differ between ranks.
         if one.sharded is None:
             moments = state[NEURON_MOMENT]
             moments.copy_(one.whole_second_moments(moments))
             continue
         wholes[one.param] = whole = dict(state)
         for key in PARAM_SHAPED_STATE:
-            if key in state:  # in the host's memory, where the state is there
+            if key in state:  # gathered on the device, returned where the state is: the host with offload
                 whole[key] = one.whole_of(key, state[key].to(one.param.device)).to(state[key].device)
         if NEURON_MOMENT in state:
             whole[NEURON_MOMENT] = one.whole_second_moments(state[NEURON_MOMENT])
@@ -215,10 +235,11 @@ def whole_states(
 
 
 def _has_state_apart(one: Parameter) -> bool:
-    """Return whether a rank may have state of a shared parameter that others need for a whole one, and lack."""
+    """Return whether ranks that share a parameter may have different state of it, of which a whole one is made."""
     group, layout = one.group, one.layout
     if layout is None or group.comms in SHARDED_MODES:
         return layout is not None
+    # Second moments of matrices that lie whole on one rank of each copy.
     return group.rule.neuron_state is not None and bool(_holders(layout, group.view))
 
 
@@ -231,7 +252,8 @@ def copy_state(
     *,
     transposed: bool,
 ) -> None:
-    """Do as `Muon.copy_state`, given the state of all parameters, which is changed."""
+    """Copy the state of one parameter to another in `states`, as `Muon.copy_state` describes."""
+    # Check that the state fits, before anything is sent or changed.
     by_param = {parameter.param: parameter for parameter in all_parameters(groups, communicators)}
     places = [found_parameter(groups, param, "copy_state was given") for param in (source, target)]
     origin, destination = (by_param[group.params[index]] for group, index in places)
@@ -242,6 +264,7 @@ def copy_state(
                 f"the state of {origin.name} cannot be copied to {destination.name}: {one.name} is frozen and has "
                 f"no state; call requires_grad_(True) on it before"
             )
+    # Connect all ranks, as every rank calls this; only the ranks of the two parameters go on.
     communicators.connect(groups, list(map(layouts_of, groups)))
     if not origin.is_here and not destination.is_here:
         return
@@ -254,6 +277,7 @@ def copy_state(
         state_on_device(origin.param, states[origin.param]) as values,
         state_on_device(destination.param, states[destination.param]) as kept,
     ):
+        # One state after the other: gather the whole, take this rank's piece or shards of the target.
         for key, value in kept.items():
             if key in PARAM_SHAPED_STATE:
                 whole = origin.whole_of(key, local_tensor(values[key]))
@@ -267,9 +291,10 @@ def copy_state(
 
 
 def _check_copied(source: Parameter, target: Parameter, *, transposed: bool) -> None:
-    """Reject two parameters of which one cannot have the state of the other; a ValueError names both."""
+    """Raise a ValueError that names both parameters if the state of one does not fit the other."""
     what = f"the state of {source.name} cannot be copied to {target.name}"
     group, other_group = source.group, target.group
+    # Two parameters, of one shape, with state of the same names and dtypes.
     if source.param is target.param:
         raise ValueError(f"{what}: they are the same parameter")
     check_shapes(what, source.param, target.param, transposed=transposed)

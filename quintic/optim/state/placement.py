@@ -1,9 +1,9 @@
 """Makes a parameter's state from the specs of its rule, and checks that a state has their dtype, shape and device.
 
-State of a parameter's shape (momentum, moments, masters) lies as the parameter does: a `DTensor` in its layout, with
-its strides, or, where ranks shard the state, the entries that this rank owns as one flat tensor. With `offload=True` it
-is in host memory, pinned where there is CUDA, so that the host need not wait for copies; `offload.py` brings it to the
-device. Everything else is whole on every rank, on the parameter's device.
+State of a parameter's shape (momentum, moments, masters) lies as the parameter does, as a `DTensor` in its layout with
+its strides; or, with sharded state, it is one flat tensor, (entries,), of the shards that this rank owns. With
+`offload=True` it is in host memory, which is pinned for CUDA devices so that the host need not wait for copies;
+`offload.py` brings it to the device. Everything else is whole on every rank, on the parameter's device.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import is_dense
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.rules.rule import MASTER, MASTER_SPECS
 from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
@@ -29,11 +29,12 @@ class StateForm(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...] | None
-    """None for the parameter's own."""
+    """None for the parameter's shape."""
 
 
 def state_forms(param: Tensor, group: Group) -> dict[str, StateForm]:
     """Return the form of each state of a parameter of a validated group, by name; an error if its view does not fit."""
+    # The rule's state, and a master for weights of low precision.
     specs = list(group.rule.state)
     if param.dtype.itemsize < 4 and group.master is not None:
         specs.append(MASTER_SPECS[group.master])
@@ -50,12 +51,14 @@ def state_bytes(param: Tensor, group: Group) -> int:
 
 
 def init_state(param: Tensor, group: Group, own: Sequence[StateShard] | None = None) -> dict[str, Tensor]:
-    """Return state that no step has used: zeros, and masters. Where ranks shard it, `own` is what this one has."""
+    """Return new state: zeros, and masters equal to the weights. `own` are this rank's shards if state is sharded."""
     state = {}
+    # One tensor after the other, where it will stay.
     for key, form in state_forms(param, group).items():
         device, pinned = _place(key, param, group)
         state[key] = value = _empty(form, param, own, device, pinned)
         weights = local_tensor(param).detach()
+        # A mantissa of zero means the weight itself; a float32 master is a copy of it.
         if key != MASTER:
             local_tensor(value).zero_()
         elif own is None:
@@ -67,13 +70,13 @@ def init_state(param: Tensor, group: Group, own: Sequence[StateShard] | None = N
 
 
 def planned_state(param: Tensor, group: Group, own: Sequence[StateShard] | None = None) -> dict[str, Tensor]:
-    """Return tensors without memory in the form of what this rank has of a state; arguments as for `init_state`."""
+    """Return this rank's state as meta tensors, which have no memory; arguments as for `init_state`."""
     local, meta = local_tensor(param), torch.device("meta")
     return {key: _empty(form, local, own, meta, False) for key, form in state_forms(param, group).items()}
 
 
 def matches_spec(state: Mapping[str, Any], param: Tensor, group: Group, own: Sequence[StateShard] | None) -> bool:
-    """Return whether a parameter's state has the form and the place it would be made in; `own` as for `init_state`."""
+    """Return whether a parameter's state has the names, dtypes, shapes and places of new state; `own` as above."""
     forms = state_forms(param, group)
     if state.keys() & STATE_KEYS != forms.keys():
         return False
@@ -86,6 +89,7 @@ def matches_spec(state: Mapping[str, Any], param: Tensor, group: Group, own: Seq
         # Empty tensors are never pinned.
         if local.device != device or (pinned and local.numel() and not local.is_pinned()):
             return False
+        # State of its own shape, sharded state, and state that lies as the parameter does.
         if shape is not None:
             if is_dtensor(value) or tuple(value.shape) != shape or not value.is_contiguous():
                 return False
@@ -99,10 +103,14 @@ def matches_spec(state: Mapping[str, Any], param: Tensor, group: Group, own: Seq
 
 @contextmanager
 def state_on_device(param: Tensor, state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Give a parameter's state on its device, and write what was on the host back at the end; waits for the device."""
+    """Provide a parameter's state on its device within the `with` block, and write it back to host memory at the end.
+
+    Only offloaded state is moved; then it waits for the device.
+    """
     device = local_tensor(param).device
     here = {key: _on_device(value, device) for key, value in state.items()}
     yield here
+    # Only tensors that were moved are different objects.
     for key, value in here.items():
         if value is not state[key]:
             local_tensor(state[key]).copy_(local_tensor(value))
@@ -119,7 +127,9 @@ def _place(key: str, param: Tensor, group: Group) -> tuple[torch.device, bool]:
 def _empty(
     form: StateForm, param: Tensor, own: Sequence[StateShard] | None, device: torch.device, pinned: bool
 ) -> Tensor:
+    """Return uninitialised memory for one state; its shape is the form's, the parameter's, or (entries of `own`,)."""
     dtype, shape = form
+    # With the parameter's layout and strides.
     if shape is None and own is None:
         order, like = torch.preserve_format, param if is_dtensor(param) else local_tensor(param)
         return torch.empty_like(like, dtype=dtype, device=device, pin_memory=pinned, memory_format=order)
@@ -133,7 +143,7 @@ def _numel(own: Sequence[StateShard]) -> int:
 
 
 def _lies_as(value: Tensor, param: Tensor) -> bool:
-    """Return whether a state has the layout of its parameter, and its strides where these leave no gaps."""
+    """Return whether a state has the layout of its parameter, and its strides unless these leave gaps."""
     if value.shape != param.shape or is_dtensor(value) != is_dtensor(param):
         return False
     if is_dtensor(value) and is_dtensor(param) and value.placements != param.placements:
@@ -145,6 +155,7 @@ def _lies_as(value: Tensor, param: Tensor) -> bool:
 
 
 def _on_device(value: Tensor, device: torch.device) -> Tensor:
+    # A tensor or `DTensor` of the same layout, copied only if it is on another device.
     local = local_tensor(value)
     if local.device == device:
         return value

@@ -1,7 +1,10 @@
-"""The runs of a parameter's memory that each rank owns, where ranks shard state.
+"""Sharded state (`comms="sharded"`): the ranges of each parameter's memory that each rank owns.
 
-Who owns what follows from the shapes and views of a group's parameters and the number of ranks alone. State does not
-move: it must not get another owner when other groups are added, or when options change between steps or are loaded.
+    AdamW    every rank owns one range of a large parameter, of equal sizes; a small parameter has one owner
+    Muon     a shard is a unit, as whole matrices need one owner; units go to the rank with the least work
+
+Owners follow only from the shapes and views of a group's parameters and from the number of ranks. They must not change
+when groups are added, or options change or are loaded, since state is never sent to a new owner.
 """
 
 import math
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.sharing import layouts_of, sharding_ranks
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import numel_of, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import Unit, View
@@ -33,16 +36,16 @@ __all__ = [
     "view_as_shard",
 ]
 
-# AdamW parameters with fewer entries per rank than this have one owner: a message is not worth less.
+# AdamW parameters with fewer entries per rank than this have one owner: smaller ranges are not worth a message.
 _LEAST_ENTRIES = 1024
 
-# Ranges begin at multiples of this many entries, which every kernel likes.
+# Ranges begin at multiples of this many entries, so that kernels find them aligned.
 _MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StateShard:
-    """A run of one parameter's entries, in the order of memory, which one rank updates."""
+    """A range [start, stop) of one parameter's entries, in the order of memory, which one rank owns and updates."""
 
     name: str
     index: int
@@ -52,9 +55,9 @@ class StateShard:
     owner: int
     """Position of the owner among the ranks."""
     offset: int = 0
-    """Where its entries stand in the owner's state of the parameter."""
+    """The position of its first entry in the owner's flat state of the parameter."""
     unit: Unit | None = None
-    """The unit that the entries are, for Muon."""
+    """The unit that the shard is, for Muon; None for AdamW."""
 
     @property
     def numel(self) -> int:
@@ -63,13 +66,13 @@ class StateShard:
 
 
 class StateSharding(NamedTuple):
-    """The owner of each entry of a parameter, and its place: state that was divided otherwise means something else."""
+    """The owner of every entry of a parameter; flat state is only valid for the sharding that it was made for."""
 
     ranks: tuple[int, ...]
     runs: tuple[tuple[int, int, int], ...]
-    """(owner, start, stop): the position of an owner among the ranks, and its entries in the order of memory."""
+    """(owner, start, stop): the position of an owner among the ranks, and a range of entries in the order of memory."""
     strides: tuple[int, ...]
-    """The order of memory: strides of the parameter's dimensions that have several entries."""
+    """The order of memory: strides of the parameter's dimensions of more than one entry."""
 
 
 class ShardedState(NamedTuple):
@@ -85,7 +88,7 @@ class ShardedState(NamedTuple):
         return [shard for shard in self.shards if shard.owner == position]
 
     def sharding(self, param: Tensor) -> StateSharding:
-        """Return the sharding of its state, whatever shards the entries of one owner come in."""
+        """Return the owner of every entry of the state of `param`, with consecutive shards of one owner joined."""
         runs: list[tuple[int, int, int]] = []
         for shard in self.shards:
             start = shard.start
@@ -97,7 +100,7 @@ class ShardedState(NamedTuple):
 
 
 def sharded_parameters(groups: Sequence[Group]) -> dict[Tensor, ShardedState]:
-    """Return the parameters whose state is sharded among ranks."""
+    """Return the shards of each parameter whose state is sharded among ranks; nothing is communicated."""
     sharded: dict[Tensor, ShardedState] = {}
     for group in groups:
         ranks = sharding_ranks(group, layouts_of(group))
@@ -108,10 +111,11 @@ def sharded_parameters(groups: Sequence[Group]) -> dict[Tensor, ShardedState]:
 
 
 def shards_of(group: Group, ranks: Sequence[int]) -> list[list[StateShard]]:
-    """Return for each parameter of a group its shards, in the order of memory; `ranks` shard the state."""
+    """Return the shards of each parameter of a group whose state is sharded over `ranks`, in the order of memory."""
     num_ranks = len(ranks)
     if group.rule.orthogonalizes:
         return _shards_of_matrices(group, num_ranks)
+    # AdamW: small parameters go to the rank with the fewest entries so far, large ones are divided evenly.
     loads = [0] * num_ranks
     of_params: list[list[StateShard]] = []
     for index, (name, param) in enumerate(zip(group.param_names, group.params, strict=True)):
@@ -128,10 +132,10 @@ def shards_of(group: Group, ranks: Sequence[int]) -> list[list[StateShard]]:
 
 
 def _range_size(param: Tensor, num_ranks: int) -> int:
-    """Return the number of entries for each rank, the last fewer: whole rows where the parameter has enough of them."""
-    # Not the stride, which means nothing where there is one row, and may then differ between ranks.
+    """Return the number of entries of each rank's range; whole rows if there are enough. The last ranks have fewer."""
+    # From the shape, because the stride of a dimension of one row is arbitrary and may differ between ranks.
     row = math.prod(param.shape[1:]) if param.ndim and param.is_contiguous() else 1
-    # So many rows are a multiple of what kernels like.
+    # The smallest number of whole rows that is a multiple of `_MULTIPLE` entries.
     step = _MULTIPLE // math.gcd(row, _MULTIPLE) * row
     if step * num_ranks > param.numel():
         step = _MULTIPLE
@@ -139,7 +143,8 @@ def _range_size(param: Tensor, num_ranks: int) -> int:
 
 
 def _shards_of_matrices(group: Group, num_ranks: int) -> list[list[StateShard]]:
-    assignments: list[tuple[int, int, int, Unit]] = []
+    """Return the shards of each parameter of a Muon group: its units, with owners balanced over the group."""
+    assignments: list[tuple[int, int, int, Unit]] = []  # (parameter, start, stop, unit)
     costs = []
     for index, param in enumerate(group.params):
         for unit in _contiguous_units(group.view, param):
@@ -148,6 +153,7 @@ def _shards_of_matrices(group: Group, num_ranks: int) -> list[list[StateShard]]:
                 assignments.append((index, start, stop, unit))
                 costs.append(sum(count * shape_cost(m, n) for count, m, n in unit.view.shapes(size_of(unit.box))))
     of_params: list[list[StateShard]] = [[] for _ in group.params]
+    # An owner's shards of a parameter follow each other in its flat state.
     for (index, start, stop, unit), owner in zip(assignments, _unit_owners(assignments, costs, num_ranks), strict=True):
         offset = sum(shard.numel for shard in of_params[index] if shard.owner == owner)
         of_params[index].append(StateShard(group.param_names[index], index, start, stop, owner, offset, unit))
@@ -155,10 +161,12 @@ def _shards_of_matrices(group: Group, num_ranks: int) -> list[list[StateShard]]:
 
 
 def _unit_owners(assignments: Sequence[tuple[int, int, int, Unit]], costs: Sequence[int], num_ranks: int) -> list[int]:
-    """Return the owner of each unit: each rank has a run of every bank, if the busiest then has no more to do.
+    """Return the owner of each unit, given its (parameter, start, stop, unit) and its cost.
 
-    A bank is a parameter with at least a unit for every rank, which all cost the same. A run travels from its place.
+    A bank is a parameter with at least one unit for every rank, all of equal cost. Each rank should own consecutive
+    units of it, which can be sent from the parameter's memory without packing.
     """
+    # The units of each parameter, by number, and the banks among the parameters.
     of_params: dict[int, list[int]] = {}
     for number, (index, *_) in enumerate(assignments):
         of_params.setdefault(index, []).append(number)
@@ -167,6 +175,7 @@ def _unit_owners(assignments: Sequence[tuple[int, int, int, Unit]], costs: Seque
         for numbers in of_params.values()
         if len(numbers) >= num_ranks and len({costs[number] for number in numbers}) == 1
     ]
+    # Consecutive units of all banks, or only of banks with equally many for each rank if that is better balanced.
     even = [numbers for numbers in banks if len(numbers) % num_ranks == 0]
     shardings = [_in_runs(banks, costs, num_ranks)]
     if len(even) < len(banks):
@@ -175,19 +184,21 @@ def _unit_owners(assignments: Sequence[tuple[int, int, int, Unit]], costs: Seque
 
 
 def _in_runs(banks: Sequence[Sequence[int]], costs: Sequence[int], num_ranks: int) -> list[int]:
-    """Return the owner of each unit, each rank having a run of every bank; banks are given as numbers of units.
+    """Return the owner of each unit, such that every rank owns consecutive units of each bank.
 
-    All ranks have equally many units of a bank. The rest of it, and units of no bank, go to the ranks with the
-    least; then the runs are as long as the ranks have units.
+    `banks` are lists of numbers of units. All ranks get equally many units of a bank; what remains of it, and units of
+    other parameters, go to the ranks with the least work.
     """
     owners = [-1] * len(costs)
+    # Equally many units of every bank for each rank, in any order for now.
     for numbers in banks:
         for place, number in enumerate(numbers[: len(numbers) // num_ranks * num_ranks]):
             owners[number] = place % num_ranks
+    # The remaining units, by size; so far all ranks have the same load.
     rest = [number for number, owner in enumerate(owners) if owner < 0]
-    # Evenly divided units are the same load for every rank.
     for number, owner in zip(rest, assign_owners([costs[n] for n in rest], [()] * len(rest), num_ranks), strict=True):
         owners[number] = owner
+    # Each rank keeps its number of units of a bank; sorting makes them consecutive.
     for numbers in banks:
         for number, owner in zip(numbers, sorted(owners[number] for number in numbers), strict=True):
             owners[number] = owner
@@ -195,7 +206,7 @@ def _in_runs(banks: Sequence[Sequence[int]], costs: Sequence[int], num_ranks: in
 
 
 def _contiguous_units(view: View, param: Tensor) -> tuple[Unit, ...]:
-    """Return the units of a tensor, or one of them all if some are no runs of its memory."""
+    """Return the units of a tensor, or one unit of all its matrices if some units are not ranges of its memory."""
     shape = tuple(param.shape)
     units = view.units(shape)
     if param.is_contiguous() and all(_is_run(unit, shape) for unit in units):
@@ -210,9 +221,11 @@ def _is_run(unit: Unit, shape: tuple[int, ...]) -> bool:
 
 
 def _range_of(unit: Unit, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the places of the first entry of a box, and behind its last, in a contiguous tensor."""
+    """Return the range of memory from a unit's first entry to behind its last, in a contiguous tensor of `shape`."""
+    # Row-major positions of the box's first and last corner.
     first = last = 0
     for (a, b), size in zip(unit.box, shape, strict=True):
+        # An empty unit.
         if a == b:
             return 0, 0
         first, last = first * size + a, last * size + b - 1
@@ -222,7 +235,15 @@ def _range_of(unit: Unit, shape: tuple[int, ...]) -> tuple[int, int]:
 def local_shard_pairs(
     flat: Tensor, whole: Tensor, own: Iterable[StateShard], param: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each shard of a rank in its flat state, sharing memory, and the same entries of a whole tensor."""
+    """Yield (view of a shard in the flat state, the same entries of a whole tensor) for each shard of a rank.
+
+    Args:
+        flat: this rank's state, (entries of all its shards,).
+        whole: a tensor of the parameter's shape.
+        own: this rank's shards.
+        param: the parameter, whose memory order shards refer to.
+    """
+    # In the memory order of the parameter, which may be channels_last or transposed.
     ordered = whole.contiguous()
     if not param.is_contiguous():
         ordered = torch.empty_like(param, dtype=whole.dtype, device=whole.device).copy_(whole)
@@ -234,23 +255,28 @@ def local_shard_pairs(
 def shard_of_saved(
     what: str, param: Tensor, sharded: ShardedState, target: Tensor, source: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the runs of this rank's flat state beside those of a saved whole tensor; an error if its shape differs."""
+    """Yield (view of a shard in this rank's flat state, the same entries of a saved whole tensor).
+
+    A ValueError, which begins with `what`, if the saved tensor has another shape than the parameter.
+    """
     if source.shape != param.shape:
         raise ValueError(f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(param.shape)}")
     yield from local_shard_pairs(target, source, sharded.local, param)
 
 
 def view_as_shard(run: Tensor, shard: StateShard, param: Tensor) -> Tensor:
-    """Return a run of memory as the shard of a parameter that it is, sharing memory."""
+    """Return a shard's entries, (numel,), in the shape of its unit or of the whole parameter, as a view."""
+    # AdamW's shards stay flat.
     if shard.unit is None:
         return run
+    # A parameter of one shard may have any memory order; the units of others are contiguous.
     if shard.numel == param.numel():
         return run.as_strided(param.shape, param.stride(), run.storage_offset())
     return run.view(size_of(shard.unit.box))
 
 
 def state_of_shard(state: Mapping[str, Tensor], shard: StateShard, param: Tensor) -> dict[str, Tensor]:
-    """Return a part's own state, shaped as the shard: of flat tensors, which hold all shards of this rank, its run."""
+    """Return the state of one shard: its range of this rank's flat tensors, in its shape; other state unchanged."""
     run = slice(shard.offset, shard.offset + shard.numel)
     return {
         key: view_as_shard(value[run], shard, param) if key in PARAM_SHAPED_STATE else value

@@ -1,4 +1,4 @@
-"""Optimizer state: values of it, read and copied. Names, shapes and dtypes are declared by the rules (`rules/rule.py`).
+"""Reads and copies values of optimizer state. The rules (`rules/rule.py`) declare names, shapes and dtypes.
 
 | rule      | name                     | shape                             | dtype                          |
 |-----------|--------------------------|-----------------------------------|--------------------------------|
@@ -10,10 +10,10 @@
 | any       | `master`                 | of the parameter                  | float32, `master="fp32"`       |
 | any       | `mantissa`               | of the parameter                  | uint16, `master="mantissa"`    |
 
-Masters belong to parameters of less than float32 only, see `precision.py`; float64 parameters keep float64 state.
-As soon as one parameter's state is needed all have theirs, so that every checkpoint has the same keys (`sync.py`).
-State of a parameter's shape is a `DTensor` in the parameter's layout where the parameter is one; everything else is
-whole on every rank (`placement.py`). `checkpoint/` saves and loads it.
+Only parameters below float32 have masters, see `precision.py`; float64 parameters keep float64 state. When the state of
+one parameter is first needed, it is made for all, so that every checkpoint has the same keys (`sync.py`). State of a
+parameter's shape is a `DTensor` if the parameter is one; everything else is whole on every rank (`placement.py`).
+`checkpoint/` saves and loads it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,6 @@ from quintic.optim.rules.rule import MASTER_SPECS
 from quintic.optim.rules.update import second_moment_shape
 
 __all__ = [
-    "CODE_KEYS",
     "MASTER_KEYS",
     "as_tensor",
     "copy_",
@@ -40,11 +39,8 @@ __all__ = [
     "second_moments",
 ]
 
-CODE_KEYS = ("orthogonalizer", "adjust_lr", "compute_dtype", "kernels", "qk_clip", "process_group")
-"""Options that may be functions, or are no plain values: saved as text for people, and not restored."""
-
 MASTER_KEYS = tuple(spec.name for spec in MASTER_SPECS.values())
-"""Names of the two forms of a low-precision parameter's extra precision; it has one of them, or none."""
+"""Names of the two forms of a 16-bit parameter's extra precision; it has at most one of them."""
 
 
 def master_key(state: Mapping[str, Tensor]) -> str | None:
@@ -59,34 +55,45 @@ def master_of(state: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def second_moments(buffer: Tensor, shape: Sequence[int], view: View) -> list[Tensor]:
-    """Return NorMuon's second moments of a whole parameter as one (b, m, 1) or (b, 1, n) per batch, sharing memory."""
+    """Return NorMuon's second moments of a whole parameter as views: (b, m, 1) or (b, 1, n) for each kind of matrix.
+
+    `buffer` is (neurons of all matrices,), `shape` the whole parameter's.
+    """
     shapes = [(b, second_moment_shape(m, n)) for b, m, n in view.shapes(shape)]
+    # One vector for all kinds of matrices, one kind after the other.
     pieces = buffer.split([b * m * n for b, (m, n) in shapes])
     return [piece.view(b, m, n) for piece, (b, (m, n)) in zip(pieces, shapes, strict=True)]
 
 
 def piece_of(what: str, target: Tensor, source: Tensor) -> Tensor | None:
-    """Return the part of a saved tensor that this rank holds of a state of the same shape; None if it holds nothing.
+    """Return this rank's piece of a saved tensor, for a state of the same whole shape; None if the rank holds nothing.
+
+    Args:
+        what: the name of the saved tensor, for errors.
+        target: the state, or its parameter, a plain tensor or `DTensor`.
+        source: the saved tensor, whole or a `DTensor`.
 
     Raises:
-        ValueError: the saved tensor is a `DTensor` of which some rank does not hold what it needs.
+        ValueError: the saved tensor is a `DTensor` that does not have, on some rank, the piece which that rank needs.
     """
+    # None for plain tensors, which are whole.
     layout, saved_layout = layout_of(what, target), layout_of(what, source)
     whole = tuple((0, size) for size in target.shape)
     rank = this_rank()
     if saved_layout is not None and saved_layout != layout:
-        # The same answer on all ranks, so that none of them loads what another one refuses.
+        # Check the pieces of all ranks, so that all of them load or all raise.
         for other in (*saved_layout.ranks, rank) if layout is None else layout.ranks:
             needed = whole if layout is None else layout.box_of(other)
             held = saved_layout.box_of(other) if other in saved_layout.ranks else None
             if numel_of(needed) and (held is None or intersection(needed, held) != needed):
                 raise ValueError(
-                    f"{what} is a DTensor of which rank {other} does not hold the part that it needs; save with "
+                    f"{what} is a DTensor, and rank {other} does not hold the piece of it that it needs; save with "
                     f"torch.distributed.checkpoint.save and load into the state dict of this optimizer, or save with "
                     f"full_state_dict=True"
                 )
     if layout is not None and rank not in layout.ranks:
         return None
+    # The box that this rank needs, in coordinates of the box that the saved tensor has here.
     box = whole if layout is None else layout.box_of(rank)
     if not numel_of(box):
         return None
@@ -94,7 +101,7 @@ def piece_of(what: str, target: Tensor, source: Tensor) -> Tensor | None:
 
 
 def as_tensor(value: Any) -> Tensor:
-    """Return a value of state: a tensor as it is, a number as one on the CPU, whatever the default device is."""
+    """Return a value of state as a tensor; a number becomes one on the CPU, also if another default device is set."""
     return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
 
 
@@ -102,8 +109,9 @@ def saved_tensor(value: Any, what: str) -> Tensor:
     """Return a value of saved state as a tensor.
 
     Raises:
-        ValueError: it cannot be copied to state, which holds dense real numbers; the message begins with `what`.
+        ValueError: it is not a dense tensor of real numbers; the message begins with `what`.
     """
+    # A number, or a nested list of them, becomes a tensor.
     try:
         tensor = as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
@@ -119,7 +127,7 @@ def saved_tensor(value: Any, what: str) -> Tensor:
 
 
 def copy_(target: Tensor, source: Tensor) -> None:
-    """Copy state in place, from whatever device and dtype; mantissas come as any integers."""
+    """Copy state in place, from any device and dtype; a mantissa may be any integer dtype."""
     if target.dtype == torch.uint16 and source.dtype != torch.uint16:
         target = target.view(torch.int16)  # the cast keeps the low 16 bits
     target.copy_(source)

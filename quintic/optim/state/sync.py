@@ -1,24 +1,24 @@
-"""Follows an optimizer's parameters: notices those that were exchanged, and keeps their state in step with them.
+"""Keeps state in sync with an optimizer's parameters, which may be replaced, moved, converted or sharded at any time.
 
 Models are moved, converted and sharded after the optimizer was made, and training libraries put other tensors into
-`group["params"]`. None of them tells the optimizer, so `ParamFingerprint` looks in every step. That costs some ten
-microseconds for a hundred parameters: whether they are the same objects, with the same memory and dtype. The rest is
-compared where these differ.
+`group["params"]`, without telling the optimizer. So `ParamFingerprint` compares parameters in every step: whether they
+are the same objects, with the same memory and dtype, which takes about ten microseconds for a hundred parameters. Only
+if these differ are their other properties compared.
 
-`StateSync` makes state when it is first needed, and moves it along. Frozen parameters (`requires_grad=False`) get none
-until they are unfrozen or given a gradient; those that are frozen later keep theirs. Between two needs of state (a
-step, a save, a load) parameters may have been moved, converted or sharded, or other tensors may stand for them in
-`group.params`. State follows its parameter object; where another tensor stands for one that no group has any more, it
-follows the position in the group. If it does not fit there as it is,
+`StateSync` makes state when it is first needed (by a step, a save or a load), and adapts it when it is needed again:
 
-- zeros, masters without a bit that the weight lacks, and second moments of the matrices of another view are made anew;
-- state that is not at its defaults is copied into new state, as if it were loaded: to another device, into other
-  strides, a rank's piece of a whole tensor, or a master in its other form;
-- it is an error if this rank lacks what it needs, the shape is another one, or ranks would shard state otherwise than
-  when it was used last: they do not have what is theirs then.
+1. State follows its parameter. If a parameter was replaced by a new tensor and is in no group any more, its state moves
+   to the tensor at the same position of the group, if that has the same name.
+2. State that fits its parameter as it is stays. State at its defaults (zeros, and masters equal to their weights) and
+   second moments of neurons of another view are made anew.
+3. Other state is copied into new state, as if it were loaded: to another device, to other strides, to a rank's piece of
+   a whole tensor, or from one form of a master to the other.
+4. It is an error if this rank does not have the values that it needs, the shape differs, or ranks would shard the state
+   differently from when it was last used.
 
-Nothing is communicated. A master belongs to weights of low precision: after `model.float()` there is none, and after
-`model.bfloat16()` it is made of the weights that are there.
+Frozen parameters (`requires_grad=False`) get no state until they are unfrozen or given a gradient; parameters that are
+frozen later keep theirs. Only weights of low precision have masters: after `model.float()` a master is dropped, and
+after `model.bfloat16()` it is made from the current weights. Nothing is communicated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.groups.options import Group, needs_state
+from quintic.optim.groups.group import Group, needs_state
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.rules.precision import full_precision
 from quintic.optim.rules.rule import MASTER
@@ -49,22 +49,24 @@ class Change(Enum):
 
     NONE = 0
     MEMORY = 1
-    """They have other memory of the same device, dtype, shape and strides."""
+    """Only the addresses of their memory changed."""
     PARAMETERS = 2
-    """There are other parameters, or their device, dtype, shape, strides or layout changed."""
+    """Other parameters, or their device, dtype, shape, strides or layout changed."""
 
 
 class ParamFingerprint:
-    """Parameters of groups as they are now. Keeps references to them."""
+    """A record of the groups' parameters at the last check. Keeps references to them."""
 
     def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
         self._remember(groups)
 
     def check(self, groups: Sequence[Sequence[Tensor]]) -> Change:
-        """Return the kind of change since the last look."""
+        """Return the kind of change since the last check."""
+        # The usual case must be quick: the same objects, addresses and dtypes.
         same = _identities(groups) == self._identities
         if same and self._memory() == self._seen:
             return Change.NONE
+        # Otherwise record everything anew, and compare the properties.
         properties = self._properties
         self._remember(groups)
         return Change.MEMORY if same and properties == self._properties else Change.PARAMETERS
@@ -78,6 +80,7 @@ class ParamFingerprint:
         self._seen = self._memory()
 
     def _memory(self) -> tuple[list[int], list[int], list[Any]]:
+        # `map` over C functions is several times faster than a loop.
         pieces = list(map(id, map(_local_of, self._dtensors)))
         return pieces, list(map(Tensor.data_ptr, self._locals)), list(map(_dtype_of, self._locals))
 
@@ -94,75 +97,78 @@ def _properties_of(param: Tensor, local: Tensor) -> tuple[Any, ...]:
 
 _Groups = Sequence[Group]
 _States = dict[Tensor, dict[str, Any]]
+# (number of a parameter's group, position of the parameter in it).
 _Place = tuple[int, int]
-"""Position of a parameter's group, and its own in it."""
+# By (number of the group, name); several parameters may have one name.
 _Shardings = dict[tuple[int, str], list[StateSharding | None]]
-"""By the position of the group and the name, which several parameters might have."""
 
 
 class _Entry(NamedTuple):
-    """A parameter, and what its state is made for."""
+    """A parameter, and the properties that its state depends on."""
 
     name: str
     param: Tensor
     group: Group
+    # The dtype of the weights.
     dtype: torch.dtype
-    """The dtype of the weights."""
+    # This rank's shards, and the sharding over all ranks, if the state is sharded.
     local: list[StateShard] | None
-    """The parts of this rank, where ranks shard the state."""
     sharding: StateSharding | None
-    """The parts of all ranks."""
+    # Whether it is frozen: no state is made for it, and existing state is kept.
     is_idle: bool
-    """Whether it is frozen: no state is made for it, and state that exists is kept."""
 
 
 class _Source(NamedTuple):
-    """State that there is for a parameter: its own, or that of one which it stands for."""
+    """Existing state for a parameter: its own, or the state of the parameter that it replaces."""
 
+    # The parameter and options that the state was made for.
     was: _Entry
-    """The parameter and options that the state was made for."""
     state: dict[str, Any]
 
 
 class StateSync:
-    """The parameters and options that one optimizer's state was made for. Keeps references to the parameters."""
+    """Makes and adapts one optimizer's state; records the parameters and options that it was made for."""
 
     def __init__(self) -> None:
+        # Whether state may be missing or not fit.
         self.is_stale = True
-        """Whether there may be no state, or not what is needed."""
+        # Whether a caller got the state dictionary, and may have put other tensors into it since.
         self.is_given = False
-        """Whether a caller has been given the state, who may have put other tensors there since."""
+        # The parameters that state was made for, by tensor and by place; these keep references.
         self._entries: dict[Tensor, _Entry] = {}
         self._places: dict[_Place, Tensor] = {}
+        # The sharding of all state, including state of parameters that are in no group any more.
         self._shardings: _Shardings = {}
-        """The sharding of state, also that of parameters that are in no group any more."""
+        # The sharding when state was last used. Every rank knows it, also if it owns no shard.
         self._used: _Shardings = {}
-        """The sharding when state was used last: all ranks know, also those that have none of it."""
         self._tensors: list[object] = []
 
     def use(self) -> None:
-        """Note that the state has been stepped or loaded: from now on it says something, on this rank or another."""
+        """Record that the state has been stepped or loaded: it is no longer at its defaults, on some rank at least."""
         self._used = self._shardings
 
     def is_current(self, groups: _Groups, states: _States) -> bool:
-        """Return whether the state is what the parameters of the last look need."""
+        """Return whether the state fits the parameters, which have not changed since the last check."""
+        # Compare the state's tensors by identity with the ones that were made.
         if self.is_given:
             tensors = _tensors_of(groups, states)
             self.is_stale |= len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors))
             self.is_given = False
         return not self.is_stale
 
-    # What inference mode makes could not be stepped outside of it.
+    # Tensors made in inference mode could not be changed outside of it.
     @torch.inference_mode(False)
     @torch.no_grad()
     def bring_up_to_date(self, groups: _Groups, states: _States) -> None:
-        """Let every parameter have the state that it needs, where it needs it; a ValueError if that is impossible.
+        """Make or adapt the state of every parameter in `states`; a ValueError if that is impossible.
 
-        Waits for the device where state moves. Temporary memory: that of one parameter's state.
+        Waits for the device if state is moved. Temporary memory: that of one parameter's state.
         """
+        # The parameters now, and the existing state for each of them.
         places = _entries_of(groups)
         entries = {entry.param: entry for entry in places.values()}
         sources = {entry.param: self._source(place, entry, entries, states) for place, entry in places.items()}
+        # Used state must not change owners. All ranks raise, as all know the sharding that was used.
         shardings: _Shardings = {}
         for (number, _), entry in places.items():
             if not entry.is_idle or _has_state(sources[entry.param]):
@@ -171,12 +177,13 @@ class StateSync:
             used = self._used.get((number, name), ())
             if any(used) and used != current:
                 raise _sharding_changed(name)
-        # All of them before the first state is changed: this may raise.
+        # Find all values to move before the first state is changed, since this may raise.
         values = {param: _values_to_move(entry, sources[param]) for param, entry in entries.items()}
         for param, entry in entries.items():
             _make(entry, values[param], sources[param], states)
+        # State of parameters that are in no group: used state stays, as in PyTorch, since the parameter may come back.
+        # Keys that are not tensors are the user's.
         for param in states.keys() - entries.keys():
-            # State that steps have used stays, as in PyTorch: the parameter may come back. Other keys are the user's.
             if isinstance(param, Tensor) and _is_default_state(states[param], param.dtype):
                 del states[param]
         self._entries, self._places = entries, {place: entry.param for place, entry in places.items()}
@@ -184,10 +191,9 @@ class StateSync:
         self.is_stale = self.is_given = False
 
     def drop_unused(self, states: _States) -> None:
-        """Drop state that is at its defaults: it is made again when it is needed. Keys of the user's own stay.
+        """Drop state at its defaults, which is made again when it is needed; the user's own keys stay.
 
-        So does the state of frozen parameters, for which none is made: what is at its defaults on one rank may be in
-        use on another.
+        State of frozen parameters stays, too, because it would not be made again, and may be used on other ranks.
         """
         for param in [key for key in states if isinstance(key, Tensor) and needs_state(key)]:
             if states[param].keys() <= STATE_KEYS and _is_default_state(states[param], param.dtype):
@@ -199,10 +205,11 @@ class StateSync:
     def _source(
         self, place: _Place, entry: _Entry, entries: Mapping[Tensor, _Entry], states: _States
     ) -> _Source | None:
-        """Return the state that there is for a parameter: its own, or that of one which it stands for."""
+        """Return the existing state for a parameter: its own, or the state of the parameter that it replaces."""
+        # A deep-copied optimizer has no recorded entry; its state already fits.
         if states.get(entry.param):
-            # Of a copy nothing is remembered, and nothing has changed since it was made.
             return _Source(self._entries.get(entry.param, entry), states[entry.param])
+        # The parameter that was at this place, if no group has it any more.
         before = self._places.get(place)
         if before is None or before in entries or not states.get(before):
             return None
@@ -211,7 +218,7 @@ class StateSync:
 
 
 def _entries_of(groups: _Groups) -> dict[_Place, _Entry]:
-    """Return the parameters that are there now, by their places."""
+    """Return the current parameters of all groups, by place."""
     sharded = sharded_parameters(groups)
     entries: dict[_Place, _Entry] = {}
     for group in groups:
@@ -224,6 +231,7 @@ def _entries_of(groups: _Groups) -> dict[_Place, _Entry]:
 
 
 def _tensors_of(groups: _Groups, states: _States) -> list[object]:
+    """Return the values of the state of all parameters, in the order of the groups."""
     tensors: list[object] = []
     for group in groups:
         for param in group.params:
@@ -234,9 +242,10 @@ def _tensors_of(groups: _Groups, states: _States) -> list[object]:
 def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] | None:
     """Return the values that move to a parameter's new state, by name; None if it keeps the state of its source.
 
-    Values are those of this rank; whole where ranks shard the new state, and did not shard the old one. If they
-    cannot move, that is a ValueError that names the parameter.
+    Values are this rank's pieces, or whole tensors if the new state is sharded and the old one was not. A ValueError
+    that names the parameter if they cannot move.
     """
+    # Frozen without state; no state to move; state that fits as it is; state at its defaults.
     if entry.is_idle and not _has_state(source):
         return None
     if source is None:
@@ -248,13 +257,14 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
     if _is_default_state(source.state, source.was.dtype):
         return moved
     for key, (_, other_shape) in state_forms(param, entry.group).items():
-        # The other form of a master; weights of another dtype have no part of its value any more.
+        # A master may come from its other form; after a conversion of the weights it is made from them.
         other = master_key(source.state) if key in MASTER_KEYS and source.was.dtype == param.dtype else None
         was_key = other or key
         is_of_others = key == _neuron_key(entry.group) and source.was.group.view != entry.group.view
         if was_key not in source.state or is_of_others:
             continue
         what, value = f"{name}: its {was_key}", as_tensor(source.state[was_key])
+        # Sharded before: flat, and only valid for the same sharding.
         if key in PARAM_SHAPED_STATE and source.was.local is not None:
             if entry.sharding != source.was.sharding:
                 raise _sharding_changed(name)
@@ -263,9 +273,10 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
         shape = tuple(param.shape) if other_shape is None else other_shape
         if tuple(value.shape) != shape:
             raise ValueError(
-                f"{what} has shape {tuple(value.shape)}, and the parameter that is there now needs {shape}: state that "
+                f"{what} has shape {tuple(value.shape)}, and the parameter that replaced it needs {shape}: state that "
                 f"steps have used does not fit a parameter of another shape; make a new optimizer for it"
             )
+        # This rank's piece; for new sharded state the whole, from which `_make` takes the shards.
         piece = piece_of(what, param, value) if key in PARAM_SHAPED_STATE and entry.local is None else value
         if piece is not None:
             moved[key] = piece
@@ -278,13 +289,15 @@ def _neuron_key(group: Group) -> str | None:
 
 def _make(entry: _Entry, values: dict[str, Tensor] | None, source: _Source | None, states: _States) -> None:
     """Give a parameter its state: the source's, or new state with these values."""
+    # Nothing to do: no state, or its own state that fits.
     if values is None and (source is None or source.was.param is entry.param):
         return
+    # The source's state object, or new state with the values and the user's own keys.
     new = old = {} if source is None else source.state
     if values is not None:
         others = {key: value for key, value in old.items() if key not in STATE_KEYS}  # the user's
         if not values:
-            old.clear()  # before there is new state
+            old.clear()  # frees its memory before new state is allocated
         made = init_state(entry.param, entry.group, entry.local)
         was_whole = source is not None and source.was.local is None
         for key, value in values.items():
@@ -300,7 +313,8 @@ def _make(entry: _Entry, values: dict[str, Tensor] | None, source: _Source | Non
 
 
 def _move(target: Tensor, value: Tensor) -> None:
-    """Copy a value into new state. A master may come in its other form; a float32 one has been made of the weights."""
+    """Copy a value into new state, converting a master to its other form."""
+    # float32 -> mantissa: its lower 16 bits. Mantissa -> float32: `target` was made from the weights, the upper bits.
     if target.dtype == torch.uint16 and value.dtype == torch.float32:
         value = value.view(torch.int32)
     elif target.dtype == torch.float32 and value.dtype == torch.uint16:
@@ -314,23 +328,24 @@ def _has_state(source: _Source | None) -> bool:
 
 def _sharding_changed(name: str) -> ValueError:
     return ValueError(
-        f"{name}: its state was sharded among ranks for another comms, process_group or view, other parameters in its "
-        f"group, or another order of its memory, and is not where the next step needs it; call state_dict() on all "
+        f"{name}: its sharded state no longer matches its group (comms, process_group, view, the group's parameters or "
+        f"the memory order changed), so that ranks do not have the shards that they now own; call state_dict() on all "
         f"ranks before such a change, and load it into an optimizer made after it"
     )
 
 
 def _is_default_state(state: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    """Return whether state is as if it were new: of a master whatever the weight of `dtype` does not show, zeros."""
+    """Return whether all state is at its initial value: zeros, and a master equal to its weight of `dtype`."""
     return all(_is_new(key, local_tensor(as_tensor(state[key])), dtype) for key in state.keys() & STATE_KEYS)
 
 
 def _is_new(key: str, value: Tensor, dtype: torch.dtype) -> bool:
     if value.is_meta or not value.numel():
         return True
+    # A float32 master without bits that the weight's dtype cannot hold.
     if key == MASTER:
         return dtype.itemsize >= 4 or bool((value.to(dtype) == value).all())
     if value.dtype == torch.uint16:
         value = value.view(torch.int16)
-    # A look at the first entries often settles it.
+    # Zeros. The first row often has a nonzero entry already, and is cheaper to test than everything.
     return not (value.ndim and bool(value[:1].any())) and not bool(value.any())

@@ -27,14 +27,14 @@ __all__ = ["Entries", "GroupAverages", "PrecomputedAverages", "ReduceScatterPlan
 # one buffer.
 _LEAST_DIRECT = 2**24
 
-# The most entries of one message: while the gradients of one are added up, those of the next are under way.
+# The most entries of one message: while the gradients of one are added up, the next is under way.
 _MOST_TOGETHER = 2**25
 
 # In a packed message each rank's entries begin at a multiple of this number: an alignment that suits every kernel.
 _MULTIPLE = 64
 
+# (Number of the tensor, start, stop): a range of its entries in the order of memory.
 Entries = tuple[int, int, int]
-"""(Number of the tensor, start, stop): a range of its entries in the order of memory."""
 
 
 class ReduceScatterPlan:
@@ -61,13 +61,16 @@ class ReduceScatterPlan:
     ) -> None:
         self._dtype, self._device, self._kernels, self._is_direct = dtype, device, kernels, is_direct
         self._position = position
+        # The number of entries that each rank owns.
         self.counts = [sum(stop - start for _, start, stop in entries) for entries in owned]
-        """The number of entries that each rank owns."""
+        # The number of entries of the rank that owns most.
         self.most = max(self.counts)
-        """The number of entries of the rank that owns most."""
         counts = self.counts
+        # This rank's entries within one tensor that is sent from its own memory.
         self._own = slice(sum(counts[:position]), sum(counts[: position + 1]))
 
+        # The copy plans of three buffers: all entries in the order of their owners; this rank's entries; the entries of
+        # the other ranks, each rank's padded to the longest, as an all-gather delivers them.
         def packing(owners: Iterable[int], starts: Sequence[int]) -> Packing:
             spans = []
             for owner in owners:
@@ -90,8 +93,10 @@ class ReduceScatterPlan:
         All ranks must call it. The mean is written to `out`, contiguous, or to new memory.
         """
         dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
+        # Packing reads tensors of one dtype.
         if len(dtypes) > 1:
             gradients = [None if gradient is None else gradient.to(self._dtype) for gradient in gradients]
+        # A direct tensor is sent from its own memory, if this rank has it.
         if self._is_direct and gradients[0] is not None:
             send = in_memory_order(gradients[0]).to(self._dtype)
         else:
@@ -106,7 +111,7 @@ class ReduceScatterPlan:
     def start_all_gather(
         self, tensors: Sequence[Tensor], group: ProcessGroup, own: Tensor | None = None
     ) -> Callable[[], None]:
-        """Send this rank's entries to all ranks; wait for the entries of the others, which apply_mask into the tensors.
+        """Send this rank's entries to all ranks; wait for the entries of the others, in the tensors.
 
         All ranks must call it. `own`, (entries,), is copied into the tensors and sent; without it, and with
         `is_direct`, the entries are those of the tensors already.
@@ -114,6 +119,7 @@ class ReduceScatterPlan:
         num_ranks = len(self.counts)
         if self._is_direct:
             whole = in_memory_order(tensors[0])
+            # The tensor's own memory is sent and received: padding would need a copy, so uneven ranks broadcast.
             if min(self.counts) == self.most:
                 pending = start_all_gather(whole[self._own], num_ranks, group, whole)
             else:
@@ -124,6 +130,7 @@ class ReduceScatterPlan:
                 self._of_own.pack(tensors, own)
             else:
                 self._of_own.unpack(own, tensors)
+                # An all-gather takes equally many entries of every rank.
                 if len(own) < self.most:
                     own = torch.nn.functional.pad(own, (0, self.most - len(own)))
             pending = start_all_gather(own, num_ranks, group)
@@ -137,6 +144,7 @@ class ReduceScatterPlan:
 
     def average(self, tensors: Sequence[Tensor], group: ProcessGroup) -> Iterator[None]:
         """Average tensors in place; yields twice, while a message is under way. All ranks must call it."""
+        # The mean of a tensor that is sent directly is written where this rank's entries are.
         own = in_memory_order(tensors[0])[self._own] if self._is_direct else None
         wait_for_mean = self.start_mean(tensors, group, own)
         yield
@@ -151,8 +159,8 @@ class ReduceScatterPlan:
 class GroupAverages:
     """The averages of one parameter group's gradients.
 
-    With `comms="replicated"` they stand in `p.grad`, or in `lent` for parameters without a gradient on this rank. Where
-    state is sharded, `own` has for each parameter the average of the pieces that this rank owns, flat, as its state is.
+    With `comms="replicated"` they stand in `p.grad`, or in `zero_filled` for parameters without a gradient on this
+    rank. Where state is sharded, `local` has for each parameter the average of this rank's shards, flat like its state.
     """
 
     def __init__(
@@ -166,12 +174,14 @@ class GroupAverages:
     def copy_from(self, other: "GroupAverages") -> None:
         """Copy averages of the next gradients to the place of these, where `p.grad` has none: for CUDA graphs."""
         mine, theirs = (self.zero_filled, other.zero_filled) if self.local is None else (self.local, other.local or {})
+        # A CUDA graph reads the averages at the addresses that it was captured with.
         if theirs:
             torch._foreach_copy_([mine[param] for param in theirs], list(theirs.values()))
 
     @property
     def is_fresh(self) -> bool:
         """Return whether no gradient was replaced, or changed in place, since they were averaged."""
+        # The same tensor with the same version: PyTorch counts every change in place.
         rows = zip(self._seen, self._gradients(), strict=True)
         return all(before is now and seen == version for (before, seen), (now, version) in rows)
 
@@ -194,6 +204,7 @@ class GroupAverages:
 
     def of_bucket(self, bucket: Sharded) -> Tensor:
         """Return the averages of the pieces of a bucket that this rank owns, one after the other, (entries,)."""
+        # The empty tensor is for ranks that own nothing of the bucket.
         return torch.cat([torch.empty(0, dtype=bucket.dtype, device=bucket.device), *self._runs(bucket)])
 
     def keep_bucket(self, bucket: Sharded, mean: Tensor) -> None:
@@ -212,10 +223,10 @@ class PrecomputedAverages:
     """The averages that clipping has made for an optimizer's next step, by the position of the parameter group."""
 
     def __init__(self) -> None:
+        # All cached averages, stale ones included.
         self.groups: dict[int, GroupAverages] = {}
-        """All cached averages, stale ones included."""
+        # The averages that the running step uses in place of messages.
         self.of_step: Mapping[int, GroupAverages] = {}
-        """The averages that the running step uses in place of messages."""
 
     def fresh(self) -> dict[int, GroupAverages]:
         """Return the averages that are still valid.
@@ -260,6 +271,7 @@ def messages_of(
     """
     limit = _MOST_TOGETHER if limit is None else max(1, min(limit, _MOST_TOGETHER))
     direct = [n for n, numel in enumerate(numels) if numel >= _LEAST_DIRECT and numel % num_ranks == 0]
+    # Large tensors whose entries divide evenly are messages of their own; the others are packed together.
     for number in direct:
         yield [number], _evenly_divided([numels[number]], num_ranks, 1), True
     for numbers in _gradient_chunks(sorted({*range(len(numels))} - {*direct}), numels, limit):
@@ -284,12 +296,13 @@ def _evenly_divided(numels: Sequence[int], num_ranks: int, multiple: int) -> lis
 
     Every rank owns equally many, a multiple of `multiple`; the last ranks own the rest, or nothing.
     """
+    # Entries of each rank, rounded up to the alignment.
     size = -(-sum(numels) // (num_ranks * multiple)) * multiple
     starts = list(accumulate(numels, initial=0))
 
     def between(first: int, last: int) -> Iterator[Entries]:
         for number, (start, stop) in enumerate(pairwise(starts)):
-            # The shard of tensor `number` between `first` and `last`, counted within the tensor.
+            # The entries of tensor `number` between `first` and `last`, counted within the tensor.
             if max(start, first) < min(stop, last):
                 yield number, max(start, first) - start, min(stop, last) - start
 

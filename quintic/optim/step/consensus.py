@@ -1,4 +1,11 @@
-"""Agreements of ranks: before the first step on their plans, at each step on the parameters that are stepped."""
+"""Checks that ranks built the same plan, and decides in each step which shared parameters are stepped.
+
+    once        ranks compare descriptions of their shared parameters, exchange which gradients are Partial, and learn
+                which ranks they are connected with; a difference is an error on all connected ranks
+    each step   ranks that share parameters count, in one all-reduce, how many of them have a gradient of each
+
+The count stays on the device: the host of a step waits for nothing here, but for errors about Partial gradients.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,7 +19,7 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.comparing import Place, described, difference
 from quintic.optim.comms.connected import Connected, gather_rank_info, local_rank_info
 from quintic.optim.comms.sharing import AVERAGING
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, is_dtensor
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.order import Orders
@@ -28,15 +35,23 @@ _Selected: TypeAlias = list[tuple[tuple[int, ...], Tensor, Tensor]]
 
 
 class RankConsensus:
-    """That ranks have the same plan, and which of the parameters that they share are stepped.
+    """Compares the plans of ranks once, and counts in each step which of their shared parameters have a gradient.
 
-    Ranks may disagree about which gradients are missing: an expert that got no token has none on some ranks. Nobody may
-    wait for a collective that the others skip, so collectives always run; what becomes of their results follows from
-    how many ranks have a gradient, which they count first. No host waits for a device.
+    Ranks may disagree about which gradients are missing: an expert that got no token has none on some ranks. Every rank
+    runs every collective, so that none can deadlock; the count of ranks with a gradient then decides whether the result
+    is used. A parameter is stepped if
 
-    Where a gradient is that of all ranks already, a parameter is stepped if every rank has one. Where the optimizer
-    averages gradients, or sums are still to be made (`partial_gradients.py`), it is if any rank has one; a missing one
-    counts as zeros.
+        the gradient is the same on all ranks      every rank has one
+        the optimizer averages gradients           any rank has one; missing ones count as zeros
+        the gradient is Partial                    any rank has one, unless addends have copies (`PartialSpec`)
+
+    Args:
+        groups: the parameter groups.
+        layouts: for each group and parameter how ranks hold it; None for this rank only.
+        gathered: the same for parameters whose matrices come together on one of several ranks.
+        choices: the strategies that `replicas="auto"` chose, by the ranks that share parameters.
+        communicators: the process groups.
+        orders: the user's orders of parameters, which must be the same on all ranks.
     """
 
     def __init__(
@@ -53,21 +68,22 @@ class RankConsensus:
         self.plans_validated = False
         """Whether ranks have compared their plans."""
         self.partial = PartialGradients()
-        """Which gradients are sums still to be made."""
+        """The gradients that ranks know to be Partial."""
         self.connected = Connected({this_rank(): local_rank_info(groups, layouts)}, groups, communicators)
-        """The ranks that decide together; this one alone until ranks have compared their plans."""
+        """The ranks that decide together; only this one until ranks have compared their plans."""
         self._presence: dict[tuple[int, ...], _GradientPresence] = {}
         self._partial_params: list[tuple[Tensor, int]] = []
-        """Parameters whose gradients may be sums, and their groups."""
+        """`DTensor`s that ranks share, whose gradients may be Partial, each with the position of its group."""
         self._partial_presence: list[_GradientPresence] = []
-        """The counted ones among which some gradients are sums."""
+        """The entries of `_presence` with a parameter whose gradient is Partial."""
         self._places: dict[Place, tuple[tuple[int, ...], int]] = {}
         """Shared parameter -> (sharing ranks, index in their count vector)."""
         self._selections: dict[int, tuple[object, int, _Selected]] = {}
+        """Number of a bucket -> (its parts, their number, where their counts are), as of the last step."""
 
     @property
     def is_single_rank(self) -> bool:
-        """Return whether ranks have agreed, and this one has no other to agree with in a step."""
+        """Return whether plans are compared, and a step of this rank depends on no other rank."""
         return self.plans_validated and not self._presence and self.connected.is_single_rank
 
     def validate_plans(self) -> None:
@@ -78,13 +94,16 @@ class RankConsensus:
         """
         if self.plans_validated:
             return
+        # Process groups are made and used once here: collectives of every kind, before the first step needs them.
         self._communicators.connect(self._groups, self._layouts)
         self._partial_params, self._partial_presence = [], []
         problem = None
+        # One set of ranks after the other, in the same order everywhere: ranks in two of them wait for both.
         for ranks, shared in described(self._groups, self._layouts).items():
             process_group, places = self._communicators[ranks], [place for place, _ in shared]
             params = [self._groups[group].params[index] for group, index in places]
             names = [self._groups[group].param_names[index] for group, index in places]
+            # Only gradients of `DTensor`s can be Partial.
             watched = {param: name for param, name in zip(params, names, strict=True) if is_dtensor(param)}
             strategy = self._choices[ranks].strategy if ranks in self._choices else None
             everything = [*(text for _, text in shared), str(self._orders), f"replicas={strategy}"]
@@ -92,8 +111,10 @@ class RankConsensus:
             if differs is None and watched:
                 differs = self.partial.exchange(watched, process_group)
             if differs is not None:
+                # Raised at the end: ranks of other sets wait for this rank before that.
                 problem = problem or differs
                 continue
+            # One rank's gradient is enough where the optimizer averages: zeros stand for the others.
             needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for group, _ in places]
             self._partial_params += [
                 (param, group) for param, (group, _) in zip(params, places, strict=True) if param in watched
@@ -102,27 +123,32 @@ class RankConsensus:
             if any(map(self.partial.is_partial, params)):
                 self._partial_presence.append(self._presence[ranks])
             self._places |= {place: (ranks, number) for number, place in enumerate(places)}
+        # Now every rank hears of the ranks that it shares parameters with through other ranks, and of their problems.
         infos = gather_rank_info(local_rank_info(self._groups, self._layouts, problem), self._communicators)
         for rank, info in sorted(infos.items()):
             if info.problem is not None:
-                # Also on ranks that do not share these parameters, and would wait for those that do.
+                # Connected ranks raise, too, even if they do not share these parameters: they would wait for ever.
                 raise RuntimeError(problem or f"on rank {rank}: {info.problem}")
+        # The ranks that orthogonalise together, which may be some of the ranks that share the parameters.
         self._communicators.connect(self._groups, self._gathered)
         self.connected = Connected(infos, self._groups, self._communicators)
         self.connected.connect()
         self.plans_validated = True
 
     def check_partial(self, steps_until_due: Sequence[int]) -> None:
-        """Check for a step, before anything is sent, what `PartialGradients.check` does.
+        """Check before a step sends anything that no gradient is Partial that ranks do not know as such.
 
-        In the first one all is well: ranks tell each other then.
+        Before the first step any gradient may be Partial: ranks exchange which ones are.
+
+        Raises:
+            RuntimeError: as `PartialGradients.check`.
         """
         if self.plans_validated and self._partial_params:
             self.partial.check(self._due_partial(steps_until_due))
 
     @contextmanager
     def of_step(self, steps_until_due: Sequence[int]) -> Iterator[None]:
-        """Begin to count the ranks that have a gradient; meanwhile sums still to be made stand in `p.grad`.
+        """Start to count the ranks that have a gradient, and let `p.grad` of Partial ones be their sums within a step.
 
         All ranks that share parameters must call it.
 
@@ -132,8 +158,10 @@ class RankConsensus:
         """
         if not self.plans_validated:
             self.validate_plans()
+        # An error that the last step found on the device, if the host did not know of it by the end of that step.
         for presence in self._partial_presence:
             presence.check(wait=True)
+        # The counts are under way while gradients are summed and averaged.
         for presence in self._presence.values():
             presence.start()
         summed = self.partial.reduced(self._due_partial(steps_until_due)) if self._partial_presence else nullcontext()
@@ -143,9 +171,12 @@ class RankConsensus:
             presence.check(wait=False)
 
     def reduce_partial_gradients(self, numbers: Iterable[int]) -> None:
-        """Make sums of some groups' gradients before the step, and put them in `p.grad`, also where this rank has none.
+        """Sum the Partial gradients of some groups before the step, and put the sums in `p.grad`, for clipping.
 
-        All ranks that share parameters must call it; errors are those of `validate_plans` and `check_partial`.
+        This rank gets a sum even if it has no gradient. All ranks that share parameters must call it.
+
+        Raises:
+            RuntimeError: as `validate_plans` and `check_partial`.
         """
         self.validate_plans()
         wanted = set(numbers)
@@ -154,24 +185,28 @@ class RankConsensus:
         self.partial.replace(params)
 
     def _due_partial(self, steps_until_due: Sequence[int]) -> list[Tensor]:
-        """Return the parameters stepped now whose gradients may be sums, in one order on all ranks."""
+        """Return the parameters stepped now whose gradients may be Partial, in the same order on all ranks."""
         return [param for param, group in self._partial_params if steps_until_due[group] == 0]
 
     def any_present(self) -> Iterator[Tensor]:
-        """Yield () bool on a device for each group of ranks that share parameters: whether one has any gradient.
+        """Yield for each set of ranks that share parameters whether any had any gradient in the last step: () bool.
 
-        Of the step that was just made; nothing is communicated, and no host waits.
+        They are on the device. Nothing is communicated, and the host does not wait.
         """
         return (presence.any_present() for presence in self._presence.values())
 
     def step_mask(
         self, number: int, bucket: Bucket, parts: _Parts, indices_of: Callable[[_Parts], Iterable[int]]
     ) -> Tensor | None:
-        """Return (parameters,) int32 on the device: 1 for those that are stepped, else 0; None if ranks share none.
+        """Return (parameters,) int32 on the device: 1 if it is stepped, else 0; None if no other rank has any.
 
-        `indices_of` returns the positions of the parts' parameters in the group; it is called only if these are not the
-        parts of the last step.
+        Args:
+            number: the number of the bucket.
+            bucket: whose parameters they are.
+            parts: a value that is equal to the last step's if the parameters are the same.
+            indices_of: returns the position in the group of each part's parameter; called only if the parts changed.
         """
+        # The parameters of a bucket hardly ever change: their indices are uploaded once.
         key, size, selected = self._selections.get(number, (None, 0, []))
         if key != parts:
             places = [(bucket.group, index) for index in indices_of(parts)]
@@ -181,15 +216,17 @@ class RankConsensus:
         for ranks, positions, numbers in selected:
             presence = self._presence[ranks]
             of_these = (presence.last_mask if presence.pending is None else presence.has_required_grads())[numbers]
+            # (parameters of the bucket that these ranks share,); mostly all of them.
             if len(numbers) == size:
                 return of_these
             if result is None:
+                # Parameters that no other rank has are stepped if this one has a gradient: 1.
                 result = torch.ones(size, dtype=torch.int32, device=of_these.device)
             result[positions] = of_these
         return result
 
     def _select(self, places: Sequence[Place], device: torch.device) -> "_Selected":
-        """Return for the ranks that share some of these parameters which they are, here and among those counted."""
+        """Return, for each set of ranks that shares some of the parameters, their positions here and in its counts."""
         by_ranks: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
         for position, place in enumerate(places):
             if place in self._places:
@@ -203,12 +240,20 @@ class RankConsensus:
         ]
 
 
-# What a gradient counts besides that is none, where all ranks know it as a sum. More than there are ranks.
+# Added to the count of a rank whose gradient is not Partial although the parameter's is known to be. Larger than any
+# number of ranks, so that one sum carries both counts: sum % bias ranks have a gradient, sum // bias not a Partial one.
 _NOT_PARTIAL_BIAS = 2**16
 
 
 class _GradientPresence:
-    """The parameters that some ranks share, each needing the gradients of so many of them to be stepped."""
+    """Counts over the ranks that share parameters how many have a gradient of each, once a step.
+
+    Args:
+        params: the parameters, in the same order on all of these ranks.
+        needed: for each parameter how many ranks must have a gradient for it to be stepped.
+        process_group: of these ranks.
+        partial: the gradients that are known to be Partial.
+    """
 
     def __init__(
         self,
@@ -219,10 +264,12 @@ class _GradientPresence:
     ) -> None:
         self._params, self._group, self._partial = params, process_group, partial
         self._present: list[int] | None = None
+        """This rank's counts as they were uploaded last."""
         self._flags = self._counts = torch.empty(0)
         self.last_mask = torch.empty(0)
         """(parameters,) int32: 1 for those with the required gradients, once the count is no longer pending."""
         self.pending: Pending | None = None
+        # Of a Partial gradient one addend is enough, unless it has copies.
         needed = [
             1 if partial.may_lack_addends(param) else number for param, number in zip(params, needed, strict=True)
         ]
@@ -230,27 +277,31 @@ class _GradientPresence:
         self._partial_params = [number for number, param in enumerate(params) if partial.is_partial(param)]
         self._num_ranks = len(group_ranks(process_group))
         self._mixed: HostCopy | None = None
-        """(parameters,) bool: sums on some ranks, and none on others."""
+        """(parameters,) bool, on its way to the host: Partial on some ranks, and not on others."""
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start the all-reduce that counts gradients. All of these ranks must call it, once a step."""
         present = [int(param.grad is not None) for param in self._params]
         for number in self._partial_params:
             param = self._params[number]
+            # A sum that `replace` has put there counts for the ranks that had an addend, and not for this one.
             present[number] += _NOT_PARTIAL_BIAS * self._partial.is_reduced(param) - self._partial.is_stand_in(param)
+        # Mostly the same gradients are there as in the last step: then nothing is uploaded.
         if present != self._present:
             self._flags = upload(host_tensor(present, torch.int32), self._needed.device)
             self._present = present
+        # A copy, which becomes the sum in place.
         self.pending = start_sum(self._flags.clone(), self._group)
 
     def has_required_grads(self) -> Tensor:
-        """Return (parameters,) int32: 1 for those of which as many ranks as are needed have a gradient."""
+        """Return (parameters,) int32 on the device: 1 where as many ranks have a gradient as the parameter needs."""
         if self.pending is not None:
             counts, self.pending = self.pending.wait(), None
             has_required = (
                 counts % _NOT_PARTIAL_BIAS >= self._needed if self._partial_params else counts >= self._needed
             )
             if self._partial_params:
+                # A parameter whose gradient is Partial on some of the ranks only is left as it is, on all of them.
                 num_not_partial = counts // _NOT_PARTIAL_BIAS
                 mixed = (num_not_partial > 0) & (num_not_partial < self._num_ranks)
                 has_required &= ~mixed
@@ -259,10 +310,11 @@ class _GradientPresence:
         return self.last_mask
 
     def check(self, *, wait: bool) -> None:
-        """Raise a RuntimeError on all ranks if a gradient of the last step was a sum on some and none on others.
+        """Raise a RuntimeError on all ranks if a gradient was Partial on some of them and not on others.
 
-        That is, as far as it is known: without `wait` the host does not wait for the device, and counts of this step
-        are asked for, too.
+        Args:
+            wait: whether the host waits for the counts of the last step. Otherwise it looks at the counts of this
+                step, and raises only if they have arrived by now.
         """
         if not wait:
             self.has_required_grads()
@@ -273,6 +325,6 @@ class _GradientPresence:
             raise RuntimeError(self._partial.partial_mismatch_message(self._params[flags.index(True)]))
 
     def any_present(self) -> Tensor:
-        """Return () bool: whether any rank has any of the gradients in this step."""
+        """Return () bool on the device: whether any of these ranks has any of the gradients in this step."""
         self.has_required_grads()
         return self._counts.any()

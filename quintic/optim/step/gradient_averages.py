@@ -20,7 +20,7 @@ from quintic.kernels.dispatch import Kernels, choose_kernels
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, ranks_of
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, gradient_dtype, writable_gradient
 from quintic.optim.plan.schedule import overlapping_bytes, prefetch_one_schedule
 from quintic.optim.plan.workspace.buckets import averaged_entries, averaging_stages
@@ -41,7 +41,7 @@ class GradientAverages:
         groups: the parameter groups.
         layouts: for each group and parameter how ranks hold it; None for this rank only.
         communicators: the process groups.
-        early: averages made ahead of the step, which outlive the plan.
+        precomputed: averages made ahead of the step, which outlive the plan.
     """
 
     def __init__(
@@ -54,19 +54,19 @@ class GradientAverages:
     ) -> None:
         self._groups, self._communicators, self._precomputed = groups, communicators, precomputed
         self._shards = shards
+        # The ranks of each group whose gradients differ among ranks; empty where there is nothing to average.
         self.ranks = {
             number: ranks_of(of_group)
             for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True))
             if group.comms in AVERAGING and any(of_group)
         }
-        """The ranks of each group whose gradients differ among ranks; empty where there is nothing to average."""
+        # Parameters without a gradient of this rank, which have one until the step is over, because other ranks do.
         self._zero_filled: list[Tensor] = []
-        """Parameters without a gradient of this rank, which have one until the step is over, because other ranks do."""
         self._reduce_scatters: dict[object, list[list[tuple[ReduceScatterPlan, list[int]]]]] = {}
+        # Upper bound of the temporary bytes of averaging whole gradients.
         self.workspace_bytes = 0
-        """Upper bound of the temporary bytes of averaging whole gradients."""
+        # Groups whose averages stand in `p.grad`.
         self._whole = [number for number in self.ranks if groups[number].comms == "replicated"]
-        """Groups whose averages stand in `p.grad`."""
         self.has_whole = bool(self._whole)
         for together in self._of_same_ranks(self._whole):
             # Most gradients have the dtype of their parameter.
@@ -75,10 +75,12 @@ class GradientAverages:
     @contextmanager
     def of_step(self, steps_until_due: Sequence[int]) -> Iterator[None]:
         """Put whole averages in `p.grad` while a step runs. All ranks that share parameters must call it."""
+        # Averages made ahead of the step take the place of messages, if no gradient was touched since.
         self._precomputed.of_step = of_step = self._precomputed.fresh()
         try:
             due = [number for number in self._whole if steps_until_due[number] == 0]
             self._average([number for number in due if number not in of_step])
+            # `p.grad` of parameters without a gradient on this rank is None between clipping and the step.
             for param, average in chain.from_iterable(of_step[n].zero_filled.items() for n in due if n in of_step):
                 param.grad = average
                 self._zero_filled.append(param)
@@ -92,6 +94,7 @@ class GradientAverages:
         averages = self._precomputed.fresh()
         due = [number for number in numbers if number in self.ranks]
         missing = [number for number in due if number not in averages]
+        # replicated: the averages stay in `p.grad`
         whole = [number for number in missing if number in self._whole]
         try:
             self._average(whole)
@@ -103,6 +106,7 @@ class GradientAverages:
             averages[number] = GroupAverages(
                 params, {param: zero_filled[param] for param in params if param in zero_filled}
             )
+        # sharded: this rank's entries of each average, flat
         for number in [number for number in missing if number not in whole]:
             params = self._groups[number].params
             for param in params:
@@ -143,6 +147,7 @@ class GradientAverages:
             # It has the dtype of other ranks' gradients, because messages must be equally long.
             param.grad = gradient = torch.zeros_like(param, dtype=gradient_dtype(param))
             self._zero_filled.append(param)
+        # Messages pack memory as it lies: the gradient needs the strides that the parameter has on all ranks.
         dense = dense_gradient(param, gradient, name)
         if dense is not gradient:
             param.grad = dense
@@ -156,10 +161,12 @@ class GradientAverages:
         There is a list for each dtype, device, kernels and limit. The tensors are like the gradients of all parameters
         that are stepped, in the order of the groups.
         """
+        # Gradients may have another dtype than in the step before.
         key = tuple(numbers), tuple([tensor.dtype for tensor in tensors])
         if key not in self._reduce_scatters:
             members = [(self._groups[n], param) for n in numbers for _, param in _stepped(self._groups[n])]
             together: dict[tuple[torch.dtype, torch.device, Kernels, int | None], list[int]] = {}
+            # One message has one dtype and device, and the limit of its group's workspace.
             for n, ((group, param), tensor) in enumerate(zip(members, tensors, strict=True)):
                 kernels, limit = choose_kernels(group.kernels, param), averaged_entries(group, tensor.dtype)
                 together.setdefault((tensor.dtype, tensor.device, kernels, limit), []).append(n)
@@ -186,6 +193,7 @@ class GradientAverages:
             reduce_scatters.append((reduce_scatter, [chosen[place] for place in places]))
             counts, most = reduce_scatter.counts, reduce_scatter.most
             stages.append(averaging_stages(counts, most, dtype, kernels, is_direct=is_direct, is_in_place=is_direct))
+        # Messages of one call overlap, calls come one after the other.
         self.workspace_bytes = max(
             self.workspace_bytes, overlapping_bytes(stages, prefetch_one_schedule(len(stages)), 0)
         )
@@ -202,6 +210,7 @@ def _average_bucket(shard: Shard, averages: GroupAverages) -> Iterator[None]:
     yield
     mean = wait_for_mean()
     del wait_for_mean  # and the gradients that were sent
+    # Copied into the flat averages: the memory of the mean is free again.
     averages.keep_bucket(shard.bucket, mean)
     yield
 

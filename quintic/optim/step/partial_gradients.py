@@ -1,14 +1,16 @@
-"""Gradients that are sums still to be made over ranks: `Partial` placements, as tensor parallelism leaves some.
+"""Gradients that are sums still to be made over ranks (`Partial`), as tensor parallelism leaves some.
 
-To add them up is a collective, which a rank without a gradient must join with zeros. So it has to know that others have
-such a gradient, and all ranks have to know the same. They tell each other before the first step, with what they
-compare anyway, and remember it: from then on all ranks of the mesh add up these parameters' gradients in every step,
-whoever has one. Without such gradients nothing is sent, and no rank waits.
+To sum them is a collective of all ranks of the parameter's mesh: a rank without a gradient must join with zeros, and so
+has to know that other ranks have a Partial gradient.
 
-A gradient that is a sum for the first time later is an error on the ranks that have it, before they send anything:
-others cannot know of it, and to ask them would make every step wait. One that was a sum, and now is none on this rank,
-may have been added up by the user: then it is so on all ranks. This rank joins the others' sum with zeros all the same,
-so that no rank waits for it, and says so with the counts of gradients (`consensus.py`).
+    first step    ranks tell each other which gradients are Partial (`exchange`), along with the plans that they compare
+    each step     all ranks of the mesh sum the gradients that are known to be Partial, whether they have one or not
+
+Nothing is sent, and no rank waits, if no gradient is Partial. A gradient that is Partial for the first time in a later
+step is an error on the ranks that have it, before they send anything: to ask the other ranks would make every step
+wait. A gradient that was Partial and no longer is on this rank may have been summed by the user, then on all ranks.
+This rank joins the sum with zeros, so that no rank waits for it, and reports it with the counts of gradients
+(`consensus.py`), which make a mixture of both an error.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,14 +31,18 @@ __all__ = ["PartialGradients", "PartialSpec", "partial_spec", "zero_addend"]
 
 
 class PartialSpec(NamedTuple):
-    """How a gradient that is a sum still to be made lies on the mesh of its parameter."""
+    """Placements and dtype of a Partial gradient: equal on all ranks of the mesh."""
 
     placements: "tuple[Placement, ...]"
     """At least one is `Partial`."""
     dtype: torch.dtype
 
     def has_copies(self, param: Any) -> bool:
-        """Return whether ranks have copies of an addend, which differ if one of them counts as zeros."""
+        """Return whether several ranks hold the same addend, so that a missing one cannot count as zeros.
+
+        With placements (Replicate, Partial) the ranks along the first dimension have equal addends. If one of them
+        lacked it and joined with zeros, they would get different sums.
+        """
         sizes = param.device_mesh.shape
         return any(
             placement.is_replicate() and size > 1 for placement, size in zip(self.placements, sizes, strict=True)
@@ -44,7 +50,7 @@ class PartialSpec(NamedTuple):
 
 
 def partial_spec(param: Any) -> PartialSpec | None:
-    """Return the cut of a `DTensor`'s gradient; None where it is no sum still to be made, or not there."""
+    """Return the placements and dtype of a `DTensor`'s gradient if it is Partial; None if not, or if it is None."""
     gradient = param.grad
     placements = getattr(gradient, "placements", ())
     if not any(placement.is_partial() for placement in placements):
@@ -53,12 +59,14 @@ def partial_spec(param: Any) -> PartialSpec | None:
 
 
 def zero_addend(param: Any, partial: PartialSpec) -> "DTensor":
-    """Return a gradient of zeros for a `DTensor`, cut so: what a rank adds that has none. Nothing is communicated."""
+    """Return a gradient of zeros with these placements, for a rank that has none to add. Nothing is communicated."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = param.device_mesh
+    # An addend has the shape that a replica has: Partial says how values combine, and cuts nothing.
     pieces = [Replicate() if placement.is_partial() else placement for placement in partial.placements]
     shape = size_of(mesh_layout(param.shape, mesh.mesh, pieces).box_of(this_rank()))
+    # run_check=False: the metadata are right, and comparing them would be a collective.
     local = torch.zeros(shape, dtype=partial.dtype, device=param.device)
     return DTensor.from_local(
         local, mesh, partial.placements, run_check=False, shape=param.shape, stride=param.stride()
@@ -66,61 +74,69 @@ def zero_addend(param: Any, partial: PartialSpec) -> "DTensor":
 
 
 class PartialGradients:
-    """Which of the `DTensor`s that ranks share have such gradients: the same on all ranks of each parameter's mesh."""
+    """The shared `DTensor`s whose gradients are Partial, the same on all ranks of a parameter's mesh."""
 
     def __init__(self) -> None:
         self._names: dict[Tensor, str] = {}
         self._known: dict[Tensor, PartialSpec] = {}
+        """Parameters whose gradients all ranks know to be Partial."""
         self._stand_ins: dict[Tensor, Tensor] = {}
-        """Sums in the place of gradients that this rank does not have."""
+        """Parameters without a gradient on this rank -> the sum that `replace` put in `p.grad`."""
         self._reduced: dict[Tensor, bool] = {}
-        """Parameters whose gradients `replace` has added up since the last step -> whether this rank's was whole."""
+        """Parameters whose gradients `replace` has summed since the last step -> `is_reduced` before that."""
 
     def is_stand_in(self, param: Tensor) -> bool:
-        """Return whether `param.grad` was put there by `replace`, where this rank had none."""
+        """Return whether `param.grad` is a sum that `replace` put there because this rank had no gradient."""
         return param.grad is not None and self._stand_ins.get(param) is param.grad
 
     def may_lack_addends(self, param: Tensor) -> bool:
-        """Return whether missing addends may count as zeros; false until every rank knows that there is a sum."""
+        """Return whether a missing addend may count as zeros; false until ranks know that the gradient is Partial."""
         return param in self._known and not self._known[param].has_copies(param)
 
     def is_partial(self, param: Tensor) -> bool:
-        """Return whether all ranks know that the gradient of a parameter is a sum."""
+        """Return whether all ranks know that the gradient of a parameter is Partial."""
         return param in self._known
 
     def is_reduced(self, param: Any) -> bool:
-        """Return whether this rank has no addend of a sum, but a gradient that is none."""
+        """Return whether this rank's gradient has the parameter's placements already, in place of an addend."""
+        # A sum that `replace` has put there has them, too: then the gradient that it replaced decides.
         return self._reduced.get(param, self._has_param_placements(param))
 
     def _has_param_placements(self, param: Any) -> bool:
         return bool(getattr(param.grad, "placements", None) == param.placements)
 
     def partial_mismatch_message(self, param: Tensor) -> str:
-        """Return the message that some ranks have a sum and others a gradient that is none."""
+        """Return the error message for a gradient that is Partial on some ranks and not on others."""
         return (
-            f"{self._names[param]}: its gradient is a sum still to be made over ranks (Partial) on some ranks, and "
-            f"none on others, which would not join it; redistribute it to the parameter's placements before the step, "
-            f"on all ranks that have it as a sum"
+            f"{self._names[param]}: its gradient is Partial (a sum still to be made over ranks) on some ranks, and not "
+            f"on others, which would not join the sum; redistribute it to the parameter's placements before the step, "
+            f"on all ranks where it is Partial"
         )
 
     def exchange(self, names: Mapping[Any, str], group: ProcessGroup) -> str | None:
-        """Tell all ranks what sums there are among the gradients of `DTensor`s with names, and remember theirs.
+        """Exchange with all ranks of the group which gradients are Partial, and remember them; waits.
 
-        All ranks of the group must call it; waits.
+        All of these ranks must call it, with the same parameters in the same order.
+
+        Args:
+            names: `DTensor`s that the ranks share, with their names.
+            group: the process group of these ranks.
 
         Returns:
-            None, or on all ranks the same message: ranks have different sums of one parameter, or only some of those
-            that have a gradient have it as a sum, which the others would not join.
+            None, or an error message, the same on all ranks: the gradient of a parameter has different placements on
+            two ranks, or is Partial on some of the ranks that have one, and not on others.
         """
-        # Of every gradient that there is: how it is cut if it is a sum, else None.
+        # Position of each parameter with a gradient -> placements and dtype if it is Partial, else None.
         own = {number: partial_spec(param) for number, param in enumerate(names) if param.grad is not None}
         of_ranks = all_gather_values(own, group)
         self._names |= names
         for number, param in enumerate(names):
+            # The distinct answers of the ranks that have a gradient.
             specs = dict.fromkeys(theirs[number] for theirs in of_ranks if number in theirs)
             sums = [partial for partial in specs if partial is not None]
             if not sums:
                 continue
+            # Different placements would be different collectives, which wait for each other for ever.
             if len(sums) > 1:
                 return self._disagreement(param, "on one rank it is", sums[0], "on another one", sums[1])
             if None in specs:
@@ -129,36 +145,43 @@ class PartialGradients:
         return None
 
     def check(self, params: Iterable[Any]) -> None:
-        """Check that the gradients of `DTensor`s are no other sums than all ranks know of; nothing is communicated.
+        """Check that no gradient is Partial in a way that the other ranks do not know; nothing is communicated.
 
         Raises:
-            RuntimeError: one is; on the ranks that have such a gradient, and on no others.
+            RuntimeError: one is. Only the ranks that have such a gradient raise.
         """
         for param in params:
             gradient = param.grad
-            # Hundreds of gradients in every step, nearly all cut as their parameters, and most by the very same object.
+            # There are hundreds of gradients in every step, nearly all with the placements of their parameters, and
+            # most with the very same object: comparing identities first is fast.
             spec = getattr(gradient, "_spec", None)
             if gradient is None or spec is param._spec or (spec and spec.placements == param._spec.placements):
                 continue
             partial, known = partial_spec(param), self._known.get(param)
+            # Gradients with other placements that are not Partial are redistributed in the step.
             if partial is None or partial == known:
                 continue
             if known is not None:
                 raise RuntimeError(self._disagreement(param, "in the steps before it was", known, "now it is", partial))
             raise RuntimeError(
-                f"{self._names[param]}: its gradient is a sum still to be made over ranks (Partial), and was none on "
+                f"{self._names[param]}: its gradient is Partial (a sum still to be made over ranks), and was not on "
                 f"any rank in the first step, before which ranks tell each other; make it Partial in the first step "
                 f"on some rank, or redistribute it to the parameter's placements before the step, on all ranks that "
                 f"have it"
             )
 
     def replace(self, params: Iterable[Tensor]) -> None:
-        """Put known sums in the place of gradients, or of none. All ranks of the meshes must call it."""
+        """Replace Partial gradients by their sums until the step is over, also where this rank has no gradient.
+
+        All ranks of the parameters' meshes must call it.
+        """
         for param in params:
             if param not in self._known:
                 continue
+            # Asked before the sum takes the gradient's place, and remembered for the counts of the step.
             is_missing, is_reduced = param.grad is None, self.is_reduced(param)
             total = self._sum(param)
+            # Clipping twice before a step: the first call decides.
             self._reduced.setdefault(param, is_reduced)
             if total is not None:
                 param.grad = total
@@ -167,7 +190,7 @@ class PartialGradients:
 
     @contextmanager
     def reduced(self, params: Iterable[Tensor]) -> Iterator[None]:
-        """Put known sums in the place of gradients meanwhile. All ranks of the meshes must call it."""
+        """Replace Partial gradients by their sums within the context. All ranks of the meshes must call it."""
         kept: list[tuple[Tensor, Tensor | None]] = []
         try:
             if self._known:
@@ -178,23 +201,26 @@ class PartialGradients:
                         param.grad = total
             yield
         finally:
+            # `p.grad` keeps the user's addend: the next backward pass adds to it.
             for param, gradient in kept:
                 param.grad = gradient
             self._stand_ins.clear()
             self._reduced.clear()
 
     def _sum(self, param: Any) -> Tensor | None:
-        """Return the sum of all ranks' addends; None if this rank's gradient is none of them."""
+        """Return the sum of all ranks' addends; None if this rank keeps its gradient, which is not Partial."""
         has_param_placements = self._has_param_placements(param)
-        if has_param_placements and param in self._reduced:  # on all ranks
+        if has_param_placements and param in self._reduced:
+            # `replace` has summed it on all ranks since the last step: no rank sends anything.
             return None
+        # A rank without an addend joins with zeros, because the collective needs all ranks.
         addend = zero_addend(param, self._known[param]) if has_param_placements or param.grad is None else param.grad
         total: Tensor = placed_as(self._names[param], param, addend)
         return None if has_param_placements else total
 
     def _disagreement(self, param: Tensor, first: str, known: PartialSpec, second: str, partial: PartialSpec) -> str:
         return (
-            f"{self._names[param]}: its gradient is a sum still to be made over ranks, and not always the same one: "
+            f"{self._names[param]}: its gradient is Partial (a sum still to be made over ranks) in different ways: "
             f"{first} {_text(known)}, {second} {_text(partial)}; redistribute it to the parameter's placements before "
             f"the step, on all ranks"
         )

@@ -31,6 +31,7 @@ class _BucketRanges(dict[str, AbstractContextManager[object]]):
     def __init__(self, label: str) -> None:
         self._label = label
 
+    # A new range at each entry: `record_function` contexts are used once, and so are never stored.
     def __missing__(self, stage: str) -> AbstractContextManager[object]:
         return record_function(f"{_PREFIX}/{self._label}/{stage}")
 
@@ -42,6 +43,7 @@ def range_of(stage: str) -> AbstractContextManager[object]:
 
 def ranges_of(number: int, bucket: Bucket) -> Ranges:
     """Return the ranges of a bucket, which has this number in the plan."""
+    # The label names what is computed together, by number and shape.
     if bucket.shape is not None:
         m, n = bucket.shape
         return _BucketRanges(f"bucket {number} muon {bucket.num_matrices}x{m}x{n}")

@@ -49,6 +49,7 @@ class StepReport:
     def __str__(self) -> str:
         """Return one line."""
         methods = ", ".join(f"{count} by {method}" for method, count in self.matrices.items())
+        # Only counts that are not zero are mentioned, after matrices and AdamW's parameters.
         matrices = "matrix" if self.num_matrices == 1 else "matrices"
         parts = [f"{self.num_matrices} {matrices} orthogonalised" + (f" ({methods})" if methods else "")]
         parts.append(f"{self.adamw_parameters} {'parameter' if self.adamw_parameters == 1 else 'parameters'} by AdamW")
@@ -70,8 +71,8 @@ class Counts(NamedTuple):
     bucket: Bucket
     num_members: int
     num_matrices: int
+    # Positions in their group of parameters without a gradient.
     missing: tuple[int, ...]
-    """Positions in their group of parameters without a gradient."""
 
 
 def report_of(buckets: Iterable[Counts]) -> StepReport:
@@ -107,21 +108,23 @@ class Measured(NamedTuple):
     """Measurements of the matrices of one shape in a bucket, on their device."""
 
     members: Sequence[BucketMember]
+    # The values that `measure` returned for the matrices of these members.
     values: Tensor
-    """The values that `measure` returned for the matrices of these members."""
+    # () or (matrices,) int32: 0 for matrices that the step left as they were; None if it stepped all.
     step_mask: Tensor | None
-    """() or (matrices,) int32: 0 for matrices that the step left as they were; None if it stepped all."""
 
 
 def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[MatrixTelemetry]]:
     """Return the measurements of all buckets by parameter, in the order of its matrices; waits for the device."""
     by_name: dict[str, dict[int, MatrixTelemetry]] = {}
     for members, values, step_mask in chain.from_iterable(kinds.values() for kinds in measured.values()):
+        # One row of values, and one flag, for each matrix: the members' matrices follow each other.
         flags = repeat(1) if step_mask is None else iter(step_mask.expand(len(values)).tolist())
         rows = iter(values.tolist())
         for member in members:
             for number in range(member.first_matrix, member.first_matrix + member.num_matrices):
                 rms, mean, spread, rank = next(rows)
+                # A matrix that was not stepped is consumed like the others, to keep rows and flags aligned.
                 if next(flags):
                     by_name.setdefault(member.name, {})[number] = MatrixTelemetry(
                         update_rms=rms, mean_squared_sigma=mean, sigma_spread=spread, effective_rank=rank
@@ -138,14 +141,17 @@ def measure(directions: Tensor, polars: Tensor, updates: Tensor, factors: Tensor
     rows = []
     # One matrix at a time, because sampling must not need more memory than the step itself.
     for direction, polar, update, factor in zip(directions, polars, updates, factors, strict=True):
-        wide = update.float()
+        wide = update.float()  # (m, n)
         rms = torch.linalg.vector_norm(wide * factor.float()) / wide.numel() ** 0.5
         first, second = _moments(polar.float())
+        # Directions may be so small or large that fourth powers of their entries leave float32's range.
         peak = direction.abs().amax().float()
         scaled = direction.float() / torch.where(peak > 0, peak, torch.ones_like(peak))
         trace, square = _moments(scaled)
         short = min(wide.shape)
+        # `_moments` are means over the short side: (s t)^2 / (s q) = s t^2 / q.
         rank = short * trace.square() / torch.where(square > 0, square, torch.ones_like(square))
+        # Rounding may make the variance of an exact polar factor slightly negative.
         spread = (second - first.square()).clamp_min(0).sqrt()
         rows.append(torch.stack([rms, first, spread, rank]))
     return torch.stack(rows)
@@ -154,6 +160,6 @@ def measure(directions: Tensor, polars: Tensor, updates: Tensor, factors: Tensor
 def _moments(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return tr(G) / s and tr(G^2) / s of the Gram matrix on the short side s: means of sigma^2 and sigma^4."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-    gram = wide @ wide.mT
+    gram = wide @ wide.mT  # (s, s)
     short = gram.shape[0]
     return gram.diagonal().sum() / short, gram.square().sum() / short

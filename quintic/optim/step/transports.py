@@ -28,7 +28,7 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Box
 from quintic.optim.layout.packing import MemorySpan, Packing, span_of
 from quintic.optim.plan.bucket import Gathered, Sharded, Units
@@ -174,13 +174,13 @@ class Shard:
         self.bucket, self.table, self._cache = bucket, table, cache
         self._communicators, self._precomputed = communicators, precomputed
         # A parameter may have several pieces in the bucket; messages pack its gradient and weights once.
-        names = {part.index: part.name for part in bucket.shards}
+        names = {shard.index: shard.name for shard in bucket.shards}
         places = {index: place for place, index in enumerate(names)}
         self._params = [params[index] for index in names]
         members = tuple(BucketMember(name=name, index=index) for index, name in names.items())
         self._local = Operands(members, self._params, [], [{}] * len(members), bucket.num_matrices)
         self._contiguous = all(param.is_contiguous() for param in self._params)
-        self._averaging = ReduceScatterPlan(
+        self._reduce_scatter = ReduceScatterPlan(
             [[(places[p.index], p.start, p.stop) for p in bucket.shards[owned]] for owned in bucket.of_owners],
             bucket.position,
             bucket.dtype,
@@ -206,6 +206,7 @@ class Shard:
 
         Nothing travels if clipping has averaged before; of a sparse table only touched rows do.
         """
+        # All ranks have precomputed averages of the same groups: none waits for a message that others leave out.
         averages = self._precomputed.of_step.get(self.bucket.group)
         if averages is not None:
             mean = averages.of_bucket(self.bucket)
@@ -214,7 +215,7 @@ class Shard:
             return start_mean_of_rows(self.bucket, self.table, self.process_group)
         if local.missing:
             return self.start_mean(local)
-        return self._averaging.start_mean(local.gradients, self.process_group)
+        return self._reduce_scatter.start_mean(local.gradients, self.process_group)
 
     def start_mean(self, local: Operands) -> Callable[[], Tensor]:
         """Send whole gradients, zeros where this rank has none; wait for the mean of its own entries, (entries,)."""
@@ -223,7 +224,7 @@ class Shard:
         if local.missing:
             by_param = dict(zip(local.params, local.gradients, strict=True))
             gradients = [by_param.get(param) for param in self._params]
-        return self._averaging.start_mean(gradients, self.process_group)
+        return self._reduce_scatter.start_mean(gradients, self.process_group)
 
     def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
         """Return the pieces that this rank owns, of weights and state, with the mean of their gradients, (entries,)."""
@@ -231,12 +232,12 @@ class Shard:
         # Everything but the gradients follows from the plan. Views of weights and state are made once, as are shape,
         # strides and start of each gradient within the mean.
         def make() -> tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]]:
-            owned = [(part, group.params[part.index]) for part in self.bucket.local]
+            owned = [(shard, group.params[shard.index]) for shard in self.bucket.local]
             pieces = [
-                view_as_shard(span_of(param.detach(), part.start, part.numel), part, param) for part, param in owned
+                view_as_shard(span_of(param.detach(), shard.start, shard.numel), shard, param) for shard, param in owned
             ]
-            states: list[Mapping[str, Tensor]] = [state_of_shard(state[param], part, param) for part, param in owned]
-            starts = accumulate((part.numel for part, _ in owned), initial=0)
+            states: list[Mapping[str, Tensor]] = [state_of_shard(state[param], shard, param) for shard, param in owned]
+            starts = accumulate((shard.numel for shard, _ in owned), initial=0)
             spans = [(p.shape, p.stride(), start) for p, start in zip(pieces, starts, strict=False)]
             return Operands(self.bucket.members, pieces, [], states, len(owned)), spans
 
@@ -253,7 +254,9 @@ class Shard:
 
         def make() -> tuple[list[Tensor], Tensor]:
             # A parameter may have pieces in several buckets: it is counted with its first one.
-            rows = [(number, state[params[part.index]]) for number, part in enumerate(bucket.shards) if part.start == 0]
+            rows = [
+                (number, state[params[shard.index]]) for number, shard in enumerate(bucket.shards) if shard.start == 0
+            ]
             others = [(number, values[STEP]) for number, values in rows if not values[EXP_AVG].numel()]
             numbers = upload(host_tensor([number for number, _ in others], torch.int64), bucket.device)
             return [step for _, step in others], numbers
@@ -264,7 +267,7 @@ class Shard:
 
     def start_weights(self) -> Callable[[], None]:
         """Send the weights of this rank's pieces to all ranks; wait for the pieces of the others."""
-        return self._averaging.start_all_gather(self._params, self.process_group)
+        return self._reduce_scatter.start_all_gather(self._params, self.process_group)
 
 
 Transport = Gather | Shard

@@ -27,7 +27,7 @@ from quintic.optim.comms.collectives import (
     num_ranks,
 )
 from quintic.optim.comms.sharing import AVERAGING, user_linked_ranks
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import gradient_dtype, local_gradients, local_tensor, placed_as, reject_sparse
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon, muon_in
@@ -94,19 +94,21 @@ def reference_step(optimizer: torch.optim.Optimizer) -> None:
     muon = muon_in(optimizer, "reference_step")
     run_reference(muon, None)
     # Averages made for this step by clipping are used up, as after `optimizer.step()`.
-    muon.plan_cache.precomputed.forget(n for n, group in enumerate(muon.param_groups) if group["pending_steps"] == 0)
+    muon._plans.precomputed.forget(n for n, group in enumerate(muon.param_groups) if group["pending_steps"] == 0)
 
 
 @torch.no_grad()
 def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
     """Make the step of `reference_step`, and store the effect of rounding on every matrix in `roundings`, if given."""
     # The groups that are due, their tied parameters, and the order of parameters.
-    steps_until_due = optimizer.next_steps_until_due()
-    ties = [tie for tie in optimizer.runner.ties if steps_until_due[tie.head_group] == 0]
+    plans = optimizer._plans
+    runner = plans.planned()
+    steps_until_due = plans.steps_until_due()
+    ties = [tie for tie in runner.ties if steps_until_due[tie.head_group] == 0]
     for tie in ties:
         tie.add_gradient()
-    optimizer.runner.consensus.check_partial(steps_until_due)
-    everything, precomputed = optimizer.plan_cache.parameters(), optimizer.plan_cache.precomputed.fresh()
+    runner.consensus.check_partial(steps_until_due)
+    everything, precomputed = plans.parameters(), plans.precomputed.fresh()
     # All ranks of a process group go through their common parameters in the same order, so collectives match.
     parameters = [parameter for parameter in everything if steps_until_due[parameter.group.number] == 0]
     is_finite = _all_finite(optimizer, everything, parameters)
@@ -140,7 +142,7 @@ def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Paramete
         for parameter in everything
         if parameter.layout is not None
     }
-    for group in optimizer.plan_cache.groups:
+    for group in optimizer._plans.groups:
         bound = user_linked_ranks(group)
         if bound:
             groups[bound] = group.process_group, group.params[0]
@@ -265,7 +267,7 @@ def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Group) -> 
         local[EXP_AVG],
         local[EXP_AVG_SQ],
         local[STEP],
-        lr=group.learning_rate,
+        lr=group.effective_lr,
         betas=(float(group.betas[0]), float(group.betas[1])),
         eps=float(group.eps),
         weight_decay=float(group.weight_decay),

@@ -1,4 +1,4 @@
-"""Work that goes on in a thread of its own while the run trains: writing a checkpoint, above all."""
+"""A background thread on each rank, which writes checkpoints while the run trains."""
 
 import sys
 import threading
@@ -19,16 +19,17 @@ _LONGEST_WAIT = timedelta(days=7)
 
 
 class _RanksInBackground(Ranks):
-    """Ranks that do not wait for the end of one that failed: it ends when its training thread takes notice."""
+    """Ranks for the background thread. A failure there ends no process, so the other ranks do not wait for an end."""
 
     def failed_elsewhere(self) -> OtherRankError:
         return OtherRankError("another rank has failed in the background")
 
 
 class Background:
-    """A thread beside the training thread, on every rank, with at most one piece of work at a time.
+    """Runs one function at a time in a background thread, on every rank.
 
-    A context manager: leaving it waits for the work. All ranks must make it and call its methods in the same order.
+    A context manager: leaving it waits for the function to end. All ranks must construct it and call its methods in the
+    same order.
 
     Args:
         ranks: the processes that train the run.
@@ -37,7 +38,7 @@ class Background:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = self._own_ranks = ranks
         if ranks.size > 1:
-            # In one group, collectives of two threads would meet in another order on each rank.
+            # A separate group: two threads in one group could start their collectives in different orders on two ranks.
             group = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
             self._own_ranks = _RanksInBackground(
                 **{field.name: getattr(ranks, field.name) for field in fields(Ranks)} | {"group": group}
@@ -47,39 +48,40 @@ class Background:
 
     @property
     def has_failed(self) -> bool:
-        """True if the work ended with an error on this rank, which the next `wait` raises. Ranks may ask alone."""
+        """True if the function failed on this rank; the next `wait` raises its error. Not a collective."""
         return self._error is not None
 
     def start(self, work: Callable[[Ranks], object]) -> None:
-        """Wait for the work in progress, then begin the next and return.
+        """Wait for the function in progress, then start the next one and return.
 
         Args:
-            work: called in the background with ranks whose methods it may call, as all ranks do.
+            work: called in the background with a `Ranks`; all ranks must call the same methods of it.
 
         Raises:
-            QuinticError: as `wait`; nothing was begun.
+            QuinticError: as `wait`; `work` is then not started.
         """
         self.wait()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
         def run() -> None:
             try:
-                if device is not None:  # the first one in a new thread, which may be another rank's
+                if device is not None:  # new threads start with device 0, which may belong to another rank
                     torch.cuda.set_device(device)
                 work(self._own_ranks)
             except BaseException as error:
                 self._error = error
 
-        # A process that is told to end at once, by a second Ctrl-C while it waits, does not wait for the thread.
+        # A daemon, so that a second Ctrl-C ends the process without waiting for the thread.
         self._thread = threading.Thread(target=run, name="quintic-background", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the work in progress is done.
+        """Wait until the function in progress has ended.
 
         Raises:
-            QuinticError: the work raised it on this rank, and on no lower one. Other exceptions of the work, too.
-            OtherRankError: the work raised an exception on another rank.
+            QuinticError: the function raised this error on this rank, and on no lower one. Its exceptions of other
+                types are raised, too.
+            OtherRankError: the function raised an exception on another rank.
         """
         if self._thread is None:
             return
@@ -91,7 +93,7 @@ class Background:
             if error is not None and not isinstance(error, OtherRankError):
                 raise error
 
-        self._ranks.agree(tell)
+        self._ranks.run_on_all(tell)
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +102,7 @@ class Background:
         if kind is None:
             self.wait()
         elif self._thread is not None:
-            # Ranks that end with exceptions may be at different places: nothing is agreed upon.
+            # After an exception, ranks may be at different points in the code, so no collective is called here.
             self._thread.join()
             if self._error is not None and not isinstance(self._error, OtherRankError):
                 print(f"quintic: error: {self._error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The weights of another run or of an exported model, for a run that starts from them (`--init-from`)."""
+"""Loading the weights of another run or of an exported model as a run's initial weights (`--init-from`)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,27 +13,28 @@ __all__ = ["load_initial_weights"]
 
 
 def load_initial_weights(model: GPT, folder: Path, tokenizer: Tokenizer, *, message: Callable[[str], None]) -> str:
-    """Copy the weights of a run's newest good checkpoint, or of an export, into a model; every rank its part.
+    """Copy the weights of a run's newest undamaged checkpoint, or of an export, into a model; ranks keep their shards.
 
     Args:
-        model: of the same sizes.
-        folder: of the run or the export.
-        tokenizer: of the new run, which must be that of the weights.
-        message: takes a warning about a damaged checkpoint.
+        model: has the sizes of the saved model.
+        folder: the folder of the run or the export.
+        tokenizer: the new run's tokenizer, which must be the one that the weights were trained with.
+        message: called with a warning about a damaged checkpoint.
 
     Returns:
-        What was loaded, in words.
+        A line for the user that names the source of the weights.
 
     Raises:
-        ConfigError: the folder is gone or is neither, or its tokenizer is another one.
-        CheckpointError: there are no weights, or they do not fit.
+        ConfigError: the folder is missing or is neither a run nor an export, or its tokenizer differs.
+        CheckpointError: there are no weights, or they do not fit the model.
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"--init-from {folder}: does not exist any more; restore it, or start a new run")
     if Tokenizer.load(folder / "tokenizer.json").fingerprint() != tokenizer.fingerprint():
         raise ConfigError(
-            f"--tokenizer: is not the one that the weights of --init-from {folder} were trained with; leave it out"
+            f"--tokenizer: the weights of --init-from {folder} were trained with another one; leave --tokenizer out"
         )
+    # A run's config.json has no `model_type`; an export's has "quintic".
     if json_object(folder / "config.json").get("model_type") != "quintic":
         try:
             checkpoint = newest_checkpoint(folder, message=message)

@@ -1,9 +1,9 @@
-"""The source that ran: what a run's log and its folder keep of it.
+"""A record of the source that trained a run, for its log and its folder.
 
-<run>/source.json has the version and the commit of this package, and the hash of each of its files; source.diff what
-differs from the commit, where the package lies in a git checkout with changes. Of the checkout only tracked files of
-the package are read; of untracked ones the names alone are kept. A run that is resumed by other source gets another
-pair of files, named for the step.
+<run>/source.json has the version and the commit of this package, and the hash of each of its files. If the package lies
+in a git checkout with changes, <run>/source.diff has the difference from the commit: the content of tracked files of
+the package only; untracked files are listed by name in source.json. If a run is resumed with different source, another
+pair of files is written, with the step in its names.
 """
 
 import contextlib
@@ -29,16 +29,14 @@ _MOST_UNTRACKED = 200
 
 
 def code_facts() -> dict[str, Any]:
-    """Return the git state, the hash of this package's source files and the package versions, for the log."""
+    """Return git state, hash of this package's source files and package versions, for the log."""
     return {"git": git_state(), "code": _hash_of(_file_hashes(_PACKAGE)), "versions": package_versions()}
 
 
 def git_state(package: Path = _PACKAGE) -> dict[str, Any]:
-    """Return commit and whether files of a package differ from it; nothing where it lies in no git checkout.
-
-    A package that is installed below a checkout, as in a virtual environment there, is not of that checkout.
-    """
+    """Return `commit`, and as `dirty` whether tracked files of the package differ from it; {} outside of a checkout."""
     commit = _git(package, "rev-parse", "HEAD")
+    # A package in a virtual environment inside a checkout is not tracked, and so does not belong to the checkout.
     if commit is None or _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return {}
     changes = _git(package, "status", "--porcelain", "--untracked-files=no", "--", ".")
@@ -46,7 +44,7 @@ def git_state(package: Path = _PACKAGE) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter for a result."""
+    """Return the versions of Python and of the packages that affect results."""
     versions = {"python": platform.python_version(), "torch": torch_version() or ""}
     for package in ("quintic", "triton", "numpy", "tokenizers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -55,9 +53,10 @@ def package_versions() -> dict[str, str]:
 
 
 def source_files(package: Path = _PACKAGE) -> dict[str, str]:
-    """Return the files that describe a package's source, name -> content: `source.json`, and a diff if there is one."""
+    """Return name -> content of the files that describe a package's source: `source.json` and possibly a diff."""
     hashes = _file_hashes(package)
     state = git_state(package) or _installed_commit()
+    # A package that pip installed from a repository knows its commit, but not whether files were changed since.
     facts: dict[str, Any] = {"version": package_versions().get("quintic"), **state, "code": _hash_of(hashes)}
     files = {}
     if "dirty" in state:
@@ -66,6 +65,7 @@ def source_files(package: Path = _PACKAGE) -> dict[str, str]:
         options = ("--no-ext-diff", "--no-textconv", "--no-color", "--relative")
         diff = (_git(package, "diff", *options, "HEAD", "--", ".") or "") if state["dirty"] else ""
         if diff:
+            # Keep at most 1 MiB, up to the end of a line, and note the full size.
             whole = diff.encode()
             facts["diff_bytes"] = len(whole)
             if len(whole) > _MOST_DIFF_BYTES:
@@ -76,17 +76,18 @@ def source_files(package: Path = _PACKAGE) -> dict[str, str]:
 
 
 def keep_source(run_dir: Path, step: int, package: Path = _PACKAGE) -> bool:
-    """Keep the source by which a run goes on after a step, unless it is that of its last part.
+    """Record the source with which a run continues after a step, unless the newest record has the same source.
 
     Returns:
-        Whether the run has another source kept from before.
+        True if the source has changed, so that the run's folder now has more than one record.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the files cannot be written.
     """
     kept = max(run_dir.glob(f"{Path(SOURCE_FILE).stem}*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)
     if kept is not None and json_object(kept).get("code") == _hash_of(_file_hashes(package)):
         return False
+    # The diff first: source.json marks the record as complete.
     for name, content in reversed(source_files(package).items()):
         path = Path(name)
         write_atomically(run_dir / f"{path.stem}-from-step-{step:06d}{path.suffix}", content)
@@ -94,7 +95,7 @@ def keep_source(run_dir: Path, step: int, package: Path = _PACKAGE) -> bool:
 
 
 def _file_hashes(package: Path) -> dict[str, str]:
-    """Return the SHA-256 of each source file of a package by its name in it."""
+    """Return path within the package -> SHA-256, for each of its source files."""
     paths = {path.relative_to(package).as_posix(): path for path in sorted(package.rglob("*.py"))}
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
 
@@ -104,7 +105,7 @@ def _hash_of(hashes: dict[str, str]) -> str:
 
 
 def _installed_commit() -> dict[str, Any]:
-    """Return the commit from which pip installed the package, where it did so from a repository."""
+    """Return `commit` if pip installed the package from a repository, else {}."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
         origin = importlib.metadata.distribution("quintic").read_text("direct_url.json")
         return {"commit": str(json.loads(origin or "")["vcs_info"]["commit_id"])}
@@ -112,7 +113,7 @@ def _installed_commit() -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return what git prints in a folder; None where it fails or is missing."""
+    """Return the output of a git command in a folder; None if it fails or git is missing."""
     try:
         return subprocess.run(
             ["git", "--no-optional-locks", *arguments],
@@ -121,6 +122,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
             timeout=_GIT_SECONDS,
             check=True,
             stdin=subprocess.DEVNULL,
-        ).stdout.decode(errors="replace")  # as bytes: line ends stay as they are
+        ).stdout.decode(errors="replace")  # text mode would convert line ends
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, those of model and optimizer by name, and copies of them in host memory."""
+"""The tensors that a checkpoint saves, by name, and copies of them in host memory."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,19 +16,20 @@ __all__ = ["copies_on_host", "optimizer_tensors"]
 
 @torch.no_grad()
 def copies_on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in host memory, contiguous and complete, of tensors by name; `DTensor`s stay `DTensor`s.
+    """Copy tensors to host memory and return the contiguous copies by name; `DTensor`s stay `DTensor`s.
 
-    Copies of CUDA tensors are in page-locked memory: a device copies at full speed to that, and PyTorch keeps it for
-    the next time. Nothing is communicated.
+    CUDA tensors are copied to page-locked memory, which takes copies at full speed and which PyTorch caches for the
+    next checkpoint. Returns when the copies are complete. Not a collective: each rank copies its shards.
 
     Args:
-        tensors: is emptied on the way, so that tensors without another reference are not in memory twice.
+        tensors: emptied while copying, so that tensors without another reference are freed early.
     """
     copies = {}
     on_gpu = False
     for name in list(tensors):
         tensor = tensors.pop(name).detach()
         copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.contiguous_format)
+        # Asynchronous, so that copies of all tensors overlap; one synchronisation at the end.
         local_tensor(copy).copy_(local_tensor(tensor), non_blocking=True)
         on_gpu |= tensor.is_cuda
         copies[name] = copy
@@ -40,25 +41,25 @@ def copies_on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def optimizer_tensors(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Return optimizer state as "<parameter name>/<state name>" -> tensor, and the groups. All ranks must call it.
 
-    The tensors are the optimizer's own, except for state that ranks divide: it is put together.
+    The tensors are not copied, except that state sharded by `comms="sharded"` is gathered.
     """
-    with _sharded_state_on_host(optimizer):
+    with _gather_state_on_host(optimizer):
         saved = optimizer.state_dict()
     tensors = {}
     for group in saved["param_groups"]:
         for name, key in zip(group["param_names"], group["params"], strict=True):
-            for state_name, tensor in saved["state"].get(key, {}).items():  # frozen ones have none
+            for state_name, tensor in saved["state"].get(key, {}).items():  # frozen parameters have no state
                 tensors[f"{name}/{state_name}"] = tensor
     return tensors, saved["param_groups"]
 
 
 @contextlib.contextmanager
-def _sharded_state_on_host(optimizer: Optimizer) -> Iterator[None]:
-    """Let state that ranks divide be put together in the host's memory: whole, it need not fit on a GPU."""
-    divided = isinstance(optimizer, Muon) and any(
+def _gather_state_on_host(optimizer: Optimizer) -> Iterator[None]:
+    """Gather sharded state in host memory within the block, because the whole state may not fit on a GPU."""
+    is_sharded = isinstance(optimizer, Muon) and any(
         group["comms"] == "sharded" and group["params"][0].is_cuda for group in optimizer.param_groups
     )
-    if not divided:
+    if not is_sharded:
         yield
         return
     assert isinstance(optimizer, Muon)

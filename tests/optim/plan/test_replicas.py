@@ -17,7 +17,7 @@ from quintic.optim.layout.layouts import mesh_layout, replicated_layout
 from quintic.optim.plan import replicas
 from quintic.optim.plan.exchange import Exchange, ExchangeBytes, traffic_of
 from quintic.optim.plan.replicas import LINKS, Links, ReplicaChoice, has_replicas, speed_of, work_sets
-from quintic.rehearsal.rehearse import rehearse
+from quintic.simulate.simulate import simulate_plan
 
 
 def hsdp(copies, shards, shape=(16, 8), order=None):
@@ -139,15 +139,16 @@ def model_of(width, layers):
         return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers))).bfloat16()
 
 
-def rehearsed(width, layers, mesh, node_size, names=("replicate", "fsdp"), **options):
+def simulated(width, layers, mesh, node_size, names=("replicate", "fsdp"), **options):
     params = model_of(width, layers).parameters()
-    return rehearse(quintic.Muon(params, orthogonalizer="polar_express", **options), mesh, names, node_size=node_size)
+    optimizer = quintic.Muon(params, orthogonalizer="polar_express", **options)
+    return simulate_plan(optimizer, mesh, names, node_size=node_size)
 
 
 def test_the_estimate_is_the_longer_of_computing_and_sending():
     # 32 matrices of 512 x 512 on 4 nodes of 8: each rank has a 1/8 of every matrix, and orthogonalises one, or four.
-    (choice,) = rehearsed(512, 32, (4, 8), 8).choices
-    flops = int(rehearsed(512, 32, (32,), None, ("fsdp",)).flops[0])
+    (choice,) = simulated(512, 32, (4, 8), 8).choices
+    flops = int(simulated(512, 32, (32,), None, ("fsdp",)).flops[0])
     entries, speed = 512 * 512, speed_of("cuda", torch.bfloat16)
     directions, updates = 2 * entries * 7 / 8, 2 * entries
     # Divided: a matrix' pieces come from the own copy, its updates go to 24 pieces of other nodes, 7 of this one.
@@ -172,7 +173,7 @@ def test_the_estimate_is_the_longer_of_computing_and_sending():
     ],
 )
 def test_auto_weighs_operations_against_bytes(width, mesh, node_size, way):
-    (choice,) = rehearsed(width, 64, mesh, node_size).choices
+    (choice,) = simulated(width, 64, mesh, node_size).choices
     assert choice.strategy == way
     assert choice.seconds[way] == min(choice.seconds.values())
 
@@ -183,38 +184,42 @@ def test_auto_weighs_operations_against_bytes(width, mesh, node_size, way):
 def test_slower_links_between_hosts_repeat(links, way):
     with mock.patch.object(replicas, "LINKS", Links(*links)):
         # With links of one speed as much is received either way, and repeating nothing is preferred.
-        assert rehearsed(64, 8, (2, 2), 2).choices[0].strategy == way
+        assert simulated(64, 8, (2, 2), 2).choices[0].strategy == way
 
 
 def test_nothing_is_chosen_without_copies_or_nodes_or_by_a_user():
-    assert rehearsed(64, 8, (4,), 2, ("fsdp",)).choices == ()
-    assert rehearsed(64, 8, (4,), 2, ("replicate",)).choices == ()
-    assert rehearsed(64, 8, (4,), 2, ("dp",)).choices == ()
-    assert rehearsed(64, 8, (2, 2), None).choices == ()
-    assert rehearsed(64, 8, (2, 2), 2, replicas="repeat").choices == ()
-    assert rehearsed(64, 8, (2, 2), 2, replicas="divide").choices == ()
+    assert simulated(64, 8, (4,), 2, ("fsdp",)).choices == ()
+    assert simulated(64, 8, (4,), 2, ("replicate",)).choices == ()
+    assert simulated(64, 8, (4,), 2, ("dp",)).choices == ()
+    assert simulated(64, 8, (2, 2), None).choices == ()
+    assert simulated(64, 8, (2, 2), 2, replicas="repeat").choices == ()
+    assert simulated(64, 8, (2, 2), 2, replicas="divide").choices == ()
 
 
-def test_a_rehearsal_tells_what_crosses_between_nodes():
-    divided, repeated = (rehearsed(64, 8, (2, 4), 4, replicas=replicas) for replicas in ("divide", "repeat"))
+def test_a_simulation_counts_the_bytes_between_nodes():
+    divided, repeated = (simulated(64, 8, (2, 4), 4, replicas=replicas) for replicas in ("divide", "repeat"))
     # A rank has a quarter of each of the eight matrices, and gets of half of them the updates, of two bytes each.
     assert divided.bytes_between.tolist() == [64 * 64 * 2] * 8
     assert repeated.bytes_between.tolist() == [0] * 8
     assert repeated.flops.tolist() == [2 * flops for flops in divided.flops.tolist()]
-    assert [load.num_matrices for load in repeated.loads] == [load.num_matrices for load in divided.loads] == [8]
-    assert rehearsed(64, 8, (2, 4), None, replicas="divide").bytes_between.tolist() == [0] * 8
+    assert (
+        [load.num_matrices for load in repeated.bucket_loads]
+        == [load.num_matrices for load in divided.bucket_loads]
+        == [8]
+    )
+    assert simulated(64, 8, (2, 4), None, replicas="divide").bytes_between.tolist() == [0] * 8
 
 
 def test_a_copy_on_two_nodes_is_not_like_one_on_a_single_node():
     # Each rank of the second copy sends half of four matrices, and then half of the other four's updates.
-    assert rehearsed(64, 8, (3, 2), 3, replicas="repeat").bytes_between.tolist() == [
+    assert simulated(64, 8, (3, 2), 3, replicas="repeat").bytes_between.tolist() == [
         *(0, 0, 4 * 64 * 64 * 2, 4 * 64 * 64 * 2, 0, 0)
     ]
 
 
 def test_a_node_without_ranks_is_an_error():
     with pytest.raises(ConfigError, match="node_size=0: give at least one rank"):
-        rehearsed(64, 8, (2, 2), 0)
+        simulated(64, 8, (2, 2), 0)
 
 
 def test_a_choice_is_printed():

@@ -407,7 +407,7 @@ def test_used_state_does_not_fit_another_shape():
     group = optimizer.param_groups[0]
     old = group["params"][1]
     group["params"][1] = nn.Parameter(torch.ones(7, 9))
-    match = r"2\.weight: its momentum_buffer has shape \(5, 8\), and the parameter that is there now needs \(7, 9\)"
+    match = r"2\.weight: its momentum_buffer has shape \(5, 8\), and the parameter that replaced it needs \(7, 9\)"
     before = copy.deepcopy(stored(optimizer)[old])
     for _ in range(2):
         with pytest.raises(ValueError, match=match):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.plan.bucket import Bucket, Sharded
 from quintic.optim.plan.members import block_of

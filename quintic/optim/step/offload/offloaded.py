@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import is_dense
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket

@@ -1,13 +1,13 @@
-"""Options of `quintic plan --model`; without PyTorch, so that `--help` answers at once."""
+"""Options of `quintic plan --model`. Does not import PyTorch, so that `--help` answers quickly."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["RehearsalOptions"]
+__all__ = ["SimulationOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearsalOptions:
+class SimulationOptions:
     """Show what the optimizer of any model does on any number of GPUs, without them."""
 
     model: str
@@ -19,7 +19,7 @@ class RehearsalOptions:
     node_size: int = 8
     """Consecutive ranks that are on one node."""
     replicas: Literal["auto", "divide", "repeat"] = "auto"
-    """Work on several copies: divided among all ranks, or repeated by the ranks of each copy."""
+    """Work on parameters with several copies: divided among all ranks, or repeated by the ranks of each copy."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """The parameters' dtype."""
     orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"

@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import quintic
 from quintic.optim.comms import collectives as comms
 from quintic.optim.layout.layouts import layout_of, local_tensor
-from quintic.rehearsal.parallelism import layouts_by_name
-from quintic.rehearsal.planned_models import Decoder, Sizes
-from quintic.rehearsal.rehearse import rehearse
+from quintic.simulate.parallelism import layouts_by_name
+from quintic.simulate.planned_models import Decoder, Sizes
+from quintic.simulate.simulate import simulate_plan
 
 DENSE = Sizes(layers=2, width=10, heads=2, kv_heads=1, head_dim=6, hidden=14, vocab_size=19)
 MIXTURE = Sizes(layers=1, width=10, heads=2, kv_heads=1, head_dim=6, hidden=6, vocab_size=19, qk_norm=True, experts=5)
@@ -147,29 +147,28 @@ def several(rank, world_size, cases):
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_every_rank_does_what_was_rehearsed(world_size):
+def test_every_rank_does_what_was_simulated(world_size):
     by_rank = run(several, world_size, CASES[world_size], timeout=110)
     for number, (shape, names, sizes, dtype, options) in enumerate(CASES[world_size]):
         with torch.device("meta"):
             model = Decoder(sizes).to(dtype)
         optimizer = quintic.Muon(quintic.param_groups(model), **options)
         # The ranks of a test are on one host.
-        rehearsal = rehearse(optimizer, shape, names, device=DEVICE, node_size=world_size)
+        simulation = simulate_plan(optimizer, shape, names, device=DEVICE, node_size=world_size)
         places = {}
-        for group, found in zip(
-            optimizer.typed_groups, layouts_by_name(optimizer.typed_groups, shape, names), strict=True
-        ):
+        groups = optimizer._plans.current_groups()
+        for group, found in zip(groups, layouts_by_name(groups, shape, names), strict=True):
             places |= dict(zip(group.param_names, found, strict=True))
         for rank, found in enumerate(by_rank):
             one, context = found[number], f"{names} of {shape}, rank {rank}"
-            loads = [load for load in rehearsal.loads if load.present[rank]]
+            loads = [load for load in simulation.bucket_loads if load.present[rank]]
             assert one["buckets"] == sorted(
                 (load.method, int(load.flops[rank]), int(load.workspace_bytes[rank])) for load in loads
             ), context
-            assert one["sent"] == int(rehearsal.bytes_sent[rank]), context
-            assert one["state"] == int(rehearsal.state_bytes[rank]), context
-            assert one["workspace"] == int(rehearsal.workspace_bytes[rank]), context
-            assert one["balance"] == pytest.approx(rehearsal.balance), context
+            assert one["sent"] == int(simulation.bytes_sent[rank]), context
+            assert one["state"] == int(simulation.state_bytes[rank]), context
+            assert one["workspace"] == int(simulation.workspace_bytes[rank]), context
+            assert one["balance"] == pytest.approx(simulation.balance), context
             for name, layout in one["layouts"].items():
                 if layout is not None:
                     assert layout.box_of(rank) == places[name].box_of(rank), f"{context}: {name}"

@@ -1,9 +1,15 @@
-"""A step on many ranks, planned on one machine without them: who computes, sends and keeps how much.
+"""Simulation of an optimizer's step on many ranks: operations, messages and memory of each rank, on one machine.
 
-The plans are those that the ranks would make (`gathered.shared_buckets`, `planning.local_buckets`), from parameters
-that have shapes only. Owners are assigned once; what one rank does in a bucket follows from the exchange's geometry,
-for all ranks at a time. Where copies of parameters are stepped by ranks of their own, that is done once for those that
-do the same. Nothing is allocated and nothing is communicated.
+The plans are made by the functions that ranks use (`gathered.shared_buckets`, `planning.local_buckets`), from
+parameters on the meta device. Nothing is allocated or communicated. Phases of `simulate_plan`:
+
+1. lay out all parameters on the mesh, and choose the ranks that share the work on copies;
+2. find classes of ranks with equal plans (`_rank_classes`), so that each plan is made only once;
+3. buckets with collectives: assign owners once, and derive each rank's load from the exchange;
+4. buckets without collectives: one plan for all ranks that hold boxes of the same shapes;
+5. add up temporary memory, along each rank's schedule, and the state.
+
+All tensors in the results are (ranks,) int64 unless noted.
 """
 
 import math
@@ -16,7 +22,7 @@ from torch import Tensor
 
 from quintic.errors import ConfigError
 from quintic.optim.comms.sharing import gather_layouts
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, numel_of, size_of
 from quintic.optim.muon import Muon
 from quintic.optim.plan.bucket import Gathered, Local, ParameterUnit
@@ -29,14 +35,14 @@ from quintic.optim.plan.replicas import ReplicaChoice, choose_replica_strategies
 from quintic.optim.plan.schedule import Schedule, Stages, overlapping_bytes
 from quintic.optim.plan.workspace.buckets import memory_keys
 from quintic.optim.state.owners import balance
-from quintic.rehearsal.parallelism import layouts_by_name
+from quintic.simulate.parallelism import layouts_by_name
 
-__all__ = ["Load", "Rehearsal", "rehearse"]
+__all__ = ["BucketLoad", "Simulation", "simulate_plan"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Load:
-    """The cost of one bucket on every rank; tensors are (ranks,) int64, and bool for `present`."""
+class BucketLoad:
+    """The load of one bucket on every rank; tensors are (ranks,) int64, `present` is (ranks,) bool."""
 
     group: int
     method: str
@@ -52,25 +58,25 @@ class Load:
     bytes_sent: Tensor
     bytes_received: Tensor
     bytes_between: Tensor
-    """Sent to ranks of other nodes; zeros where nothing is known of nodes."""
+    """Bytes sent to ranks of other nodes; zeros without `node_size`."""
     exchange_bytes: ExchangeBytes | None = None
-    """The bucket's exchange, and the bytes of its messages; None for no traffic."""
+    """The bucket's exchange with the bytes of its messages; None without messages."""
 
 
 @dataclass(frozen=True, eq=False)
-class Rehearsal:
-    """The costs of one step on `num_ranks` ranks."""
+class Simulation:
+    """The loads of one step on `num_ranks` ranks."""
 
     mesh: tuple[int, ...]
     names: tuple[str, ...]
-    loads: tuple[Load, ...]
-    """In the order of the plans. A bucket that only some ranks have, because it depends on what they keep, is one."""
+    bucket_loads: tuple[BucketLoad, ...]
+    """The buckets in the order of the groups; a bucket that only some ranks have is included with its `present`."""
     state_bytes: Tensor
     """Bytes of the optimizer's state on each rank, (ranks,) int64."""
     workspace_bytes: Tensor
-    """The most temporary memory on each rank, as its plan has it, (ranks,) int64."""
+    """Peak temporary memory of each rank according to its plan, (ranks,) int64."""
     choices: tuple[ReplicaChoice, ...] = ()
-    """The ranks that divide the work on parameters with several copies, where `replicas="auto"` chose them."""
+    """How ranks share the work on parameters with several copies, if `replicas="auto"` had to choose."""
 
     @property
     def num_ranks(self) -> int:
@@ -80,58 +86,58 @@ class Rehearsal:
     @property
     def flops(self) -> Tensor:
         """Return the floating-point operations of orthogonalisation on each rank, (ranks,) int64."""
-        return _sum([load.flops for load in self.loads], self.num_ranks)
+        return _sum([load.flops for load in self.bucket_loads], self.num_ranks)
 
     @property
     def bytes_sent(self) -> Tensor:
-        """Return the bytes that leave each rank for others, (ranks,) int64."""
-        return _sum([load.bytes_sent for load in self.loads], self.num_ranks)
+        """Return the bytes that each rank sends, (ranks,) int64."""
+        return _sum([load.bytes_sent for load in self.bucket_loads], self.num_ranks)
 
     @property
     def bytes_received(self) -> Tensor:
-        """Return the bytes that each rank gets from others, (ranks,) int64."""
-        return _sum([load.bytes_received for load in self.loads], self.num_ranks)
+        """Return the bytes that each rank receives, (ranks,) int64."""
+        return _sum([load.bytes_received for load in self.bucket_loads], self.num_ranks)
 
     @property
     def bytes_between(self) -> Tensor:
-        """Return the bytes that leave each rank for ranks of other nodes, (ranks,) int64."""
-        return _sum([load.bytes_between for load in self.loads], self.num_ranks)
+        """Return the bytes that each rank sends to ranks of other nodes, (ranks,) int64."""
+        return _sum([load.bytes_between for load in self.bucket_loads], self.num_ranks)
 
     @property
     def balance(self) -> float:
-        """Return the operations of the busiest rank over the mean; 1 is perfect."""
-        return balance(self.flops.tolist())  # in integers that do not overflow
+        """Return the operations of the busiest rank divided by the mean; 1 is perfect."""
+        return balance(self.flops.tolist())  # Python's integers, because the sum may overflow int64
 
 
-def rehearse(
+def simulate_plan(
     optimizer: Muon, mesh: Sequence[int], names: Sequence[str], *, device: str = "cuda", node_size: int | None = None
-) -> Rehearsal:
-    """Return the costs of one step of an optimizer on a mesh of ranks.
+) -> Simulation:
+    """Return the loads of one step of an optimizer on a mesh of ranks.
 
     Args:
-        optimizer: of the whole model's parameters, which may be on the meta device. Its `comms` and `process_group` do
-            not count: `names` say how the model is laid out.
-        mesh: ranks along each dimension, such as (8, 4).
-        names: the kind of each dimension, see `parallelism.PARALLELISMS`.
-        device: the ranks' type of device; the choice of methods and kernels depends on it. Kernels are those that
-            would be chosen here: Triton's need an installed Triton.
-        node_size: consecutive ranks that are on one node; None if nothing is known of nodes. Then all ranks divide the
-            work of groups with `replicas="auto"`.
+        optimizer: an optimizer of the whole model's parameters, which may be on the meta device. Its `comms` and
+            `process_group` are ignored; `names` determine the layout of the model.
+        mesh: number of ranks along each dimension, such as (8, 4).
+        names: kind of each dimension, see `parallelism.PARALLELISMS`.
+        device: type of the ranks' devices, which determines methods and kernels. Triton's kernels are only counted if
+            Triton is installed here.
+        node_size: number of consecutive ranks on one node; None if unknown. Without it, all ranks share the work of
+            groups with `replicas="auto"`.
 
     Raises:
-        ConfigError: the mesh, a name or the node does not fit; the message begins with `mesh=`, `layout=` or
+        ConfigError: the mesh, a name or the node size is invalid. The message begins with `mesh=`, `layout=` or
             `node_size=`.
     """
     if node_size is not None and node_size < 1:
         raise ConfigError(f"node_size={node_size}: give at least one rank per node")
-    shadows = _Shadows(device)
+    meta_tensors = _MetaTensors(device)
     groups = [
         replace(
             group,
             comms="averaged" if "dp" in names else "none",
-            params=tuple(shadows.of(param, param.shape) for param in group.params),
+            params=tuple(meta_tensors.of(param, param.shape) for param in group.params),
         )
-        for group in optimizer.typed_groups
+        for group in optimizer._plans.current_groups()
     ]
     num_ranks = math.prod(mesh)
     everywhere = layouts_by_name(groups, mesh, names)
@@ -139,52 +145,55 @@ def rehearse(
         gather_layouts(group, whole) if num_ranks > 1 else [None] * len(whole)
         for group, whole in zip(groups, everywhere, strict=True)
     ]
+    # Without `node_size` all ranks count as one node, so that nothing is sent between nodes.
     nodes = [rank // (node_size or num_ranks) for rank in range(num_ranks)]
     choices = choose_replica_strategies(groups, layouts, {} if node_size is None else {tuple(range(num_ranks)): nodes})
-    alike = [(one, shared_buckets(groups, one.layouts)[0]) for one in _alike(groups, layouts, choices, nodes)]
-    loads: list[Load] = []
-    moving: list[list[_Moving]] = [[] for _ in alike]
+    # Each class of ranks with the buckets that its ranks share.
+    classes = [(one, shared_buckets(groups, one.layouts)[0]) for one in _rank_classes(groups, layouts, choices, nodes)]
+    loads: list[BucketLoad] = []
+    comm_buckets: list[list[_CommBucket]] = [[] for _ in classes]
     counted: set[tuple[int, ParameterUnit]] = set()
     for number, (group, sent, whole) in enumerate(zip(groups, layouts, everywhere, strict=True)):
-        for (ranks, shared), moves in zip(alike, moving, strict=True):
+        for (ranks, shared), comms in zip(classes, comm_buckets, strict=True):
             for one in shared:
                 if one.key.group != number:
                     continue
                 stages = _stages_of_ranks(one)
-                loads.append(_travelling_load(one, stages, ranks.like, nodes, counted))
+                loads.append(_comm_load(one, stages, ranks.like, nodes, counted))
                 if not one.exchange.is_local:
                     buckets = gathered_buckets(one, ranks.layouts[number], one.exchange.ranks[0])
-                    moves += [_Moving(bucket, stages) for bucket in buckets]
+                    comms += [_CommBucket(bucket, stages) for bucket in buckets]
         still = [index for index, layout in enumerate(sent) if layout is None]
-        loads += _local_loads(number, group, still, whole, num_ranks, shadows)
-    orders = optimizer.plan_cache.orders.resolved(groups)
+        loads += _local_loads(number, group, still, whole, num_ranks, meta_tensors)
+    orders = optimizer._plans.orders.resolved(groups)
     workspaces = torch.zeros(num_ranks, dtype=torch.int64)
-    for (ranks, _), moves in zip(alike, moving, strict=True):
-        in_order, schedule = order_buckets([one.bucket for one in moves], groups, orders)
-        stages_of = {id(one.bucket): dict(zip(one.bucket.ranks, one.stages, strict=True)) for one in moves}
+    for (ranks, _), comms in zip(classes, comm_buckets, strict=True):
+        in_order, schedule = order_buckets([one.bucket for one in comms], groups, orders)
+        stages_of = {id(one.bucket): dict(zip(one.bucket.ranks, one.stages, strict=True)) for one in comms}
         _fill_workspaces_(workspaces, [stages_of[id(bucket)] for bucket in in_order], schedule, loads, ranks.like)
+    # Flags and tables that kernels need on every rank.
     workspaces += small_bytes(param.device for group in groups for param in group.params)
     state = _state_bytes(optimizer, everywhere, num_ranks)
-    return Rehearsal(tuple(mesh), tuple(names), tuple(loads), state, workspaces, tuple(choices.values()))
+    return Simulation(tuple(mesh), tuple(names), tuple(loads), state, workspaces, tuple(choices.values()))
 
 
-class _Alike(NamedTuple):
-    """Ranks whose plans differ in nothing but the numbers of the ranks."""
+class _RankClass(NamedTuple):
+    """Ranks whose plans are equal up to a renumbering of the ranks."""
 
     layouts: list[list[Layout | None]]
-    """As one of them sees them."""
+    """The layouts of one of their plans, which stands for all."""
     like: dict[int, int]
-    """Each of these ranks -> its counterpart in these layouts."""
+    """Each rank of the class -> the rank that stands for it in `layouts`."""
 
 
-def _alike(
+def _rank_classes(
     groups: Sequence[Group],
     layouts: Sequence[Sequence[Layout | None]],
     choices: Mapping[tuple[int, ...], ReplicaChoice],
     nodes: Sequence[int],
-) -> list[_Alike]:
-    """Return all ranks, those with equal plans together."""
-    by_plan: dict[Any, tuple[_Alike, list[int]]] = {}
+) -> list[_RankClass]:
+    """Divide all ranks into classes with equal plans."""
+    by_plan: dict[Any, tuple[_RankClass, list[int]]] = {}
     left = dict.fromkeys(range(len(nodes)))
     known = {tuple(left): nodes}
     while left:
@@ -192,70 +201,77 @@ def _alike(
         distinct = list(dict.fromkeys(layout for of_group in divided for layout in of_group if layout is not None))
         everyone = sorted({rank for layout in distinct for rank in layout.ranks}) or list(left)
         numbers = {rank: number for number, rank in enumerate(everyone)}
-        cuts = tuple((tuple(numbers[rank] for rank in one.ranks), one.boxes, one.copies) for one in distinct)
-        key = cuts, tuple(renumbered(nodes[rank] for rank in everyone))
-        alike, like = by_plan.setdefault(key, (_Alike(divided, {}), everyone))
+        # Renumber ranks and nodes from 0: plans that are then equal differ only in the numbers.
+        boxes = tuple((tuple(numbers[rank] for rank in one.ranks), one.boxes, one.copies) for one in distinct)
+        key = boxes, tuple(renumbered(nodes[rank] for rank in everyone))
+        alike, like = by_plan.setdefault(key, (_RankClass(divided, {}), everyone))
         for rank in [rank for rank in left if all(rank in layout.ranks for layout in distinct)]:
             alike.like[rank] = like[numbers[rank]]
             del left[rank]
     return [alike for alike, _ in by_plan.values()]
 
 
-class _Moving(NamedTuple):
-    """A bucket with collectives, as the first rank has it, and the memory that each of its ranks needs for it."""
+class _CommBucket(NamedTuple):
+    """A bucket with collectives as planned by its first rank, and the temporary memory of each of its ranks."""
 
     bucket: Gathered
     stages: list[Stages]
 
 
-class _Shadow(Tensor):
-    """A tensor on the meta device that says it is on another one, which need not exist here."""
+class _MetaTensor(Tensor):
+    """A tensor on the meta device that reports another device, which need not exist here."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # views are plain tensors
-    claimed: torch.device
+    claimed_device: torch.device
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Return the device of the rehearsed ranks."""
-        return self.claimed
+        """Return the device of the simulated ranks."""
+        return self.claimed_device
 
 
-class _Shadows:
-    """Tensors with shape, dtype and the ranks' device, but without memory; equal ones are the same."""
+class _MetaTensors:
+    """Makes tensors without memory that have a shape, a dtype and the ranks' device; equal ones are one object."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._made: dict[Any, _Shadow] = {}
+        self._made: dict[Any, _MetaTensor] = {}
 
     def of(self, param: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the shadow of a part of a parameter that has `shape`, in the parameter's order of dimensions."""
+        """Return a stand-in for a box of a parameter: of this shape, with the parameter's dtype and memory format."""
+        # Dimensions from the largest to the smallest stride: kernels are chosen by the memory format, too.
         strides = param.stride()
         order = sorted(range(param.ndim), key=lambda dim: (-strides[dim], dim))
         key = (tuple(shape), tuple(order), param.dtype)
         if key not in self._made:
-            made = torch.empty_permuted(tuple(shape), order, dtype=param.dtype, device="meta").as_subclass(_Shadow)
-            made.claimed = self._device
+            made = torch.empty_permuted(tuple(shape), order, dtype=param.dtype, device="meta").as_subclass(_MetaTensor)
+            made.claimed_device = self._device
             self._made[key] = made
         return self._made[key]
 
 
-def _travelling_load(
+def _comm_load(
     shared: SharedBucket,
     stages: Sequence[Stages],
     like: Mapping[int, int],
     nodes: Sequence[int],
     counted: set[tuple[int, ParameterUnit]],
-) -> Load:
-    """Return the cost of a bucket on the ranks that have it, or one like it: `like` has the bucket's rank for each.
+) -> BucketLoad:
+    """Return the load of a bucket with several ranks, on all ranks of a class.
 
-    Units whose matrices were not `counted` before, as (group, unit), are added to that set.
+    Args:
+        shared: the bucket as planned for the class.
+        stages: temporary memory of each of the bucket's ranks.
+        like: each rank of the class -> the rank of the bucket that stands for it.
+        nodes: node of each rank.
+        counted: (group, unit) pairs whose matrices earlier loads include; the bucket's units are added.
     """
     exchange, kinds, exchange_bytes = shared.exchange, shared.units.kinds, shared.exchange_bytes
     positions = torch.tensor([exchange.ranks.index(rank) for rank in like.values()])
 
-    def of_all(of_ranks: Tensor) -> Tensor:
-        """Return numbers of all ranks, given those of the bucket's; zero where a rank has nothing like it."""
-        return of_ranks.new_zeros(len(nodes)).index_copy_(0, torch.tensor(list(like)), of_ranks[positions])
+    def to_all_ranks(values: Tensor) -> Tensor:
+        """Spread values of the bucket's ranks to all ranks, (ranks,); zero for ranks of other classes."""
+        return values.new_zeros(len(nodes)).index_copy_(0, torch.tensor(list(like)), values[positions])
 
     counts = torch.tensor(exchange.counts)
     present = counts > 0 if exchange.is_local else torch.ones_like(counts, dtype=torch.bool)
@@ -265,24 +281,24 @@ def _travelling_load(
         between = traffic_of(exchange_bytes, torch.tensor(renumbered(nodes[rank] for rank in exchange.ranks))).sent
     units = {(shared.key.group, unit) for unit in shared.units.all} - counted
     counted |= units
-    return Load(
+    return BucketLoad(
         group=shared.key.group,
         method="function" if kinds[0].form is None else str(kinds[0].form),
         shapes=tuple(kind.shape for kind in kinds),
         num_matrices=len(kinds) * len(units),
         dtype=shared.key.spec.dtype,
-        present=of_all(present),
-        flops=of_all(counts * shared.units.flops),
-        workspace_bytes=of_all(torch.tensor([stage.most for stage in stages]) * present),
-        bytes_sent=of_all(sent),
-        bytes_received=of_all(received),
-        bytes_between=of_all(between),
+        present=to_all_ranks(present),
+        flops=to_all_ranks(counts * shared.units.flops),
+        workspace_bytes=to_all_ranks(torch.tensor([stage.most for stage in stages]) * present),
+        bytes_sent=to_all_ranks(sent),
+        bytes_received=to_all_ranks(received),
+        bytes_between=to_all_ranks(between),
         exchange_bytes=exchange_bytes,
     )
 
 
 def _stages_of_ranks(shared: SharedBucket) -> list[Stages]:
-    """Return the temporary bytes on each rank: computed once for ranks that have and do the same."""
+    """Return the temporary memory of each of a bucket's ranks, computed once for ranks with equal needs."""
     alike: dict[Hashable, Stages] = {}
     needs = memory_keys(shared.exchange)
     for position, need in enumerate(needs):
@@ -295,17 +311,18 @@ def _fill_workspaces_(
     workspaces: Tensor,
     stages: Sequence[Mapping[int, Stages]],
     schedule: Schedule,
-    loads: Sequence[Load],
+    loads: Sequence[BucketLoad],
     like: Mapping[int, int],
 ) -> None:
-    """Fill in the most temporary bytes on each rank, (ranks,) int64: computed once for ranks that need the same.
+    """Set the peak temporary bytes of each rank of a class in `workspaces`, (ranks,) int64.
 
-    `stages` are those of the buckets with collectives, in the order in which they are worked on, by rank.
+    `stages` has rank -> temporary memory for each bucket with collectives, in the order of execution. Ranks with equal
+    memory are computed once.
     """
-    alone = [load.workspace_bytes.tolist() for load in loads if load.exchange_bytes is None]
+    local = [load.workspace_bytes.tolist() for load in loads if load.exchange_bytes is None]
     alike: dict[Any, int] = {}
     for rank, other in like.items():
-        key = tuple(of_bucket[other] for of_bucket in stages), max((sizes[rank] for sizes in alone), default=0)
+        key = tuple(of_bucket[other] for of_bucket in stages), max((sizes[rank] for sizes in local), default=0)
         if key not in alike:
             alike[key] = overlapping_bytes(key[0], schedule, key[1])
         workspaces[rank] = alike[key]
@@ -317,9 +334,9 @@ def _local_loads(
     indices: Sequence[int],
     layouts: Sequence[Layout],
     num_ranks: int,
-    shadows: _Shadows,
-) -> Iterator[Load]:
-    """Yield the buckets that ranks step alone, once for all ranks that keep boxes of the same shapes."""
+    meta_tensors: _MetaTensors,
+) -> Iterator[BucketLoad]:
+    """Yield the loads of buckets without collectives, one for all ranks that hold boxes of the same shapes."""
     distinct = list(dict.fromkeys(layouts[index] for index in indices))
     sizes = [[size_of(layout.box_of(rank)) for rank in range(num_ranks)] for layout in distinct]
     alike: dict[Any, list[int]] = {}
@@ -329,17 +346,17 @@ def _local_loads(
         shape_of = dict(zip(distinct, shapes, strict=True))
         params = list(group.params)
         for index in indices:
-            params[index] = shadows.of(params[index], shape_of[layouts[index]])
+            params[index] = meta_tensors.of(params[index], shape_of[layouts[index]])
         present = torch.zeros(num_ranks, dtype=torch.bool)
         present[ranks] = True
         for bucket in local_buckets(number, replace(group, params=tuple(params)), indices):
             yield _local_load(bucket, present)
 
 
-def _local_load(bucket: Local, present: Tensor) -> Load:
+def _local_load(bucket: Local, present: Tensor) -> BucketLoad:
     zeros = torch.zeros(len(present), dtype=torch.int64)
     is_muon = bucket.shape is not None
-    return Load(
+    return BucketLoad(
         group=bucket.group,
         method=bucket.method,
         shapes=() if bucket.shape is None else (bucket.shape,),
@@ -355,10 +372,10 @@ def _local_load(bucket: Local, present: Tensor) -> Load:
 
 
 def _state_bytes(optimizer: Muon, layouts: Sequence[Sequence[Layout]], num_ranks: int) -> Tensor:
-    """Return the bytes of state on each rank: tensors of the parameter's shape are cut like it, others are whole."""
+    """Return each rank's bytes of state: state with the parameter's shape is sharded like it, other state is whole."""
     per_entry: dict[Layout, int] = {}
     whole, states = 0, optimizer.state
-    for group, its_layouts in zip(optimizer.typed_groups, layouts, strict=True):
+    for group, its_layouts in zip(optimizer._plans.current_groups(), layouts, strict=True):
         for param, layout in zip(group.params, its_layouts, strict=True):
             for value in states[param].values():
                 if value.shape == param.shape:

@@ -20,9 +20,9 @@ from quintic.optim.plan.members import direction_dtype, update_dtype
 from quintic.optim.plan.planning import build_plan
 from quintic.optim.plan.replicas import choose_replica_strategies, layouts_for_work
 from quintic.optim.plan.schedule import overlapping_bytes
-from quintic.rehearsal.parallelism import layouts_by_name
-from quintic.rehearsal.planned_models import Decoder, Sizes, planned_model
-from quintic.rehearsal.rehearse import rehearse
+from quintic.simulate.parallelism import layouts_by_name
+from quintic.simulate.planned_models import Decoder, Sizes, planned_model
+from quintic.simulate.simulate import simulate_plan
 
 MESHES = [
     ((1,), ("fsdp",)),
@@ -74,7 +74,8 @@ options = st.fixed_dictionaries(
 
 def plans_of(optimizer, mesh, names, node_size):
     """The plan of every rank, each made alone."""
-    groups = [replace(group, comms="averaged" if "dp" in names else "none") for group in optimizer.typed_groups]
+    comms = "averaged" if "dp" in names else "none"
+    groups = [replace(group, comms=comms) for group in optimizer._plans.current_groups()]
     found = layouts_by_name(groups, mesh, names)
     if len(found[0][0].ranks) == 1:
         found = [[None] * len(layouts) for layouts in found]
@@ -109,12 +110,12 @@ def bytes_sent(bucket, normalizes, nodes=None):
 def test_all_ranks_at_a_time_are_the_plans_of_each_rank(where, sizes, options, node_size):
     mesh, names = where
     optimizer = optimizer_of(decoder(**sizes).to(torch.bfloat16), **options)
-    rehearsal = rehearse(optimizer, mesh, names, device="meta", node_size=node_size)
+    simulation = simulate_plan(optimizer, mesh, names, device="meta", node_size=node_size)
     for rank, plan in enumerate(plans_of(optimizer, mesh, names, node_size)):
-        loads = [load for load in rehearsal.loads if load.present[rank] and load.shapes]
+        loads = [load for load in simulation.bucket_loads if load.present[rank] and load.shapes]
         buckets = [bucket for bucket in plan if bucket.algorithm == "muon"]
         normalizes = options["normalize"] is not None
-        # The plan is in the order in which a step runs, the rehearsal in that of the groups.
+        # The plan is in the order in which a step runs, the simulation in that of the groups.
         assert sorted(
             (one.method, *(int(of_ranks[rank]) for of_ranks in (one.flops, one.workspace_bytes, one.bytes_sent)))
             for one in loads
@@ -123,21 +124,21 @@ def test_all_ranks_at_a_time_are_the_plans_of_each_rank(where, sizes, options, n
             for one in buckets
         )
         assert sum(load.exchange_bytes is not None for load in loads) == sum(bucket.needs_comm for bucket in buckets)
-        nodes = [other // (node_size or 64) for other in range(rehearsal.num_ranks)]
+        nodes = [other // (node_size or 64) for other in range(simulation.num_ranks)]
         crossing = sum(bytes_sent(bucket, normalizes, nodes) for bucket in buckets if bucket.needs_comm)
-        assert rehearsal.bytes_between[rank] == crossing
+        assert simulation.bytes_between[rank] == crossing
         # Of what AdamW updates these plans have the whole.
-        sizes = [int(load.workspace_bytes[rank]) for load in rehearsal.loads if not load.shapes]
+        sizes = [int(load.workspace_bytes[rank]) for load in simulation.bucket_loads if not load.shapes]
         alone = max([*sizes, *(bucket.workspace_bytes for bucket in buckets if not bucket.needs_comm)], default=0)
         stages = [bucket.stages for bucket in buckets if bucket.needs_comm]
-        assert rehearsal.workspace_bytes[rank] == overlapping_bytes(stages, plan.schedule, alone)
+        assert simulation.workspace_bytes[rank] == overlapping_bytes(stages, plan.schedule, alone)
 
 
 @given(st.sampled_from(MESHES), sizes, options)
 def test_what_is_sent_is_received(where, sizes, options):
-    rehearsal = rehearse(optimizer_of(decoder(**sizes), **options), *where)
-    assert rehearsal.bytes_sent.sum() == rehearsal.bytes_received.sum()
-    for load in rehearsal.loads:
+    simulation = simulate_plan(optimizer_of(decoder(**sizes), **options), *where)
+    assert simulation.bytes_sent.sum() == simulation.bytes_received.sum()
+    for load in simulation.bucket_loads:
         if load.exchange_bytes is None:
             assert not load.bytes_sent.any()
             continue
@@ -149,7 +150,7 @@ def test_what_is_sent_is_received(where, sizes, options):
 @pytest.mark.parametrize("mesh", [(6,), (2, 3)], ids=str)
 def test_traffic_is_that_between_all_ranks(mesh):
     names = ("fsdp",) if len(mesh) == 1 else ("replicate", "fsdp")
-    for load in rehearse(optimizer_of(decoder()), mesh, names).loads:
+    for load in simulate_plan(optimizer_of(decoder()), mesh, names).bucket_loads:
         if load.exchange_bytes is None:
             continue
         sent = torch.zeros(6, dtype=torch.int64)
@@ -163,23 +164,25 @@ def test_traffic_is_that_between_all_ranks(mesh):
 @pytest.mark.parametrize(("mesh", "names"), [where for where in MESHES if {"fsdp", "dp"} & set(where[1])], ids=str)
 def test_every_matrix_is_orthogonalised_once(mesh, names):
     optimizer = optimizer_of(decoder(experts=3))
-    assert int(rehearse(optimizer, mesh, names, device="meta").flops.sum()) == optimizer.plan().flops
+    assert int(simulate_plan(optimizer, mesh, names, device="meta").flops.sum()) == optimizer.plan().flops
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 7])
 def test_fsdp_divides_the_state(num_ranks):
     model = decoder().to(torch.bfloat16)
     groups = quintic.param_groups(model)
-    rehearsal = rehearse(quintic.Muon(groups, master="mantissa"), (num_ranks,), ("fsdp",))
+    simulation = simulate_plan(quintic.Muon(groups, master="mantissa"), (num_ranks,), ("fsdp",))
     adamw = [param for group in groups if group["algorithm"] == "adamw" for param in group["params"]]
     entries = sum(param.numel() for param in model.parameters())
     expected = (4 + 2) * entries + 4 * sum(param.numel() for param in adamw) + 4 * len(adamw) * num_ranks
-    assert int(rehearsal.state_bytes.sum()) == expected
+    assert int(simulation.state_bytes.sum()) == expected
 
 
 def test_the_device_decides_what_runs():
     methods = {
-        device: {load.method for load in rehearse(optimizer_of(decoder()), (2,), ("fsdp",), device=device).loads}
+        device: {
+            load.method for load in simulate_plan(optimizer_of(decoder()), (2,), ("fsdp",), device=device).bucket_loads
+        }
         for device in ("cuda", "cpu")
     }
     assert methods == {"cuda": {"polar_express fp16", "adamw"}, "cpu": {"polar_express fp32", "adamw"}}
@@ -193,9 +196,8 @@ def test_a_name_says_how_parameters_are_cut():
     names = ("replicate", "fsdp", "ep", "tp")
     ranks = torch.arange(48).view(2, 3, 4, 2)
     found = {}
-    for group, layouts in zip(
-        optimizer.typed_groups, layouts_by_name(optimizer.typed_groups, ranks.shape, names), strict=True
-    ):
+    groups = optimizer._plans.current_groups()
+    for group, layouts in zip(groups, layouts_by_name(groups, ranks.shape, names), strict=True):
         found |= dict(zip(group.param_names, zip(group.params, layouts, strict=True), strict=True))
     dense, layer = ranks.view(2, 12, 2), "model.layers.0."
     for name, mesh, placements in (
@@ -218,9 +220,8 @@ def test_a_name_says_how_parameters_are_cut():
 def test_tensor_parallelism_knows_stored_transposes_and_biases():
     optimizer = optimizer_of(planned_model("gpt2", torch.float32))
     boxes = {}
-    for group, layouts in zip(
-        optimizer.typed_groups, layouts_by_name(optimizer.typed_groups, (2,), ("tp",)), strict=True
-    ):
+    groups = optimizer._plans.current_groups()
+    for group, layouts in zip(groups, layouts_by_name(groups, (2,), ("tp",)), strict=True):
         boxes |= {name: layout.box_of(1) for name, layout in zip(group.param_names, layouts, strict=True)}
     block = "transformer.h.0."
     assert boxes[f"{block}mlp.c_fc.weight"] == ((0, 768), (1536, 3072))
@@ -235,24 +236,24 @@ def test_tensor_parallelism_knows_stored_transposes_and_biases():
     [
         ((), (), "mesh=: give at least one rank"),
         ((0,), ("fsdp",), "mesh=0: give at least one rank"),
-        ((8,), ("zero",), "layout=zero: 'zero' is unknown; choose of dp, replicate, fsdp, ep, tp"),
+        ((8,), ("zero",), "layout=zero: 'zero' is unknown; choose from dp, replicate, fsdp, ep, tp"),
         ((8, 4), ("fsdp",), "layout=fsdp: 1 names for the 2 dimensions of mesh 8x4"),
-        ((2, 2), ("tp", "fsdp"), "layout=tp,fsdp: each name once, in the order"),
-        ((2, 2), ("fsdp", "fsdp"), "layout=fsdp,fsdp: each name once"),
-        ((2, 2), ("dp", "tp"), "layout=dp,tp: dp stands alone"),
-        ((2,), ("ep",), "layout=ep: ep cuts nothing, the model has no stacked experts"),
+        ((2, 2), ("tp", "fsdp"), "layout=tp,fsdp: give each name once, in the order"),
+        ((2, 2), ("fsdp", "fsdp"), "layout=fsdp,fsdp: give each name once"),
+        ((2, 2), ("dp", "tp"), "layout=dp,tp: dp cannot be combined"),
+        ((2,), ("ep",), "layout=ep: ep shards nothing, because the model has no stacked experts"),
     ],
 )
 def test_what_is_no_mesh_is_an_error(mesh, names, message):
     with pytest.raises(ConfigError) as error:
-        rehearse(optimizer_of(decoder()), mesh, names)
+        simulate_plan(optimizer_of(decoder()), mesh, names)
     assert str(error.value).startswith(message)
 
 
 def test_tensor_parallelism_that_cuts_nothing_is_an_error():
     optimizer = optimizer_of(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
-    with pytest.raises(ConfigError, match="tp cuts nothing"):
-        rehearse(optimizer, (2,), ("tp",))
+    with pytest.raises(ConfigError, match="tp shards nothing"):
+        simulate_plan(optimizer, (2,), ("tp",))
 
 
 # -- size -------------------------------------------------------------------------------------------------------------
@@ -261,19 +262,19 @@ def test_tensor_parallelism_that_cuts_nothing_is_an_error():
 def test_seventy_billion_parameters_on_a_thousand_ranks_take_seconds():
     begin = time.perf_counter()
     optimizer = optimizer_of(planned_model("llama-3-70b", torch.bfloat16), normalize="neuron")
-    rehearsal = rehearse(optimizer, (128, 8), ("fsdp", "tp"))
+    simulation = simulate_plan(optimizer, (128, 8), ("fsdp", "tp"))
     assert time.perf_counter() - begin < 20
-    assert rehearsal.num_ranks == 1024
-    assert sum(load.num_matrices for load in rehearsal.loads) == 80 * 7
+    assert simulation.num_ranks == 1024
+    assert sum(load.num_matrices for load in simulation.bucket_loads) == 80 * 7
     # 560 matrices for 1,024 ranks: the busiest has one of the largest, and nothing else.
-    largest = max(int(load.flops.sum()) // load.num_matrices for load in rehearsal.loads if load.num_matrices)
-    assert rehearsal.balance == pytest.approx(largest * 1024 / int(rehearsal.flops.sum()))
+    largest = max(int(load.flops.sum()) // load.num_matrices for load in simulation.bucket_loads if load.num_matrices)
+    assert simulation.balance == pytest.approx(largest * 1024 / int(simulation.flops.sum()))
 
 
 def test_balance_of_more_operations_than_64_bits_hold_for_all_ranks():
     param = torch.nn.Parameter(torch.empty(2**17, 2**17, device="meta"))
-    rehearsal = rehearse(quintic.Muon([param]), (1024,), ("fsdp",))
+    simulation = simulate_plan(quintic.Muon([param]), (1024,), ("fsdp",))
     # One matrix: one rank does everything.
-    assert rehearsal.flops.count_nonzero() == 1
-    assert int(rehearsal.flops.sum()) * 1024 > 2**63
-    assert rehearsal.balance == 1024.0
+    assert simulation.flops.count_nonzero() == 1
+    assert int(simulation.flops.sum()) * 1024 > 2**63
+    assert simulation.balance == 1024.0

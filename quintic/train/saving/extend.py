@@ -1,4 +1,4 @@
-"""A larger `--steps` for a run that is resumed: kept in its configuration, with what it does to the rates."""
+"""Extending a resumed run with a larger `--steps`."""
 
 import dataclasses
 import json
@@ -11,16 +11,17 @@ from quintic.train.runs import CONFIG_FILE
 from quintic.train.saved_config import check_longer, load_config, to_dict
 from quintic.train.trainer import Trainer
 
-__all__ = ["lengthened"]
+__all__ = ["extend_run"]
 
 
-def lengthened(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> int | None:
-    """Keep a larger `--steps` in the run's configuration, and say what it does to the rates; all ranks call it.
+def extend_run(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> int | None:
+    """Save a larger `--steps` in the run's configuration and tell the user how the rates change; all ranks call it.
 
-    From the step that the run continues from, its schedules are those of a run of the new length.
+    All further steps follow the schedules of a run of the new length, so learning rates and weight decay jump when the
+    run continues.
 
     Returns:
-        The length before; None if it has not changed.
+        The previous number of steps; None if it has not changed.
 
     Raises:
         ConfigError: the run would become shorter.
@@ -30,16 +31,18 @@ def lengthened(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> int |
         return None
     before = scale_of(saved, run.model).steps
     check_longer(run.total, before)
+    # Compare the rates of the last step made with those of the next one. `apply_schedule` sets the groups' rates, but
+    # each step sets them again.
     if run.step:
         made = apply_schedule(run.optimizer, saved, run.step - 1, before)
         coming = apply_schedule(run.optimizer, run.config, run.step, run.total)
-        parts = [f"{name} from {made['lr'][name]:.3g} to {rate:.3g}" for name, rate in coming["lr"].items()]
+        changes = [f"{name} from {made['lr'][name]:.3g} to {rate:.3g}" for name, rate in coming["lr"].items()]
         decay = f"the weight decay from {made['weight_decay']:.3g} to {coming['weight_decay']:.3g}"
         say(
             f"From {before:,} to {run.total:,} steps: from step {run.step + 1:,} on, rates are those of a run of that "
-            f"length. Learning rates go, with that step, {', '.join(parts)}; {decay}"
+            f"length. At that step, learning rates change: {', '.join(changes)}; {decay}"
         )
     schedule = dataclasses.replace(saved.schedule, steps=run.config.schedule.steps)
     content = json.dumps(to_dict(dataclasses.replace(saved, schedule=schedule)), indent=2) + "\n"
-    run.ranks.from_first(lambda: write_atomically(run_dir / CONFIG_FILE, content))
+    run.ranks.from_rank0(lambda: write_atomically(run_dir / CONFIG_FILE, content))
     return before

@@ -1,4 +1,4 @@
-"""`quintic plan --model`: the optimizer's work for any model on any mesh of ranks, as a table, without the ranks."""
+"""The output of `quintic plan --model`: the optimizer's work for a model on a mesh of ranks, as a table."""
 
 import re
 from collections.abc import Iterable
@@ -9,18 +9,18 @@ from torch import Tensor
 
 import quintic
 from quintic.errors import ConfigError
-from quintic.rehearsal.options import RehearsalOptions
-from quintic.rehearsal.planned_models import planned_model
-from quintic.rehearsal.rehearse import Load, Rehearsal, rehearse
+from quintic.simulate.options import SimulationOptions
+from quintic.simulate.planned_models import planned_model
+from quintic.simulate.simulate import BucketLoad, Simulation, simulate_plan
 
-__all__ = ["rehearsal_text", "table"]
+__all__ = ["simulation_text", "table"]
 
 
-def rehearsal_text(options: RehearsalOptions) -> str:
+def simulation_text(options: SimulationOptions) -> str:
     """Return the output of `quintic plan --model`.
 
     Raises:
-        ConfigError: an option does not fit; the message begins with its name.
+        ConfigError: an option is wrong. The message begins with its name.
     """
     mesh = _mesh(options.mesh)
     names = tuple(options.layout.split(","))
@@ -34,36 +34,36 @@ def rehearsal_text(options: RehearsalOptions) -> str:
             replicas=options.replicas,
             state_dtype=options.state_dtype,
         )
-        rehearsal = rehearse(optimizer, mesh, names, node_size=options.node_size)
+        simulation = simulate_plan(optimizer, mesh, names, node_size=options.node_size)
     except ConfigError as error:
-        # The library speaks of its argument, the user of the option.
+        # Name the option in place of the library's argument.
         text = re.sub("^node_size=", "--node-size ", str(error))
         raise ConfigError(re.sub("^(model|mesh|layout)=", r"--\1 ", text)) from None
     except ValueError as error:
-        # Parameters that no rule covers.
+        # `param_groups` found parameters that no rule covers.
         raise ConfigError(f"--model {options.model}: {error}") from None
     parameters = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
     head = f"{options.model}: {parameters:,} parameters of {options.dtype}"
-    return f"{head}\n{table(rehearsal)}"
+    return f"{head}\n{table(simulation)}"
 
 
 def _mesh(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text):
-        raise ConfigError(f"--mesh {text}: give ranks per dimension, such as 8 or 8x4")
+        raise ConfigError(f"--mesh {text}: give the number of ranks per dimension, such as 8 or 8x4")
     return tuple(int(size) for size in text.split("x"))
 
 
-def table(rehearsal: Rehearsal) -> str:
-    """Return a rehearsal as text: a line for each kind of bucket, then the totals."""
-    mesh = "x".join(map(str, rehearsal.mesh))
-    ranks = "1 rank" if rehearsal.num_ranks == 1 else f"{rehearsal.num_ranks:,} ranks"
+def table(simulation: Simulation) -> str:
+    """Return a simulation as text: a line per kind of bucket, then totals, each as maximum / mean over ranks."""
+    mesh = "x".join(map(str, simulation.mesh))
+    ranks = "1 rank" if simulation.num_ranks == 1 else f"{simulation.num_ranks:,} ranks"
     lines = [
-        f"{ranks} as {mesh} ({', '.join(rehearsal.names)}); the most / the mean of the ranks",
+        f"{ranks} as {mesh} ({', '.join(simulation.names)}); the most / the mean of the ranks",
         "",
         f"{'method':18} {'matrices':>22} {'buckets':>7} {'GFLOP':>21} {'MB sent':>21} {'work MiB':>19}",
     ]
-    kinds: dict[Any, list[Load]] = {}
-    for load in rehearsal.loads:
+    kinds: dict[Any, list[BucketLoad]] = {}
+    for load in simulation.bucket_loads:
         kinds.setdefault((load.method, load.shapes, load.dtype, load.exchange_bytes is None), []).append(load)
     for (method, shapes, _, is_local), loads in kinds.items():
         matrices = f"{sum(load.num_matrices for load in loads):,} x {'+'.join(f'{m}x{n}' for m, n in shapes)}"
@@ -76,14 +76,14 @@ def table(rehearsal: Rehearsal) -> str:
             f"{_most_and_mean(workspace, 2**20):>19}"
         )
     totals = {
-        "operations": f"{_most_and_mean(rehearsal.flops, 1e9)} GFLOP, balance {rehearsal.balance:.2f}",
-        "sent": f"{_most_and_mean(rehearsal.bytes_sent, 1e6)} MB",
-        "state": f"{_most_and_mean(rehearsal.state_bytes, 2**20)} MiB",
-        "temporary memory": f"at most {_most_and_mean(rehearsal.workspace_bytes, 2**20)} MiB",
+        "operations": f"{_most_and_mean(simulation.flops, 1e9)} GFLOP, balance {simulation.balance:.2f}",
+        "sent": f"{_most_and_mean(simulation.bytes_sent, 1e6)} MB",
+        "state": f"{_most_and_mean(simulation.state_bytes, 2**20)} MiB",
+        "temporary memory": f"at most {_most_and_mean(simulation.workspace_bytes, 2**20)} MiB",
     }
-    if rehearsal.bytes_between.any():
-        totals["sent between nodes"] = f"{_most_and_mean(rehearsal.bytes_between, 1e6)} MB"
-    chosen = map(str, rehearsal.choices)
+    if simulation.bytes_between.any():
+        totals["sent between nodes"] = f"{_most_and_mean(simulation.bytes_between, 1e6)} MB"
+    chosen = map(str, simulation.choices)
     return "\n".join([*lines, "", *(f"{name:18} {text}" for name, text in totals.items()), *chosen])
 
 

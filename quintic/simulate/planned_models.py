@@ -1,7 +1,7 @@
-"""Models to plan for: shapes of parameters on the meta device, without weights.
+"""Models to plan for: parameters on the meta device, with shapes and the names of `transformers`, without weights.
 
-Some well-known models are described here by their sizes, so that planning needs no network and no other package; any
-other comes from its configuration through `transformers`. Parameters have the names that `transformers` gives them.
+Some well-known models are described here by their sizes, so that planning them needs no network and no other package.
+All other models are made by `transformers` from their configuration.
 """
 
 import difflib
@@ -21,19 +21,19 @@ __all__ = ["KNOWN_MODELS", "Decoder", "Sizes", "is_on_hub", "planned_model"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """A decoder in the manner of Llama.
+    """Sizes of a decoder with Llama's architecture.
 
     Args:
-        layers: their number.
-        width: of the residual stream.
-        heads: of queries.
-        kv_heads: of keys and values.
-        head_dim: features of a head.
-        hidden: of the MLP, or of one expert.
+        layers: number of layers.
+        width: channels of the residual stream.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: channels of a head.
+        hidden: hidden channels of the MLP, or of one expert.
         vocab_size: rows of the embedding.
-        tied: the head is the embedding.
-        qk_norm: queries and keys are normed, with weights.
-        experts: of the mixture in every layer; 0 for a plain MLP.
+        tied: head and embedding are one parameter.
+        qk_norm: queries and keys have norms with weights.
+        experts: number of experts in every layer; 0 for a plain MLP.
     """
 
     layers: int
@@ -63,11 +63,11 @@ KNOWN_MODELS: dict[str, Sizes | None] = {
         layers=48, width=2048, heads=32, kv_heads=4, hidden=768, vocab_size=151936, qk_norm=True, experts=128
     ),
 }
-"""By name; None for the one that is not in the manner of Llama."""
+"""Name -> sizes; None for GPT-2, which has another architecture."""
 
 
 def is_on_hub(name: str) -> bool:
-    """Return whether a name is `owner/name` of a model on the Hugging Face Hub, and nothing that is here."""
+    """Return whether a name means a model on the Hugging Face Hub: `owner/name`, and not a known model or a path."""
     return name not in KNOWN_MODELS and "/" in name and not name.endswith(".json") and not Path(name).exists()
 
 
@@ -76,11 +76,11 @@ def planned_model(name: str, dtype: torch.dtype) -> nn.Module:
 
     Args:
         name: one of `KNOWN_MODELS`; the path of a `config.json` or of its folder; or `owner/name` of a model on the
-            Hugging Face Hub, of which only the configuration is fetched.
-        dtype: of the parameters.
+            Hugging Face Hub, from which only the configuration is downloaded.
+        dtype: dtype of the parameters.
 
     Raises:
-        ConfigError: there is no such model, or `transformers` is needed and missing; the message begins with `model=`.
+        ConfigError: there is no such model, or `transformers` is needed and missing. The message begins with `model=`.
     """
     with torch.device("meta"):
         if name in KNOWN_MODELS:
@@ -110,15 +110,15 @@ def _from_configuration(name: str) -> nn.Module:
             f"pip install transformers"
         ) from None
     try:
-        # Otherwise it would ask at the terminal whether to run code that comes with the model.
+        # Without trust_remote_code, it would ask at the terminal whether to run code that comes with the model.
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(
-                f"model={name}: is described by code of its own, which is not run; plan for a model that transformers "
-                "has, or, for an export of `quintic export`, for its run: quintic plan --config runs/NAME/config.json"
+                f"model={name}: needs code that comes with the model, which is not run; choose a model that is part of "
+                "transformers, or plan the run of a `quintic export`: quintic plan --config runs/NAME/config.json"
             ) from error
-        raise ConfigError(f"model={name}: no configuration that transformers can read: {_first_line(error)}") from error
+        raise ConfigError(f"model={name}: transformers cannot read its configuration: {_first_line(error)}") from error
     try:
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError:
@@ -154,7 +154,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Decoder(nn.Module):
-    """The parameters of a decoder, under the names of `transformers`; it computes nothing."""
+    """The parameters of a decoder, with the names of `transformers`; it has no `forward`."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class _Router(nn.Module):
 
 
 class _Experts(nn.Module):
-    # What transformers says about its stacks.
+    # Attributes that transformers sets on its stacks of experts, which `param_groups` reads.
     has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
 
     def __init__(self, sizes: Sizes) -> None:
@@ -207,7 +207,7 @@ class _Experts(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """A linear layer that stores (in, out), known by this name."""
+    """A linear layer whose weight is (in, out); `param_groups` recognises it by the name of its class."""
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Conv1D(nn.Module):
 
 
 class GPT2Attention(nn.Module):
-    """Fused queries, keys and values, known by this name."""
+    """Attention with fused queries, keys and values; `param_groups` recognises it by the name of its class."""
 
     split_size = 768
 
