@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_the_stage_keeps_the_norm_and_the_signs_of_each_matrix_by_itself(m, n, c
     generator = torch.Generator().manual_seed(seed)
     matrices = torch.randn(count, m, n, generator=generator)
     moments = torch.rand(count, m, n, generator=generator)
-    options = quintic.Muon([param_of((2, 2))], normalize="element")._typed_groups[0]
+    options = SimpleNamespace(normalize_beta=0.95)
     together = moments.clone()
     result, factors = ElementSecondMoment().apply(matrices, {MOMENT: together}, options)
     assert factors is None
@@ -168,7 +169,7 @@ def test_state_is_explained_and_planned():
     assert rows["0.weight"].lr_scale == (0.2 * math.sqrt(16),)
     assert "AdaMuon" in str(quintic.explain(model, normalize="element"))
     optimizer = quintic.Muon(quintic.param_groups(model), normalize="element", offload=True)
-    params = [(param, group) for group in optimizer._typed_groups for param in group.params]
+    params = [(param, group) for group in optimizer._plans.groups for param in group.params]
     sizes = {param: sum(value.nbytes for value in optimizer.state[param].values()) for param, _ in params}
     assert sizes == {param: state_bytes(param, group) for param, group in params}
     matrices = [bucket for bucket in optimizer.plan() if bucket.rule is ADAMUON]
