@@ -132,8 +132,8 @@ class Options:
     # Passed to kernels by value, so a graph holds it.
     normalize_beta: float = option(0.95, number(below=1), affects={"graph"}, is_scheduled=True, algorithm="muon")
 
-    # The update. Options that decide about memory, batches or messages affect plan and ranks; `nesterov` and `adjust_lr`
-    # change numbers only. Functions and dtypes cannot be saved as plain values, so checkpoints have their text.
+    # The update. Options that decide about memory, batches or messages affect plan and ranks, others only numbers.
+    # Functions and dtypes cannot be saved as plain values, so checkpoints have their text.
     nesterov: bool = option(True, _SWITCH, affects={"graph"}, algorithm="muon")
     decay_coupling: DecayCoupling = option("lr", one_of("lr", "lr_squared"))
     scale_decay: bool = option(False, _SWITCH, algorithm="muon")
