@@ -116,6 +116,7 @@ def saved_tensor(value: Any, what: str) -> Tensor:
         tensor = as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{what} is a {type(value).__name__}, and must be a tensor") from None
+    # Kinds of tensors that `copy_` would fail on, or copy wrongly.
     for is_so, kind in (
         (tensor.is_meta, "on the meta device, without values"),
         (tensor.layout is not torch.strided, f"sparse ({tensor.layout})"),
