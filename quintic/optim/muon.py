@@ -402,7 +402,7 @@ class Muon(Optimizer):
                 )
         steps_until_due = plans.steps_until_due()
 
-        # 2. Checks, first those that need no other rank, so that a rank that raises leaves none waiting; the state.
+        # 2. Checks, local ones first: a rank that raises must not leave others waiting in a collective. Then the state.
         if not runner.context.is_single_rank:
             runner.consensus.check_partial(steps_until_due)
         plans.use_state()

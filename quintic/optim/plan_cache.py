@@ -3,7 +3,7 @@
 Users change options of groups; libraries move, convert or exchange parameters. None of them tells the optimizer, so
 every use of the cache begins with `refresh`:
 
-1. Compare parameters with those of the plan: are they other tensors, or has their memory changed?
+1. Compare parameters with those of the plan: were tensors replaced, or has their memory changed?
 2. Compare options with their last values. Check the groups with a change, and make a new `Group` of each.
 3. If the plan depends on a change (`options_affecting("plan")`), drop it and mark the state stale.
 
