@@ -107,7 +107,7 @@ def batch_bytes(
     work = polar_work(form, count, m, n, spec)
     copied = count * m * n * direction.itemsize if is_copied else 0
     work = Footprint(max(work.peak + copied, work.kept + neuron_bytes(form, count, m, n, spec)), work.kept)
-    # Those of decay are put beside them.
+    # With `scale_decay`, factors of decay stand beside them.
     factors = factor_bytes(count, m, n, spec) * (3 if spec.scales_decay else 1)
     return matrices_bytes(count * m * n, min(count, largest) * m * n, direction, work, factors, spec, in_order=True)
 
