@@ -128,6 +128,8 @@ def random_case(seed: int, world_size: int) -> Drawn:
         found.changes["state_dtype"] = choose.choice([None, "bf16"])
     options["replicas"] = choose.choice(["auto", "divide", "repeat", "repeat"])
     found.changes["replicas"] = choose.choice(["auto", "divide", "repeat"])
+    if choose.random() < 0.25:
+        options |= {"normalize": "element", "adjust_lr": "spectral"}
     options["scale_decay"] = choose.random() < 0.5
     if options["cautious"]:
         options["cautious"] = choose.choice([True, "strict"])

@@ -78,7 +78,7 @@ def check_layouts(rank, world_size, titles):
         layout = LAYOUTS[title]
         # Not on the whole mesh under tensor and expert parallelism: there, some ranks could not know.
         gaps = () if title.startswith(("tp", "ep")) else ("stack.2.weight", "embedding.weight", "experts.up")
-        for name in ("neuron", "mantissa") if title in MANTISSA else ("neuron",):
+        for name in ("neuron", "element", "mantissa") if title in MANTISSA else ("neuron", "element"):
             model, held, optimizer = laid_out(layout, CASES[name])
             for step in range(2):
                 where = f"{title}, {name}, step {step}: "
@@ -141,8 +141,9 @@ def check_broken(rank, world_size):
 
     # Rank 2 computes another learning-rate scale.
     optimizer._plans.drop_plan()
-    scale = mock.patch.object(operands, "adjust_lr_factor", return_value=1.5) if rank == 2 else mock.MagicMock()
-    with scale:
+    right = operands.BucketCache.scales
+    scaled = (lambda *arguments: 1.5 * right(*arguments)) if rank == 2 else right
+    with mock.patch.object(operands.BucketCache, "scales", scaled):
         report = quintic.verify(model, optimizer)
     said_by_all(report)
     assert {difference.ranks for difference in report.wrong} == {(2,)}

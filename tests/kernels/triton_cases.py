@@ -70,6 +70,8 @@ MORE_OPTIONS = [
     {"weight_decay": 3.0, "adamw_weight_decay": 3.0, "decay_coupling": "lr_squared", "normalize": "neuron"},
     {"weight_decay": 0.3, "scale_decay": True, "adjust_lr": "match_rms_adamw", "cautious": "strict"},
     {"weight_decay": 3.0, "scale_decay": True, "normalize": "neuron", "decay_coupling": "lr_squared"},
+    # A stage without a kernel between the kernels of momentum and weights.
+    {"normalize": "element", "weight_decay": 0.3, "on_nonfinite": "skip"},
 ]
 
 
@@ -426,7 +428,7 @@ def test_the_python_part_of_a_step_is_short_for_500_parameters(monkeypatch):
     monkeypatch.setattr(matrix_update, "momentum_directions_", lambda *args, **kwargs: None)
     monkeypatch.setattr(matrix_update, "apply_updates_", lambda *args, **kwargs: None)
     monkeypatch.setattr(adamw, "adamw_tensors_", lambda *args, **kwargs: None)
-    monkeypatch.setattr(bucket_step, "orthogonalized", lambda directions, form, bucket, group: directions)
+    monkeypatch.setattr(bucket_step, "orthogonalized", lambda directions, *others: directions)
     matrices = [nn.Parameter(torch.randn(8, 8, device=DEVICE)) for _ in range(360)]
     vectors = [nn.Parameter(torch.randn(8, device=DEVICE)) for _ in range(140)]
     optimizer = Muon([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}], kernels="triton")

@@ -4,6 +4,8 @@ import copy
 import gc
 import pickle
 import re
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -411,3 +413,21 @@ def test_lightnings_backbone_finetuning(tmp_path):
     assert names == [group["param_names"] for group in groups]
     lrs = {group["lr"] for group in resumed.optimizers[0].param_groups if "backbone.1.weight" in group["param_names"]}
     assert lrs == {0.004}
+
+
+@pytest.mark.slow
+def test_names_decide_also_where_only_the_optimizers_module_was_imported():
+    code = """
+import sys, torch
+from quintic.optim.muon import Muon
+sizes = {"embed.weight": (9, 4), "layers.0.up.weight": (5, 4)}
+params = {name: torch.nn.Parameter(torch.ones(size)) for name, size in sizes.items()}
+print(any(name.startswith("quintic.grouping") for name in sys.modules))
+optimizer = Muon([{"params": [("bias", torch.nn.Parameter(torch.ones(4)))], "algorithm": "adamw"}])
+optimizer.add_param_group({"params": list(params.items())})
+print({name: g["algorithm"] for g in optimizer.param_groups[1:] for name in g["param_names"]})
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert done.stdout.splitlines() == ["False", "{'layers.0.up.weight': 'muon', 'embed.weight': 'adamw'}"]

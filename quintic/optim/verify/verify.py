@@ -263,6 +263,7 @@ def _compare_matrices(
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
     holders = parameter.holders() if parameter.sharded is not None else {}
     # Weight and state of its shape: gathered, since a matrix may lie on several ranks, and compared as (b, m, n).
+    of_updates = {spec.name for spec in parameter.group.rule.matrix_state}  # and have the rounding of these
     for key in ("weight", *(spec.name for spec in parameter.group.rule.state if spec.shape == "param")):
         gather = parameter.whole if key == "weight" else partial(parameter.whole_of, key)
         wholes = [gather(_value(parameter, values, key)) for values in (before, expected, actual)]
@@ -272,15 +273,17 @@ def _compare_matrices(
             is_elsewhere = key != "weight" and this_rank() not in holders.get((block, index), parameter.ranks)
             if right.numel() == 0 or is_elsewhere:
                 continue
+            # A parameter that was not stepped has no entry, and must not have changed.
+            rounding = roundings.get((parameter.param, number), Rounding(0.0, 0.0))
             if key == "weight":
                 scale = largest(right - old)
-                # A parameter that was not stepped has no entry, and must not have changed.
-                rounding = roundings.get((parameter.param, number), Rounding(0.0, 0.0))
                 slack = _ROUNDINGS * rounding.update + _CHANGE * scale
                 decay_factor = _decay_factor(parameter.group, number, *right.shape)
                 allowed = _allowed_change(parameter.group, old, right, slack, decay_factor)
             else:
                 scale, allowed = largest(right), _allowed_state(right, old)
+                if key in of_updates:
+                    allowed = allowed + _ROUNDINGS * rounding.second_moment
             one = _difference(parameter, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
             wrong = (right - mine).abs() > allowed if one.ratio > 1 else None
             yield replace(one, ranks=_wrong_ranks(parameter, wholes[1], block, index, wrong))

@@ -240,6 +240,8 @@ OPTIONS = [
     {"orthogonalizer": doubled},
     {"state_dtype": "bf16"},
     {"state_dtype": "bf16", "compute_dtype": torch.float32},
+    {"normalize": "element"},
+    {"normalize": "element", "compute_dtype": torch.float32, "state_dtype": "bf16", "max_workspace_bytes": 400_000},
 ]
 CASES = [
     (dtype, options)

@@ -29,15 +29,13 @@ from quintic.optim.plan.members import adamw_entries, direction_dtype
 from quintic.optim.plan.row_sharding import MARK_BYTES
 from quintic.optim.plan.schedule import Stages
 from quintic.optim.plan.workspace.matrices import (
-    Footprint,
     WorkspaceSpec,
     applied_bytes,
     directions_bytes,
     factor_bytes,
     factors_of_pieces_bytes,
     matrices_bytes,
-    neuron_bytes,
-    polar_work,
+    stages_work,
     units_work,
     width_of,
 )
@@ -104,9 +102,7 @@ def batch_bytes(
     """
     m, n = shape
     direction = direction_dtype(form, spec.dtype)
-    work = polar_work(form, count, m, n, spec)
-    copied = count * m * n * direction.itemsize if is_copied else 0
-    work = Footprint(max(work.peak + copied, work.kept + neuron_bytes(form, count, m, n, spec)), work.kept)
+    work = stages_work(form, count, m, n, spec, copied=count * m * n * direction.itemsize if is_copied else 0)
     # With `scale_decay`, factors of decay stand beside them.
     factors = factor_bytes(count, m, n, spec) * (3 if spec.scales_decay else 1)
     return matrices_bytes(count * m * n, min(count, largest) * m * n, direction, work, factors, spec, in_order=True)
@@ -237,8 +233,11 @@ def stages_of_units(units: Units, exchange: Exchange, spec: WorkspaceSpec, *, in
     direction = units.direction_dtype(spec.dtype)
     owned, pieces = exchange.num_owned * math.prod(units.shape), piece_entries(exchange)
     work = units_work(units, exchange.num_owned, spec)
-    directions = pieces * direction.itemsize
+    # State that stages on whole matrices need travels beside the directions, and back beside the updates.
+    item = direction.itemsize + spec.state_width
+    directions = pieces * item
     starting = directions_bytes(pieces, direction, spec, in_order=in_order or spec.kernels == "torch")
+    starting = max(starting, directions)
     if exchange.is_local or exchange.is_replicated:
         # The units are views of the pieces, and keep these alive.
         gathering, computing = directions, directions + work.peak
@@ -247,11 +246,11 @@ def stages_of_units(units: Units, exchange: Exchange, spec: WorkspaceSpec, *, in
         # A rank sends only to owners of its copy, so with several copies it packs a part of its pieces; pieces in
         # another memory order are copied into row order.
         copied = (0 if sent == pieces else sent) + (0 if in_order else pieces)
-        starting = max(starting, directions + (copied + received) * direction.itemsize)
+        starting = max(starting, directions + (copied + received) * item)
         # The message sent is freed when it has arrived, the message received when the units are assembled.
-        gathering = (sent + received) * direction.itemsize
-        computing = max((received + owned) * direction.itemsize, owned * direction.itemsize + work.peak)
-    updates, scattering, finishing = _results(units, exchange, work.kept, spec)
+        gathering = (sent + received) * item
+        computing = max((received + owned) * item, owned * item + work.peak)
+    updates, scattering, finishing = _results(units, exchange, work.kept + owned * spec.state_width, spec)
     return Stages(gathering, computing, updates, scattering, starting, finishing)
 
 
@@ -260,14 +259,15 @@ def _results(units: Units, exchange: Exchange, kept: int, spec: WorkspaceSpec) -
 
     `kept` are the bytes that the updates of this rank's units keep alive.
     """
-    item = units.update_dtype(spec.dtype).itemsize
+    width = units.update_dtype(spec.dtype).itemsize
+    item = width + spec.state_width
     if exchange.is_local:
         updates = _Gathered(0, kept, kept, kept)
     elif exchange.is_replicated:
         size = math.prod(units.shape) * item
         # A transposed update is copied into row order before it is sent, except in 16 bits, where updates are computed
         # in the order of their directions.
-        turned = is_transposed(units.view) and (item != 2 or spec.kernels == "torch")
+        turned = is_transposed(units.view) and (width != 2 or spec.kernels == "torch")
         updates = _all_gathered(exchange, size, kept, copied=exchange.num_owned * size * turned)
     else:
         received = piece_entries(exchange) * item

@@ -14,7 +14,7 @@ Directions belong to the caller, and are not counted unless they are copied.
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ __all__ = [
     "matrices_bytes",
     "neuron_bytes",
     "polar_work",
+    "stages_work",
     "units_work",
     "width_of",
 ]
@@ -78,6 +79,12 @@ class WorkspaceSpec(NamedTuple):
     def normalizes(self) -> bool:
         """Return whether the rule normalises neurons, as NorMuon does."""
         return self.rule.neuron_state is not None
+
+    @property
+    def state_width(self) -> int:
+        """Return the bytes for each entry of a matrix of the state that its stages need whole, beside directions."""
+        state_dtype: Literal["bf16"] | None = "bf16" if self.narrow else None
+        return sum(spec.dtype_for(self.dtype, state_dtype).itemsize for spec in self.rule.matrix_state)
 
     @classmethod
     def of_group(cls, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> "WorkspaceSpec":
@@ -242,16 +249,31 @@ def units_work(units: Units, count: int, spec: WorkspaceSpec) -> Footprint:
             is_wide = form is not None and form.compute_dtype.itemsize != 2
             copies = not gapless or (order == "columns" and is_wide)
         copied = count * m * n * direction_dtype(form, spec.dtype).itemsize if copies else 0
-        work = polar_work(form, count, m, n, spec)
+        work = stages_work(form, count, m, n, spec)
         peak = max(peak, kept + factors + copied + work.peak)
         kept += work.kept
-        peak = max(peak, kept + factors + copied + neuron_bytes(form, count, m, n, spec))
         factors += factor_bytes(count, m, n, spec)
     if not is_plain(units.view, units.shape):
         # The updates of all kinds as units.
         joined = count * numel * units.update_dtype(spec.dtype).itemsize
         peak, kept = max(peak, kept + factors + copied + joined), joined
-    return Footprint(peak, kept)
+    # State that stages need: kind by kind, and then as units again, where matrices are no units as they lie.
+    has_copies = units.is_transposed or not is_plain(units.view, units.shape)
+    return Footprint(peak + 2 * has_copies * count * numel * spec.state_width, kept)
+
+
+def stages_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpec, copied: int = 0) -> Footprint:
+    """Return the memory that `matrix_stages.py` needs for (batch, m, n) contiguous directions, factors included.
+
+    The polar step has copies of `copied` bytes of the directions.
+    """
+    size, work = batch * m * n, polar_work(form, batch, m, n, spec)
+    # Stages before the polar step make other directions; those after it work in the dtype of arithmetic.
+    before = size * direction_dtype(form, spec.dtype).itemsize if spec.rule.before else 0
+    after = size * spec.rule.temporaries * width_of(spec.dtype)
+    return Footprint(
+        max(before + copied + work.peak, work.kept + max(after, neuron_bytes(form, batch, m, n, spec))), work.kept
+    )
 
 
 def factor_bytes(count: int, m: int, n: int, spec: WorkspaceSpec) -> int:
@@ -352,7 +374,7 @@ def matrices_bytes(
         in_order: as for `directions_bytes`.
     """
     # Two moments: computing directions; then directions beside the updates, or beside the weights that they change.
-    held = numel * direction.itemsize * (1 if in_order or spec.kernels == "torch" else 2)
+    held = numel * (direction.itemsize * (1 if in_order or spec.kernels == "torch" else 2) + spec.state_width)
     applying = work.kept + factors + applied_bytes(largest, spec)
     return max(directions_bytes(numel, direction, spec, in_order=in_order), held + max(work.peak, applying))
 

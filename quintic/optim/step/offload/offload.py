@@ -22,6 +22,7 @@ from torch import Tensor
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.plan.bucket import Bucket, Sharded
+from quintic.optim.plan.members import block_of
 from quintic.optim.plan.offload_size import Offloaded, buffers
 from quintic.optim.plan.plan import Plan
 from quintic.optim.rules.device import is_capturing
@@ -188,10 +189,18 @@ def _size(bucket: Bucket, group: Group, sharded: Mapping[Tensor, ShardedState]) 
     for param in {params[member.index] for member in bucket.members}:
         state[param] = planned_state(param, group, sharded[param].local if param in sharded else None)
     hosted = offloaded_state(bucket, group)
-    hosted.prepare(bucket.members, members, _states_of(bucket, params, state))
+    states = _states_of(bucket, params, state)
+    hosted.prepare(bucket.members, members, states)
     batches = hosted.of_pass(0), hosted.of_pass(1)
     directions, weights = (max((batch.size for batch in of_pass), default=0) for of_pass in batches)
-    return Offloaded(sum(batch.num_bytes for batch in chain(*batches)), directions, weights, len(batches[0]))
+    # State that stages on whole matrices need passes through no buffer: the step copies it to a batch, and back.
+    whole = sum(
+        block_of(state[spec.name], member, group.view).nbytes
+        for spec in group.rule.matrix_state
+        for member, state in zip(bucket.members, states, strict=True)
+    )
+    num_bytes = sum(batch.num_bytes for batch in chain(*batches)) + whole
+    return Offloaded(num_bytes, directions, weights, len(batches[0]))
 
 
 def _stages(bucket: Bucket) -> tuple[int | None, int | None]:
