@@ -206,7 +206,7 @@ def test_a_number_that_stands_for_a_parameter_in_files_is_no_key():
     model = model_of()
     optimizer = named_muon(model)
     optimizer.state[0] = "mine"
-    with pytest.raises(ValueError, match=r"key of your own, 0, .* choose a string"):
+    with pytest.raises(ValueError, match=r"key of your own, 0, .* use a string"):
         optimizer.state_dict()
 
 

@@ -38,11 +38,11 @@ class ParameterUnit:
     """A unit of one parameter."""
 
     name: str
+    # Position of the parameter in its group.
     index: int
-    """Position of the parameter in its group."""
     unit: Unit
+    # Position of each of its matrices among all matrices of the parameter.
     first_matrices: tuple[int, ...]
-    """Position of each of its matrices among all matrices of the parameter."""
 
     @classmethod
     def of(cls, group: Group, index: int, unit: Unit, shape: Sequence[int]) -> "ParameterUnit":
@@ -59,14 +59,14 @@ class Units:
 
     # All units have one shape and view.
     shape: tuple[int, ...]
+    # The matrices that a unit consists of.
     view: View
-    """The matrices that a unit consists of."""
+    # One for each matrix of a unit.
     kinds: tuple[Kind, ...]
-    """One for each matrix of a unit."""
+    # The units of all ranks, in the order of their owners.
     all: tuple[ParameterUnit, ...]
-    """The units of all ranks, in the order of their owners."""
+    # The places of the units that this rank orthogonalises.
     local_slice: slice
-    """The places of the units that this rank orthogonalises."""
 
     @cached_property
     def flops(self) -> int:
@@ -189,8 +189,8 @@ class _BucketBase:
 class Local(_BucketBase):
     """A bucket that this rank has whole: matrices of parameters, or for AdamW whole parameters."""
 
+    # Upper bound of the temporary bytes of its computation.
     workspace_bytes: int
-    """Upper bound of the temporary bytes of its computation."""
     # No messages.
     needs_comm = False
     ranks = ()
@@ -250,12 +250,12 @@ class Sharded(_Shared):
     """Pieces of parameters, each with an owner that has their state; `members` are this rank's pieces."""
 
     ranks: tuple[int, ...]
+    # This rank's place among them.
     position: int
-    """This rank's place among them."""
+    # In the order of their owners.
     shards: tuple[StateShard, ...]
-    """In the order of their owners."""
+    # Whether the pieces are one whole parameter, in the order of its memory: then messages need no packing.
     is_direct: bool
-    """Whether the pieces are one whole parameter, in the order of its memory: then messages need no packing."""
     needs_comm = True
 
     @cached_property

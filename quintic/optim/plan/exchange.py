@@ -227,12 +227,12 @@ class ExchangeBytes(NamedTuple):
     """An exchange, and the bytes of each entry and unit that it sends."""
 
     exchange: Exchange
+    # Bytes of one entry of a gather.
     direction: int
-    """Bytes of one entry of a gather."""
+    # Bytes of one entry of a scatter.
     update: int
-    """Bytes of one entry of a scatter."""
+    # Bytes of one unit's factors and second moments with NorMuon, which every rank gets with a scatter; else 0.
     factors: int
-    """Bytes of one unit's factors and second moments with NorMuon, which every rank gets with a scatter; else 0."""
 
 
 class RankTraffic(NamedTuple):

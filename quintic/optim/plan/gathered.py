@@ -42,12 +42,12 @@ class BucketKey(NamedTuple):
     """The properties that all units of a bucket share."""
 
     group: int
+    # As the first rank sees it, with no units yet.
     exchange: Exchange
-    """As the first rank sees it, with no units yet."""
     view: View
     spec: WorkspaceSpec
+    # Whether parameters lie in memory row by row.
     in_order: bool
-    """Whether parameters lie in memory row by row."""
 
 
 class _UnitAssignment(NamedTuple):

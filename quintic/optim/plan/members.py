@@ -28,8 +28,8 @@ __all__ = [
     "update_dtype",
 ]
 
+# Temporary bytes per entry of the plain AdamW update, which keeps up to seven float64 tensors at a time.
 ADAMW_BYTES = 7 * 8
-"""Temporary bytes per entry of the plain AdamW update, which keeps up to seven float64 tensors at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,19 +37,19 @@ class BucketMember:
     """Consecutive matrices of one parameter, or a piece of one matrix (AdamW: the whole parameter)."""
 
     name: str
+    # Position of the parameter in its group.
     index: int
-    """Position of the parameter in its group."""
     # The matrices: `num_matrices` of a block of the view, from `start` on.
+    # The number of the view's block; 0 unless the view has several kinds of matrices.
     block: int = 0
-    """The number of the view's block; 0 unless the view has several kinds of matrices."""
+    # First matrix of the block that belongs to the bucket.
     start: int = 0
-    """First matrix of the block that belongs to the bucket."""
     num_matrices: int = 0
+    # Position of the first matrix among all matrices of the parameter.
     first_matrix: int = 0
-    """Position of the first matrix among all matrices of the parameter."""
+    # The box of this rank's tensor that belongs to the matrix, where matrices lie in pieces or have an owner; `block`
+    # and `start` are not used then. None where the bucket has whole matrices of this rank.
     piece: tuple[slice, ...] | None = None
-    """The box of this rank's tensor that belongs to the matrix, where matrices lie in pieces or have an owner; `block`
-    and `start` are not used then. None where the bucket has whole matrices of this rank."""
 
 
 class Kind(NamedTuple):

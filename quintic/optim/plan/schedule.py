@@ -24,26 +24,26 @@ __all__ = [
     "prefetch_one_schedule",
 ]
 
+# Numbers of buckets: each moves the bucket on to its next stage. None stands for the work without collectives.
 Schedule = Sequence[int | None]
-"""Numbers of buckets: each moves the bucket on to its next stage. None stands for the work without collectives."""
 
 
 class Stages(NamedTuple):
     """Bytes that a bucket with collectives holds on this rank, by stage; neighbours overlap."""
 
     # In the order of a bucket's life: started, computed, finished.
+    # From its start until its first message has arrived.
     gathering: int
-    """From its start until its first message has arrived."""
+    # From then until its updates are computed.
     computing: int
-    """From then until its updates are computed."""
+    # Beside the second message, while that is being started.
     updates: int
-    """Beside the second message, while that is being started."""
+    # From then until it is finished.
     scattering: int
-    """From then until it is finished."""
+    # While it starts, if that is more than `gathering`.
     starting: int = 0
-    """While it starts, if that is more than `gathering`."""
+    # While it is finished, if that is more than `scattering`.
     finishing: int = 0
-    """While it is finished, if that is more than `scattering`."""
 
     @property
     def working(self) -> int:

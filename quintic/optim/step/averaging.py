@@ -33,8 +33,8 @@ _MOST_TOGETHER = 2**25
 # In a packed message each rank's entries begin at a multiple of this number: an alignment that suits every kernel.
 _MULTIPLE = 64
 
+# (Number of the tensor, start, stop): a range of its entries in the order of memory.
 Entries = tuple[int, int, int]
-"""(Number of the tensor, start, stop): a range of its entries in the order of memory."""
 
 
 class ReduceScatterPlan:
@@ -61,10 +61,10 @@ class ReduceScatterPlan:
     ) -> None:
         self._dtype, self._device, self._kernels, self._is_direct = dtype, device, kernels, is_direct
         self._position = position
+        # The number of entries that each rank owns.
         self.counts = [sum(stop - start for _, start, stop in entries) for entries in owned]
-        """The number of entries that each rank owns."""
+        # The number of entries of the rank that owns most.
         self.most = max(self.counts)
-        """The number of entries of the rank that owns most."""
         counts = self.counts
         # This rank's entries within one tensor that is sent from its own memory.
         self._own = slice(sum(counts[:position]), sum(counts[: position + 1]))
@@ -223,10 +223,10 @@ class PrecomputedAverages:
     """The averages that clipping has made for an optimizer's next step, by the position of the parameter group."""
 
     def __init__(self) -> None:
+        # All cached averages, stale ones included.
         self.groups: dict[int, GroupAverages] = {}
-        """All cached averages, stale ones included."""
+        # The averages that the running step uses in place of messages.
         self.of_step: Mapping[int, GroupAverages] = {}
-        """The averages that the running step uses in place of messages."""
 
     def fresh(self) -> dict[int, GroupAverages]:
         """Return the averages that are still valid.

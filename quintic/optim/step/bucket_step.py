@@ -56,33 +56,33 @@ from quintic.optim.step.triton_backend import TritonBackend, step_adamw_triton
 
 __all__ = ["NO_OPERANDS", "BucketStep", "StepContext", "orthogonalized", "run_overlapping"]
 
+# The operands of a bucket between steps: no gradient is kept alive.
 NO_OPERANDS = Operands((), [], [], [], 0)
-"""The operands of a bucket between steps: no gradient is kept alive."""
 
 
 @dataclass(slots=True)
 class StepContext:
     """The objects that all buckets of a plan are stepped with, and facts about the step that runs."""
 
+    # As they are now.
     groups: Sequence[Group]
-    """As they are now."""
     state: State
     communicators: Communicators
     consensus: RankConsensus
+    # Averages of gradients that clipping made before the step.
     precomputed: PrecomputedAverages
-    """Averages of gradients that clipping made before the step."""
+    # None if no state is in host memory.
     offload: Offload | None = None
-    """None if no state is in host memory."""
+    # Whether this rank can step without other ranks' gradients or decisions; False until ranks have agreed.
     is_single_rank: bool = False
-    """Whether this rank can step without other ranks' gradients or decisions; False until ranks have agreed."""
+    # Steps made before this one.
     num_steps: int = 0
-    """Steps made before this one."""
+    # Whether a profiler runs, which shows the phases of each bucket.
     is_profiled: bool = False
-    """Whether a profiler runs, which shows the phases of each bucket."""
+    # Whether gradients that are not finite stop this step of all groups, also of those that would propagate them.
     skips_nonfinite: bool = False
-    """Whether gradients that are not finite stop this step of all groups, also of those that would propagate them."""
+    # Telemetry of the last sampled step of each bucket, by kind of matrix.
     measured: dict[int, dict[int, Measured]] = field(default_factory=dict)
-    """Telemetry of the last sampled step of each bucket, by kind of matrix."""
     hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters] = field(default_factory=dict)
 
     def hyperparameters_of(self, number: int, device: torch.device) -> DeviceHyperparameters:
@@ -115,30 +115,30 @@ class BucketStep:
         self.number, self.bucket, self.cache, self._context = number, bucket, cache, context
         self.transport = transport
         self._orthogonalizes = bucket.rule.orthogonalizes
+        # The units of all ranks; None for whole matrices, and for AdamW.
         self.units = bucket.units if isinstance(bucket, Gathered | ShardedMatrices) else None
-        """The units of all ranks; None for whole matrices, and for AdamW."""
+        # The (m, n) of local matrices.
         self._shapes = [bucket.shape or (0, 0)]
-        """The (m, n) of local matrices."""
         is_offloaded = context.offload is not None and context.offload.is_offloaded(number)
         self._offload = context.offload if is_offloaded else None
+        # As it is now.
         self.group = context.groups[bucket.group]
-        """As it is now."""
+        # Within a step: the parameters that have a gradient, or pieces, with their tensors.
         self.active = NO_OPERANDS
-        """Within a step: the parameters that have a gradient, or pieces, with their tensors."""
+        # The numbers of matrices and parameters that the last step stepped.
         self.counts = Counts(bucket, 0, 0, ())
-        """The numbers of matrices and parameters that the last step stepped."""
+        # Parameters tied to the bucket's, whose weights are copied when the bucket has been stepped.
         self.copies: list[Tie] = []
-        """Parameters tied to the bucket's, whose weights are copied when the bucket has been stepped."""
+        # Within a step: the profiler's ranges, by phase.
         self.ranges: Ranges = NO_RANGES
-        """Within a step: the profiler's ranges, by phase."""
+        # Whether gradients that are not finite stop this step of the bucket.
         self.is_guarded = False
-        """Whether gradients that are not finite stop this step of the bucket."""
+        # The learning-rate scale times the own multiplier of each matrix: (matrices, 1), or (units, kinds).
         self._scales = torch.empty(0)
-        """The learning-rate scale times the own multiplier of each matrix: (matrices, 1), or (units, kinds)."""
+        # Within a step: whether this rank has something to do that needs no messages.
         self.has_local_work = False
-        """Within a step: whether this rank has something to do that needs no messages."""
+        # Whether this step measures updates.
         self._is_sampled = False
-        """Whether this step measures updates."""
 
     # ------------------------------------------------------------------------------------------------- the algorithm
 

@@ -54,19 +54,19 @@ class GradientAverages:
     ) -> None:
         self._groups, self._communicators, self._precomputed = groups, communicators, precomputed
         self._shards = shards
+        # The ranks of each group whose gradients differ among ranks; empty where there is nothing to average.
         self.ranks = {
             number: ranks_of(of_group)
             for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True))
             if group.comms in AVERAGING and any(of_group)
         }
-        """The ranks of each group whose gradients differ among ranks; empty where there is nothing to average."""
+        # Parameters without a gradient of this rank, which have one until the step is over, because other ranks do.
         self._zero_filled: list[Tensor] = []
-        """Parameters without a gradient of this rank, which have one until the step is over, because other ranks do."""
         self._reduce_scatters: dict[object, list[list[tuple[ReduceScatterPlan, list[int]]]]] = {}
+        # Upper bound of the temporary bytes of averaging whole gradients.
         self.workspace_bytes = 0
-        """Upper bound of the temporary bytes of averaging whole gradients."""
+        # Groups whose averages stand in `p.grad`.
         self._whole = [number for number in self.ranks if groups[number].comms == "replicated"]
-        """Groups whose averages stand in `p.grad`."""
         self.has_whole = bool(self._whole)
         for together in self._of_same_ranks(self._whole):
             # Most gradients have the dtype of their parameter.

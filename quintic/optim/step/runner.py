@@ -2,8 +2,8 @@
 
 The phases of a step:
 
-    copies      gradients of tied copies are added to those of their originals
-    presence    ranks start to count who has which gradient (`consensus.py`)
+    copies      gradients of tied copies are added to the gradients of their originals
+    presence    ranks start to count which gradients each of them has (`consensus.py`)
     averages    `comms="replicated"`: whole gradients become averages (`gradient_averages.py`)
     tensors     every bucket finds its gradients, weights and state
     policy      on_nonfinite="skip" or "raise": are all gradients of all connected ranks finite?
@@ -55,13 +55,13 @@ _COUNTS = attrgetter("counts")
 class StepOutcome(NamedTuple):
     """The outcome of a step."""
 
+    # The counts of each bucket that was stepped.
     counts: list[Counts]
-    """The counts of each bucket that was stepped."""
+    # () int32 on a device: 0 if non-finite gradients stopped the step; the same on all connected ranks
+    # (`connected.py`). None if no group of theirs acts on such gradients.
     apply_mask: Tensor | None
-    """() int32 on a device: 0 if non-finite gradients stopped the step; the same on all connected ranks
-    (`connected.py`). None if no group of theirs acts on such gradients."""
+    # Whether this rank has a group that non-finite gradients stop.
     guards_nonfinite: bool
-    """Whether this rank has a group that non-finite gradients stop."""
 
 
 class Runner:
@@ -73,7 +73,7 @@ class Runner:
         communicators: the optimizer's process groups.
         orders: the user's launch and work order.
         rows: the optimizer's tables whose touched rows travel; they outlive the plan.
-        early: the averages that clipping made before a step; they outlive the plan.
+        precomputed: the averages that clipping made before a step; they outlive the plan.
 
     Raises:
         ValueError: an order names a parameter that no group has.
@@ -88,6 +88,7 @@ class Runner:
         rows: AnnouncedRows,
         precomputed: PrecomputedAverages,
     ) -> None:
+        # Which parameters need messages, and between which ranks.
         orders = orders.resolved(groups)
         layouts = [layouts_of(group) for group in groups]
         gathered = [gather_layouts(group, of_group) for group, of_group in zip(groups, layouts, strict=True)]
@@ -98,6 +99,7 @@ class Runner:
         sharded_groups = {number: ranks for number, ranks in enumerate(sharded) if ranks}
         choices_to_report = [choice for choice in choices.values() if this_rank() in choice.ranks]
         self.plan = build_plan(groups, gathered, this_rank(), sharded_groups, orders, choices_to_report)
+        # The objects that step the plan's buckets.
         self._rows = rows
         rows.sync_tables(self.plan, groups)
         self.context = StepContext(groups, state, communicators, self.consensus, precomputed)
@@ -106,17 +108,18 @@ class Runner:
             self.plan = self.context.offload.plan
         self._steps = [self._new_step(number, bucket) for number, bucket in enumerate(self.plan)]
         shards = [step.transport for step in self._steps if isinstance(step.transport, Shard)]
+        # Parameters that are copies of others.
         self.ties = ties_of(groups)
-        """Parameters that are copies of others."""
+        # The copies that are written when all buckets have been stepped: more than one steps the original.
         self.written: list[Tie] = []
-        """The copies that are written when all buckets have been stepped: more than one steps the original."""
+        # A copy is written when the one bucket with its original has been stepped, while others are still under way.
         for tie in self.ties:
             of_head = [s for s in self._steps if s.bucket.group == tie.head_group and tie.head_name in s.bucket.names]
             (of_head[0].copies if len(of_head) == 1 else self.written).append(tie)
         self._averages = GradientAverages(shards, groups, layouts, communicators, precomputed)
         self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
+        # The plan's schedule of each set of buckets with messages that has been stepped, by their numbers.
         self._schedules: dict[tuple[int, ...], Schedule] = {}
-        """The plan's schedule of each set of buckets with messages that has been stepped, by their numbers."""
         log_plan(self.plan, groups, this_rank())
 
     def upload_hyperparameters(self) -> None:
@@ -156,6 +159,7 @@ class Runner:
         for tie in self.ties:
             if steps_until_due[tie.head_group] == 0:
                 tie.add_gradient()
+        # Nothing to count or to average with other ranks.
         if self.context.is_single_rank:
             return self._step(steps_until_due)
         # Clipping may have averaged for an earlier plan: a step forgets those averages, too.
@@ -198,6 +202,7 @@ class Runner:
                 if steps_until_due[tie.head_group] == 0:
                     tie.write()
         finally:
+            # No gradient is kept alive after the step, or after an error.
             for step in steps:
                 step.active = NO_OPERANDS
             if self._rows.tables:
@@ -220,6 +225,7 @@ class Runner:
             elif step.has_local_work and (host_mask or not step.is_guarded):
                 local.append(step)
                 local_generators.append(step.run(apply_mask))
+        # A step of some groups keeps the order that their buckets have in the plan.
         if numbers not in self._schedules:
             self._schedules[numbers] = filter_schedule(self.plan.schedule, numbers)
         schedule = self._schedules[numbers]
@@ -265,12 +271,14 @@ class Runner:
             return None
         # A non-finite entry in any shard must stop the step on every connected rank.
         device = gradients[0].device if connected.is_single_rank else connected.device
+        # () int32; all connected ranks take the smallest.
         apply_mask = all_finite(gradients, device)
         if not connected.may_raise:
             connected.all_agree_(apply_mask)
             return apply_mask
         if is_capturing(device):
             raise RuntimeError("on_nonfinite='raise' of another rank waits for the device: capture no CUDA graph")
+        # Two flags in one message: are all gradients finite, and does no rank want to raise?
         none_raises = torch.full_like(apply_mask, "raise" not in policies)
         flags = torch.stack([apply_mask, none_raises])
         connected.all_agree_(flags)

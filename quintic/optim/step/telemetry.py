@@ -71,8 +71,8 @@ class Counts(NamedTuple):
     bucket: Bucket
     num_members: int
     num_matrices: int
+    # Positions in their group of parameters without a gradient.
     missing: tuple[int, ...]
-    """Positions in their group of parameters without a gradient."""
 
 
 def report_of(buckets: Iterable[Counts]) -> StepReport:
@@ -108,10 +108,10 @@ class Measured(NamedTuple):
     """Measurements of the matrices of one shape in a bucket, on their device."""
 
     members: Sequence[BucketMember]
+    # The values that `measure` returned for the matrices of these members.
     values: Tensor
-    """The values that `measure` returned for the matrices of these members."""
+    # () or (matrices,) int32: 0 for matrices that the step left as they were; None if it stepped all.
     step_mask: Tensor | None
-    """() or (matrices,) int32: 0 for matrices that the step left as they were; None if it stepped all."""
 
 
 def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[MatrixTelemetry]]:

@@ -180,6 +180,7 @@ class Shard:
 
         Nothing travels if clipping has averaged before; of a sparse table only touched rows do.
         """
+        # All ranks have precomputed averages of the same groups: none waits for a message that others leave out.
         averages = self._precomputed.of_step.get(self.bucket.group)
         if averages is not None:
             mean = averages.of_bucket(self.bucket)
@@ -188,7 +189,7 @@ class Shard:
             return start_mean_of_rows(self.bucket, self.table, self.process_group)
         if local.missing:
             return self.start_mean(local)
-        return self._averaging.start_mean(local.gradients, self.process_group)
+        return self._reduce_scatter.start_mean(local.gradients, self.process_group)
 
     def start_mean(self, local: Operands) -> Callable[[], Tensor]:
         """Send whole gradients, zeros where this rank has none; wait for the mean of its own entries, (entries,)."""

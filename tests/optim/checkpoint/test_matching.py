@@ -154,7 +154,7 @@ def test_parameters_that_are_really_called_so_go_by_their_names():
 def test_what_goes_by_name_knows_the_names_that_were_loaded():
     _, named = trained()
     model = model_of()
-    orders = {"launch_order": ["group0.param1"], "work_order": ["group1.param0", "group0.param0"]}
+    orders = {"comm_order": ["group0.param1"], "compute_order": ["group1.param0", "group0.param0"]}
     optimizer = optimizer_of(model, (False, False), telemetry_every=1, **orders)
     optimizer.load_state_dict(named.state_dict())
     for param in model.values():
