@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 84
 """Columns of the help texts."""
 
+# What has to be made anew after an option of the optimizer has changed.
+_WORK = {"plan": "new plan", "graph": "new capture"}
+
 
 class Option(NamedTuple):
     """One option of training, as the configuration has it."""
@@ -36,13 +39,15 @@ class Option(NamedTuple):
 
 
 def generated(name: str) -> str:
-    """Return the part of a page with a name: `help COMMAND`, `file PATH`, `configuration`, or `metrics`.
+    """Return the part of a page with a name: `help COMMAND`, `file PATH`, `configuration`, `options`, or `metrics`.
 
     Raises:
         ValueError: there is none of that name.
     """
     if name == "configuration":
         return configuration()
+    if name == "options":
+        return optimizer_options()
     if name == "metrics":
         return metrics()
     kind, _, rest = name.partition(" ")
@@ -113,6 +118,28 @@ def options() -> Iterator[Option]:
                 tuple(values if len(set(values)) > 1 else values[:1]),
                 meanings[field.name],
             )
+
+
+def optimizer_options() -> str:
+    """Return the tables of the optimizer's options: keywords of the constructor, then keys of groups only."""
+    from quintic.optim.groups.options import OPTIONS
+
+    groups = {"muon": "Muon", "adamw": "AdamW", None: "all"}
+    text = []
+    for title, is_keyword in (("Keywords of the constructor and of groups", True), ("Keys of groups only", False)):
+        text += [f"## {title}", ""]
+        text.append("| option | values | default | groups | same on all ranks | from a checkpoint | when it changes |")
+        text.append("|---|---|---|---|---|---|---|")
+        for name, option in OPTIONS.items():
+            if option.is_keyword is not is_keyword:
+                continue
+            compared, restored = "ranks" in option.affects, option.saved == "restored"
+            work = [what for effect, what in _WORK.items() if effect in option.affects]
+            cells = [f"`{name}`", option.values.text, f"`{option.default!r}`", groups[option.algorithm]]
+            cells += ["yes" if compared else "", "yes" if restored else "", ", ".join(work)]
+            text.append(f"| {' | '.join(cells)} |")
+        text.append("")
+    return "\n".join(text).rstrip()
 
 
 def _shown(value: Any) -> str:

@@ -48,19 +48,19 @@ def capture_on_hosts(patch, optimizer):
     params = [param for group in optimizer.param_groups for param in group["params"]]
 
     def captured(work):
-        precomputed, gradients = optimizer.plan_cache.precomputed, {param: param.grad for param in params}
+        precomputed, gradients = optimizer._plans.precomputed, {param: param.grad for param in params}
         averages = precomputed.fresh()
         tensors = [*params, *(gradient for gradient in gradients.values() if gradient is not None)]
         tensors += [value for param in params for value in optimizer.state[param].values()]
         before = [tensor.detach().clone() for tensor in tensors]
-        skipped = optimizer.step_history._skipped
+        skipped = optimizer._step_history._skipped
         counted = None if skipped is None else skipped.clone()
         outcome = work()
         with torch.no_grad():
             for tensor, kept in zip(tensors, before, strict=True):
                 tensor.copy_(kept)
         if counted is not None:
-            optimizer.step_history._skipped.copy_(counted)
+            optimizer._step_history._skipped.copy_(counted)
         return HostGraph(work, outcome, gradients, precomputed, averages), outcome
 
     GRAPHS.clear()

@@ -67,6 +67,24 @@ class MuonMatrix:
         return self.w
 
 
+class AdaMuonMatrix:
+    """AdaMuon on one matrix, step by step: arXiv 2507.11005, algorithm 1, whose momentum is a sum of gradients."""
+
+    def __init__(self, weight):
+        self.w = np.array(weight, dtype=np.float64)
+        self.m = np.zeros_like(self.w)
+        self.v = np.zeros_like(self.w)
+
+    def step(self, grad, *, lr, mu=0.95, wd=0.0, beta=0.95, eps=1e-8):
+        self.m = mu * self.m + np.asarray(grad, dtype=np.float64)
+        o = polynomial_polar(np.sign(self.m), PUBLISHED_POLAR_EXPRESS, 0.02)
+        self.v = beta * self.v + (1 - beta) * o * o
+        normalized = o / (np.sqrt(self.v) + eps)
+        gamma = 0.2 * np.sqrt(o.size) / np.linalg.norm(normalized)
+        self.w = self.w - lr * (gamma * normalized + wd * self.w)
+        return self.w
+
+
 class AdamWTensor:
     """AdamW on one tensor, step by step."""
 

@@ -162,7 +162,7 @@ def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, com
     """
     parts = model.num_parameters()
     weights = sum(param.numel() * param.element_size() for param in model.parameters())
-    state = sum(state_bytes(param, group) for group in optimizer.typed_groups for param in group.params)
+    state = sum(state_bytes(param, group) for group in optimizer._plans.current_groups() for param in group.params)
     # Activations, and with a narrower compute dtype the copies of the matrices in it.
     size = torch.empty((), dtype=model.compute_dtype).element_size()
     tokens = rows * model.config.seq_len

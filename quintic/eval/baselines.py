@@ -1,8 +1,7 @@
-"""Two reference figures for bits per byte, from methods that are easy to check, on the text that a model is scored on.
+"""Two reference values for bits per byte on a text: a general-purpose compressor (``xz -9``) and a byte-bigram model.
 
-Here: the bits per byte of a general-purpose compressor (``xz -9``) and a byte-bigram model on the validation text. They
-give a reader who has no feeling for bits per byte a ruler: a language model that needs fewer bits than ``xz`` has
-learnt something that a compressor cannot see. Not here: the bits per byte of a trained model.
+They put a model's bits per byte into perspective, by methods that are easy to check: a language model that needs fewer
+bits than ``xz`` has learnt something that a compressor cannot see. `quintic.eval.score` scores models.
 """
 
 import lzma
@@ -27,20 +26,20 @@ __all__ = [
 ]
 
 BIGRAM_PRIOR_BYTES = 64.0
-"""Weight of the unigram in each context of the bigram model, in bytes of evidence (see below)."""
+"""Weight of the unigram in each context of the bigram model, as a number of bytes (see `compression_baselines`)."""
 
-# Bytes counted at once: bincount widens its input to 8 bytes per element, so this bounds the workspace to some 16 MB.
+# Bytes counted at a time: bincount widens its input to 8 bytes per element, so that about 16 MB are needed.
 _CHUNK_BYTES = 1 << 20
 
-# Enough to fill a table of byte pairs; more changes nothing but the time.
+# Enough text for a table of byte pairs; more text takes longer and changes nothing.
 _MAX_TRAIN_BYTES = 32 * 10**6
 
 MAX_XZ_BYTES = 16 << 20
-"""Bytes from the beginning of a longer text that `xz` compresses: it takes ten bytes of memory for each of them."""
+"""Largest number of bytes that `xz` compresses, from the beginning of the text; it needs ten times as much memory."""
 
 
 class ScoredText:
-    """What the reference figures need of a text that is read once: byte counts, and its beginning.
+    """Statistics of a text for the reference values, collected in one pass: byte counts and the text's beginning.
 
     Attributes:
         num_bytes: length of the text so far.
@@ -55,27 +54,28 @@ class ScoredText:
         self._bigrams = np.zeros((256, 256), dtype=np.int64)
 
     def add(self, piece: bytes) -> None:
-        """Append a piece."""
+        """Append bytes to the text."""
         if not piece:
             return
         self._first = self._first or piece[:1]
         self._beginning += piece[: MAX_XZ_BYTES - len(self._beginning)]
+        # With the last byte before, whose pair with the first new byte counts, too.
         self._bigrams += _count([self._last + piece])[1]
         self._last = piece[-1:]
         self.num_bytes += len(piece)
 
     def watched(self, tokenizer: Tokenizer, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield batches, appending the text of the targets of each."""
+        """Yield the batches, and append the text of each batch's targets."""
         for batch in batches:
             self.add(b"".join(tokenizer.decode_bytes(row) for row in batch.targets.tolist()))
             yield batch
 
     def xz_bpb(self) -> float:
-        """Return the bits per byte of `xz -9` on the text's beginning, the container included."""
+        """Return the bits per byte of `xz -9` on the beginning of the text, including the container."""
         return 8 * len(lzma.compress(self._beginning, preset=9)) / len(self._beginning)
 
     def bigram_bpb(self, unigrams: NDArray[np.int64], bigrams: NDArray[np.int64]) -> float:
-        """Return the bits per byte of the bigram model of these training counts."""
+        """Return the bits per byte of the bigram model with these counts of the training text."""
         unigram_probs = (unigrams + 1.0) / (unigrams.sum() + 256.0)
         context_totals = bigrams.sum(axis=1, keepdims=True)
         bigram_probs = (bigrams + BIGRAM_PRIOR_BYTES * unigram_probs) / (context_totals + BIGRAM_PRIOR_BYTES)
@@ -87,8 +87,8 @@ def reference_scores(dataset: Dataset, batches: Iterable[Batch]) -> dict[str, fl
     """Return bits per byte of `xz -9` and of a byte-bigram model on the text of the targets in `batches`.
 
     Args:
-        dataset: the model's training text; the bigram model is trained on the same.
-        batches: made with the tokenizer of `dataset`.
+        dataset: the model's training text, on which the bigram model is trained, too.
+        batches: batches made with the tokenizer of `dataset`.
 
     Returns:
         `xz_bpb`, `bigram_bpb` and `bytes` of `compression_baselines`.
@@ -100,7 +100,7 @@ def reference_scores(dataset: Dataset, batches: Iterable[Batch]) -> dict[str, fl
 
 
 def training_text(dataset: Dataset) -> Iterator[bytes]:
-    """Yield the training documents that the bigram model is made from."""
+    """Yield the documents on which the bigram model is trained."""
     split = dataset.split("train")
     taken = 0
     for index in range(split.num_documents):
@@ -112,26 +112,25 @@ def training_text(dataset: Dataset) -> Iterator[bytes]:
 
 
 def compression_baselines(val_text: ScoredText, train_text: Iterable[bytes]) -> dict[str, float]:
-    """Measure ``xz -9`` and a byte-bigram model on the validation text.
+    """Return the bits per byte of ``xz -9`` and of a byte-bigram model on the validation text.
 
-    ``xz`` compresses the validation text alone (it has no training phase), or its first 16 MiB; its bits per byte
-    therefore fall a little as the text gets longer. The bigram model is trained on ``train_text`` alone and predicts
-    each validation byte ``b`` from the byte ``a`` before it, with the counts ``c`` of the training text and the unigram
-    as prior:
+    ``xz``, which has no training phase, compresses the validation text or its first 16 MiB; its bits per byte therefore
+    fall a little as the text gets longer. The bigram model is trained on ``train_text`` and predicts each validation
+    byte ``b`` from the byte ``a`` before it, with the counts ``c`` of the training text and the unigram as prior:
 
         p(b)     = (c(b) + 1) / (c + 256)
         p(b | a) = (c(a, b) + k * p(b)) / (c(a) + k)          k = BIGRAM_PRIOR_BYTES
 
-    Add-one over all 256 successors would be weaker: it spends probability on bytes that never occur anywhere. The first
-    byte of the text has no predecessor and is scored with p(b).
+    Adding one to the counts of all 256 successors would be worse, since it gives probability to bytes that never occur.
+    The first byte of the text has no predecessor and is scored with p(b).
 
     Args:
         val_text: the whole validation text, documents concatenated; at least one byte.
-        train_text: consecutive pieces of the training text; where it is cut does not change the result. Read once.
+        train_text: the training text, divided anywhere; read once.
 
     Returns:
         `xz_bpb` and `bigram_bpb`, in bits per byte (`xz` with its container), and `bytes`, the length of the validation
-        text. `xz` takes nearly all of the time, about half a second per megabyte; the other some hundredths.
+        text. `xz` takes about half a second per megabyte, the bigram model a few hundredths.
 
     Raises:
         DataError: if either text is empty.
@@ -149,10 +148,11 @@ def compression_baselines(val_text: ScoredText, train_text: Iterable[bytes]) -> 
 
 
 def _count(pieces: Iterable[bytes]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Count bytes, (256,) int64, and pairs of neighbours, (256, 256) int64, in the concatenation of ``pieces``."""
+    """Return the counts of bytes (256,) and of neighbouring pairs (256, 256), int64, in the joined ``pieces``."""
     unigrams = np.zeros(256, dtype=np.int64)
     bigrams = np.zeros(256 * 256, dtype=np.int64)
-    previous = b""  # the last byte of the piece before, so that no pair is lost at a cut
+    # The last byte so far, so that pairs across two pieces are counted.
+    previous = b""
     for piece in pieces:
         for start in range(0, len(piece), _CHUNK_BYTES):
             chunk = piece[start : start + _CHUNK_BYTES]

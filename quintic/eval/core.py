@@ -1,11 +1,11 @@
-"""CORE: a model's accuracy in in-context tasks, centred on that of chance (DCLM, arXiv 2406.11794).
+"""CORE: the mean centred accuracy of a model in in-context tasks (DCLM, arXiv 2406.11794).
 
-Multiple choice and schema: the answer with the lowest mean loss per token is the model's. Language modelling: every
-token of the answer must be the likeliest. A task's accuracy a becomes (a - b) / (1 - b) with the accuracy b of chance;
-CORE is the mean over the tasks.
+In multiple-choice and schema tasks the model's answer is the candidate with the lowest mean loss per token. In language
+modelling every token of the answer must be the likeliest one. The accuracy a of a task is centred, (a - b) / (1 - b),
+with the accuracy b of guessing; CORE is the mean over the tasks.
 
-`core_sums` asks, `core_score` turns counts into a `CoreScore`. Between the two, ranks that were dealt different items
-add up their counts.
+`core_sums` counts right answers, `core_score` turns counts into a `CoreScore`. Ranks that were given different items
+add up their counts in between.
 """
 
 import math
@@ -28,10 +28,10 @@ class ItemAnswer:
     """A model's answer to an item.
 
     Attributes:
-        index: number of the item.
-        choice: number of the candidate with the lowest loss; 0 for language modelling.
-        correct: whether that is right.
-        cropped: whether a candidate did not fit the model whole.
+        index: index of the item.
+        choice: index of the candidate with the lowest loss; 0 for language modelling.
+        correct: whether the answer is right.
+        cropped: whether a candidate was cropped to fit the model.
     """
 
     index: int
@@ -45,12 +45,12 @@ class TaskScore:
     """The result of a task.
 
     Attributes:
-        label: its name.
-        accuracy: share of right answers.
-        centred: 0 for chance, 1 for no mistake.
-        stderr: standard error of `centred` over items; None for a single one, which tells nothing of others.
-        num_items: items asked.
-        num_cropped: those that did not fit the model whole.
+        label: name of the task.
+        accuracy: fraction of right answers.
+        centred: centred accuracy, 0 for guessing and 1 for no mistake.
+        stderr: standard error of `centred` over items; None for a single item.
+        num_items: number of items asked.
+        num_cropped: number of items with a cropped candidate.
     """
 
     label: str
@@ -66,8 +66,8 @@ class CoreScore:
     """The result of all tasks.
 
     Attributes:
-        tasks: one per task that was there.
-        missing: labels of the tasks of CORE that were not.
+        tasks: results of the tasks in the folder.
+        missing: labels of the tasks of CORE that are not in the folder.
     """
 
     tasks: tuple[TaskScore, ...]
@@ -80,9 +80,9 @@ class CoreScore:
 
     @property
     def stderr(self) -> float | None:
-        """Standard error of `core` over items; None where it is unknown.
+        """Standard error of `core` over items; None if it is unknown.
 
-        It is where a task has one item, or the items of each task were all answered alike, rightly or wrongly.
+        It is unknown if a task has a single item, or if in every task all answers are right or all are wrong.
         """
         errors = [task.stderr for task in self.tasks if task.stderr is not None]
         if len(errors) < len(self.tasks) or not any(errors):
@@ -91,7 +91,7 @@ class CoreScore:
 
     @property
     def name(self) -> str:
-        """Title of the mean: CORE if no task is missing, else with the number of tasks."""
+        """Title of the mean: "CORE" if no task is missing, else a title with the number of tasks."""
         return "CORE" if not self.missing else f"mean over {len(self.tasks)} of the {len(CORE_TASKS)} tasks of CORE"
 
 
@@ -108,21 +108,21 @@ def core_sums(
     rank: int = 0,
     world_size: int = 1,
 ) -> Tensor:
-    """Return per task (right answers, items, cropped items) of this rank: (tasks, 3) int64.
+    """Return the counts (right answers, items, cropped items) of each task on this rank: (tasks, 3) int64.
 
-    Without communication of its own; the counts of all ranks add up to those of one. Every rank calls the model equally
-    often, as sharded models need.
+    The function does not communicate; the sum over all ranks is the result of a single process. Every rank calls the
+    model equally often, as sharded models need.
 
     Args:
         model: called as `model(inputs, document_starts=..., positions=...)` for (N, vocab_size) logits.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         suite: the tasks.
-        device: of the model, and of the result.
-        max_tokens: longest input; longer ones lose their beginning. Usually the model's `seq_len`.
-        max_items: items per task at most; all of them when None.
-        rows: inputs that go through the model at once, at most, but all candidates of an item do.
-        rank: this process among those that share the work.
-        world_size: number of those processes.
+        device: device of the model and of the result.
+        max_tokens: length of the longest input; longer ones lose their beginning. Usually the model's `seq_len`.
+        max_items: largest number of items per task; None for all items.
+        rows: largest number of inputs per call of the model; all candidates of an item are in one call.
+        rank: index of this process among the processes that divide the items.
+        world_size: number of these processes.
 
     Raises:
         ValueError: `max_tokens` is below 2, or `max_items` below 1.
@@ -151,10 +151,11 @@ def core_sums(
 
 
 def core_score(suite: CoreSuite, sums: Tensor) -> CoreScore:
-    """Return the result of counts, (tasks, 3) from `core_sums`, of all ranks."""
+    """Return the score for the summed counts of all ranks, (tasks, 3) from `core_sums`."""
     results = []
     for task, (correct, num_items, num_cropped) in zip(suite.tasks, sums.tolist(), strict=True):
         accuracy = correct / num_items
+        # Of a binomial fraction, scaled like the centred accuracy.
         error = math.sqrt(accuracy * (1 - accuracy) / num_items) / (1 - task.baseline)
         results.append(
             TaskScore(
@@ -170,7 +171,7 @@ def core_score(suite: CoreSuite, sums: Tensor) -> CoreScore:
 
 
 def core_lines(result: CoreScore) -> list[str]:
-    """Return a result as lines for people: a row per task, the missing tasks, and CORE last."""
+    """Return a result as lines of text for users: a row per task, the missing tasks, and CORE last."""
     lines = [f"{'task':<34}{'items':>6}{'accuracy':>10}{'centred':>9}"]
     lines += [
         f"{task.label:<34}{task.num_items:>6,}{task.accuracy:>10.4f}{task.centred:>9.4f}" for task in result.tasks
@@ -200,13 +201,14 @@ def answers(
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[ItemAnswer]:
-    """Yield the answers to this rank's share of the first `asked` items, which are examples for each other.
+    """Yield this rank's answers to the first `asked` items; items also serve as examples for each other.
 
-    The other arguments are those of `core_sums`.
+    See `core_sums` for the other arguments.
     """
+    # Batches go to the ranks in turn, a round at a time.
     batches = _batches(items[:asked], rows)
     for start in range(0, len(batches), world_size):
-        # Where batches do not go round, a rank makes its call for nothing.
+        # A rank without a batch of its own still calls the model, because all ranks must call it equally often.
         has_own = start + rank < len(batches)
         batch = batches[start + rank] if has_own else batches[start]
         options = [candidates(task, items, index, tokenizer, max_tokens=max_tokens) for index in batch]
@@ -224,9 +226,10 @@ def answers(
 
 
 def _batches(items: Sequence[Item], rows: int) -> list[list[int]]:
-    """Divide items, known by their numbers, into batches of similar length, the same on every rank."""
+    """Return batches of indices of items with similar lengths, the same on every rank."""
     batches: list[list[int]] = []
     room = 0
+    # Longest first, by the length of their text, so that the inputs of a batch need little padding.
     for index in sorted(range(len(items)), key=lambda index: -len(str(items[index]))):
         needed = num_candidates(items[index])
         if not batches or needed > room:
@@ -240,13 +243,14 @@ def _batches(items: Sequence[Item], rows: int) -> list[list[int]]:
 def _ask(
     model: Callable[..., Tensor], asked: list[Candidate], bos_id: int, device: torch.device
 ) -> tuple[list[float], list[bool]]:
-    """Return each candidate's mean loss per token of its answer, and whether all of these are the likeliest."""
+    """Return for each candidate the mean loss per token of its answer, and whether all its tokens are the likeliest."""
     length = max(len(one.tokens) for one in asked)
     inputs = torch.tensor([one.tokens + [bos_id] * (length - len(one.tokens)) for one in asked])
     targets = torch.cat([torch.tensor(one.tokens[one.start :]) for one in asked]).to(device)
+    # (first position of the flattened inputs whose logits predict the answer, number of tokens) for each candidate.
     spans = [(row * length + one.start - 1, len(one.tokens) - one.start) for row, one in enumerate(asked)]
     positions = torch.cat([torch.arange(first, first + count) for first, count in spans]).to(device)
-    # One document per row: padding comes last, where no token of a candidate sees it.
+    # One document per row. Padding is at the end, where causal attention hides it from the candidate's tokens.
     starts = torch.arange(0, inputs.numel() + 1, length, dtype=torch.int32, device=device)
     inputs = inputs.to(device)
     logits_NV = model(inputs, document_starts=starts, positions=positions)

@@ -1,4 +1,4 @@
-"""An item of a CORE task as tokens, with the place of its answer: the rules of nanochat's `core_eval`."""
+"""Turns an item of a CORE task into tokens, with the position of its answer, by the rules of nanochat's `core_eval`."""
 
 import random
 from collections.abc import Sequence
@@ -9,18 +9,18 @@ from quintic.eval.core_tasks import CoreTask, Item
 
 __all__ = ["Candidate", "candidates", "num_candidates", "prompts"]
 
-# Plus the number of an item: the seed that draws its examples.
+# The seed for the examples of an item is this number plus the item's index.
 _SHOT_SEED = 1234
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A question with a possible answer behind it.
+    """A question followed by a possible answer.
 
     Attributes:
-        tokens: all of it, `bos_id` first.
-        start: first token of the answer, at least 1; the answer goes to the end.
-        cropped: whether the beginning was cut off to fit the model.
+        tokens: all tokens, `bos_id` first.
+        start: index of the answer's first token, at least 1; the answer extends to the end.
+        cropped: whether tokens at the beginning were dropped to fit the model.
     """
 
     tokens: list[int]
@@ -29,14 +29,15 @@ class Candidate:
 
 
 def num_candidates(item: Item) -> int:
-    """Return the number of an item's candidates, without making them."""
+    """Return the number of candidates of an item, without making them."""
     return len(item.get("choices") or item.get("context_options") or [""])
 
 
 def prompts(task: CoreTask, items: Sequence[Item], index: int) -> list[str]:
-    """Return the texts that are compared for item `index`, examples first.
+    """Return the texts to compare for item `index`, each beginning with the examples.
 
-    One for each choice or context; for language modelling two, of which the first ends before the answer.
+    There is one text for each choice or context. For language modelling there are two, the question alone and the
+    question with its answer.
     """
     item = items[index]
     others = [other for other in range(len(items)) if other != index]
@@ -47,21 +48,22 @@ def prompts(task: CoreTask, items: Sequence[Item], index: int) -> list[str]:
     if task.kind == "schema":
         return [f"{examples}{context}{task.delimiter}{item['continuation']}" for context in item["context_options"]]
     question = f"{examples}{item['context'].strip()}{task.delimiter}"
-    # Without the space at its end, which belongs to the first token of the answer.
+    # The question without its last space, which belongs to the first token of the answer.
     return [question.strip(), question + item["continuation"]]
 
 
 def candidates(
     task: CoreTask, items: Sequence[Item], index: int, tokenizer: Tokenizer, *, max_tokens: int
 ) -> list[Candidate]:
-    """Return the candidates of item `index`, one for language modelling.
+    """Return the candidates of item `index`; a single one for language modelling.
 
-    The answer is, for multiple choice, everything behind the tokens with which all choices begin; for a schema,
-    everything with which all of them end; for language modelling, the tokens behind the question's. It has at least one
-    token. A candidate with more than `max_tokens` tokens loses the oldest, but keeps `bos_id`.
+    The answer consists of the tokens after the common beginning of all candidates (multiple choice), of the common end
+    of all candidates (schema), or of the tokens after the question (language modelling), and of at least one token. A
+    candidate with more than `max_tokens` tokens loses tokens at the beginning, but keeps `bos_id`.
     """
     rows = [[tokenizer.bos_id, *ids] for ids in tokenizer.encode_batch(prompts(task, items, index))]
     if task.kind == "schema":
+        # The common end: the reversed rows' common beginning.
         common = _common([row[::-1] for row in rows])
         starts = [len(row) - common for row in rows]
     else:
@@ -71,6 +73,7 @@ def candidates(
         rows, starts = rows[1:], starts[1:]
     made = []
     for row, start in zip(rows, starts, strict=True):
+        # At least one token of answer, and one of context before it.
         surplus = max(0, len(row) - max_tokens)
         start = min(max(start, 1), len(row) - 1)
         if surplus:
@@ -88,7 +91,7 @@ def _solved(task: CoreTask, item: Item) -> str:
 
 
 def _common(rows: Sequence[Sequence[int]]) -> int:
-    """Length of the longest common beginning."""
+    """Return the length of the longest common beginning."""
     for length, column in enumerate(zip(*rows, strict=False)):
         if len(set(column)) > 1:
             return length

@@ -1,11 +1,11 @@
-"""The in-context tasks of the CORE metric of DCLM (arXiv 2406.11794): their table, and reading them from a folder.
+"""The in-context tasks of the CORE metric of DCLM (arXiv 2406.11794): `CORE_TASKS`, and `load_core` to read a folder.
 
-Two layouts of a folder are read:
+A folder has one of two layouts:
 
 - nanochat's `eval_bundle`: `core.yaml` with the tasks, `eval_data/` with their files, `eval_meta_data.csv` with the
-  accuracies of chance;
-- JSONL files side by side, named as in `CORE_TASKS` (`arc_easy.jsonl`, ...), whose shots, delimiters and accuracies of
-  chance are those of the table here. Tasks whose file is not there are left out, and named in `CoreSuite.missing`.
+  accuracies of guessing;
+- JSONL files named as in `CORE_TASKS` (`arc_easy.jsonl`, ...), which also has their shots, delimiters and accuracies of
+  guessing. Tasks without a file are left out, and listed in `CoreSuite.missing`.
 
 A file has one item per line, a JSON object with fields by the kind of its task:
 
@@ -30,7 +30,7 @@ TaskKind = Literal["multiple_choice", "schema", "language_modeling"]
 Item = Mapping[str, Any]
 
 _KINDS: dict[str, TaskKind] = {kind: kind for kind in get_args(TaskKind)}
-# Where there are more items than wanted, it chooses those of nanochat.
+# Draws the items to ask if a task has more than requested; the seed of nanochat, for the same choice.
 _SHUFFLE_SEED = 1337
 
 
@@ -39,11 +39,11 @@ class CoreTask:
     """A task, and the form of its questions.
 
     Attributes:
-        label: its name.
-        file: its file, as a path below the folder of the data.
-        kind: the form of its items, see the module.
-        num_shots: solved items before the one that is asked.
-        baseline: the accuracy of chance, at least 0 and below 1; accuracies are centred on it.
+        label: name of the task.
+        file: path of its file within the data folder.
+        kind: form of its items, see this module's docstring.
+        num_shots: number of solved examples before the item that is asked.
+        baseline: accuracy of guessing, at least 0 and below 1; accuracies are centred on it.
         delimiter: text between a question and its answer.
     """
 
@@ -68,8 +68,8 @@ def _task(label: str, kind: TaskKind, shots: int, percent: float, file: str = ""
 
 _ANSWER = "\nAnswer: "
 
-# As DCLM's repository has them: eval/heavy.yaml and eval/eval_meta_data_v1.csv, whose baselines are not always one over
-# the number of choices.
+# From DCLM's repository: eval/heavy.yaml, eval/eval_meta_data_v1.csv. Baselines are not always one over the number of
+# choices.
 CORE_TASKS = (
     _task("hellaswag_zeroshot", "multiple_choice", 0, 25, file="hellaswag"),
     _task("jeopardy", "language_modeling", 10, 0, file="jeopardy_all", delimiter=_ANSWER),
@@ -102,8 +102,8 @@ class CoreSuite:
     """Tasks with their items.
 
     Attributes:
-        tasks: those that are there, in the order of `CORE_TASKS`, or of a bundle's `core.yaml`.
-        items: of each of `tasks`, in the order of its file.
+        tasks: tasks with a file, in the order of `CORE_TASKS`, or of a bundle's `core.yaml`.
+        items: items of each task, in the order of its file.
         missing: labels of `CORE_TASKS` that are not among `tasks`.
     """
 
@@ -112,10 +112,10 @@ class CoreSuite:
     missing: tuple[str, ...]
 
     def chosen(self, number: int, max_items: int | None) -> tuple[list[Item], int]:
-        """Return a task's items in the order in which they are asked, and the number of those asked.
+        """Return the items of a task in the order in which they are asked, and the number of items to ask.
 
-        Where there are more than `max_items`, a fixed random choice is asked; the others serve as examples only if
-        those asked are too few for that.
+        If there are more than `max_items`, a fixed random choice is asked. Further items are returned only if the
+        chosen ones are too few to serve as examples.
         """
         items = list(self.items[number])
         random.Random(_SHUFFLE_SEED).shuffle(items)
@@ -124,16 +124,17 @@ class CoreSuite:
 
 
 def load_core(folder: str | Path) -> CoreSuite:
-    """Read the tasks that are in a folder, in either layout.
+    """Return the tasks in a folder of either layout, with their items.
 
     Raises:
-        DataError: the folder holds no task, or a file has a line that is no item of its task; the message names it.
+        DataError: the folder holds no task, or a line of a file is not an item of its task; the message names the line.
     """
     folder = Path(folder)
     if (folder / "core.yaml").is_file():
         tasks, data = _bundle_tasks(folder), folder / "eval_data"
     else:
         tasks, data = CORE_TASKS, folder
+    # A folder may hold some of the tasks only.
     tasks = tuple(task for task in tasks if (data / task.file).is_file())
     if not tasks:
         raise DataError(
@@ -187,6 +188,7 @@ def _items(path: Path, task: CoreTask) -> tuple[Item, ...]:
             continue
         try:
             item = json.loads(line)
+            # Fails for lone surrogates, which JSON can contain but UTF-8 cannot.
             json.dumps(item, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise DataError(f"{path}, line {number}: a character is half of a pair (a surrogate); remove it") from None
@@ -201,7 +203,7 @@ def _items(path: Path, task: CoreTask) -> tuple[Item, ...]:
 
 
 def _wrong(item: Any, kind: TaskKind) -> str | None:
-    """Describe the first mistake in an item; None for a good one."""
+    """Return a description of the first mistake in an item; None for a valid item."""
     if not isinstance(item, dict):
         return "not a JSON object"
     texts, choices = {

@@ -1,8 +1,8 @@
-"""A trained model as a folder that other libraries load: `export_hf` for transformers, and what builds on it.
+"""`export_hf` writes a trained model as a folder that the transformers library can load.
 
 transformers has a class for nanochat's models of 2025, which lack value embeddings, residual scales, smear and backout.
-Ours have them all, so the folder brings its own code, `modeling_quintic.py`, and is loaded with
-`trust_remote_code=True`. Nothing here needs transformers.
+Quintic's models have these, so the folder contains its own code, `modeling_quintic.py`, and is loaded with
+`trust_remote_code=True`. Exporting does not need transformers.
 """
 
 import dataclasses
@@ -29,22 +29,19 @@ _SPEEDRUN_CODE = Path(__file__).with_name("modeling_speedrun.py")
 
 
 def export_hf(model: LanguageModel, tokenizer: Tokenizer, folder: str | Path) -> Path:
-    """Write weights (`safetensors`), configuration, tokenizer and code that transformers loads.
+    """Write weights (`safetensors`), configuration, tokenizer and code for transformers, and return the folder.
 
-    Weights keep their names and dtypes. The tokenizer gives the tokens of ours, and puts the token that starts a
-    document first unless asked not to (`add_special_tokens=False`); that token also ends generation and pads.
+    Weights keep their names and dtypes. The exported tokenizer gives the same tokens; it puts the token that starts a
+    document first, except with `add_special_tokens=False`. That token also ends generation and serves as padding.
 
     Args:
-        model: on any device.
-        tokenizer: the model's.
-        folder: where to; an earlier export there is replaced, by one rename.
-
-    Returns:
-        The folder.
+        model: the model, on any device.
+        tokenizer: the model's tokenizer.
+        folder: folder to write; an earlier export is replaced, by one rename.
 
     Raises:
-        ConfigError: the folder holds something else.
-        OSError: it cannot be written; nothing was changed.
+        ConfigError: the folder holds something other than an export.
+        OSError: the folder cannot be written; nothing was changed.
     """
     folder = Path(folder)
     _check_folder(folder)
@@ -52,10 +49,13 @@ def export_hf(model: LanguageModel, tokenizer: Tokenizer, folder: str | Path) ->
     generation: dict[str, Any] = dict(ends)
     if isinstance(model, BatchedSpeedrun):
         code, seq_len, state, config = _SPEEDRUN_CODE, model.seq_len, *_speedrun_content(model, ends)
+        # The exported code has no key/value cache.
         generation["use_cache"] = False
     else:
         code, seq_len, state, config = _CODE, model.config.seq_len, model.state_dict(), _config(model, ends)
-        state.pop("lookup_mean_rows", None)  # for counting operations, not for making them
+        # A buffer for counting operations, which the exported code does not have.
+        state.pop("lookup_mean_rows", None)
+    # Written beside the old folder, which is replaced when all files are there.
     with new_folder(folder, discard_old=True) as unfinished:
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         save_tensors(state, unfinished / "model.safetensors")
@@ -107,9 +107,9 @@ def _config(model: GPT, ends: dict[str, int]) -> dict[str, Any]:
 
 
 def _speedrun_content(exported: BatchedSpeedrun, ends: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the weights of a speedrun's model by their names in its code for transformers, and the configuration.
+    """Return the weights of a speedrun's model under the names of its exported code, and its configuration.
 
-    Rows of tables and the head without those of tokens that no text has.
+    Tables and head are exported without the rows that pad the vocabulary.
     """
     model, sizes, vocab = exported.model, exported.config, exported.vocab_size
     state = {name.removeprefix("inputs."): tensor for name, tensor in model.state_dict().items()}
@@ -178,6 +178,7 @@ def _tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, dict[str, 
         "padding_side": "left",
         "model_max_length": seq_len,
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,  # a text that spells out a special token is text
+        # The name of a special token in a text is plain text.
+        "split_special_tokens": True,
     }
     return {"tokenizer.json": definition, "tokenizer_config.json": settings}

@@ -1,4 +1,4 @@
-"""Sampling: text from a trained model, one token at a time for several prompts at once, with a key/value cache."""
+"""Samples text from a trained model, token by token, for several prompts at a time, with a key/value cache."""
 
 import codecs
 import math
@@ -21,17 +21,19 @@ GENERAL_PROMPTS = (
     "My favorite color is",
     "If 5*x + 3 = 13, then x is",
 )
-"""Prompts, those of nanochat, whose likeliest continuations show the knowledge of a model of general text."""
+"""Prompts (from nanochat) whose likeliest continuations show the knowledge of a model of general text."""
 
-_SEEDS = 2**63  # PyTorch's generators take smaller ones
-_ROWS = 32  # prompts that are continued together
+# Seeds of PyTorch's generators are below this number.
+_SEEDS = 2**63
+# Number of prompts that are continued in one batch.
+_ROWS = 32
 
 
 def default_prompts(data: str) -> tuple[str, ...]:
-    """Return prompts that suit a data source, `--data` of a run.
+    """Return prompts that suit the data source of a run, its `--data`.
 
-    The empty one starts a document: the free text of a small model looks like the texts that it has read.
-    None ends in a space: the tokenizer attaches a space to the word after it, so the model has hardly seen one alone.
+    An empty prompt starts a document, so that the model writes a text like its training text. No prompt ends in a
+    space: the tokenizer joins a space to the following word, so that models have hardly seen single spaces.
     """
     if data.startswith("hf:"):
         return GENERAL_PROMPTS
@@ -50,23 +52,23 @@ def generate_batch(
     seeds: Sequence[int] | None = None,
     on_tokens: Callable[[Mapping[int, int]], None] | None = None,
 ) -> list[list[int]]:
-    """Return up to `max_tokens` tokens that continue each prompt; a row ends early where the model starts a document.
+    """Return up to `max_tokens` tokens that continue each prompt; a row ends early if the model starts a new document.
 
-    A row's tokens do not depend on the other rows, but for the rounding of sums.
+    The tokens of a row do not depend on the other rows, except through the rounding of sums.
 
     Args:
-        model: on any device.
-        prompts: tokens, the first of each usually `bos_id`; at least one each, of any lengths.
-        max_tokens: tokens to make per row.
-        temperature: 0 takes the likeliest token; above, logits are divided by it before drawing.
+        model: the model, on any device.
+        prompts: tokens of each prompt, at least one, usually beginning with `bos_id`; lengths may differ.
+        max_tokens: number of tokens to generate per row.
+        temperature: 0 takes the likeliest token; a larger number divides the logits before drawing.
         top_k: draw only from this many likeliest tokens; None for no limit.
         top_p: draw only from the smallest set of likeliest tokens with at least this total probability, after
             `top_k` (nucleus sampling); None for no limit.
-        seeds: of the draws of each row, by default 0, 1, ...; drawn on the CPU, so that devices agree.
-        on_tokens: called after each step with the new tokens by row; rows that have ended are left out.
+        seeds: seed of each row's draws, by default 0, 1, ...; draws are made on the CPU, so that devices agree.
+        on_tokens: called after each step with the new tokens, row -> token, of the rows that have not ended.
 
     Raises:
-        ValueError: an empty prompt; a temperature, `top_k`, `top_p` or seed out of range.
+        ValueError: a prompt is empty; a temperature, `top_k`, `top_p` or seed is out of range.
     """
     if not all(prompts):
         raise ValueError("the prompt has no tokens; start with the document token")
@@ -82,11 +84,13 @@ def generate_batch(
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
     cache = model.new_cache(len(prompts), longest + max_tokens)
-    # Padding comes last, where no token of the prompt sees it, and is forgotten before the first new token.
+    # Padding is at the end, where causal attention hides it from the prompt, and leaves the cache before the first new
+    # token. The logits of each prompt's last token are needed, (rows, vocabulary).
     padded = [[*prompt, *[bos_id] * (longest - len(prompt))] for prompt in prompts]
     last = torch.tensor([row * longest + length - 1 for row, length in enumerate(lengths)], device=device)
     logits_BV = model(torch.tensor(padded, device=device), cache=cache, positions=last)
     cache.rewind(lengths)
+    # Rows that have neither ended nor reached `max_tokens`.
     running = set(range(len(prompts)))
     while True:
         tokens = [bos_id] * len(prompts)
@@ -95,6 +99,7 @@ def generate_batch(
         else:
             for row in running:
                 tokens[row] = _draw(logits_BV[row].float().cpu(), temperature, top_k, top_p, generators[row])
+        # A document start ends a row and is not part of its text. Ended rows are fed with it to keep the batch's shape.
         running = {row for row in running if tokens[row] != bos_id}
         for row in running:
             made[row].append(tokens[row])
@@ -118,24 +123,24 @@ def sample_text(
     seed: int = 0,
     write: Callable[[str], None] | None = None,
 ) -> list[dict[str, str]]:
-    """Return `{"prompt", "text"}` for each prompt; `text` is the continuation alone.
+    """Return `{"prompt": ..., "text": ...}` for each prompt, where `text` is the continuation without the prompt.
 
-    Prompt n is drawn with seed + n, which after 2^63 - 1, the largest seed, goes on from 0.
+    Prompt n is drawn with seed + n, modulo 2^63.
 
     Args:
-        model: on any device.
-        tokenizer: the model's.
-        prompts: beginnings; the empty one starts a document.
-        max_tokens: tokens to make per prompt.
+        model: the model, on any device.
+        tokenizer: the model's tokenizer.
+        prompts: beginnings of texts; an empty one starts a document.
+        max_tokens: number of tokens to generate per prompt.
         temperature: as in `generate_batch`.
-        top_k: likewise.
-        top_p: likewise.
-        seed: of the first prompt's draws.
-        write: takes the samples in pieces as they grow, one after the other: a prompt, its text in whole characters as
-            they are made, and two line ends.
+        top_k: as in `generate_batch`.
+        top_p: as in `generate_batch`.
+        seed: seed of the first prompt's draws.
+        write: called with the samples as they grow, one after the other: a prompt, the characters of its text as soon
+            as they are complete, and two line ends.
 
     Raises:
-        ValueError: a temperature, `top_k`, `top_p` or seed out of range.
+        ValueError: a temperature, `top_k`, `top_p` or seed is out of range.
     """
     _check_seed(seed)
     _check(temperature, top_k, top_p)
@@ -161,21 +166,21 @@ def sample_text(
 
 
 class _Stream:
-    """Writes the texts of a batch one after the other, while all of them grow.
+    """Writes the texts of a batch one after the other, although all of them grow at the same time.
 
-    The first text is written as it is made. The others wait in `_waiting` until all before them have ended.
+    The first text is written while it grows. The others are collected in `_waiting` until the texts before have ended.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompts: Sequence[str], write: Callable[[str], None]) -> None:
         self._tokenizer, self._write = tokenizer, write
         self._waiting = list(prompts)
-        # A character of several bytes may be made of several tokens: the decoder keeps the bytes of an unfinished one.
+        # A character of several bytes may span several tokens; its decoder keeps the bytes of an incomplete character.
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
         self._row = 0
         self._flush()
 
     def add(self, tokens: Mapping[int, int]) -> None:
-        """Take the new tokens by row; rows that are missing have ended."""
+        """Add the new tokens, row -> token; rows that are missing have ended."""
         for row, token in tokens.items():
             self._waiting[row] += self._decoders[row].decode(self._tokenizer.decode_bytes([token]))
         while self._row not in tokens and self._row < len(self._waiting):
@@ -183,7 +188,7 @@ class _Stream:
         self._flush()
 
     def close(self) -> None:
-        """Write what is left: all texts have ended."""
+        """Write the remaining texts, which have all ended."""
         self.add({})
 
     def _end(self) -> None:
@@ -215,12 +220,14 @@ def _draw(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> int:
     if top_k is not None and top_k < logits.numel():
+        # Tokens with a logit equal to the k-th largest one stay, so ties may leave more than top_k.
         floor = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < floor, float("-inf"))
-    # Float32 would take a smaller one for zero; the likeliest token has all of the probability long before.
+    # A smaller temperature would be zero in float32; at 1e-30 the likeliest token already has all of the probability.
     probabilities = (logits / max(temperature, 1e-30)).softmax(dim=-1)
     if top_p is not None:
         sorted_, order = probabilities.sort(descending=True)
-        likelier = sorted_.double().cumsum(dim=-1) - sorted_  # total probability of all tokens before each
+        # Total probability of all likelier tokens.
+        likelier = sorted_.double().cumsum(dim=-1) - sorted_
         probabilities[order[likelier >= top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -1,8 +1,8 @@
-"""The GPT of Quintic for the transformers library: this file lies in every folder that `quintic export --to hf` writes.
+"""The GPT of Quintic for the transformers library; `quintic export --to hf` copies this file to every exported folder.
 
-It needs torch and transformers and nothing else. It repeats `quintic.model.gpt` for use, not for training at speed:
-attention is PyTorch's own, with masks. Names of weights are the same. Shape suffixes: B rows, T positions, S positions
-with those before, C width, H query heads, G key/value heads, D channels of a head.
+It needs only torch and transformers. It is a simple version of `quintic.model.gpt` with the same names of weights, not
+made for fast training: attention is PyTorch's own, with masks. Shape suffixes: B rows, T positions, S positions
+including earlier ones in the cache, C width, H query heads, G key/value heads, D channels of a head.
 """
 
 from typing import Any, ClassVar
@@ -21,22 +21,22 @@ class QuinticConfig(PreTrainedConfig):
     """Sizes of a Quintic GPT.
 
     Args:
-        vocab_size: tokens.
-        num_hidden_layers: blocks.
+        vocab_size: number of tokens.
+        num_hidden_layers: number of blocks.
         hidden_size: width of the residual stream.
         head_dim: channels of a head.
-        num_key_value_heads: key/value heads; hidden_size / head_dim query heads share them.
-        max_position_embeddings: positions of a training row.
-        windows: of each block, how many positions a query sees, its own included.
+        num_key_value_heads: number of key/value heads, used by hidden_size / head_dim query heads.
+        max_position_embeddings: length of a training row.
+        windows: for each block, the number of positions that a query sees, its own included.
         value_embedding_layers: blocks with a value embedding.
         backout_layer: the block whose output is subtracted at the end.
         gate_channels: leading channels that value gates read.
         smear_channels: leading channels that the smear gate reads.
         qk_gain: factor on normalised queries and keys.
         softcap: logits are softcap tanh(logits / softcap).
-        rotary_base: of the rotary frequencies.
-        lookup_layers: blocks that a lookup layer follows.
-        lookup_rows: rows of a lookup layer's tables.
+        rotary_base: base of the rotary frequencies.
+        lookup_layers: blocks that are followed by a lookup layer.
+        lookup_rows: number of rows of a lookup layer's tables.
         lookup_d_up: channels between the lookup and its mixing product.
         lookup_tied: whether the values of a lookup layer are its keys.
     """
@@ -99,7 +99,7 @@ def _linear(in_features: int, out_features: int) -> nn.Linear:
 
 @torch.no_grad()
 def _resized(old: nn.Embedding, size: int) -> nn.Embedding:
-    """Return an embedding of `size` tokens with the rows of `old`, and their mean for those that it lacks."""
+    """Return an embedding of `size` tokens with the rows of `old`; additional rows are their mean."""
     weight = old.weight
     rows = weight.float().mean(0, keepdim=True).to(weight.dtype).expand(max(0, size - len(weight)), -1)
     return nn.Embedding.from_pretrained(torch.cat([weight, rows])[:size], freeze=not weight.requires_grad)
@@ -182,13 +182,13 @@ class QuinticBlock(nn.Module):
         visible_BTS: Tensor,
         cache: DynamicCache | None,
     ) -> Tensor:
-        """Return (B, T, C); the arguments are those of `QuinticAttention`."""
+        """Return (B, T, C); for the arguments see `QuinticAttention`."""
         x_BTC = x_BTC + self.attention(_norm(x_BTC), value_embedding_BTC, rotary, visible_BTS, cache)
         return x_BTC + self.mlp(_norm(x_BTC))
 
 
 class QuinticLookup(nn.Module):
-    """A lookup layer: rows of a table that belong to the token, read with attention by the hidden state."""
+    """A lookup layer: attention of the hidden state over the table rows of its token."""
 
     def __init__(self, config: QuinticConfig) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class QuinticLookup(nn.Module):
         self.mix = _linear(config.lookup_d_up + width, width)
 
     def forward(self, x_BTC: Tensor, input_ids: Tensor, offsets: Tensor) -> Tensor:
-        """Return the residual stream after this layer, (B, T, C); token t has the rows offsets[t] to offsets[t + 1]."""
+        """Return the residual stream after this layer, (B, T, C); token t owns rows offsets[t] to offsets[t + 1]."""
         read_BTC = _norm(x_BTC)
         found_BTC = torch.empty_like(read_BTC)
         values = self.keys if self.values is None else self.values
@@ -211,13 +211,13 @@ class QuinticLookup(nn.Module):
 
 
 class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
-    """A Quintic GPT; a document starts at each `bos_token_id`, and nothing sees beyond its document."""
+    """A Quintic GPT; a document starts at each `bos_token_id`, and positions see their own document only."""
 
     config_class = QuinticConfig
     _no_split_modules = ("QuinticBlock",)
     _supports_sdpa = True
     supports_gradient_checkpointing = True
-    # Where a configuration asks for it; exports are untied.
+    # Used if a configuration ties the weights; exported models are untied.
     _tied_weights_keys: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
 
     def __init__(self, config: QuinticConfig) -> None:
@@ -268,9 +268,9 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
-        """Give everything that has an entry for each token `new_num_tokens` of them; return the token embedding.
+        """Resize all tables with an entry per token to `new_num_tokens`, and return the token embedding.
 
-        New value embeddings are the mean of the old ones. New tokens have no rows in lookup layers, which pass them on.
+        New value embeddings are the mean of the old ones. New tokens own no rows in lookup layers, which find zeros.
         """
         embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         size = embedding.weight.shape[0]
@@ -300,24 +300,25 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: (B, T) tokens.
-            attention_mask: (B, S) with zeros for padding; for those before as well.
-            position_ids: (B, T); only differences count.
-            past_key_values: cache of the tokens before.
-            labels: (B, T) tokens, -100 where there is no loss; each is predicted from the one before.
-            use_cache: return a cache.
-            logits_to_keep: only so many positions at the end, or these; 0 for all.
-            cache: `past_key_values`, as transformers calls it from 5.24 on.
-            output_hidden_states: return the residual stream before the blocks and after each, the last one as the head
-                reads it.
-            return_dict: False for a tuple.
-            **kwargs: what the loss function takes.
+            attention_mask: (B, S) with zeros for padding, including the positions in the cache.
+            position_ids: (B, T); only their differences matter.
+            past_key_values: cache of the earlier tokens.
+            labels: (B, T) tokens, each predicted from the one before; -100 for no loss.
+            use_cache: whether to return a cache.
+            logits_to_keep: number of positions at the end, or indices of positions, to return logits of; 0 for all.
+            cache: the name of `past_key_values` from transformers 5.24 on.
+            output_hidden_states: whether to return the residual stream before the first block and after each block, the
+                last one as the input of the head.
+            return_dict: False to return a tuple.
+            **kwargs: arguments of the loss function.
         """
         if input_ids is None:
             raise ValueError("give input_ids: value embeddings are looked up by token, which inputs_embeds do not tell")
         config, length = self.config, input_ids.shape[1]
         checkpointing = self.gradient_checkpointing and self.training
         if checkpointing:
-            cache = past_key_values = use_cache = None  # blocks are computed twice, and would be added to a cache twice
+            # Blocks are computed twice, which would add their keys to a cache twice.
+            cache = past_key_values = use_cache = None
         if cache is None:
             cache = DynamicCache() if past_key_values is None and use_cache else past_key_values
         if cache is not None and not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
@@ -340,13 +341,15 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
         x0_BTC, halfway_BTC = x_BTC, x_BTC
         hidden = [x_BTC]
         for layer, block in enumerate(self.blocks):
+            # Every block sees a mixture of the stream and the normalised embeddings.
             x_BTC = self.residual_scales[layer] * x_BTC + self.x0_scales[layer] * x0_BTC
             value_embedding = None
             if block.attention.value_gate is not None:
                 value_embedding = self.value_embeddings[str(layer)](input_ids)
+            # Causal, within the document and the block's window.
             visible_BTS = same_BTS & (distance_TS >= 0) & (distance_TS < config.windows[layer])
             arguments = x_BTC, value_embedding, rotary, visible_BTS, cache
-            # The function is set by `gradient_checkpointing_enable`.
+            # `gradient_checkpointing_enable` of transformers sets the function.
             x_BTC = self._gradient_checkpointing_func(block, *arguments) if checkpointing else block(*arguments)
             if str(layer) in self.lookups:
                 x_BTC = self.lookups[str(layer)](x_BTC, input_ids, self.lookup_offsets)
@@ -361,23 +364,24 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)
         is_asked = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        # The third field has either name.
+        # By position, because the name of the third field differs between versions of transformers.
         output = CausalLMOutputWithPast(loss, logits, cache, hidden_states=tuple(hidden) if is_asked else None)
         return output.to_tuple() if return_dict is False else output
 
     def _smear(
         self, x_BTC: Tensor, input_ids: Tensor, real_BT: Tensor, cache: DynamicCache | None
     ) -> tuple[Tensor, Tensor]:
-        """Add a gated share of the token before, within documents.
+        """Add a gated fraction of the previous token's embedding, within documents.
 
         Returns:
-            (B, T, C), and the document of each position so far, (B, S) float32, -1 for padding.
+            (B, T, C), and the index of each position's document, (B, S) float32, -1 for padding.
         """
         starts_BT = (input_ids == self.config.bos_token_id) & real_BT
         documents_BT = starts_BT.cumsum(1).float()
         embeddings_BSC, documents_BS = x_BTC, documents_BT.where(real_BT, -1.0)
         if cache is not None:
-            # One cache layer more than blocks, so that whatever is done to a cache is done to these as well.
+            # An additional layer of the cache holds embeddings and documents, so that all operations on a cache,
+            # reordering for example, apply to them, too.
             extra = self.config.num_hidden_layers
             while len(cache.layers) <= extra:
                 cache.layers.append(DynamicLayer())

@@ -1,9 +1,9 @@
-"""The speedrun's model for the transformers library: this file lies in every folder that exports one.
+"""The speedrun's model for the transformers library; every exported folder of such a model contains this file.
 
-It needs torch and transformers and nothing else. It repeats `quintic.model.speedrun` for use, not for training at
-speed: rows of a batch go through it one after the other, attention is PyTorch's own with masks, and there is no cache
-of keys and values: `generate` reads the text again for each token. Shape suffixes: T tokens of a row, N positions of
-attention (T, or 2T with paired heads), C width, H heads, D channels of a head.
+It needs only torch and transformers. It is a simple version of `quintic.model.speedrun`, not made for fast training:
+rows of a batch go through it one after the other, attention is PyTorch's own with masks, and without a key/value cache
+`generate` reads the whole text again for each token. Shape suffixes: T tokens of a row, N positions of attention (T, or
+2T with paired heads), C width, H heads, D channels of a head.
 """
 
 from typing import Any
@@ -23,24 +23,24 @@ class QuinticSpeedrunConfig(PreTrainedConfig):
     """Sizes and features of a speedrun's model.
 
     Args:
-        vocab_size: tokens.
-        num_hidden_layers: layers.
+        vocab_size: number of tokens.
+        num_hidden_layers: number of layers.
         hidden_size: width of the residual stream.
         head_dim: channels of a head.
-        max_position_embeddings: tokens of the longest documents that it was trained on.
-        windows: tokens before its own that a query sees, in layers with short and with long windows.
-        frequencies: radians per position of the channels that rotate.
+        max_position_embeddings: number of tokens of the longest training documents.
+        windows: number of earlier tokens that a query sees, in layers with short and with long windows.
+        frequencies: radians per position of the rotating channels.
         query_scale: factor of the products of queries and keys.
-        layers: the features of each layer, by name.
-        coefficients: what small MLPs compute for each token: name of the MLP -> [(coefficient, numbers)].
-        sources: layers whose outputs later ones read, by name.
-        value_tables: value embeddings.
-        switches: features that are in the model.
-        bigram_rows: rows of the table of token pairs.
-        bigram_sign_rows: rows of its signs.
+        layers: features of each layer, by name.
+        coefficients: results of the small MLPs for each token: name of the MLP -> [(coefficient, count)].
+        sources: layers whose outputs are read by later layers, by name.
+        value_tables: number of value embeddings.
+        switches: names of the features of the model.
+        bigram_rows: number of rows of the table of token pairs.
+        bigram_sign_rows: number of rows of its signs.
         smear_channels: leading channels that the smear gate reads.
         value_channels: leading channels that value gates read.
-        gate_channels: hidden channels of the small MLPs; 0 for numbers that are the same for all tokens.
+        gate_channels: hidden channels of the small MLPs; 0 for coefficients that are the same for all tokens.
     """
 
     model_type = "quintic_speedrun"
@@ -99,7 +99,7 @@ def _previous(x: Tensor) -> Tensor:
 
 
 class QuinticCoefficients(nn.Module):
-    """A few named numbers for each token, from a small MLP."""
+    """A small MLP that computes a few named coefficients for each token."""
 
     def __init__(self, width: int, hidden: int, sizes: list[tuple[str, int]]) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class QuinticCoefficients(nn.Module):
 
 
 class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
-    """A speedrun's model; a document starts at each `bos_token_id`, and nothing sees beyond its document."""
+    """A speedrun's model; a document starts at each `bos_token_id`, and positions see their own document only."""
 
     config_class = QuinticSpeedrunConfig
     _supports_sdpa = True
@@ -177,7 +177,7 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         return self.head
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Refuse: the model has more tables of tokens, and hashes of pairs of them."""
+        """Raise ValueError: other tables of the model, such as that of token pairs, also depend on the vocabulary."""
         raise ValueError(
             "resize_token_embeddings: a speedrun's model has more tables for its vocabulary, which must stay"
         )
@@ -199,13 +199,13 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: (B, T) tokens.
             attention_mask: (B, T) with zeros for padding, which is left out.
-            labels: (B, T) tokens, -100 where there is no loss; each is predicted from the one before.
-            logits_to_keep: only so many positions at the end, or these; 0 for all.
-            past_key_values: refused, and so is `cache`, its name from transformers 5.24 on.
-            cache: see there.
-            position_ids: ignored: positions follow from the mask.
-            use_cache: ignored: there is none.
-            **kwargs: what the loss function takes.
+            labels: (B, T) tokens, each predicted from the one before; -100 for no loss.
+            logits_to_keep: number of positions at the end, or indices of positions, to return logits of; 0 for all.
+            past_key_values: must be None, since the model has no cache.
+            cache: the name of `past_key_values` from transformers 5.24 on; must be None.
+            position_ids: ignored, since positions follow from the mask.
+            use_cache: ignored, since the model has no cache.
+            **kwargs: arguments of the loss function.
         """
         if past_key_values is not None or cache is not None:
             raise ValueError("a speedrun's model keeps no cache: pass use_cache=False, which is its default")
@@ -229,6 +229,7 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the head's input for one row of documents, (T, C)."""
         config, width = self.config, self.config.hidden_size
         has = config.switches
+        # Also true for the first token, whether or not it is a bos.
         begins_T = tokens_T == config.bos_token_id
         begins_T[0] = True
         x_TC, injected = self._inputs(tokens_T, begins_T)
@@ -236,7 +237,9 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         injected["embedding"] = x_TC
         if "bigram" in injected:
             x_TC = x_TC + gates.pop("bigram.0") * injected["bigram"]
+        # Outputs that later layers read, by name, and the value embeddings (T, C).
         streams, values = {"entry": x_TC}, [table(tokens_T) for table in self.value_embeddings]
+        # The banks hold the weights of layers that have them, in order: each layer takes the next ones.
         query_keys = iter(self.qk_bank.view(-1, 2 * width, width))
         value_outs = iter(self.vo_bank.view(-1, width, width))
         mlps = self.mlp_bank.view(-1, 2, 4 * width, width)
@@ -245,11 +248,14 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         last = config.num_hidden_layers - 1
         for index, layer in enumerate(config.layers):
             if index == config.sources["early"] + 1 and "late_gates" in config.coefficients:
+                # The second MLP's coefficients are computed from the stream after the early source.
                 gates |= self.late_gates(x_TC, self.gate_scale)
+            # The coefficients of this layer, "name.index", by name.
             own = {name.partition(".")[0]: gate for name, gate in gates.items() if name.endswith(f".{index}")}
             dense_value_TC = None
             if "dense_connections" in has and index == last:
                 streams["last"], injected["embedding"] = x_TC, streams["entry"]
+                # The last layer mixes earlier streams into its input and its values.
                 computed = self.last_connections(x_TC, _COEFFICIENT_SCALE)
                 sources = streams["entry"], streams["shared"], x_TC
                 of_streams, of_values = computed.pop("streams").unsqueeze(-1), computed.pop("values").unsqueeze(-1)
@@ -259,10 +265,12 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
                     heads = config.num_attention_heads
                     computed["value"] = computed.pop("value_gates").repeat_interleave(heads // 2, dim=-1)
                 own |= computed
+            # A gated skip connection from an early layer.
             if layer["skips"]:
                 x_TC = x_TC + torch.sigmoid(self.skip_scale).to(x_TC.dtype) * own["skip"] * streams["early"]
             if layer["attends"]:
                 table = layer["value_table"]
+                # Attention reads the normalised stream, or a shared earlier one.
                 read_TC = _norm(streams.get("shared", x_TC) if "shared_attention_input" in has else x_TC)
                 added_TC = None
                 if table is not None:
@@ -274,6 +282,7 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
                 x_TC = _joined("attention", x_TC, out_TC, own, scales)
                 for name in (name for name in injected if name in own):
                     x_TC = x_TC + own[name] * injected[name]
+            # (T, C) by (C, 4C), squared ReLU, and (T, 4C) by (4C, C).
             out_TC = F.relu(_norm(x_TC) @ mlps[index, 0].T).square() @ mlps[index, 1]
             x_TC = _joined("mlp", x_TC, out_TC, own, scales)
             streams |= {name: x_TC for name, source in config.sources.items() if source == index}
@@ -285,13 +294,15 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         return _norm(x_TC)
 
     def _inputs(self, tokens_T: Tensor, begins_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return normalised embeddings, (T, C), and what else is injected."""
+        """Return the normalised embeddings (T, C), and other inputs (T, C) that layers add to the stream, by name."""
         config, injected, x_TC = self.config, {}, self.embedding(tokens_T)
         if "smear" in config.switches:
+            # A gated fraction of the previous token's embedding, within documents.
             gate_T1 = torch.sigmoid(F.linear(x_TC[:, : config.smear_channels], self.smear_gate))
             gate_T1 = gate_T1.masked_fill(begins_T.unsqueeze(1), 0)
             x_TC = x_TC + self.smear_scale.to(x_TC.dtype) * gate_T1 * _previous(x_TC)
         if "bigram_hash" in config.switches:
+            # Hashes give a table row and signs for each pair of tokens; a document's first token has fixed ones.
             before_T, last_row = _previous(tokens_T), config.bigram_rows - 1
             rows_T = ((36313 * tokens_T) ^ (27191 * before_T)) % last_row
             signs_T = (tokens_T ^ before_T) % config.bigram_sign_rows
@@ -317,34 +328,38 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         begins_T: Tensor,
         gates: dict[str, Tensor],
     ) -> Tensor:
-        """Return what a layer's attention adds to the stream, (T, C)."""
+        """Return the output of a layer's attention, (T, C)."""
         config, length, copies = self.config, len(read_TC), 2 if layer["paired"] else 1
         heads, window = config.num_attention_heads, config.windows[1 if layer["long"] else 0]
         query_key, value_weight, out_weight = weights
         if scales is not None:
             value_weight, out_weight = (s * w for s, w in zip(scales.to(read_TC.dtype), weights[1:], strict=True))
+        # One product for queries, keys and values: (T, C) by (3C, C) transposed.
         q_THD, k_THD, v_THD = (
             F.linear(read_TC, torch.cat([query_key, value_weight])).unflatten(-1, (3, heads, -1)).unbind(1)
         )
         if value_TC is not None:
             v_THD = v_THD + value_TC.view(v_THD.shape)
-        # Paired heads: heads h and h + H/2 are one, with the even and the odd positions of a row twice as long.
+        # Paired heads: heads h and h + H/2 become one head with the even and the odd positions of a row of length 2T.
         q, k, v = (x.unflatten(1, (copies, -1)) for x in (_norm(q_THD), _norm(k_THD), v_THD))
         positions = torch.arange(copies * length, dtype=torch.float64, device=read_TC.device)
         frequencies = torch.tensor(config.frequencies, dtype=torch.float64, device=read_TC.device)
         angles = torch.outer(positions, frequencies).view(length, copies, 1, -1)
         q, k = (_rotate(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype)) for x in (q, k))
+        # The channels of keys that do not rotate come from the previous token, within documents.
         if layer["key_offset"]:
             rotating, still = k.chunk(2, dim=-1)
             k = torch.cat([rotating, torch.where(begins_T[:, None, None, None], still, _previous(still))], dim=-1)
         documents_N = begins_T.cumsum(0).repeat_interleave(copies)
         distance_NN = (positions[:, None] - positions).long()
         visible_NN = (documents_N[:, None] == documents_N) & (distance_NN >= 0) & (distance_NN <= window)
+        # (T, copies, H, D) to (1, H, N, D).
         q_1HND, k_1HND, v_1HND = (x.flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out_1HND = F.scaled_dot_product_attention(
             q_1HND, k_1HND, v_1HND, attn_mask=visible_NN, scale=config.query_scale
         )
         out_THD = out_1HND.squeeze(0).transpose(0, 1).reshape(length, heads, -1)
+        # Removes a gated fraction of the output along the token's own value.
         if layer["exclusive"]:
             along = (out_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(-1, keepdim=True).clamp_min(1e-8)
             out_THD = out_THD - torch.tanh(gates["exclusive"]).unsqueeze(-1) * along * v_THD
@@ -354,13 +369,13 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first quarter of the channels against the second."""
+    """Rotate the first and the second quarter of the channels against each other; the rest stays."""
     first, second, still = x.split([cos.shape[-1], cos.shape[-1], x.shape[-1] // 2], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, still], dim=-1)
 
 
 def _joined(name: str, x_TC: Tensor, out_TC: Tensor, gates: dict[str, Tensor], scales: Any) -> Tensor:
-    """Return stream plus sublayer, with scales of tokens, of the layer, or none."""
+    """Return the stream plus a sublayer's output, scaled per token (`gates`), per layer (`scales`), or not at all."""
     if f"{name}_residual" in gates:
         return gates[f"{name}_residual"] * x_TC + gates[f"{name}_output"] * out_TC
     residual, output = next(scales, (None, None))

@@ -1,4 +1,4 @@
-"""`BatchedSpeedrun`: a trained `SpeedrunGPT`, called as a `GPT` is, for whatever scores or samples."""
+"""`BatchedSpeedrun` gives a trained `SpeedrunGPT` the interface of a `GPT`, for scoring and sampling."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -14,7 +14,7 @@ __all__ = ["BatchedSpeedrun", "LanguageModel", "TextCache"]
 
 
 class TextCache:
-    """The tokens of each row so far: the model keeps no keys and values, and reads them again for every new token."""
+    """A cache of the tokens of each row: the model caches no keys and values, but reads all tokens again each time."""
 
     def __init__(self, rows: int) -> None:
         self.rows = [torch.empty(0, dtype=torch.int64)] * rows
@@ -30,22 +30,23 @@ class TextCache:
 
 
 class BatchedSpeedrun(nn.Module):
-    """Takes (B, T) batches, and gives losses or logits as `GPT` does. Each row goes through the model alone.
+    """Returns losses or logits of (B, T) batches as `GPT` does; rows go through the model one after the other.
 
-    Logits are those of the tokenizer's tokens: the head is padded, and no text has the tokens behind them. Losses are
-    the race's, with the padding in the sum.
+    The head is padded beyond the tokenizer's vocabulary. Logits are returned without the padding; losses are those of
+    the speedrun, with the padding in the softmax.
 
     Args:
-        model: with its windows set.
-        vocab_size: tokens that text can have; None for all of the head's.
-        seq_len: tokens of the longest documents that it was trained on.
+        model: the model, with its windows set.
+        vocab_size: size of the tokenizer's vocabulary; None for that of the head.
+        seq_len: number of tokens of the longest documents that the model was trained on.
     """
 
     def __init__(self, model: SpeedrunGPT, *, vocab_size: int | None = None, seq_len: int = 2048) -> None:
         super().__init__()
         self.model, self.vocab_size, self.seq_len = model, vocab_size or model.config.vocab_size, seq_len
         self.head = nn.Linear(model.config.width, model.config.vocab_size, bias=False, device="meta")
-        self.head.weight = nn.Parameter(model.head.detach().mT)  # the same memory
+        # A view of the model's own head.
+        self.head.weight = nn.Parameter(model.head.detach().mT)
 
     @property
     def config(self) -> SpeedrunConfig:
@@ -53,7 +54,7 @@ class BatchedSpeedrun(nn.Module):
         return self.model.config
 
     def new_cache(self, rows: int, capacity: int) -> TextCache:
-        """Return an empty cache for `rows` documents; any number of tokens has room."""
+        """Return an empty cache for `rows` documents of any length; `capacity` is ignored."""
         del capacity
         return TextCache(rows)
 
@@ -68,9 +69,9 @@ class BatchedSpeedrun(nn.Module):
         cache: TextCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss in nats per token, or the logits where there are no targets; arguments are those of `GPT`.
+        """Return the loss in nats per token, or without targets the logits; for the arguments see `GPT`.
 
-        `document_starts` are found anew for each row.
+        `document_starts` is ignored: the starts are found in each row.
         """
         del document_starts
         if targets is not None:
@@ -79,6 +80,7 @@ class BatchedSpeedrun(nn.Module):
                 for row, target in zip(inputs, targets, strict=True)
             ]
             return torch.stack(losses) if reduction == "none" else torch.stack(losses).mean()
+        # Flattened positions whose logits are returned.
         wanted = torch.arange(inputs.numel(), device=inputs.device) if positions is None else positions
         before, num_new = [0] * len(inputs), inputs.shape[1]
         if cache is not None:
@@ -86,6 +88,7 @@ class BatchedSpeedrun(nn.Module):
             cache.rows = [torch.cat([old.to(new.device), new]) for old, new in zip(cache.rows, inputs, strict=True)]
         logits = inputs.new_empty((len(wanted), self.vocab_size), dtype=torch.float32)
         for row, tokens in enumerate(inputs if cache is None else cache.rows):
+            # Positions of this row among the wanted ones, shifted by the tokens in the cache.
             asked = (wanted // num_new == row).nonzero().squeeze(1)
             if len(asked):
                 places = wanted[asked] % num_new + before[row]
@@ -95,10 +98,10 @@ class BatchedSpeedrun(nn.Module):
         return logits if positions is not None else logits.view(*inputs.shape, -1)
 
     def _starts(self, row: Tensor) -> Tensor:
-        """Return the offsets of a row's documents, the first of which starts with it, and its end: int32."""
+        """Return the offsets of a row's documents, 0 first, followed by the row's length: int32."""
         starts = (row[1:] == self.config.bos_id).nonzero().squeeze(1) + 1
         return F.pad(F.pad(starts, (1, 0)), (0, 1), value=len(row)).to(torch.int32)
 
 
 LanguageModel = GPT | BatchedSpeedrun
-"""What can be scored and sampled."""
+"""The models that can be scored and sampled."""

@@ -1,10 +1,10 @@
-"""The score of a model: bits per byte of text, with its standard error over documents.
+"""Scores a model by its bits per byte of text, with the standard error over documents.
 
-A loss in nats per token depends on the tokenizer; divided by the bytes those tokens stand for it does not, so models
-with different vocabularies can be compared with each other and with a file compressor.
+A loss in nats per token depends on the tokenizer. Divided by the number of bytes it does not, so that models with
+different vocabularies can be compared with each other and with file compressors.
 
-`document_sums` goes over batches, `score_from_sums` turns sums into a `Score`. Between the two, ranks that score
-different batches add up their sums.
+`document_sums` sums losses over batches, `score_from_sums` turns the sums into a `Score`. Ranks that score different
+batches add up their sums in between.
 """
 
 import math
@@ -26,13 +26,13 @@ class Score:
     """The loss of a model on some text."""
 
     loss: float
-    """Nats per token, special tokens left out."""
+    """Nats per token, without special tokens."""
     bpb: float
     """Bits per byte."""
     num_tokens: int
     num_bytes: int
     bpb_stderr: float | None = None
-    """Standard error of `bpb` over documents; None for text that is one document."""
+    """Standard error of `bpb` over documents; None for a single document."""
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:
@@ -49,47 +49,49 @@ def document_sums(
     *,
     num_documents: int = 0,
 ) -> Tensor:
-    """Return the nats, bytes and tokens of each document: (D, 3) float64.
+    """Return the total nats, bytes and tokens of each document: (D, 3) float64.
 
-    Without communication of its own. Ranks that score different batches of one text add up their sums and give the
-    total to `score_from_sums`; for that all of them pass the same `num_documents`.
+    The function does not communicate. Ranks that score different batches of one text pass the same `num_documents`, add
+    up their sums, and pass the total to `score_from_sums`.
 
     Args:
         model: called as `model(inputs, targets, document_starts=..., reduction="none")` for (B, T) losses in nats.
-        batches: on any device. Without `documents`, all of a batch counts as document 0.
-        token_bytes: (vocab_size,) UTF-8 bytes of each token; tokens of 0 bytes (document starts) do not count.
-        device: of the model, and of the result.
-        num_documents: least D; more where the batches have documents with larger numbers.
+        batches: batches on any device. Without `documents`, all of a batch counts as document 0.
+        token_bytes: (vocab_size,) number of bytes of each token; tokens of 0 bytes (document starts) are not scored.
+        device: device of the model and of the result.
+        num_documents: lower bound of D, which grows with the indices of documents in the batches.
     """
     lengths = torch.as_tensor(token_bytes, dtype=torch.int64, device=device)
     sums = torch.zeros((num_documents, 3), dtype=torch.float64, device=device)
     for batch in batches:
         inputs, targets = batch.inputs.to(device), batch.targets.to(device)
         documents = torch.zeros(targets.shape, dtype=torch.int64) if batch.documents is None else batch.documents
+        # Grow to the largest index of a document.
         missing = int(documents.max()) + 1 - len(sums)
         if missing > 0:
             sums = torch.cat([sums, sums.new_zeros(missing, 3)])
         losses = model(inputs, targets, document_starts=batch.document_starts.to(device), reduction="none")
         target_bytes = lengths[targets]
         counted = target_bytes > 0
-        # Double precision: the sum does not depend on the number of batches.
+        # In float64, so that the sums hardly depend on how the text is divided into batches.
         added = torch.stack([losses.double().where(counted, 0.0), target_bytes.double(), counted.double()], dim=-1)
         sums.index_add_(0, documents.to(device).flatten(), added.flatten(0, 1))
     return sums
 
 
 def score_from_sums(sums: Tensor) -> Score:
-    """Return the score of text whose documents have these sums.
+    """Return the score of a text from the sums of its documents.
 
-    The standard error of the ratio R = nats / bytes is that of a ratio of sums over D documents drawn at random:
+    The standard error of R = nats / bytes is that of a ratio of sums over D documents drawn at random:
     sqrt(D / (D - 1) sum (nats_d - R bytes_d)^2) / sum bytes (Cochran, Sampling Techniques, 3rd ed., section 6.3).
 
     Args:
-        sums: (D, 3) from `document_sums`, of all ranks; documents without text do not count.
+        sums: (D, 3) from `document_sums`, summed over all ranks; documents without text are ignored.
 
     Raises:
         ValueError: no document has text.
     """
+    # Documents without scored tokens are left out.
     nats_D, bytes_D, tokens_D = sums[sums[:, 2] > 0].cpu().unbind(dim=1)
     nats, num_bytes, num_tokens = (float(column.sum()) for column in (nats_D, bytes_D, tokens_D))
     if num_bytes == 0:

@@ -1,6 +1,6 @@
-"""Batches of any text, whole: no split into training and validation text, and nothing cropped.
+"""Makes batches for scoring a whole text, without a split into training and validation text and without cropping.
 
-All is made as it is asked for: a text of any size needs the memory of a few megabytes of it.
+Batches are made lazily, so that a text of any size needs only a few megabytes of memory.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,20 +15,23 @@ from quintic.data.tokenizer import Tokenizer
 
 __all__ = ["encoded", "text_batches"]
 
-_LONG_DOCUMENT = 1 << 18  # bytes from which on a document is encoded in parts
+# Documents of this many bytes or more are encoded section by section.
+_LONG_DOCUMENT = 1 << 18
+# Bytes of short documents that are encoded at a time.
 _BATCH_BYTES = 1 << 20
-
+# Largest number of rows that are filled at the same time.
 _ROWS_WITH_ROOM = 256
 
-_Row = list[tuple[int, int]]  # tokens, each with the number of its document
+# (token, index of its document) for each position of a row.
+_Row = list[tuple[int, int]]
 
 
 def encoded(tokenizer: Tokenizer, documents: Iterable[Utf8]) -> Iterator[Iterable[int]]:
-    """Yield the tokens of each document; those of a long one are made as they are read.
+    """Yield the tokens of each document; a long document is encoded while its tokens are read.
 
     Args:
-        tokenizer: the model's.
-        documents: their UTF-8.
+        tokenizer: the model's tokenizer.
+        documents: the documents as UTF-8.
     """
     waiting: list[str] = []
     num_bytes = 0
@@ -38,8 +41,8 @@ def encoded(tokenizer: Tokenizer, documents: Iterable[Utf8]) -> Iterator[Iterabl
             yield from tokenizer.encode_batch(waiting)
             waiting, num_bytes = [], 0
         if is_long:
-            parts = (piece.decode() for piece in sections_of(document, _LONG_DOCUMENT))
-            yield chain.from_iterable(tokenizer.encode_parts(parts))
+            sections = (section.decode() for section in sections_of(document, _LONG_DOCUMENT))
+            yield chain.from_iterable(tokenizer.encode_parts(sections))
         else:
             waiting.append(str(document, "utf-8"))
             num_bytes += len(document)
@@ -56,15 +59,15 @@ def text_batches(
 ) -> Iterator[Batch]:
     """Yield batches in which each token of each document is a target exactly once.
 
-    A document longer than a row continues in other rows, each behind a `bos_id` of its own, as in training. The rest of
-    a row is filled with `bos_id`, which stands for no bytes and so does not count.
+    A document longer than a row continues in other rows, after a `bos_id` in each, as in training. The rest of a row is
+    filled with `bos_id`, which has no bytes and is not scored.
 
     Args:
-        documents: the tokens of each, without `bos_id`.
+        documents: tokens of each document, without `bos_id`.
         bos_id: token that starts a document.
-        rows: B, rows of a batch; the last batch may have fewer.
-        seq_len: T, inputs of a row.
-        max_tokens: take at most so many tokens of the documents; all of them when None.
+        rows: B, number of rows of a batch; the last batch may have fewer.
+        seq_len: T, number of inputs of a row.
+        max_tokens: limit of the number of tokens; None for no limit.
 
     Returns:
         Batches on the CPU; documents are numbered in their order.
@@ -77,12 +80,13 @@ def text_batches(
         tokens = iter(document)
         while taken := list(islice(tokens, seq_len if left is None else min(left, seq_len))):
             piece = [bos_id, *taken]
-            # First fit: nearly as tight as sorting by length, and the documents need not all be there.
+            # First fit packs nearly as tightly as sorting by length, without reading all documents first.
             row = next((row for row in waiting if len(row) + len(piece) <= length), None)
             if row is None:
                 row = []
                 waiting.append(row)
             row += [(token, number) for token in piece]
+            # A full row, or too many rows to search: the fullest one is finished.
             if len(row) == length or len(waiting) > _ROWS_WITH_ROOM:
                 fullest = max(waiting, key=len)
                 waiting.remove(fullest)

@@ -83,8 +83,8 @@ def assign(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"a {type(model).__name__} says nothing of what its parameters are for: give the model, a torch.nn.Module, "
-            f"or several in a torch.nn.ModuleList; quintic.Muon(parameters) takes all of them for matrices"
+            f"model is a {type(model).__name__}: give the model itself, a torch.nn.Module, or several of them in a "
+            f"torch.nn.ModuleList; quintic.Muon(parameters) takes all parameters for matrices"
         )
     rules = check_rules(rules)
     if convolutions not in get_args(Convolutions):

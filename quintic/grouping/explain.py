@@ -178,7 +178,7 @@ def explain(
     for dictionary in groups:
         dictionary["params"] = [twins[param] for param in dictionary["params"]]
     optimizer = Muon(groups, **options)
-    group_of = {twin: group for group in optimizer.typed_groups for twin in group.params}
+    group_of = {twin: group for group in optimizer._plans.current_groups() for twin in group.params}
     rows, states = [], optimizer.state
     # One row per parameter, in the model's order.
     for name, param in model_parameters(model):
@@ -200,7 +200,7 @@ def explain(
                 view=one.view if is_muon else None,
                 matrices=matrices,
                 why=one.why,
-                lr=group.learning_rate,
+                lr=group.effective_lr,
                 lr_scale=tuple(group.rule.lr_factor(group.adjust_lr, m, n) for _, m, n in matrices),
                 weight_decay=float(group.weight_decay),
                 state_bytes=sum(value.nbytes for value in states[twin].values()),

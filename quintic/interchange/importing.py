@@ -150,14 +150,14 @@ def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, 
     muon = muon_in(optimizer, "export_torch_state")
     saved = muon.state_dict()
     exported: dict[str, dict[str, Any]] = {name: {"state": {}, "param_groups": []} for name in STATE_KEYS}
-    for group, saved_group in zip(muon.typed_groups, saved["param_groups"], strict=True):
+    for group, saved_group in zip(muon._plans.current_groups(), saved["param_groups"], strict=True):
         algorithm: Algorithm = group.algorithm
         # Parameters are numbered through the groups of their algorithm.
         target = exported[algorithm]
         first = sum(len(other["params"]) for other in target["param_groups"])
         indices = list(range(first, first + len(group.params)))
         # Options under PyTorch's names.
-        lr = group.lr if group.adamw_lr_ratio is None else group.learning_rate
+        lr = group.lr if group.adamw_lr_ratio is None else group.effective_lr
         options: dict[str, Any] = {"lr": lr, "weight_decay": group.weight_decay}
         if not group.rule.orthogonalizes:
             options |= {"betas": group.betas, "eps": group.eps, **_ADAMW_OPTIONS}
@@ -180,7 +180,7 @@ def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, 
 
 
 def _owned(optimizer: Muon) -> dict[str, _Owned]:
-    divided, states = sharded_parameters(optimizer.typed_groups), optimizer.state
+    divided, states = sharded_parameters(optimizer._plans.current_groups()), optimizer.state
     return {
         name: _Owned(param, group, states.get(param, {}), divided.get(param))
         for group in optimizer.param_groups

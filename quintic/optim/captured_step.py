@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.graphs import capture
+from quintic.optim.groups.options import OPTIONS, options_affecting
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.layout.tables import MOST_GRAPHS
 from quintic.optim.muon import Muon
-from quintic.optim.rules.device import HYPERPARAMETERS
 from quintic.optim.rules.dynamo import disable_dynamo
 from quintic.optim.step.averaging import GroupAverages
 from quintic.optim.step.runner import StepOutcome
@@ -33,8 +33,9 @@ __all__ = ["CapturedStep"]
 # Calls that step as usual before a capture: they allocate everything that a capture must find allocated.
 _EAGER_STEPS = 2
 
-# Keys of groups that may change without a new capture: a replay reads them from device memory, or no step reads them.
-_NOT_CAPTURED = {*HYPERPARAMETERS, "betas", "params", "param_names", "pending_steps", "initial_lr", "swa_lr"}
+# Keys of groups that may change between replays: options that a replay reads from device memory or does not need,
+# parameters, which are compared by their addresses, and the rates from which schedulers compute `lr`.
+_NOT_CAPTURED = {*(OPTIONS.keys() - options_affecting("graph")), "params", "param_names", "initial_lr", "swa_lr"}
 
 # For each group whether it is stepped.
 _Due = tuple[bool, ...]
@@ -126,17 +127,17 @@ class CapturedStep:
         if fingerprint != self._captured:
             self.close()
             self._captured = fingerprint
+        plans = optimizer._plans
+        plans.planned()
         # Two steps: `inside` the graph, and `outside` it for sparse tables. For each group, 0 means that it is due in
         # this step; the groups of the other step count as not due.
-        steps_until_due = optimizer.next_steps_until_due()
+        steps_until_due = plans.steps_until_due()
         sparse = self._sparse_groups()
         inside = [pending or int(number in sparse) for number, pending in enumerate(steps_until_due)]
         outside = [pending or int(number not in sparse) for number, pending in enumerate(steps_until_due)]
         due = tuple(pending == 0 for pending in steps_until_due)
         # Averages of clipping, which the graph must have been captured with or without.
-        precomputed = {
-            number: one for number, one in optimizer.plan_cache.precomputed.fresh().items() if inside[number] == 0
-        }
+        precomputed = {number: one for number, one in plans.precomputed.fresh().items() if inside[number] == 0}
         recorded = self._graphs.get(due)
         is_other = recorded is not None and recorded.precomputed.keys() != precomputed.keys()
         if 0 not in inside or self._num_eager[due] < _EAGER_STEPS or is_other:
@@ -155,9 +156,9 @@ class CapturedStep:
         # The sparse tables, then the host's record of both.
         outcome = recorded.outcome
         if 0 in outside:
-            outcome = outcome._replace(counts=[*outcome.counts, *optimizer.step_part(outside).counts])
-        optimizer.record_step(outcome, steps_until_due, is_replayed=True)
-        optimizer.plan_cache.rows.check(wait=False)
+            outcome = outcome._replace(counts=[*outcome.counts, *self._step_groups(outside).counts])
+        optimizer._record_step(outcome, steps_until_due, is_replayed=True)
+        plans.rows.check(wait=False)
 
     def _capture(self, steps_until_due: Sequence[int], precomputed: dict[int, GroupAverages]) -> _Recorded:
         """Capture a step of the groups whose pending steps are 0; capturing records the step and does not make it."""
@@ -167,25 +168,37 @@ class CapturedStep:
         optimizer.upload_hyperparameters()
 
         def work() -> StepOutcome:
-            outcome = optimizer.step_part(steps_until_due)
-            optimizer.step_history.count_skips(outcome)
+            outcome = self._step_groups(steps_until_due)
+            optimizer._step_history.count_skips(outcome)
             return outcome
 
         graph, outcome = capture(work)
         return _Recorded(graph, gradients, precomputed, outcome)
 
+    def _step_groups(self, steps_until_due: Sequence[int]) -> StepOutcome:
+        """Step the groups that wait for 0 more steps, without any record of it on the host."""
+        plans = self._optimizer._plans
+        runner = plans.connected()
+        if not runner.context.is_single_rank:
+            runner.consensus.check_partial(steps_until_due)
+        plans.use_state()
+        outcome = runner.step(steps_until_due, self._optimizer._step_history.num_steps)
+        list(runner.consensus.any_present())  # a CUDA graph must wait for all counts that it has started, needed or not
+        return outcome
+
     def _read(self, steps_until_due: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) for the gradients that a step reads, those of tied copies included."""
-        for group in self._optimizer.typed_groups:
+        for group in self._optimizer._plans.current_groups():
             if steps_until_due[group.number] == 0:
                 yield from zip(group.param_names, group.params, strict=True)
-        for tie in self._optimizer.runner.ties:
+        for tie in self._optimizer._plans.planned().ties:
             if steps_until_due[tie.head_group] == 0:
                 yield tie.copy_name, tie.copy
 
     def _sparse_groups(self) -> set[int]:
         """Return the numbers of groups with a table whose touched rows are sent, not all of its rows."""
-        return {table.group for table in self._optimizer.plan_cache.rows.tables.values()}
+        self._optimizer._plans.planned()
+        return {table.group for table in self._optimizer._plans.rows.tables.values()}
 
     def _params(self) -> list[Tensor]:
         return [param for group in self._optimizer.param_groups for param in group["params"]]

@@ -114,12 +114,12 @@ def clip_grad_norm_(
     # Collect, and square.
     gradients, sharded = _collect_gradients(optimizer, scope)
     device = _device_of(optimizer, gradients)
-    plan_cache, runner = optimizer.plan_cache, optimizer.runner
-    names, squares = _squared_norms(gradients, device, plan_cache.communicators)
+    plans, runner = optimizer._plans, optimizer._plans.planned()
+    names, squares = _squared_norms(gradients, device, plans.communicators)
     # Sharded averages: each rank has some pieces of every parameter.
     for ranks, shards in sharded.items():
         names += [shard.name for shard in shards]
-        squares.append(_squared_norms_of_shards(shards, plan_cache.communicators[ranks], len(ranks), device))
+        squares.append(_squared_norms_of_shards(shards, plans.communicators[ranks], len(ranks), device))
     # Total, () over all connected ranks, and over the stages of a pipeline.
     squared = runner.consensus.connected.total(names, torch.cat(squares))
     if process_group is not None:
@@ -135,7 +135,7 @@ def clip_grad_norm_(
         of_shards = [shard for shards in sharded.values() for shard in shards]
         pieces = [one.local for one in (*gradients, *of_shards) if one.local is not None]
         scale_(pieces, (max_norm / (norm + _NORM_EPS)).clamp(max=1.0))
-        plan_cache.precomputed.accept_gradients()
+        plans.precomputed.accept_gradients()
     return norm.float()
 
 
@@ -156,13 +156,13 @@ def _collect_gradients(optimizer: Muon, scope: str) -> tuple[list[_Gradient], di
     """
     gradients: list[_Gradient] = []
     sharded: dict[tuple[int, ...], list[_Gradient]] = {}
-    runner = optimizer.connected() if has_process_group() else optimizer.runner
-    plan_cache = optimizer.plan_cache
+    plans = optimizer._plans
+    runner = plans.connected() if has_process_group() else plans.planned()
     # Only groups that the next step steps.
-    steps_until_due = optimizer.next_steps_until_due()
+    steps_until_due = plans.steps_until_due()
     due = [
         group
-        for group, pending in zip(plan_cache.groups, steps_until_due, strict=True)
+        for group, pending in zip(plans.groups, steps_until_due, strict=True)
         if pending == 0 and scope in ("all", group.algorithm)
     ]
     numbers = [group.number for group in due]
@@ -170,7 +170,7 @@ def _collect_gradients(optimizer: Muon, scope: str) -> tuple[list[_Gradient], di
         if steps_until_due[tie.head_group] == 0:
             tie.add_gradient()  # the head's gradient then includes its copy's, as in the step
     # Drop averages of gradients that have changed since, before this function changes gradients itself.
-    plan_cache.precomputed.fresh()
+    plans.precomputed.fresh()
     if has_process_group():
         runner.consensus.reduce_partial_gradients(numbers)
     # Averages by group number, for the groups that the optimizer averages.

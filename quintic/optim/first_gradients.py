@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.rules.device import HostCopy
 
 __all__ = ["FirstGradients"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms.sharing import AVERAGING
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.rules.batches import scale_
 

@@ -36,20 +36,8 @@ __all__ = [
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
-# Other libraries' names of our options, where the variant is too different for a suggestion.
-_SYNONYMS = {
-    "adjust_lr_fn": "adjust_lr",
-    "beta1": "betas",
-    "beta2": "betas",
-    "foreach": "kernels",
-    "fused": "kernels",
-    "learning_rate": "lr",
-    "mu": "momentum",
-    "ns_coefficients": "coefficients",
-    "ns_steps": "orthogonalizer_steps",
-    "use_muon": "algorithm",
-    "wd": "weight_decay",
-}
+# Other libraries' names of options, where the spelling is too different for a suggestion.
+_OTHER_NAMES = {other: name for name, option in OPTIONS.items() for other in option.other_names}
 
 
 class _Unsupported(NamedTuple):
@@ -80,13 +68,16 @@ WATCHED_KEYS = frozenset((*OLD_NAMES, *_UNSUPPORTED))
 # Keys and values that say which algorithm a group is for.
 _ALGORITHMS = {("use_muon", True): "muon", ("use_muon", False): "adamw", ("use_fallback", True): "adamw"}
 
+# Keys that say which parameters a group has.
+_MEMBERS = {"params", "param_names"}
+
 # Shorter names are one letter away from too many others.
 _LEAST_LETTERS = 5
 
 
 def check_keys(number: int, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Reject slips of typing in a new group; a ValueError names the option that was meant."""
-    for key in group.keys() - OPTIONS:
+    for key in group.keys() - OPTIONS.keys() - _MEMBERS:
         meant = _option_meant(number, key, group[key], defaults)
         if meant is not None:
             raise ValueError(
@@ -171,7 +162,7 @@ def suggests_options(init: Init) -> Init:
 
 def _unknown(key: str, known: Iterable[str]) -> str:
     names = sorted(known)
-    synonym = _SYNONYMS.get(key)
+    synonym = _OTHER_NAMES.get(key)
     if synonym is None and key in _UNSUPPORTED:
         return f"unknown option {key!r}; {_UNSUPPORTED[key].instead}"
     nearest = [synonym] if synonym in names else difflib.get_close_matches(str(key), names, n=1)
@@ -184,7 +175,7 @@ def _option_meant(number: int, key: object, value: object, defaults: Mapping[str
     if not isinstance(key, str) or value is None or key.startswith("_") or any(letter.isdigit() for letter in key):
         return None
     name = key.lower().replace("-", "_")
-    for option in sorted(OPTIONS - {"params", "param_names"}):
+    for option in sorted(OPTIONS):
         if len(option) >= _LEAST_LETTERS and (name == option or _is_one_slip(name, option)):
             try:
                 check_options(number, {**defaults, "params": [], option: value})
@@ -195,7 +186,7 @@ def _option_meant(number: int, key: object, value: object, defaults: Mapping[str
 
 
 def _is_one_slip(name: str, other: str) -> bool:
-    """Return whether two different names are one letter apart: one more, another one, or two exchanged."""
+    """Return whether two different names differ by one letter: inserted, replaced, or exchanged with the next."""
     short, long = sorted((name, other), key=len)
     place = next((i for i, pair in enumerate(zip(short, long, strict=False)) if pair[0] != pair[1]), len(short))
     rest, other_rest = short[place:], long[place:]

@@ -24,7 +24,7 @@ from quintic import hooks
 from quintic.optim.groups.assignment import Algorithm, Assignment, Classifier
 from quintic.optim.groups.names import made_up, without_wrappers
 from quintic.optim.layout.views import Matrix
-from quintic.optim.plan_cache import ADDED_WITH
+from quintic.optim.linked_options import ADDED_WITH
 from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["Undecided"]

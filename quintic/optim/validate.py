@@ -1,9 +1,8 @@
 """Checks of parameter groups: every mistake is found when a group is added, or at the first step after a change.
 
-`Muon` calls these for a new group, and again when one of its `CHECKED_OPTIONS` has changed. Messages name the group.
+`Muon` checks a new group, and checks it again when one of its `CHECKED_OPTIONS` has changed. Messages name the group.
 """
 
-import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,18 +15,22 @@ from torch.nn.parameter import is_lazy
 from quintic.kernels.dispatch import choose_kernels, is_dense
 from quintic.optim.comms.sharing import SHARDED_MODES
 from quintic.optim.groups.flattened import check_group_is_whole
+from quintic.optim.groups.names import made_up
+from quintic.optim.groups.options import OPTIONS, STEP_OPTIONS
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.layout.wrappers import check_wrapper
 from quintic.optim.polar.forms import check_orthogonalizer
 from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.rules.bf16_state import MAX_BF16_BETA
-from quintic.optim.rules.numbers import is_count, is_number
+from quintic.optim.rules.numbers import is_number
 from quintic.optim.rules.rates import first_name
 from quintic.optim.rules.table import ALGORITHMS, orthogonalizes, rule_of
 from quintic.optim.rules.update import adjust_lr_factor
 
 __all__ = [
+    "CHECKED_OPTIONS",
+    "add_names",
     "check_apart",
     "check_group",
     "check_is_group",
@@ -37,31 +40,17 @@ __all__ = [
     "check_scheduled",
 ]
 
-# What updates can be added to: narrower floating-point numbers have no arithmetic.
+CHECKED_OPTIONS = tuple(name for name in STEP_OPTIONS if not OPTIONS[name].is_scheduled)
+"""Options that are checked with their whole group when one of them changes, as schedules do not change them."""
+
+_SCHEDULED = tuple(name for name in STEP_OPTIONS if OPTIONS[name].is_scheduled)
+
+# Narrower floating-point numbers have no arithmetic, so updates cannot be added to them.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-# Schedules of rates and decays that end at 0 may end a rounding below it.
-_LEAST_RATE = -1e-12
-
-# Options with a fixed set of values.
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "nesterov": (False, True),
-    "scale_decay": (False, True),
-    "cautious": (False, True, "strict"),
-    "normalize": (None, "neuron", "element"),
-    "decay_coupling": ("lr", "lr_squared"),
-    "comms": ("none", "averaged", "replicated", "sharded", "sharded_sparse"),
-    "replicas": ("auto", "divide", "repeat"),
-    "master": (None, "fp32", "mantissa"),
-    "state_dtype": (None, "bf16"),
-    "offload": (False, True),
-    "on_nonfinite": ("propagate", "skip", "raise"),
-    "kernels": ("auto", "torch", "triton"),
-}
 
 
 def check_params(params: object) -> None:
-    """Reject what holds no parameters as an optimizer wants them; a TypeError says how to give it."""
+    """Reject a constructor's argument that holds no parameters; a TypeError says how to give them."""
     if _is_module(params):
         raise TypeError(
             f"params is {_kind(params)}: give quintic.param_groups(model), which decides what each of its parameters is"
@@ -78,7 +67,7 @@ def check_params(params: object) -> None:
 
 
 def check_is_group(number: int, group: object) -> None:
-    """Reject what is no parameter group, or has no parameters in it; a TypeError or ValueError says how to give it."""
+    """Reject anything but a parameter group with parameters; a TypeError or ValueError says how to give one."""
     what = f"parameter group {number}"
     if not isinstance(group, Mapping):
         how = "give a dictionary, {'params': [...]}"
@@ -116,12 +105,25 @@ def check_members(number: int, params: Sequence[object]) -> None:
             )
 
 
+def add_names(number: int, group: dict[str, Any]) -> None:
+    """Name parameters that come without names, which messages, plans and checkpoints need and PyTorch does not make."""
+    params = group.get("params")
+    if isinstance(params, Tensor):
+        group["params"] = params = [params]
+    if params is None or isinstance(params, set):
+        return  # PyTorch's own message is right
+    group["params"] = params = list(params)
+    check_members(number, params)
+    if not any(isinstance(param, tuple) for param in params):
+        group.setdefault("param_names", [made_up(number, index) for index in range(len(params))])
+
+
 def _is_module(value: object) -> bool:
     return isinstance(value, nn.Module) and not isinstance(value, nn.ParameterList)
 
 
 def _kind(value: object) -> str:
-    """Return what a value is, with an article, for messages."""
+    """Return the kind of a value with an article, for messages."""
     if value is None or isinstance(value, str):
         return "None" if value is None else f"the string {value!r}"
     name = type(value).__name__
@@ -133,6 +135,7 @@ def check_apart(number: int, group: Mapping[str, Any], others: Sequence[Mapping[
 
     The group's `params` are a list of tensors, with `param_names`, or of pairs; the others are complete.
     """
+    # Parameters of other groups -> name and group, for the message; names -> number of their group.
     places: dict[Tensor, str] = {}
     taken: dict[str, int] = {}
     for place, other in enumerate(others):
@@ -165,7 +168,10 @@ def check_apart(number: int, group: Mapping[str, Any], others: Sequence[Mapping[
 def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = False) -> None:
     """Reject a complete group that cannot be stepped: a ValueError, or a TypeError for a dtype.
 
-    `was_checked` says that the group was right, with this algorithm, before something else became of its parameters.
+    Args:
+        number: position of the group.
+        group: its dictionary.
+        was_checked: whether the group was right before, with this algorithm, and its parameters changed since.
     """
     if group["algorithm"] not in ALGORITHMS:
         raise ValueError(
@@ -190,7 +196,7 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
         if param.requires_grad and _shares_entries(local_tensor(param)):
             raise ValueError(
                 f"{name}: entries of this parameter of shape {tuple(param.shape)} and strides {param.stride()} share "
-                f"memory, as after expand(), and cannot be stepped apart; clone() it"
+                f"memory, as after expand(), and cannot be updated independently; clone() it"
             )
         if group["master"] == "mantissa" and param.dtype == torch.float16:
             raise ValueError(
@@ -232,24 +238,18 @@ def _shares_entries(tensor: Tensor) -> bool:
 
 
 def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
-    """Reject what schedules may set wrong at any step: no numbers, numbers out of range, and too slow averages.
+    """Reject values that schedules may have set: no numbers, out of range, or too slow averages for bfloat16 state.
 
-    Too slow are those that bfloat16 state cannot follow. Tensors on a device are not read.
+    Tensors on a device are not read.
     """
-    for key, least in (("lr", _LEAST_RATE), ("weight_decay", _LEAST_RATE), ("eps", 0)):
-        _check_option(number, group, key, is_number(group[key], least), "a number of at least 0")
-    for key in ("momentum", "normalize_beta"):
-        _check_option(number, group, key, is_number(group[key], 0, 1), "a number in [0, 1)")
-    betas = group["betas"]
-    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
-    are_betas = is_pair and all(is_number(beta, 0, 1) for beta in betas)
-    _check_option(number, group, "betas", are_betas, "two numbers in [0, 1), such as (0.9, 0.95)")
+    _check_values(number, group, _SCHEDULED)
     if group["state_dtype"] is None:
         return
+    # `below` is exclusive, and the limit itself is allowed.
     above = math.nextafter(MAX_BF16_BETA, 1)
     for key in rule_of(group["algorithm"], group["normalize"]).averages:
-        values = group[key] if isinstance(group[key], tuple | list) else (group[key],)
-        if not all(is_number(value, below=above) for value in values):
+        averages = group[key] if isinstance(group[key], tuple | list) else (group[key],)
+        if not all(is_number(value, below=above) for value in averages):
             raise ValueError(
                 f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} with state_dtype='bf16': above "
                 f"{MAX_BF16_BETA} an average moves by less than bfloat16 resolves; lower {key}, or set "
@@ -258,13 +258,15 @@ def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
 
 
 def _check_wrapper(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
+    # The view decides which rows of a wrapped weight belong together; a view that does not fit is an error elsewhere.
     view = None
     if orthogonalizes(group["algorithm"]) and isinstance(group["view"], View):
         try:
             group["view"].shapes(param.shape)
             view = group["view"]
         except ValueError:
-            pass  # which is an error of its own
+            pass
+    # Some uses need the wrapped tensor itself, so the wrapper may only be opened without them.
     reasons = (
         (is_dtensor(param), "a DTensor holds it"),
         (group["comms"] != "none", f"comms={group['comms']!r} sends its memory"),
@@ -288,9 +290,11 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
     try:
         count = sum(b for b, _, _ in view.shapes(param.shape))
         if local_tensor(param).shape == param.shape:
-            view.blocks(local_tensor(param).detach())  # as it lies in memory
+            # The whole parameter is here, so its order of memory can be checked, too.
+            view.blocks(local_tensor(param).detach())
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+    # A user's function is tried for each shape (m, n) of matrices now, and not in the middle of a step.
     if callable(group["adjust_lr"]):
         for _, m, n in view.shapes(param.shape):
             scale = group["adjust_lr"](m, n) if m and n else 1.0
@@ -303,31 +307,15 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
         )
 
 
-def _check_option(number: int, group: Mapping[str, Any], key: str, ok: bool, need: str) -> None:
-    if not ok:
-        raise ValueError(f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} must be {need}")
-
-
 def check_options(number: int, group: Mapping[str, Any]) -> None:
-    """Reject values of options that fit no parameters; a ValueError names the option."""
-    check = functools.partial(_check_option, number, group)
+    """Reject values of options that fit no parameters; a ValueError names the option.
+
+    First each value by itself, by its row of the table; then those that other rooms know, or that must fit each other.
+    """
     check_scheduled(number, group)
-    ratio = group["adamw_lr_ratio"]
-    check("adamw_lr_ratio", ratio is None or is_number(ratio, 0), "a number of at least 0, or None")
-    for key, choices in _CHOICES.items():
-        check(key, group[key] in choices, " or ".join(map(repr, choices)))
-    for key in ("step_every", "orthogonalizer_steps"):
-        check(key, is_count(group[key]), "an integer of at least 1")
-    for key, need in (("max_workspace_bytes", "a positive integer"), ("telemetry_every", "an integer of at least 1")):
-        check(key, group[key] is None or is_count(group[key]), f"{need}, or None")
-    multipliers = group["lr_multipliers"]
-    if multipliers is not None:
-        are_numbers = isinstance(multipliers, Iterable) and all(map(is_number, multipliers))
-        check("lr_multipliers", are_numbers, "finite numbers, one for each matrix, or None")
-    tied = group["tied_to"]
-    is_tie = isinstance(tied, tuple | list) and len(tied) == 2 and isinstance(tied[0], str)
-    check("tied_to", tied is None or is_tie, "None, or the name of a parameter and whether it is stored transposed")
-    check("qk_clip", group["qk_clip"] is None or isinstance(group["qk_clip"], QKClip), "None or a quintic.QKClip")
+    _check_values(number, group, CHECKED_OPTIONS)
+    if group["qk_clip"] is not None and not isinstance(group["qk_clip"], QKClip):
+        raise _unfit(number, group, "qk_clip")
     try:
         if not callable(group["adjust_lr"]):
             adjust_lr_factor(group["adjust_lr"], 1, 1)
@@ -342,3 +330,14 @@ def check_options(number: int, group: Mapping[str, Any]) -> None:
         # `orthogonalize` calls its argument by another name than the option.
         message = re.sub(r"^method=", "orthogonalizer=", str(error))
         raise ValueError(f"parameter group {number} ({first_name(group)}): {message}") from None
+
+
+def _check_values(number: int, group: Mapping[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        if not OPTIONS[name].values.accepts(group[name]):
+            raise _unfit(number, group, name)
+
+
+def _unfit(number: int, group: Mapping[str, Any], name: str) -> ValueError:
+    need = OPTIONS[name].values.text
+    return ValueError(f"parameter group {number} ({first_name(group)}): {name}={group[name]!r} must be {need}")

@@ -1,7 +1,7 @@
-"""The runs under one name in a comparison, and whether and in what unit two of them can be compared.
+"""`Arm`: the runs under one name in a comparison, and the unit in which two arms can be compared.
 
-Here: `load_arm` reads the runs that one label stands for and checks that they differ in their seeds only; `unit_of`
-decides between bits per byte and nats per token. Not here: the figures and the page (`comparison`).
+`load_arm` reads the runs of a name and checks that they differ only in their seeds. `unit_of` decides between bits per
+byte and nats per token. The numbers and the page of a comparison are in `comparison`.
 """
 
 import math
@@ -17,7 +17,7 @@ from quintic.report.history import METRICS_FILE, RunHistory
 
 __all__ = ["Arm", "Point", "load_arm", "median", "tokenizers_differ", "unit_of"]
 
-# Options that may differ besides the seed where medians are taken: where a run is kept, how it is watched, the device.
+# Options in which the runs of one name may differ in addition to the seed: folder, observation, and device of a run.
 _FREE_AMONG_SEEDS = frozenset(
     {"run", "runs_dir", "seed", "data", "data_dir", "verify", "device", "threads", "eval_every", "core",
      "core_every", "core_items", "sample_every", "sample_tokens", "prompts", "save_every", "keep", "rms_every",
@@ -25,40 +25,41 @@ _FREE_AMONG_SEEDS = frozenset(
 )  # fmt: skip
 
 
-# An evaluation with a finite loss; other fields of `_FIELDS` are None where the log has no finite number.
+# An evaluation with a finite loss, with the fields `_FIELDS`; any other field is None if the log has no finite number.
 Point = Mapping[str, Any]
 _FIELDS = ("step", "loss", "bpb", "bpb_stderr", "tokens", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One run, or several that differ in their seeds, and the finite evaluations of each."""
+    """One run, or several runs that differ in their seeds, with the finite evaluations of each run."""
 
     name: str
     histories: Sequence[RunHistory]
     curves: Sequence[Sequence[Point]]
 
     def ends(self, field: str) -> list[float | None]:
-        """A field of the last finite evaluation of each run."""
+        """Return a field of the last finite evaluation of each run."""
         return [points[-1][field] for points in self.curves]
 
     def steps(self) -> list[float | None]:
-        """The number of steps that each run has made, also those since its last evaluation."""
+        """Return the number of steps of each run, including steps after its last evaluation."""
         return [history.steps for history in self.histories]
 
     def shared(self) -> list[list[Point]]:
-        """The points of all runs, for each step at which all were evaluated."""
+        """Return the evaluations of all runs, for each step at which all of them were evaluated."""
+        # step -> evaluation, for each run.
         by_step = [{point["step"]: point for point in points} for points in self.curves]
         steps = set(by_step[0]).intersection(*by_step[1:])
         return [[points[step] for points in by_step] for step in sorted(steps)]
 
 
 def load_arm(name: str, folders: Sequence[str | Path]) -> Arm:
-    """Read the runs of one name.
+    """Return the runs of one name.
 
     Raises:
-        ConfigError: a run has no finite validation loss, or the runs differ in more than their seeds, have one seed, or
-            were never evaluated at the same step.
+        ConfigError: a run has no finite validation loss, or the runs differ in more than their seeds, have equal seeds,
+            or were never evaluated at the same step.
         DataError: a log is damaged.
     """
     histories = [RunHistory.load(folder) for folder in folders]
@@ -79,10 +80,11 @@ def load_arm(name: str, folders: Sequence[str | Path]) -> Arm:
 
 
 def _check_seeds(name: str, runs: Sequence[str], histories: Sequence[RunHistory]) -> None:
-    """Check that the runs of one name differ in their seeds, and in nothing else that changes what they learn."""
+    """Raise ConfigError unless the runs of one name differ in their seeds, and in no other setting that matters."""
     options_of_runs = [dict(flatten(history.run.get("config") or {})) for history in histories]
 
     def settings(history: RunHistory, options: Mapping[str, Any]) -> dict[str, str]:
+        # All settings as text, except the free ones, which are known by their names without the section.
         kept = {key: str(value) for key, value in options.items() if key.split(".")[-1] not in _FREE_AMONG_SEEDS}
         machine = history.run.get("machine") or {}
         kept |= {name: str(machine[name]) for name in ("dtype", "fp8") if name in machine}
@@ -115,7 +117,7 @@ def _check_seeds(name: str, runs: Sequence[str], histories: Sequence[RunHistory]
 
 
 def median(values: Iterable[float | None], missing: float | None = None) -> float | None:
-    """The median with ``missing`` in place of None; None where one is missing still, or the median is not finite."""
+    """Return the median, with None replaced by ``missing``; None if a value is still None or the median is infinite."""
     known = [missing if value is None else value for value in values]
     if None in known:
         return None
@@ -124,7 +126,7 @@ def median(values: Iterable[float | None], missing: float | None = None) -> floa
 
 
 def unit_of(baseline: Arm, arm: Arm) -> tuple[str, str]:
-    """The field in which two losses are compared, "bpb" or "loss"; else, as the second text, why they cannot be."""
+    """Return the field in which two arms are compared, "bpb" or "loss", and the reason if they cannot be compared."""
     texts = {_validated_on(history) for one in (baseline, arm) for history in one.histories} - {None}
     if tokenizers_differ([baseline, arm]) and len(texts) > 1:
         advice = "`quintic eval --data FILE` scores each run on one text"
@@ -137,15 +139,16 @@ def unit_of(baseline: Arm, arm: Arm) -> tuple[str, str]:
 
 
 def _text_of(history: RunHistory) -> str | None:
-    """What tells a run's text and tokenizer from others: the key of prepared text, else the source of its shards."""
+    """Return an identity of a run's text and tokenizer: the key of prepared text, or else the source of its shards."""
     data = history.run.get("data") or {}
     return data.get("key") or data.get("source")
 
 
 def _validated_on(history: RunHistory) -> tuple[Any, ...] | None:
-    """What tells a run's validation text from others, whatever the tokenizer; None where the log says nothing.
+    """Return an identity of a run's validation text, independent of the tokenizer; None if the log does not have it.
 
-    The counts tell different shares of one source apart. A speedrun has none: its shards are cut in another way.
+    The counts distinguish different fractions of one source. A speedrun has no counts, since its shards are divided
+    differently.
     """
     data = history.run.get("data") or {}
     options = (history.run.get("config") or {}).get("data")
@@ -154,5 +157,5 @@ def _validated_on(history: RunHistory) -> tuple[Any, ...] | None:
 
 
 def tokenizers_differ(arms: Sequence[Arm]) -> bool:
-    """Whether the runs' tokens differ, or are of different texts: nats per token say nothing then."""
+    """Return whether the runs' tokens or texts differ, so that nats per token cannot be compared."""
     return len({_text_of(history) for arm in arms for history in arm.histories} - {None}) > 1

@@ -1,8 +1,8 @@
-"""Line charts by matplotlib, as SVG inside a page: they follow its fonts, its width, its light or dark colours.
+"""`line_chart` draws line charts by matplotlib, as SVG that adopts the fonts, width and colours of its page.
 
-Here: `line_chart`. Text stays text, colours are variables of ``templates/page.html``, and each curve has dashes and
-marks of its own, so that the colours are not needed. The legend is HTML, which wraps on a phone. Not here: what is
-drawn and what it means (`report`, `comparison`).
+Text stays text, colours are variables of ``templates/page.html``, and each curve has its own dashes and marks, so that
+charts can be read without colours. The legend is HTML, which wraps on a phone. `report` and `comparison` choose the
+content of charts.
 """
 
 import functools
@@ -23,11 +23,12 @@ from quintic.report.svg import COLORS, GRID, INK, MARKS, SOFT, inline
 __all__ = ["MAX_POINTS", "Chart", "Curve", "LegendEntry", "curve_of", "line_chart", "upper_edge"]
 
 MAX_POINTS = 200
-"""In a curve with more points, neighbours are averaged."""
+"""Largest number of points of a curve; in longer curves neighbours are averaged."""
 
-# The drawing's own units; text of 13 units stays legible when a phone shrinks the drawing to some 340 pixels.
+# Sizes in units of the drawing. Text of 13 units stays legible when a phone shrinks the drawing to about 340 pixels.
 _WIDTH, _HEIGHT = 400, 264
 _LEFT, _BOTTOM, _PLOT_WIDTH, _PLOT_HEIGHT = 56, 44, 332, 192
+# With more points a band is drawn in place of error bars.
 _MOST_ERROR_BARS = 40
 
 _DASHES: list[tuple[float, ...]] = [(), (7, 3), (2, 2), (9, 3, 2, 3), (4, 2), (9, 3, 2, 3, 2, 3)]
@@ -48,12 +49,12 @@ class Curve:
     """One line of a chart.
 
     Attributes:
-        label: its name in the legend.
+        label: name in the legend.
         x: positions, ascending.
         y: values; None (missing or not finite) leaves a gap.
-        spread: for each value the ends of its error bar, or None; empty for no spread.
-        style: "line" as it is; "noisy" averages neighbours and shades their range; "points" marks each value.
-        look: which colour, dashes and mark; curves of different looks can be told apart.
+        spread: ends of each value's error bar, or None; empty for no error bars.
+        style: "line" draws the values; "noisy" averages neighbours and shades their range; "points" marks each value.
+        look: index of colour, dashes and mark; curves with different indices can be distinguished.
     """
 
     label: str
@@ -65,7 +66,7 @@ class Curve:
 
     @property
     def dashes(self) -> tuple[float, ...]:
-        """Lengths of dashes and gaps: after six curves colours and marks come again, with other dashes."""
+        """Lengths of dashes and gaps; after six curves colours and marks repeat, with other dashes."""
         return () if self.style == "noisy" else _DASHES[(self.look + self.look // len(COLORS)) % len(_DASHES)]
 
     @property
@@ -76,7 +77,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class LegendEntry:
-    """An entry of a legend: the curve's name, and how it looks as the legend's SVG has it."""
+    """An entry of a legend: a curve's name, and its colour, dashes and mark for the legend's SVG."""
 
     label: str
     color: str
@@ -86,7 +87,7 @@ class LegendEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """A drawing, its legend, and whether curves leave it; without a drawing ``missing`` says why."""
+    """A drawing with its legend; ``is_cut`` tells whether curves leave it, ``missing`` why there is no drawing."""
 
     title: str
     svg: str = ""
@@ -97,7 +98,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A curve to draw: NaN for gaps, and the edges of its band or of its error bars, NaN where it has none."""
+    """The points of a curve, NaN for gaps, and the edges of its band or error bars, NaN for none."""
 
     x: list[float] = field(default_factory=list)
     y: list[float] = field(default_factory=list)
@@ -115,16 +116,16 @@ def line_chart(
     log_y: bool = False,
     y_limits: tuple[float | None, float | None] = (None, None),
 ) -> Chart:
-    """Draw lines over a common x axis. Both axes end at a labelled value.
+    """Return a chart of lines over a common x axis; both axes end at a labelled value.
 
     Args:
-        curves: the lines; those without a drawable value are left out.
-        title: stands above the drawing and names it for screen readers.
+        curves: the lines; a curve without any finite value is left out.
+        title: title above the drawing, and its name for screen readers.
         y_label: name of y, with its unit.
         x_label: name of x, with its unit.
-        references: dotted horizontal lines by their names, always inside the drawn range.
-        log_y: logarithmic y axis; values that are not positive leave gaps.
-        y_limits: lowest and highest y that must be seen, None for what the data need; lines are clipped there.
+        references: dotted horizontal lines, name -> y; the axis always includes them.
+        log_y: whether the y axis is logarithmic; values that are not positive leave gaps.
+        y_limits: lowest and highest y of the axis, at which lines are clipped; None to follow the data.
     """
     drawn = [(curve, _thinned_points(curve, log_y)) for curve in curves]
     drawn = [(curve, line) for curve, line in drawn if any(map(math.isfinite, line.y))]
@@ -140,6 +141,7 @@ def line_chart(
         matplotlib.rcParams.update(
             {"svg.fonttype": "none", "svg.hashsalt": title + x_label, "text.parse_math": False, "font.size": 13}
         )
+        # matplotlib has 72 units per inch. Without pyplot, no global state of the process is touched.
         figure = matplotlib.figure.Figure(figsize=(_WIDTH / 72, _HEIGHT / 72))
         figure.patch.set_visible(False)
         canvas = matplotlib.backends.backend_svg.FigureCanvasSVG(figure)
@@ -151,11 +153,12 @@ def line_chart(
         figure.text(4 / _WIDTH, 1 - 15 / _HEIGHT, y_label, color=INK)
         for y, dots in zip(references.values(), _DOTS, strict=False):
             axes.axhline(y, color=INK, linewidth=1.5, linestyle=(0, dots))
-        # Error bars of several curves stand beside each other.
+        # Error bars of several curves are shifted so that they do not overlap.
         barred = [curve for curve, _ in drawn if curve.spread]
         for curve, line in drawn:
             place = barred.index(curve) - (len(barred) - 1) / 2 if curve.spread else 0.0
             titles += _draw_curve(axes, curve, line, alone=len(drawn) == 1, shift=4 * place / _PLOT_WIDTH)
+        # The range after drawing, to find out whether curves leave it.
         low, high = axes.get_ylim()
         canvas.print_svg(file, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     keys = [
@@ -170,14 +173,14 @@ def line_chart(
 
 
 def curve_of(records: Sequence[Mapping[str, Any]], x: str, y: str, *, divisor: float = 1, **look: Any) -> Curve:
-    """One field of a log's records over another, with its standard errors; records without the field x are left out.
+    """Return a curve of one field of a log's records over another, with standard errors; records without x are skipped.
 
     Args:
-        records: in the order of x.
+        records: records in the order of x.
         x: name of a field.
-        y: name of a field; that of its standard error, where there is one, ends in ``_stderr``.
-        divisor: of the values of x.
-        **look: the other arguments of `Curve`.
+        y: name of a field; its standard error is the field with ``_stderr`` appended, if it exists.
+        divisor: number by which x is divided.
+        **look: other arguments of `Curve`.
     """
     points = [
         (value / divisor, finite(record.get(y)), finite(record.get(f"{y}_stderr")))
@@ -191,10 +194,9 @@ def curve_of(records: Sequence[Mapping[str, Any]], x: str, y: str, *, divisor: f
 
 
 def upper_edge(points: Sequence[tuple[float, float]]) -> float | None:
-    """The y at which to cut a learning curve of (step, value): the first steps would squeeze the rest into a flat line.
+    """Return the y at which to cut a learning curve of (step, value), so that its first values do not flatten the rest.
 
-    Returns:
-        The highest value after the first twentieth; None where the values before it are not much higher.
+    It is the highest value after the first twentieth of the steps; None if the values before are not much higher.
     """
     last = max((step for step, _ in points), default=0.0)
     late = [value for step, value in points if step > 0.05 * last]
@@ -205,11 +207,12 @@ def upper_edge(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _thinned_points(curve: Curve, log_y: bool) -> _Line:
-    """The curve with at most `MAX_POINTS` points, averages of neighbours."""
+    """Return the curve with at most `MAX_POINTS` points, which are averages of neighbours."""
     size = max(1, math.ceil(len(curve.x) / MAX_POINTS))
     spread = curve.spread or [None] * len(curve.x)
     line = _Line()
     for start in range(0, len(curve.x), size):
+        # Average the finite values of `size` neighbours; the band spans their range.
         group = slice(start, start + size)
         points = [
             (value, edges or (value, value))
@@ -226,7 +229,7 @@ def _thinned_points(curve: Curve, log_y: bool) -> _Line:
 
 @functools.cache
 def _load_matplotlib() -> Any:
-    """Matplotlib, or None after one line that says why not: a run's record is worth more than its charts."""
+    """Return matplotlib; if it cannot be loaded, print why and return None, since a report without charts is useful."""
     try:
         with _quiet():
             import matplotlib
@@ -265,15 +268,16 @@ def _draw_frame(
     y_limits: tuple[float | None, float | None],
     log_y: bool,
 ) -> None:
-    """Axes around all that must be seen, from one tick to another, with grid lines and labels."""
+    """Set the ranges of the axes, from one tick to another, and draw grid lines and labels."""
     ticker = _load_matplotlib().ticker
     first = min(0.0, min(xs))
     last = max(xs) if max(xs) > first else first + 1
     locator = ticker.MaxNLocator(4, steps=[1, 2, 5, 10], integer=all(x == int(x) for x in xs))
-    # The last label stands left of the axis's end, so that the one before it needs some distance.
+    # The last label is right-aligned at the end of the axis, so the label before it needs some distance.
     inner = [tick for tick in locator.tick_values(first, last) if first <= tick < last - 0.18 * (last - first)]
     x_ticks = [*inner, last]
 
+    # The y range: data and error bars, the given limits, and always the references.
     ys = [y for line in lines for y in (*line.y, *line.low, *line.high) if math.isfinite(y) and (y > 0 or not log_y)]
     low, high = (limit(ys) if given is None else given for limit, given in zip((min, max), y_limits, strict=True))
     low, high = min([low, *references]), max([high, *references])
@@ -284,10 +288,12 @@ def _draw_frame(
         ticks = [factor * 10.0**power for power in powers for factor in ((1, 2, 5) if high < 100 * low else (1,))]
     else:
         ticks = [float(f"{tick:.12g}") for tick in ticker.MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high)]
+    # From the last tick below the data to the first tick above it.
     bottom = max((tick for tick in ticks if tick <= low), default=ticks[0])
     top = min((tick for tick in ticks if tick >= high), default=ticks[-1])
     y_ticks = [tick for tick in ticks if bottom <= tick <= top]
-    if (stride := math.ceil(len(y_ticks) / 8)) > 1:  # many powers of ten
+    # A range of many powers of ten would have too many ticks.
+    if (stride := math.ceil(len(y_ticks) / 8)) > 1:
         y_ticks = y_ticks[::stride]
         top = max(top, y_ticks[-1])
 
@@ -307,10 +313,10 @@ def _draw_frame(
 
 
 def _draw_curve(axes: Any, curve: Curve, line: _Line, *, alone: bool, shift: float) -> list[str]:
-    """Draw a curve, its error bars ``shift`` of the width to the right; return the titles of its marks."""
+    """Draw a curve and return the titles of its marks; ``shift`` moves error bars right by a fraction of the width."""
     color = COLORS[curve.look % len(COLORS)]
     if curve.spread and len(line.x) <= _MOST_ERROR_BARS:
-        # One path with gaps in place of an element for each bar.
+        # One path with gaps takes less space than an element for each bar.
         left, right = axes.get_xlim()
         xs = [x + shift * (right - left) for x in line.x for x in (x, x, math.nan)]
         ys = [y for edges in zip(line.low, line.high, strict=True) for y in (*edges, math.nan)]
@@ -323,7 +329,7 @@ def _draw_curve(axes: Any, curve: Curve, line: _Line, *, alone: bool, shift: flo
     marked = [i for i, y in enumerate(line.y) if low <= y <= high]
     if curve.style != "points" or len(marked) > MAX_POINTS / 2:
         is_gap = [not math.isfinite(y) for y in (math.nan, *line.y, math.nan)]
-        # A line of one point cannot be seen; the others get marks here and there, to be told apart by.
+        # Single points between gaps need a mark to be visible; lines get a few marks to be distinguished by.
         every = 0 if curve.style == "noisy" or alone else max(1, len(line.x) // 6)
         marked = [i for i in marked if (every and i % every == curve.look % every) or (is_gap[i] and is_gap[i + 2])]
     if not marked:

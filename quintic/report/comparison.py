@@ -1,7 +1,7 @@
-"""Several runs side by side on one page, and how much sooner one reaches the result of another.
+"""`write_comparison` puts several runs on one page, and measures how much sooner they reach the baseline's result.
 
-Here: `write_comparison`; the words of its page are in ``templates/comparison.html``. Not here: the page of one run
-(`report`), drawings (`charts`), reading the runs and deciding whether they can be compared (`arms`).
+The text of the page is in ``templates/comparison.html``. `arms` reads the runs and decides whether they can be
+compared, `charts` draws, and `report` makes the page of a single run.
 """
 
 import math
@@ -34,47 +34,46 @@ _MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("most memory (GiB)", "peak_memory_bytes", lambda value: f"{value / 2**30:.3g}"),
     ("least smoothed training loss (nats per token)", "least_loss", "{:.4f}".format),
 )
-# These differ between any two runs.
+# Entries that differ between any two runs, and so are not settings.
 _NOT_SETTINGS = frozenset({"config.run.run", "config.run", "machine.matrix_flops_per_second"})
 
 
 def write_comparison(
     runs: Mapping[str, str | Path | Sequence[str | Path]], out: str | Path, *, title: str
 ) -> dict[str, Any]:
-    """Draw the validation curves of several runs on one page and measure them against the first.
+    """Write a page with the validation curves of several runs, and return numbers that compare them with the first.
 
-    The figure per candidate is the step at which its validation loss first is at or below the baseline's last one. It
-    lies on the straight line between the evaluations before and after; a candidate that is there at its first
-    evaluation gets that evaluation's step, since nothing is known before it. Evaluations whose loss was not finite are
-    left out. Of several runs under one name, which may differ in their seeds only, medians count.
+    The main number of a candidate is the first step at which its validation loss is at or below the baseline's last
+    one, interpolated linearly between evaluations. If a candidate is there at its first evaluation, that evaluation's
+    step is taken. Evaluations without a finite loss are left out. For several runs under one name, which may differ
+    only in their seeds, medians are taken.
 
-    Losses are compared in bits per byte, which do not depend on the tokenizer; in nats per token only where a log lacks
-    them and both runs have one tokenizer. Runs that were validated on different texts get no figure.
+    Losses are compared in bits per byte, which do not depend on the tokenizer; in nats per token only if a log lacks
+    bits per byte and both runs have the same tokenizer. Runs with different validation texts are not compared.
 
     Args:
-        runs: name -> run folder, or several; two names at least. The first is the baseline, the others are candidates.
-        out: the HTML file to write; replaced in one move.
-        title: the heading of the page.
+        runs: name -> run folder or folders; at least two names. The first is the baseline, the others are candidates.
+        out: the HTML file to write, replaced by one rename.
+        title: heading of the page.
 
     Returns:
         ``baseline``: its name. ``runs``: name -> ``steps`` made, ``tokens``, ``seconds``, ``loss`` and ``bpb`` of the
-        last evaluation, and the ``losses`` of each of its runs. ``candidates``: name -> ``steps_to_baseline_loss`` and
-        ``percent_of_steps``, the same for ``seconds`` (``seconds_to_baseline_loss``, ``percent_of_seconds``), each None
-        if that loss was never reached (or not timed, or cannot be compared), ``steps_by_run``, and ``sentence``, which
-        says it in words.
-        ``percent_*`` is relative to the baseline's run up to its last evaluation.
+        last evaluation, and the ``losses`` of each of its runs. ``candidates``: name -> ``steps_to_baseline_loss``,
+        ``percent_of_steps``, ``seconds_to_baseline_loss`` and ``percent_of_seconds``, each None if the loss was never
+        reached (or was not timed, or cannot be compared), ``steps_by_run``, and ``sentence``, a summary in words.
+        Percentages are relative to the baseline's run up to its last evaluation.
 
     Raises:
-        ConfigError: if there are fewer than two names, a run has no log or no finite validation loss, or the runs of
-            one name were never evaluated at the same step, differ in more than their seeds, or have one seed.
-        DataError: if a log is damaged.
+        ConfigError: there are fewer than two names, a run has no log or no finite validation loss, or the runs of one
+            name were never evaluated at the same step, differ in more than their seeds, or have equal seeds.
+        DataError: a log is damaged.
     """
     if len(runs) < 2:
         raise ConfigError(f"a comparison needs two runs at least, got {len(runs)}: give a baseline and a candidate")
     arms = [load_arm(name, [folders] if isinstance(folders, str | Path) else folders) for name, folders in runs.items()]
     baseline, *others = arms
     candidates = {arm.name: _against(baseline, arm) for arm in others}
-    # Beside the range of several runs the standard error of another would be taken for a range, too.
+    # Next to the range of several runs, the standard error of a single one could be mistaken for a range.
     errors = all(len(arm.curves) == 1 for arm in arms)
     commands = [str(history.run["command"]) for arm in arms for history in arm.histories if history.run.get("command")]
     write_page(
@@ -111,29 +110,30 @@ def write_comparison(
 
 
 def _reached(points: Sequence[Point], loss: float, unit: str) -> tuple[float, float | None] | None:
-    """The step, and the seconds, at which the curve first is at or below ``loss``; None for never.
+    """Return the step and the seconds at which a curve first is at or below ``loss``; None if it never is.
 
     Args:
-        points: of one run.
+        points: evaluations of one run.
         loss: the loss to reach.
         unit: field of the points that holds the loss, "bpb" or "loss".
     """
+    # The first evaluation at or below the loss, and the point on the line from the evaluation before.
     for index, after in enumerate(points):
         if after[unit] > loss:
             continue
         if index == 0:
             return after["step"], after["seconds"]
         before = points[index - 1]
-        part = (before[unit] - loss) / (before[unit] - after[unit])
-        step = before["step"] + part * (after["step"] - before["step"])
+        fraction = (before[unit] - loss) / (before[unit] - after[unit])
+        step = before["step"] + fraction * (after["step"] - before["step"])
         if before["seconds"] is None or after["seconds"] is None:
             return step, None
-        return step, before["seconds"] + part * (after["seconds"] - before["seconds"])
+        return step, before["seconds"] + fraction * (after["seconds"] - before["seconds"])
     return None
 
 
 def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
-    """The figures of one candidate (see `write_comparison`)."""
+    """Return the numbers of one candidate (see `write_comparison`)."""
     unit, obstacle = unit_of(baseline, arm)
     reached: list[tuple[float, float | None] | None] = [None] * len(arm.curves)
     last, last_seconds = (median(baseline.ends(field)) for field in ("step", "seconds"))
@@ -142,6 +142,7 @@ def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
         assert target is not None
         reached = [_reached(points, target, unit) for points in arm.curves]
     assert last is not None
+    # Runs that never reached the loss count as infinite in the median.
     steps = [None if at is None else at[0] for at in reached]
     step = median(steps, math.inf)
     seconds = None if step is None else median([None if at is None else at[1] for at in reached], math.inf)
@@ -158,7 +159,7 @@ def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
             sentence = f"{arm.name} reached {whose} in {num_reached} of {num_runs} runs only"
     else:
         words = f" ({percent:.1f} %)" if percent is not None else ""
-        # Where a run has few steps, a tenth of a step still matters.
+        # In a run of few steps, a tenth of a step matters.
         form = "{:,.0f}" if last >= 100 else "{:.3g}"
         sentence = f"{arm.name} reached {whose} after {form.format(step)} of {last:,.0f} steps{words}"
         if num_runs > 1:
@@ -179,7 +180,7 @@ def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
 
 
 def _spread(points: Sequence[Point], field: str, *, errors: bool) -> tuple[float, float] | None:
-    """The range of several runs; of one, if asked for, its bits per byte with one standard error more and less."""
+    """Return the range of several runs; for a single one, with `errors`, bits per byte ± a standard error."""
     values = [point[field] for point in points if point[field] is not None]
     if len(points) == 1 and errors and field == "bpb" and values and (error := points[0]["bpb_stderr"]) is not None:
         return values[0] - error, values[0] + error
@@ -187,7 +188,7 @@ def _spread(points: Sequence[Point], field: str, *, errors: bool) -> tuple[float
 
 
 def _bar(arm: Arm, *, errors: bool) -> tuple[str, str, float, float, float] | None:
-    """Name, text, value and range of an arm's bar."""
+    """Return (name, text, value, low, high) of an arm's bar; None without a value."""
     value = median(arm.ends("bpb"))
     if value is None:
         return None
@@ -198,7 +199,7 @@ def _bar(arm: Arm, *, errors: bool) -> tuple[str, str, float, float, float] | No
 
 
 def _results(arms: Sequence[Arm]) -> list[list[str]]:
-    """The last finite evaluation of each run and its measurements, as rows of a table."""
+    """Return the rows of a table with the last finite evaluation and the measurements of each arm."""
 
     def text(values: Sequence[float | None], form: Callable[[float], str]) -> str:
         known = [value for value in values if value is not None]
@@ -209,6 +210,7 @@ def _results(arms: Sequence[Arm]) -> list[list[str]]:
 
     rows: list[tuple[str, list[list[float | None]], Callable[[float], str]]] = []
     rows.append(("steps", [arm.steps() for arm in arms], "{:,.0f}".format))
+    # A run may have made steps after its last finite evaluation.
     if any(arm.steps() != arm.ends("step") for arm in arms):
         rows.append(("step of this evaluation", [arm.ends("step") for arm in arms], "{:,.0f}".format))
     warning = "; not comparable here" if tokenizers_differ(arms) else ""
@@ -229,7 +231,7 @@ def _results(arms: Sequence[Arm]) -> list[list[str]]:
 
 
 def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Chart]]:
-    """Validation loss and bits per byte of all runs over steps, tokens and time."""
+    """Return charts of validation loss and bits per byte of all arms: axis -> charts."""
     axes = learning_axes([record for arm in arms for history in arm.histories for record in history.evals])
     charts = {"loss": ("Validation loss", "nats per token"), "bpb": ("Validation bits per byte", "bits per byte")}
     unit = "loss"
@@ -242,6 +244,7 @@ def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Cha
     def draw(field: str, x: str, x_label: str, divisor: float) -> Chart:
         curves = []
         for look, (arm, rows) in enumerate(zip(arms, shared, strict=True)):
+            # The position of a point is the median over runs, for example of their training times.
             placed = [(at, row) for row in rows if (at := median(point[x] for point in row)) is not None]
             spread = [_spread(row, field, errors=errors) for _, row in placed]
             curve = Curve(
@@ -268,7 +271,7 @@ def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Cha
 
 
 def _peak_rates(history: RunHistory) -> dict[str, str]:
-    """The largest learning rate of each group of weights, and the largest weight decay, of a run."""
+    """Return the largest learning rate of each group of weights of a run, and the largest weight decay, as text."""
     peaks: dict[str, float] = {}
     for record in history.train:
         rates = {f"peak learning rate, {name}": rate for name, rate in (record.get("lr") or {}).items()}
@@ -279,11 +282,11 @@ def _peak_rates(history: RunHistory) -> dict[str, str]:
 
 
 def _differences(arms: Sequence[Arm]) -> list[list[str]]:
-    """The settings in which the runs differ, as rows of a table."""
+    """Return the rows of a table with the settings in which the arms differ."""
 
     def settings(history: RunHistory) -> dict[str, Any]:
         entries = dict(flatten({key: history.run.get(key) or {} for key in ("config", "machine", "versions")}))
-        # An option may hold one value for each optimizer: what a run really used stands in its training records.
+        # An option may hold a value for each optimizer; the training records have the values that were used.
         return {key: value for key, value in entries.items() if key not in _NOT_SETTINGS} | _peak_rates(history)
 
     of_arms = [[settings(history) for history in arm.histories] for arm in arms]

@@ -1,4 +1,4 @@
-"""Numbers, times and names as a person writes them, and values of a log as numbers."""
+"""Formats numbers, times and names for readers, and reads numbers from values of a log."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ __all__ = ["date", "duration", "finite", "flatten", "format_si", "humanize", "la
 _NO_BREAK = "\u00a0"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
-# Names in the log whose words are not simply the name with spaces, or that need their unit.
+# Field names of the log for which the name with spaces is not clear, or that need a unit.
 _WORDS = {
     "matrix_parameters": "parameters in weight matrices",
     "parameters_scalars": "parameters that are scalars",
@@ -40,19 +40,19 @@ _PREFIXES = (("parameters_", "parameters in "), ("train_", "training "), ("val_"
 
 
 def finite(value: Any) -> float | None:
-    """The value if it is a finite number, else None."""
+    """Return the value as a float if it is a finite number, else None."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf"):
         return float(value)
     return None
 
 
 def or_dash(form: Callable[[Any], str]) -> Callable[[Any], str]:
-    """The format, with a dash for a value that is missing or not finite."""
+    """Return the format extended by a dash for values that are missing or not finite."""
     return lambda value: "–" if finite(value) is None else form(value)
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The entries of nested mappings, with their names joined by dots."""
+    """Yield the entries of nested mappings, with their names joined by dots."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{key}.")
@@ -61,7 +61,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def humanize(name: str) -> str:
-    """A field's name in words: "parameters in value embeddings" for `parameters_value_embeddings`."""
+    """Return a field's name in words: "parameters in value embeddings" for `parameters_value_embeddings`."""
     if name in _WORDS:
         return _WORDS[name]
     for prefix, words in _PREFIXES:
@@ -71,12 +71,13 @@ def humanize(name: str) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A setting's value: texts as they are, yes and no, large numbers with separators or as powers of ten."""
+    """Return a setting's value as text: "yes" or "no" for booleans, large numbers with separators or in words."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int | float) and 1e9 <= value <= 1e300:  # integers of a log may be too large for a float
+    # Integers of a log may be too large for a float.
+    if isinstance(value, int | float) and 1e9 <= value <= 1e300:
         return large_number(value)
     if isinstance(value, int) and abs(value) >= 10_000:
         return f"{value:,}"
@@ -84,7 +85,7 @@ def value_text(value: Any) -> str:
 
 
 def date(time: str) -> str:
-    """An ISO time as a person writes it; as it is where it is not one."""
+    """Return an ISO time in a readable form; any other text unchanged."""
     try:
         moment = datetime.fromisoformat(time)
     except ValueError:
@@ -93,7 +94,7 @@ def date(time: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration with two units at most: 4.2 s, 3 min 20 s, 2 h 5 min, 3 d 4 h; it does not break over lines."""
+    """Return a duration with at most two units, without line breaks: 4.2 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
     rest = round(seconds)
     for (unit, size), (small_unit, small_size) in pairwise(units):
@@ -105,7 +106,7 @@ def duration(seconds: float) -> str:
 
 
 def large_number(value: float) -> str:
-    """A count in words: 950, 12,300, 124.4 million, 2.5 billion, 1.25 × 10¹⁸."""
+    """Return a count in words: 950, 12,300, 124.4 million, 2.5 billion, 1.25 × 10¹⁸."""
     if value >= 1e15:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{float(mantissa):g} × 10{str(int(exponent)).translate(_SUPERSCRIPTS)}".replace(" ", _NO_BREAK)
@@ -116,7 +117,7 @@ def large_number(value: float) -> str:
 
 
 def format_si(value: float) -> str:
-    """A short number for an axis: 1.5K for 1,500, 2M for two million, 3B for three (American) billion, 10⁻⁴."""
+    """Return a short number for an axis: 1.5K for 1,500, 2M for two million, 3B for three (American) billion, 10⁻⁴."""
     if value != 0 and abs(value) < 1e-3:
         mantissa, exponent = f"{value:.2e}".split("e")
         power = "10" + str(int(exponent)).translate(_SUPERSCRIPTS)

@@ -1,38 +1,39 @@
-"""The metrics log of a run, `metrics.jsonl`: one JSON object per line, and how it is read back.
+"""Reads the metrics log of a run, `metrics.jsonl`, which has one JSON object per line.
 
 Every record has a ``kind``; the other fields depend on it:
 
-    run      time, name, config, machine, versions, git, code, model, data, total_steps, command, repeat, ranks; of a
+    run      time, name, config, machine, versions, git, code, model, data, total_steps, command, repeat, ranks; for a
              speedrun track and warmup_seconds
     train    step, tokens, seconds, loss, bpb, lr, lr_multiplier, momentum, weight_decay, smoothed_loss, least_loss,
              epoch, flops, tokens_per_second, mfu, peak_memory_bytes, times_ms; on some steps grad_rms, update_rms and
-             grad_norm, the last of them on all where gradients are clipped, before that; where the loss jumped spike,
-             on_spike; of a speedrun stage
+             grad_norm (on all steps if gradients are clipped; the norm before clipping); after a jump of the loss
+             spike, on_spike; for a speedrun stage
     eval     step, tokens, seconds, loss, bpb, bpb_stderr
     core     step, tokens, seconds, core, core_stderr, centred, accuracy, missing
     sample   step, samples
-    resume   step, time; where it made the run longer steps_before, total_steps
+    resume   step, time; if it made the run longer steps_before, total_steps
     rollback step, spike_step
     final    step, loss, bpb, least_bpb, least_bpb_step, seconds, baselines, breakdown, smoothed_loss, least_loss,
-             epochs, flops, peak_memory_bytes; and without the first ten steps of each process tokens_per_second, mfu,
-             first_step_extra_seconds, compile_seconds; of a speedrun tokens
+             epochs, flops, peak_memory_bytes; measured after the first ten steps of each process tokens_per_second,
+             mfu, first_step_extra_seconds, compile_seconds; for a speedrun tokens
 
-The last samples come after the final record.
+The last samples come after the final record. The fields are
 
-``step`` counts from 1, an evaluation before the first has 0; ``tokens`` and ``seconds`` are totals since the start of
-training; ``loss`` is in nats per token, ``bpb`` in bits per byte, ``bpb_stderr`` is its standard error over documents.
-``least_bpb`` is the least on the validation text, after ``least_bpb_step`` steps. ``lr_multiplier`` is the schedule's
-factor on all learning rates. ``smoothed_loss`` is the mean of the training losses with weights 0.9^age, ``least_loss``
-its least so far; ``epoch`` counts from 0, of several sources that of the one
-read least, and ``epochs`` says how often each has been read; ``flops`` are those so far. ``mfu`` is the share of
-``machine.matrix_flops_per_second``, measured at the start. ``spike`` counts standard deviations above the smoothed
-loss; ``rollback`` goes from ``spike_step`` to ``step``.
-``code`` is the SHA-256 of the package's source files.
-``repeat`` is the command that repeats the run, with everything that was chosen for it written out.
+    step            number of the step from 1; 0 for an evaluation before the first step
+    tokens, seconds totals since the start of training
+    loss, bpb       nats per token and bits per byte; bpb_stderr is the standard error of bpb over documents
+    least_bpb       least bpb on the validation text, reached after least_bpb_step steps
+    lr_multiplier   the schedule's factor on all learning rates
+    smoothed_loss   mean of the training losses with weights 0.9^age; least_loss is its least value so far
+    epoch           number of the epoch from 0, for several sources the lowest; epochs: passes over each source
+    flops           total so far; mfu is the fraction of machine.matrix_flops_per_second, measured at the start
+    spike           number of standard deviations above the smoothed loss; rollback goes from spike_step to step
+    code            SHA-256 of the package's source files
+    repeat          command that repeats the run, with all of its settings
 
-A speedrun logs fewer fields, and some of its own. ``track`` is its schedule; ``stage`` counts the stages of it from 0;
-``warmup_seconds`` is the time before its clock starts, which ``seconds`` leave out, as they do validations. The
-``loss`` of its steps counts further targets, with the weights of the stage.
+A speedrun logs fewer fields, and some of its own: ``track`` is its schedule, ``stage`` the number of the schedule's
+stage from 0, and ``warmup_seconds`` the time before its clock starts. Its ``seconds`` exclude warm-up and validation,
+and the ``loss`` of its steps includes further targets, with the weights of the stage.
 
 The file is strict JSON: NaN and infinities, which JSON lacks, are written as ``null``.
 """
@@ -52,27 +53,28 @@ __all__ = ["METRICS_FILE", "SOURCE_FILE", "RunHistory", "read_metrics"]
 METRICS_FILE = "metrics.jsonl"
 """The name of the log in a run's folder."""
 SOURCE_FILE = "source.json"
-"""The name of what it keeps of the source that ran; beside it may be a .diff."""
+"""The name of the file that describes the source code of a run; a .diff may accompany it."""
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read the records of a metrics log, oldest first; also while a run is still writing it.
+    """Return the records of a metrics log, oldest first; a run may still be writing it.
 
     Args:
-        path: the file. A last line that is cut off (a crash, or a run in the middle of writing) is left out.
+        path: the file. An incomplete last line, left by a crash or a run that is writing, is ignored.
 
     Returns:
         The records; a number that was not finite is ``None``.
 
     Raises:
-        ConfigError: if the file does not exist.
-        DataError: if a line before the last one is not a JSON object, or a record has a field of the wrong kind.
+        ConfigError: the file does not exist.
+        DataError: a line before the last one is not a JSON object, or a field of a record has the wrong type.
     """
     path = Path(path)
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist: give the folder of a run, which holds {path.name}") from error
+    # `last` is the number of the last line with text, which may be incomplete.
     records: list[dict[str, Any]] = []
     last = len(lines) if lines[-1] else len(lines) - 1
     for number, line in enumerate(lines, start=1):
@@ -96,19 +98,19 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
-    """The records of one run, sorted out: one record per step, in the order of the steps.
+    """The records of one run by kind, one record per step, in the order of the steps.
 
     Attributes:
         run: the ``run`` record; empty if the log has none.
         train: the ``train`` records.
-        evals: the evaluations on the validation text. The ``final`` one is among them if it is of a later step.
-        core: the answers to the tasks of CORE.
+        evals: the evaluations on the validation text, including the ``final`` record if its step is later.
+        core: the results of the tasks of CORE.
         samples: the newest samples.
         final: the ``final`` record; empty while the run is unfinished.
-        resumed_at: the steps at which the run was taken up again.
-        lengthened: the ``resume`` records that made the run longer. Their step is the last one under the
-            schedules of the length before, which is an earlier one where the run went back later on.
-        spikes: the ``train`` records of steps whose loss jumped, also of those that were made again after a rollback.
+        resumed_at: the steps at which the run was resumed.
+        lengthened: the ``resume`` records that made the run longer. Their step is the last one with the schedules of
+            the former length; it is earlier than the record's own step if a later resume went further back.
+        spikes: the ``train`` records of steps whose loss jumped, including steps that a rollback repeated.
     """
 
     run: Mapping[str, Any]
@@ -123,11 +125,11 @@ class RunHistory:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """Read a run folder's log.
+        """Return the history in a run folder's log.
 
         Raises:
-            ConfigError: if the folder holds no log, or one without any step.
-            DataError: if the log is damaged.
+            ConfigError: the folder holds no log, or a log without any step.
+            DataError: the log is damaged.
         """
         path = Path(folder) / METRICS_FILE
         if not path.is_file():
@@ -141,6 +143,7 @@ class RunHistory:
             kinds.setdefault(str(record.get("kind")), []).append(record)
         final = kinds.get("final", [{}])[-1]
         train, evals = _by_step(kinds.get("train", [])), _by_step(kinds.get("eval", []))
+        # A final evaluation without an `eval` record: `final` has no tokens, except in a speedrun.
         if final.get("loss") is not None and final.get("step", 0) > (evals[-1]["step"] if evals else 0):
             evals.append({"tokens": train[-1].get("tokens") if train else None, **final})
         if not (train or evals):
@@ -170,7 +173,7 @@ class RunHistory:
 
     @property
     def repeat(self) -> str | None:
-        """The commands that make the run again, by torchrun if several ranks made it; None if the log has none."""
+        """The commands that repeat the run, with torchrun for several ranks; None if the log has none."""
         command: str | None = self.run.get("repeat")
         if not command:
             return None
@@ -183,22 +186,22 @@ class RunHistory:
 
     @property
     def total_steps(self) -> int | None:
-        """Length of the run, the latest if it was made longer; None if the log has none."""
+        """Number of steps of the whole run, the newest if it was made longer; None if the log has none."""
         return (self.lengthened[-1] if self.lengthened else self.run).get("total_steps")
 
     @property
     def steps(self) -> int:
-        """Number of steps that the run has made, also those since its last evaluation."""
+        """Number of steps made so far, including steps after the last evaluation."""
         return max(int(records[-1]["step"]) for records in (self.train, self.evals) if records)
 
     @property
     def least(self) -> Mapping[str, Any] | None:
-        """The evaluation with the fewest bits per byte, the first of equal ones; None where none is finite."""
+        """The evaluation with the fewest bits per byte, the first of equal ones; None if no value is finite."""
         scored = [record for record in self.evals if finite(record.get("bpb")) is not None]
         return min(scored, key=lambda record: float(record["bpb"]), default=None)
 
     def newest(self, field: str) -> float | None:
-        """Return a number of the final record, else of the last training step; None where there is none."""
+        """Return a number from the final record, or else from the last training step; None if neither has it."""
         for record in (self.final, *self.train[-1:]):
             if (value := finite(record.get(field))) is not None:
                 return value
@@ -206,6 +209,6 @@ class RunHistory:
 
 
 def _by_step(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One record for each step, the last one written, in the order of the steps."""
+    """Return one record for each step, the last one written, in the order of the steps."""
     steps = {int(record["step"]): record for record in records if "step" in record}
     return [steps[step] for step in sorted(steps)]

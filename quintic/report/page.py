@@ -1,7 +1,7 @@
-"""Pages from templates: one HTML file each, which needs nothing else, styles included.
+"""`write_page` fills in a template and writes a page, a single HTML file that includes its styles.
 
-Here: the templates of ``templates/`` filled in by Jinja2, which escapes whatever comes from outside. Not here: drawings
-(`charts`), and the content of a page (`report`, `comparison`).
+The templates are in ``templates/``; Jinja2 escapes all values. `charts` draws, `report` and `comparison` provide the
+content of pages.
 """
 
 import functools
@@ -18,7 +18,7 @@ __all__ = ["learning_axes", "write_page"]
 
 @functools.cache
 def _environment() -> Any:
-    """Return Jinja2's environment, which reads each template once: that takes longer than a small page."""
+    """Return Jinja2's environment, cached because reading a template takes longer than filling in a small page."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -39,15 +39,15 @@ def _environment() -> Any:
 
 
 def write_page(path: Path, template: str, **context: Any) -> None:
-    """Fill in a template and replace ``path`` in one move, so that a browser never sees half a page.
+    """Fill in a template and replace ``path`` by one rename, so that a browser never sees an incomplete page.
 
     Args:
         path: the file; its folder is created if missing.
         template: name of a file in ``templates/``.
-        **context: what the template shows.
+        **context: values for the template.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        ConfigError: the file cannot be written.
     """
     text = _environment().get_template(template).render(context)
     try:
@@ -59,10 +59,10 @@ def write_page(path: Path, template: str, **context: Any) -> None:
 
 
 def learning_axes(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str, int]]:
-    """The x axes of learning curves: name -> (field of the records, label with its unit, divisor of values).
+    """Return the x axes of learning curves: name -> (field of the records, label with its unit, divisor of values).
 
     Args:
-        records: all that are drawn; they decide the unit of time.
+        records: all records to draw, whose longest time decides the unit of time.
     """
     longest = max((finite(record.get("seconds")) or 0.0 for record in records), default=0.0)
     size, unit = (3600, "hours") if longest >= 7200 else (60, "minutes") if longest >= 120 else (1, "seconds")

@@ -1,8 +1,6 @@
-"""The progress of a run in the terminal.
+"""`Progress` shows the progress of a run: a live display on a terminal, plain lines in a log file.
 
-Here: a live display (a bar and one line of figures) on a terminal, plain lines everywhere else, so that a log file of a
-batch job stays readable. Not here: any measurement; every figure comes from the records of `metrics`, except the
-clock of this process.
+It measures only the time of this process; all other numbers come from the records of the metrics log.
 """
 
 import contextlib
@@ -18,27 +16,27 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress"]
 
-# Plain output has a line for every so many training steps, and not more than one in so many seconds.
+# Plain output has one line for this number of training steps, and at most one line in this number of seconds.
 _STEPS_PER_LINE = 10
 _LEAST_SECONDS = 1.0
 
-# Plain output names an activity again if it took longer the last time.
+# Plain output announces an activity again if it took at least this time before.
 _LONG_SECONDS = 2.0
 
 _SEPARATOR = " · "
 
 
 class Progress:
-    """A live progress display on a terminal, plain lines elsewhere; a context manager.
+    """Shows progress as a live display on a terminal, as plain lines on any other output; a context manager.
 
-    Leaving the context, also by Ctrl-C or an error, puts the terminal back in order and lets the exception pass.
+    Leaving the context, also by Ctrl-C or an error, restores the terminal and passes the exception on.
 
     Args:
         total_steps: the step at which the run ends.
-        start_step: the step that the run continues from; 0 for a fresh one.
-        output: where plain lines go; standard output by default. Ignored where ``console`` is given.
+        start_step: the step from which the run continues; 0 for a new run.
+        output: output for plain lines, by default standard output; ignored if ``console`` is given.
         console: a rich console to draw on; by default one on ``output`` if that is a terminal.
-        clock: seconds from an arbitrary start.
+        clock: function that returns seconds since an arbitrary start.
     """
 
     def __init__(
@@ -56,18 +54,19 @@ class Progress:
         self._clock = clock
         self._start = clock()
         self._last_line: float | None = None
-        # Where the estimate of the time left is anchored: after the first step, which pays for compilation.
+        # (step, time) from which the time left is estimated: after the first step, which includes compilation.
         self._anchor: tuple[int, float] | None = None
         self._train: Mapping[str, Any] = {}
         self._evaluation: Mapping[str, Any] = {}
         self._busy: str | None = None
-        self._waits: dict[str, float] = {}  # seconds that each activity took the last time
-        # The display is drawn by a thread of its own, which must not see half of an update.
+        # Seconds that each activity took the last time.
+        self._waits: dict[str, float] = {}
+        # The display is drawn by another thread, which must not see an incomplete update.
         self._lock = threading.Lock()
         self._live: Any = self._start_live(console)
 
     def _start_live(self, console: "Console | None") -> Any:
-        """Start the live display; None where the output is not a terminal."""
+        """Start and return the live display; None if the output is not a terminal."""
         if console is None and not self._output.isatty():
             return None
         from rich.console import Console
@@ -82,7 +81,7 @@ class Progress:
         return live
 
     def message(self, text: str) -> None:
-        """Print a line for the reader; on a terminal it appears above the display."""
+        """Print a line; on a terminal it appears above the display."""
         if self._live is None:
             self._write(lambda: print(text, file=self._output, flush=True))
         else:
@@ -90,7 +89,7 @@ class Progress:
             self._write(lambda: console.print(text, markup=False, highlight=False))
 
     def _write(self, write: Callable[[], object]) -> None:
-        """Write; a terminal that is gone takes nothing, which is no error: SIGHUP tells the run, which is saved."""
+        """Write, and ignore the error of a closed terminal: SIGHUP ends the run, which is saved first."""
         try:
             write()
         except OSError as error:
@@ -99,9 +98,9 @@ class Progress:
 
     @contextlib.contextmanager
     def busy(self, activity: str) -> Iterator[None]:
-        """Name the activity before the block runs: on a terminal in the display, while it runs.
+        """Announce an activity while the `with` block runs: in the display, or as a line of plain output.
 
-        Plain output gets a line the first time, and where the activity took longer than a moment the last time.
+        Plain output gets the line the first time, and again if the activity took two seconds or more before.
         """
         start = self._clock()
         if self._live is not None:
@@ -118,10 +117,11 @@ class Progress:
         with self._lock:
             self._busy = activity
         if self._live is not None:
-            self._write(self._live.refresh)  # at once: what follows may leave no thread a turn
+            # Refreshed here, since the activity may not let the drawing thread run.
+            self._write(self._live.refresh)
 
     def train(self, record: Mapping[str, Any]) -> None:
-        """Take the record of a training step."""
+        """Show the record of a training step."""
         step, now = int(record["step"]), self._clock()
         with self._lock:
             first = self._anchor is None
@@ -140,7 +140,7 @@ class Progress:
             )
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Take the record of an evaluation on the validation text."""
+        """Show the record of an evaluation on the validation text."""
         with self._lock:
             self._evaluation = record
         self.message(
@@ -149,7 +149,7 @@ class Progress:
         )
 
     def close(self) -> None:
-        """Draw the display a last time and give the terminal back; closing twice is fine."""
+        """Draw the display a last time and release the terminal; may be called twice."""
         live, self._live = self._live, None
         if live is not None:
             self._write(live.stop)
@@ -161,14 +161,14 @@ class Progress:
         self.close()
 
     def _is_line_due(self, step: int, now: float, first: bool) -> bool:
-        """True if a plain line is due: at the first and the last step always, at the others in their turn."""
+        """Return whether to print a plain line: always for the first and the last step, regularly in between."""
         if first or step >= self.total_steps:
             return True
         rested = self._last_line is None or now - self._last_line >= _LEAST_SECONDS
         return step % _STEPS_PER_LINE == 0 and rested
 
     def _render(self, width: int) -> "Group":
-        """The live display as it should look now: two lines, the second one with the figures that fit."""
+        """Return the current live display: two lines, the second one with as many numbers as fit."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -184,7 +184,8 @@ class Progress:
                 ProgressBar(total=max(1, self.total_steps), completed=self.step),
                 self._percent(),
             )
-            # With each figure how soon it is left out: a wrapped line would smear when the window changes.
+            # (priority, text): the highest numbers are left out first. A wrapped line would leave traces on the screen
+            # when the window changes.
             if self._busy is not None:
                 figures = [(0, f"{self._busy} ..."), (1, self._times())]
             else:
@@ -195,6 +196,7 @@ class Progress:
                 figures += [*([(2, score)] if self._evaluation else []), (4, _speed(self._train))]
                 figures += [(7, text) for text in _rate_lines(self._train)]
                 figures += [*((5, text) for text in _machine(self._train)), (1, self._times())]
+            # Of equal priorities the later one is left out first.
             while len(figures) > 1 and len(_line(figures)) > width:
                 figures.pop(max(range(len(figures)), key=lambda place: (figures[place][0], place)))
             line = Text(_line(figures), style="dim", no_wrap=True, overflow="ellipsis")
@@ -204,7 +206,7 @@ class Progress:
         return f"{100 * self.step / max(1, self.total_steps):.1f} %"
 
     def _times(self) -> str:
-        """Time since the start of this process, and the estimated time left."""
+        """Return the time since the start of this process, and the estimated time left."""
         now = self._clock()
         elapsed = f"{_clock_time(now - self._start)} elapsed"
         if self.step >= self.total_steps:
@@ -212,6 +214,7 @@ class Progress:
         if self._anchor is None or self.step <= self._anchor[0]:
             return f"{elapsed}, time left not known yet"
         anchor_step, anchor_time = self._anchor
+        # At the mean speed since the anchor.
         left = (now - anchor_time) / (self.step - anchor_step) * (self.total_steps - self.step)
         return f"{elapsed}, {_clock_time(left)} left"
 

@@ -1,4 +1,4 @@
-"""Validation of records of the metrics log, when they are read: the table is in `history`."""
+"""`wrong_in` validates records of the metrics log when they are read; `history` documents their fields."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,28 +27,30 @@ _NUMBERS_BY_NAME = (
 _MAPPINGS = ("config", "machine", "versions", "git", "model", "data", "track")
 _STEPPED_KINDS = ("train", "eval", "core", "sample", "resume", "rollback")
 
-# Far beyond any run, and every one a float: pages draw them, and JSON has integers of any length.
+# Largest integer, far beyond any run: all integers up to it are floats, as drawing needs, while JSON has no limit.
 _MOST = 2**53
+# Largest depth of nested mappings and lists.
 _DEEPEST = 64
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 def wrong_in(record: Mapping[str, Any], line: bytes) -> str | None:
-    """Describe the first field of the wrong kind, such as `"loss" is not a number`; None if there is none.
+    """Describe the first field of the wrong type, such as `"loss" is not a number`; None if all fields are right.
 
-    Fields that are not in the table may hold anything. None stands for a missing value, but not for a step.
+    Unknown fields may hold any value. None stands for a missing value, except for a step.
 
     Args:
         record: the record.
-        line: the line of the file that it was read from.
+        line: the line of the file with the record.
     """
-    # A line's brackets bound the depth, and without escapes there are no surrogates: few records are walked through.
+    # Most records need no walk: the number of brackets bounds the depth, and without escapes there are no surrogates.
     if line.count(b"{") + line.count(b"[") > _DEEPEST and _depth(record) > _DEEPEST:
         return f"it is nested more than {_DEEPEST} levels deep"
     if b"\\u" in line and any(_HALF_CHARACTER.search(text) for text in _texts(record)):
         return "a text in it has half of a character (a lone surrogate)"
     if record.get("step", None if record.get("kind") in _STEPPED_KINDS else 0) is None:
         return 'it has no "step"'
+    # Unknown names match none of the tables.
     for name, value in record.items():
         if value is None:
             continue
@@ -80,7 +82,7 @@ def _is_entry(value: Any) -> bool:
 
 
 def _depth(record: Mapping[str, Any]) -> int:
-    """Levels of mappings and lists, counted without recursion."""
+    """Return the number of levels of mappings and lists, counted without recursion."""
     depth = 0
     level: list[Any] = [record]
     while level:
@@ -90,7 +92,7 @@ def _depth(record: Mapping[str, Any]) -> int:
 
 
 def _texts(record: Mapping[str, Any]) -> Iterator[str]:
-    """All texts and names in a record."""
+    """Yield all strings and names in a record."""
     level: list[Any] = [record]
     while level:
         yield from (item for item in level if isinstance(item, str))

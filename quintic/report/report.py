@@ -1,8 +1,7 @@
-"""A training run as one HTML page that a person without background can read.
+"""`write_report` makes the page of a training run, for readers without background knowledge.
 
-Here: the content of the page of one run, from the records of its log (`history`); its words are in
-``templates/run.html``. Not here: several runs side by side (`comparison`), drawings (`charts`). A page is one file
-without scripts: it can be mailed, printed and opened offline.
+It takes the content from the records of the run's log (`history`); the text is in ``templates/run.html``. A page is one
+file without scripts, which can be mailed, printed and opened offline. `comparison` makes pages of several runs.
 """
 
 import dataclasses
@@ -39,19 +38,18 @@ Records = Sequence[Mapping[str, Any]]
 
 
 def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
-    """Write the page of a run from its ``metrics.jsonl``; finished or not.
+    """Write the page of a run, finished or not, from its ``metrics.jsonl``, and return its path.
+
+    An older page is replaced by one rename. If matplotlib cannot be loaded, the page has no charts, and a line on
+    standard error tells so.
 
     Args:
         run_dir: the folder of the run.
         out: the file to write; by default ``report.html`` in that folder.
 
-    Returns:
-        The path of the page, which replaces an older one in one move. Where matplotlib cannot be loaded the page has no
-        charts, and standard error one line that says so.
-
     Raises:
-        ConfigError: if the folder holds no log, or one without any step, or the page cannot be written.
-        DataError: if the log is damaged.
+        ConfigError: the folder holds no log, or a log without any step, or the page cannot be written.
+        DataError: the log is damaged.
     """
     folder = Path(run_dir)
     history = RunHistory.load(folder)
@@ -91,7 +89,7 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
 
 
 def _sources(folder: Path) -> list[tuple[str, list[tuple[str, Any]], str]]:
-    """The source that ran, of each part of the run: a title, facts, and what differed from the commit."""
+    """Return the source code of the run and of each resumed section: (title, facts, diff to the commit)."""
     sources = []
     name = Path(SOURCE_FILE)
     for path in sorted(folder.glob(f"{name.stem}*{name.suffix}"), key=lambda path: (path.name != name.name, path.name)):
@@ -112,7 +110,8 @@ def _status(history: RunHistory) -> str:
     last = (history.train or history.evals)[-1]["step"]
     total = history.total_steps
     parts = [f"Started {date(str(history.run['time']))}"] if history.run.get("time") else []
-    options = (history.run.get("config") or {}).get("run")  # of a speedrun the run's name
+    # In a speedrun the entry is the name of the run.
+    options = (history.run.get("config") or {}).get("run")
     if isinstance(options, Mapping) and (source := options.get("init_from")) is not None:
         parts.append(f"from the weights of {source}")
     if history.final:
@@ -128,7 +127,7 @@ def _status(history: RunHistory) -> str:
 
 
 def _headline(history: RunHistory) -> dict[str, Any]:
-    """The one figure, with its standard error, and the two references."""
+    """Return bits per byte with its standard error, and the two reference values."""
     baselines = history.final.get("baselines") or {}
     bpb, xz, bigram = _newest(history, "bpb"), finite(baselines.get("xz_bpb")), finite(baselines.get("bigram_bpb"))
     error = finite(history.evals[-1].get("bpb_stderr")) if history.evals and bpb is not None else None
@@ -155,7 +154,8 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
     least = history.least if len(history.evals) > 1 else None
     tokens, per_parameter, of = finite(last.get("tokens")), finite(model.get("parameters")), ""
     scaling = [finite(model.get(f"parameters_{part}")) for part in ("blocks", "head")]
-    if all(scaling):  # as --tokens-per-param counts
+    # The parameters that --tokens-per-param counts.
+    if all(scaling):
         per_parameter, of = sum(filter(None, scaling)), " of matrices and head"
     facts: list[tuple[Any, Callable[[Any], str], str]] = [
         (_newest(history, "loss"), "{:.3f}".format, "validation loss (nats per token)"),
@@ -172,7 +172,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def _learning(history: RunHistory) -> dict[str, Any]:
-    """Loss and bits per byte over steps, tokens and time."""
+    """Return charts of loss and bits per byte over steps, tokens and time, and remarks about them."""
     baselines = history.final.get("baselines") or {}
     named = (("xz -9", baselines.get("xz_bpb")), ("byte bigram", baselines.get("bigram_bpb")))
     references = {f"{label}: {value:.2f}": value for label, bpb in named if (value := finite(bpb)) is not None}
@@ -206,7 +206,7 @@ def _learning(history: RunHistory) -> dict[str, Any]:
 
 
 def _further_targets(history: RunHistory) -> str:
-    """The targets besides the next token that the training loss of a speedrun counts; empty for none."""
+    """Return the targets other than the next token that a speedrun's training loss includes, in words."""
     model = history.run.get("model") or {}
     words = {
         "multi_token": "the tokens after the next one",
@@ -228,11 +228,11 @@ def _row(record: Mapping[str, Any]) -> list[str]:
 
 
 def _rates(history: RunHistory) -> list[Chart]:
-    """Learning rates and weight decay relative to their peaks (they differ by orders of magnitude), and momentum."""
+    """Return charts of learning rates and weight decay relative to their peaks, and of momentum."""
     steps = [float(record["step"]) for record in history.train]
     series = _by_kind(history.train, "lr")
     series["weight decay"] = (steps, [finite(record.get("weight_decay")) for record in history.train])
-    # Groups that follow the same schedule share a line; drawn one over another, all but the last would be hidden.
+    # Groups with the same schedule are drawn as one line, since the last of several equal lines would hide the others.
     curves: list[Curve] = []
     entries: list[tuple[str, int]] = []
     for name, (x, values) in series.items():
@@ -240,6 +240,7 @@ def _rates(history: RunHistory) -> list[Chart]:
         if peak <= 0:
             continue
         shape = [None if value is None else 100 * value / peak for value in values]
+        # An earlier curve with the same shape, or a new one.
         same = next((i for i, curve in enumerate(curves) if curve.x == x and _is_close(shape, curve.y)), len(curves))
         if same == len(curves):
             curves.append(Curve(label=name, x=x, y=shape, look=same))
@@ -257,13 +258,13 @@ def _rates(history: RunHistory) -> list[Chart]:
 
 
 def _is_close(first: Sequence[float | None], second: Sequence[float | None]) -> bool:
-    """Compare two curves in percent: true if they differ by less than the width of a line."""
+    """Return whether two curves, in percent, differ by less than the width of a line."""
     pairs = zip(first, second, strict=True)
     return all(a == b or (a is not None and b is not None and abs(a - b) < 0.1) for a, b in pairs)
 
 
 def _layers(history: RunHistory) -> list[Chart]:
-    """Typical sizes of gradients and updates per kind of layer, and the norm of the whole gradient."""
+    """Return charts of the RMS of gradients and updates by kind of layer, and of the norm of the whole gradient."""
     charts = []
     fields = (
         ("grad_rms", "Gradients", "RMS (nats per token, per weight)"),
@@ -283,12 +284,12 @@ def _layers(history: RunHistory) -> list[Chart]:
 
 
 def _points(records: Records, field: str) -> list[tuple[float, float]]:
-    """(step, value) of the finite values of a field."""
+    """Return (step, value) of the finite values of a field."""
     return [(float(r["step"]), value) for r in records if (value := finite(r.get(field))) is not None]
 
 
 def _by_kind(records: Records, field: str) -> dict[str, tuple[list[float], list[float | None]]]:
-    """The entries of a field that holds a mapping, as (steps, values) per key; steps without the field left out."""
+    """Return the entries of a field that holds a mapping: key -> (steps, values), without steps that lack the field."""
     series: dict[str, tuple[list[float], list[float | None]]] = {}
     for record in records:
         entries = record.get(field)
@@ -300,12 +301,13 @@ def _by_kind(records: Records, field: str) -> dict[str, tuple[list[float], list[
 
 
 def _newest(history: RunHistory, field: str) -> float | None:
-    """The final value of a field, or that of the last evaluation; None if not finite, never an older one."""
+    """Return the field's value in the final record or else the last evaluation; None if that value is not finite."""
     records = [record for record in (*history.evals, history.final) if field in record]
     return finite(records[-1][field]) if records else None
 
 
 def _thinned(records: Records) -> Records:
-    """So many records that a table stays readable, the last one among them."""
+    """Return evenly spaced records including the last one, few enough for a readable table."""
+    # Counted from the end, so that the last record is included.
     stride = -(-len(records) // _MAX_TABLE_ROWS)
     return records[::-1][:: max(1, stride)][::-1]

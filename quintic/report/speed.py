@@ -1,4 +1,4 @@
-"""The speed of a run for its page: tokens per second, and the shares of a step's time."""
+"""`about_speed` returns the speed of a run for its page: tokens per second, and how a step's time is divided."""
 
 import statistics
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def about_speed(history: RunHistory) -> dict[str, Any]:
 
 
 def _steady(history: RunHistory) -> dict[str, float | None] | None:
-    """The speed after the first ten steps, that of plain matrix products, and the time of the start."""
+    """Return the speed after the first ten steps, the speed of plain matrix products, and the time of the start."""
     final = history.final
     speed, mfu = finite(final.get("tokens_per_second")), finite(final.get("mfu"))
     rate = finite((history.run.get("machine") or {}).get("matrix_flops_per_second"))
@@ -44,7 +44,7 @@ def _steady(history: RunHistory) -> dict[str, float | None] | None:
 
 
 def _time_shares(history: RunHistory) -> list[tuple[str, float]]:
-    """Shares of the phases of a step; from the final record, else from the steps so far."""
+    """Return the fraction of a step's time in each phase, from the final record or else from the steps so far."""
     breakdown = history.final.get("breakdown") or {}
     shares = {name: finite(breakdown.get(f"{name}_frac")) for name, _ in _PHASES}
     if not any(shares.values()):
@@ -55,6 +55,7 @@ def _time_shares(history: RunHistory) -> list[tuple[str, float]]:
             return []
         shares = {name: value / total for name, value in sums.items()}
     known = [(label, share) for name, label in _PHASES if (share := shares[name]) is not None]
+    # Time outside of the measured phases, unless negligible.
     rest = 1.0 - sum(share for _, share in known)
     return [*known, ("everything else", rest)] if rest > 0.002 else known
 

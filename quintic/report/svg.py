@@ -1,4 +1,4 @@
-"""A drawing that matplotlib wrote as an SVG file, made a part of a page: `inline`."""
+"""`inline` turns an SVG file of matplotlib into an SVG element of a page."""
 
 import re
 from collections.abc import Iterable
@@ -6,24 +6,25 @@ from html import escape
 
 __all__ = ["COLORS", "GRID", "INK", "MARKS", "SOFT", "inline"]
 
-# Each stands for a variable of the page while matplotlib draws.
+# Colours that matplotlib draws with; each is then replaced by a variable of the page.
 COLORS = ["#fe0000", "#fe0001", "#fe0002", "#fe0003", "#fe0004", "#fe0005"]
 INK, SOFT, GRID = "#fe0006", "#fe0007", "#fe0008"
 _VARIABLES = {color: f"var(--c{index})" for index, color in enumerate(COLORS)}
 _VARIABLES |= {INK: "var(--ink)", SOFT: "var(--soft)", GRID: "var(--grid)"}
 
 MARKS = "marks"
-"""Name (`gid`) of a set of marks, which get titles."""
+"""The `gid` of a group of marks, which get titles."""
 
 
 def inline(svg: str, name: str, titles: Iterable[str]) -> str:
-    """The drawing with the page's font and colours, without the parts that only a file needs.
+    """Return the drawing with the page's font and colours, without elements that only a file needs.
 
     Args:
-        svg: the file.
-        name: of the drawing, for screen readers.
-        titles: of the marks, shown when a pointer is on them; in the order of drawing.
+        svg: content of the file.
+        name: name of the drawing, for screen readers.
+        titles: titles of the marks in the order of drawing, shown when the pointer is on a mark.
     """
+    # Metadata, style sheets and comments are for files; the page has styles of its own.
     svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.*?-->", "", svg, flags=re.DOTALL)
     head, body = re.findall(r'(<svg[^>]* viewBox="[^"]*")[^>]*>(.*)', svg, flags=re.DOTALL)[0]
     box = head[head.index("viewBox") :]
@@ -38,8 +39,9 @@ def inline(svg: str, name: str, titles: Iterable[str]) -> str:
 
 
 def _tidied(match: re.Match[str]) -> str:
-    """A tag with names only where something refers to them, the page's font and colours, and hundredths of units."""
+    """Return a tag without unused names, in the page's font and colours, with numbers rounded to hundredths."""
     tag = match[0]
+    # Groups need no names, except that of the marks; text takes the page's font.
     if tag.startswith("<g id="):
         if tag.endswith("/>"):
             return ""

@@ -1,4 +1,4 @@
-"""The in-context tasks on the page of a run that answered those of CORE."""
+"""`about_tasks` returns the results of the tasks of CORE for the page of a run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +12,10 @@ _figure = or_dash("{:.4f}".format)
 
 
 def about_tasks(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The newest answers as rows of a table, and a chart of their mean over the steps if it was taken more than once.
+    """Return the newest results as rows of a table, and a chart of their mean if there are several evaluations.
 
     Args:
-        records: those of kind ``core``; without any the result is None.
+        records: the records of kind ``core``; without any the result is None.
     """
     if not records:
         return None

@@ -24,7 +24,7 @@ class SimulationOptions:
     """The parameters' dtype."""
     orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"
     """Method of orthogonalisation."""
-    normalize: Literal["neuron"] | None = None
+    normalize: Literal["neuron", "element"] | None = None
     """'neuron' for NorMuon."""
     master: Literal["fp32", "mantissa"] | None = None
     """Extra precision kept for bfloat16 parameters."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quintic.errors import ConfigError
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, mesh_layout, replicated_layout
 from quintic.optim.layout.views import Flatten
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quintic.errors import ConfigError
 from quintic.optim.comms.sharing import gather_layouts
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, numel_of, size_of
 from quintic.optim.muon import Muon
 from quintic.optim.plan.bucket import Gathered, Local, ParameterUnit
@@ -137,7 +137,7 @@ def simulate_plan(
             comms="averaged" if "dp" in names else "none",
             params=tuple(meta_tensors.of(param, param.shape) for param in group.params),
         )
-        for group in optimizer.typed_groups
+        for group in optimizer._plans.current_groups()
     ]
     num_ranks = math.prod(mesh)
     everywhere = layouts_by_name(groups, mesh, names)
@@ -165,7 +165,7 @@ def simulate_plan(
                     comms += [_CommBucket(bucket, stages) for bucket in buckets]
         still = [index for index, layout in enumerate(sent) if layout is None]
         loads += _local_loads(number, group, still, whole, num_ranks, meta_tensors)
-    orders = optimizer.plan_cache.orders.resolved(groups)
+    orders = optimizer._plans.orders.resolved(groups)
     workspaces = torch.zeros(num_ranks, dtype=torch.int64)
     for (ranks, _), comms in zip(classes, comm_buckets, strict=True):
         in_order, schedule = order_buckets([one.bucket for one in comms], groups, orders)
@@ -375,7 +375,7 @@ def _state_bytes(optimizer: Muon, layouts: Sequence[Sequence[Layout]], num_ranks
     """Return each rank's bytes of state: state with the parameter's shape is sharded like it, other state is whole."""
     per_entry: dict[Layout, int] = {}
     whole, states = 0, optimizer.state
-    for group, its_layouts in zip(optimizer.typed_groups, layouts, strict=True):
+    for group, its_layouts in zip(optimizer._plans.current_groups(), layouts, strict=True):
         for param, layout in zip(group.params, its_layouts, strict=True):
             for value in states[param].values():
                 if value.shape == param.shape:

@@ -148,8 +148,8 @@ class OptimConfig:
     """Muon's final momentum, reached while the learning rates fall; None keeps --momentum."""
     orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"
     """Muon's method of orthogonalisation; 'auto' is Polar Express in the cheapest form for device and shape."""
-    normalize: Literal["neuron"] | None = None
-    """'neuron' is NorMuon, which normalises the update of each neuron; None is plain Muon."""
+    normalize: Literal["neuron", "element"] | None = None
+    """'neuron' is NorMuon, which normalises the update of each neuron; 'element' is AdaMuon; None is plain Muon."""
     state_dtype: Literal["bf16"] | None = None
     """'bf16' keeps momentum and AdamW's moments in bfloat16, half the memory; None keeps them in float32."""
     weights: WeightsName = "float32"

@@ -17,7 +17,7 @@ def clip(rank, world_size, title, layout):
     shared = SHARED[title]
     sizes = {name: 2.0**number for number, name in enumerate(shared)}
 
-    def of(model, names):
+    def parameters_named(model, names):
         """The norm of gradients of 24 equal entries each."""
         return math.sqrt(sum(24 * sizes[name] ** 2 for name in names))
 
@@ -28,11 +28,13 @@ def clip(rank, world_size, title, layout):
         for name, param in model.params.items():
             param.grad = torch.full_like(param, sizes[name])
         norm = quintic.clip_grad_norm_(model.optimizer, max_norm, scope=scope).item()
-        assert norm == pytest.approx(of(model, connected) if scope == "all" else 0.0, rel=2.0**-23)
+        assert norm == pytest.approx(parameters_named(model, connected) if scope == "all" else 0.0, rel=2.0**-23)
     if layout != "sharded":
         for name, param in model.params.items():
             values = local_of(param.grad)
-            torch.testing.assert_close(values, torch.full_like(values, sizes[name] / of(model, connected)))
+            torch.testing.assert_close(
+                values, torch.full_like(values, sizes[name] / parameters_named(model, connected))
+            )
 
 
 @pytest.mark.parametrize(

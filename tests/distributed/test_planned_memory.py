@@ -86,7 +86,11 @@ def measured(rank, world_size, cases):
 
 
 MATRIX, TRANSPOSED = quintic.Matrix(), quintic.Matrix(transposed=True)
-OPTIONS = ({"compute_dtype": torch.float32}, {"compute_dtype": torch.float16, "normalize": "neuron"})
+OPTIONS = (
+    {"compute_dtype": torch.float32},
+    {"compute_dtype": torch.float16, "normalize": "neuron"},
+    {"compute_dtype": torch.float32, "normalize": "element"},
+)
 
 
 def cases_of(layouts):
@@ -124,9 +128,9 @@ def kept_by_updates(rank, world_size):
     original = BucketStep._compute_units
 
     def computed(*arguments):
-        updates, factors = original(*arguments)
+        updates, factors, batches = original(*arguments)
         found.append((len(updates), updates.untyped_storage().nbytes()))
-        return updates, factors
+        return updates, factors, batches
 
     with mock.patch.object(BucketStep, "_compute_units", computed):
         optimizer.step()

@@ -129,7 +129,7 @@ def steps(rank, world_size, dtype, is_captured):
             step_once()
             optimizer.zero_grad(set_to_none=False)
             num_graphs.append(len(step_once._graphs) if is_captured else 0)
-        assert len(optimizer.plan_cache.rows.tables) == (world_size > 1)
+        assert len(optimizer._plans.rows.tables) == (world_size > 1)
         saved = optimizer.state_dict()
     assert num_graphs == ([0] * 4 + [1] + [2] * 4 + [0] * 4 + [1] + [2] * 2 if is_captured else [0] * NUM_STEPS)
     names = [name for group in saved["param_groups"] for name in group["param_names"]]

@@ -69,7 +69,7 @@ class Drawn:
         return self.layout in AVERAGING
 
 
-def draw(seed: int, world_size: int) -> Drawn:
+def random_case(seed: int, world_size: int) -> Drawn:
     choose = random.Random(f"{seed} {world_size}")
     layouts = ["averaged", *AVERAGING, "cut", "cut", *(["cut twice", "several meshes"] * (world_size == 4))]
     dtype = choose.choice([torch.float32, torch.float32, torch.bfloat16, torch.float64])
@@ -128,6 +128,8 @@ def draw(seed: int, world_size: int) -> Drawn:
         found.changes["state_dtype"] = choose.choice([None, "bf16"])
     options["replicas"] = choose.choice(["auto", "divide", "repeat", "repeat"])
     found.changes["replicas"] = choose.choice(["auto", "divide", "repeat"])
+    if choose.random() < 0.25:
+        options |= {"normalize": "element", "adjust_lr": "spectral"}
     options["scale_decay"] = choose.random() < 0.5
     if options["cautious"]:
         options["cautious"] = choose.choice([True, "strict"])
@@ -196,7 +198,7 @@ def meshes_of(world_size: int) -> dict[str, DeviceMesh]:
 
 
 def check_seed(rank: int, world_size: int, seed: int) -> None:
-    drawn = draw(seed, world_size)
+    drawn = random_case(seed, world_size)
     one_params = {name: nn.Parameter(value) for name, value in initial(drawn).items()}
     one = optimizer_of(drawn, one_params, "none", without=("offload",))
     comms = "none" if drawn.meshes else drawn.layout
@@ -255,7 +257,7 @@ def check_seeds(rank: int, world_size: int, seeds: Sequence[int]) -> None:
         try:
             check_seed(rank, world_size, seed)
         except Exception as error:
-            raise AssertionError(f"seed {seed}: {draw(seed, world_size)}") from error
+            raise AssertionError(f"seed {seed}: {random_case(seed, world_size)}") from error
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def everything(optimizer):
     params = [param for group in optimizer.param_groups for param in group["params"]]
     tensors = [on_host(t.detach()) for p in params for t in (p, *optimizer.state[p].values())]
     gradients = [None if p.grad is None else on_host(p.grad) for p in params]
-    counts = [group["pending_steps"] for group in optimizer.param_groups], optimizer.step_history.num_steps
+    counts = [group["pending_steps"] for group in optimizer.param_groups], optimizer._step_history.num_steps
     return tensors, gradients, counts, str(optimizer.last_step())
 
 
@@ -78,7 +78,7 @@ def check_layouts(rank, world_size, titles):
         layout = LAYOUTS[title]
         # Not on the whole mesh under tensor and expert parallelism: there, some ranks could not know.
         gaps = () if title.startswith(("tp", "ep")) else ("stack.2.weight", "embedding.weight", "experts.up")
-        for name in ("neuron", "mantissa") if title in MANTISSA else ("neuron",):
+        for name in ("neuron", "element", "mantissa") if title in MANTISSA else ("neuron", "element"):
             model, held, optimizer = laid_out(layout, CASES[name])
             for step in range(2):
                 where = f"{title}, {name}, step {step}: "
@@ -140,13 +140,14 @@ def check_broken(rank, world_size):
     assert quintic.verify(model, optimizer).ok
 
     # Rank 2 computes another learning-rate scale.
-    optimizer.plan_cache.drop_plan()
-    scale = mock.patch.object(operands, "adjust_lr_factor", return_value=1.5) if rank == 2 else mock.MagicMock()
-    with scale:
+    optimizer._plans.drop_plan()
+    right = operands.BucketCache.scales
+    scaled = (lambda *arguments: 1.5 * right(*arguments)) if rank == 2 else right
+    with mock.patch.object(operands.BucketCache, "scales", scaled):
         report = quintic.verify(model, optimizer)
     said_by_all(report)
     assert {difference.ranks for difference in report.wrong} == {(2,)}
-    optimizer.plan_cache.drop_plan()
+    optimizer._plans.drop_plan()
     assert quintic.verify(model, optimizer).ok
 
     # Rank 0 was given another option, and so step and reference agree.

@@ -156,9 +156,8 @@ def test_every_rank_does_what_was_simulated(world_size):
         # The ranks of a test are on one host.
         simulation = simulate_plan(optimizer, shape, names, device=DEVICE, node_size=world_size)
         places = {}
-        for group, found in zip(
-            optimizer.typed_groups, layouts_by_name(optimizer.typed_groups, shape, names), strict=True
-        ):
+        groups = optimizer._plans.current_groups()
+        for group, found in zip(groups, layouts_by_name(groups, shape, names), strict=True):
             places |= dict(zip(group.param_names, found, strict=True))
         for rank, found in enumerate(by_rank):
             one, context = found[number], f"{names} of {shape}, rank {rank}"

@@ -118,7 +118,7 @@ def order(rank, world_size):
     params, optimizer = models(rank, comms="sharded")
     optimizer.tie("head", "embed", transposed=True)
     seen = []
-    tie, [*steps] = optimizer.runner.ties[0], optimizer.runner._steps
+    tie, [*steps] = optimizer._plans.planned().ties[0], optimizer._plans.planned()._steps
     write = tie.write
     tie.write = lambda: (seen.append("copy"), write())
     for step in steps:

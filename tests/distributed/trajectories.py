@@ -90,6 +90,11 @@ CASES = {
     "mantissa": Case({"master": "mantissa", "normalize": "neuron", **_RACE}, torch.bfloat16, multipliers=True),
     "narrow": Case({**_FLOAT32, "state_dtype": "bf16", "normalize": "neuron", "adamw_weight_decay": 0.1}),
     "narrow_mantissa": Case({"state_dtype": "bf16", "master": "mantissa", "weight_decay": 0.1}, torch.bfloat16),
+    "element": Case({**_FLOAT32, "normalize": "element", "normalize_beta": 0.7, "weight_decay": 0.1}, multipliers=True),
+    "narrow_element": Case(
+        {"state_dtype": "bf16", "master": "mantissa", "normalize": "element", **_RACE, "max_workspace_bytes": 2000},
+        torch.bfloat16,
+    ),
     # So little that one matrix at a time is computed, and AdamW in pieces.
     "workspace": Case({**_FLOAT32, "normalize": "neuron", "max_workspace_bytes": 512}),
 }
@@ -142,7 +147,7 @@ class Layout:
 
     mesh: tuple[int, ...]
     wrap: Callable[[nn.Module, DeviceMesh], None] = wrappings.plain
-    cases: tuple[str, ...] = ("plain", "cautious", "mantissa")
+    cases: tuple[str, ...] = ("plain", "cautious", "mantissa", "element")
     comms: str = "none"
 
     @property

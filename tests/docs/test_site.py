@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from quintic.cli import main
+from quintic.optim.groups.options import OPTIONS
 from quintic.train.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +62,16 @@ def test_the_configuration_lists_every_option_with_the_defaults_of_each_preset()
     table = docs_reference.generated("configuration")
     for flag in options:
         assert f"| `{flag}` |" in table
+
+
+def test_the_options_page_lists_every_option_with_its_default_and_effects():
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", docs_reference.generated("options"), re.MULTILINE)
+    assert [name for name, _ in rows[-4:]] == ["algorithm", "view", "tied_to", "pending_steps"]
+    cells = dict(rows)
+    assert cells.keys() == OPTIONS.keys()
+    assert cells["lr"] == "a number of at least 0 | `0.02` | all |  | yes | "
+    assert cells["kernels"] == "'auto' or 'torch' or 'triton' | `'auto'` | all |  |  | new plan, new capture"
+    assert cells["step_every"] == "an integer of at least 1 | `1` | all | yes | yes | new capture"
 
 
 def test_help_texts_are_those_of_the_commands(capsys, monkeypatch):

@@ -21,12 +21,12 @@ def tree(**children):
     return module
 
 
-def found(model, **options):
+def classified(model, **options):
     return {d.name: (d.algorithm, d.view, d.why) for d in assign(model, **options).values()}
 
 
 def whys(model, **options):
-    return {name: why for name, (_, _, why) in found(model, **options).items()}
+    return {name: why for name, (_, _, why) in classified(model, **options).items()}
 
 
 MATRIX = ("muon", Matrix(), "linear layer")
@@ -47,16 +47,16 @@ MATRIX = ("muon", Matrix(), "linear layer")
 @pytest.mark.parametrize("hidden", [24, 4])
 def test_the_gate_of_a_gated_mlp_is_a_matrix(gate, up, down, hidden):
     layers = {gate: nn.Linear(8, hidden), up: nn.Linear(8, hidden), down: nn.Linear(hidden, 8)}
-    assert {name: what for name, what in found(tree(**layers)).items() if name.endswith("weight")} == {
+    assert {name: what for name, what in classified(tree(**layers)).items() if name.endswith("weight")} == {
         f"{name}.weight": MATRIX for name in layers
     }
 
 
 def test_a_gate_as_wide_as_what_it_multiplies_is_a_matrix():
     attention = tree(q_proj=nn.Linear(8, 16), o_gate=nn.Linear(8, 16), o_proj=nn.Linear(16, 8))
-    assert found(attention)["o_gate.weight"] == MATRIX
+    assert classified(attention)["o_gate.weight"] == MATRIX
     # The consumer may be elsewhere: a twin is enough where it is wide.
-    assert found(tree(proj=nn.Linear(8, 16), gate=nn.Linear(8, 16)))["gate.weight"] == MATRIX
+    assert classified(tree(proj=nn.Linear(8, 16), gate=nn.Linear(8, 16)))["gate.weight"] == MATRIX
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_gate_as_wide_as_what_it_multiplies_is_a_matrix():
     ],
 )  # fmt: skip
 def test_what_chooses_or_weighs_is_no_matrix(model, name, why):
-    assert found(model)[f"{name}.weight"] == ("adamw", Matrix(), why)
+    assert classified(model)[f"{name}.weight"] == ("adamw", Matrix(), why)
 
 
 # ----------------------------------------------------------------------------------------------------- recurrent layers
@@ -82,7 +82,7 @@ def test_gates_of_recurrent_layers_are_matrices_of_their_own(kind, gates):
     options = {"proj_size": 3} if kind is nn.LSTM else {}
     model = tree(rnn=kind(8, 6, num_layers=2, bidirectional=True, **options), fc=nn.Linear(12, 5))
     view = Split((6,) * gates) if gates > 1 else Matrix()
-    treatment = {name: what for name, what in found(model).items() if what[0] == "muon"}
+    treatment = {name: what for name, what in classified(model).items() if what[0] == "muon"}
     weights = [name for name, p in model.named_parameters() if name.startswith("rnn") and p.ndim == 2]
     assert list(treatment) == weights
     for name, (_, chosen, why) in treatment.items():
@@ -144,7 +144,7 @@ def test_a_weight_that_is_only_scaled_is_treated_as_the_weight(normed, stored, b
         up=normed(nn.Linear(8, 16)), attention=attention, gate=normed(nn.Linear(8, 4)), lm_head=normed(nn.Linear(8, 9)),
         conv=normed(nn.Conv2d(8, 8, 3)), table=nn.Embedding(7, 8), norm=nn.LayerNorm(8),
     )  # fmt: skip
-    treatment = found(model, convolutions="muon")
+    treatment = classified(model, convolutions="muon")
     assert treatment[f"up.{stored}"] == MATRIX
     assert treatment[f"attention.Wqkv.{stored}"] == ("muon", Split((8, 8, 8)), "fused queries, keys, values")
     assert treatment[f"gate.{stored}"][2] == "gate or router (by its name)"
@@ -162,12 +162,12 @@ def test_other_parametrizations_store_no_weight():
 
     model = tree(a=parametrizations.orthogonal(nn.Linear(8, 8)), b=nn.Linear(8, 8))
     register_parametrization(model.b, "weight", Symmetric())
-    treatment = found(model)
+    treatment = classified(model)
     assert {what[:2] for name, what in treatment.items() if "original" in name} == {("adamw", Matrix())}
     assert treatment["b.parametrizations.weight.original"][2].startswith("parametrization")
     # A rule decides otherwise.
     rules = [Rule("b.*original", "muon")]
-    assert found(model, rules=rules)["b.parametrizations.weight.original"][0] == "muon"
+    assert classified(model, rules=rules)["b.parametrizations.weight.original"][0] == "muon"
 
 
 def test_weight_normed_layers_train():
@@ -217,7 +217,7 @@ def test_mamba_needs_no_decision(model, config):
     from model_families import transformers_class
 
     config = transformers_class(config)(vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4)
-    treatment = found(transformers_class(model)(config))
+    treatment = classified(transformers_class(model)(config))
     assert {what[0] for name, what in treatment.items() if name.endswith("A_log")} == {"adamw"}
 
 
@@ -229,7 +229,7 @@ def test_wav2vec2_needs_no_decision():
         conv_stride=(2, 2), conv_kernel=(3, 3), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
         num_codevectors_per_group=6, codevector_dim=8, proj_codevector_dim=8,
     )  # fmt: skip
-    treatment = found(transformers_class("Wav2Vec2ForPreTraining")(config), convolutions="muon")
+    treatment = classified(transformers_class("Wav2Vec2ForPreTraining")(config), convolutions="muon")
     assert treatment["quantizer.codevectors"][0] == "adamw"
     assert treatment["wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight.original1"][1] == Flatten(groups=2)
 
@@ -264,7 +264,7 @@ def test_factors_of_adapters():
         lm_head=Adapted(nn.Linear(8, 9), lora_A=nn.Linear(8, 2, bias=False), lora_B=nn.Linear(2, 9, bias=False)),
         qkv=Adapted(nn.Linear(8, 24), lora_A=nn.Linear(8, 2, bias=False), lora_B=nn.Linear(2, 24, bias=False)),
     )
-    assert found(model) == {
+    assert classified(model) == {
         "lora.lora_A.default.weight": MATRIX,
         "lora.lora_B.default.weight": MATRIX,
         "adalora.lora_A.default": ("muon", Matrix(), "factor of an adapter"),
@@ -285,7 +285,7 @@ def test_factors_of_adapters():
 def test_the_outputs_of_an_adapter_are_divided_as_those_of_its_layer():
     attention = type("MptAttention", (nn.Module,), {})()
     attention.Wqkv = Adapted(nn.Linear(8, 24), lora_A=nn.Linear(8, 2, bias=False), lora_B=nn.Linear(2, 24, bias=False))
-    assert {name: what[1] for name, what in found(tree(attn=attention)).items()} == {
+    assert {name: what[1] for name, what in classified(tree(attn=attention)).items()} == {
         "attn.Wqkv.lora_A.default.weight": Matrix(),
         "attn.Wqkv.lora_B.default.weight": Split((8, 8, 8)),
     }
@@ -304,7 +304,7 @@ def test_adapters_of_peft_need_no_decision(kind):
     options |= {"total_step": 10} if kind == "AdaLoraConfig" else {}
     options |= {"oft_block_size": 4, "r": 0} if kind == "OFTConfig" else {}
     model = quietly(peft.get_peft_model, transformers.LlamaForCausalLM(config), getattr(peft, kind)(**options))
-    treatment = found(model)
+    treatment = classified(model)
     muon = {name for name, what in treatment.items() if what[0] == "muon"}
     expected = {
         name

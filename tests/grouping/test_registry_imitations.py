@@ -14,14 +14,14 @@ from quintic.grouping.assign import assign
 from quintic.grouping.classify import PERHAPS_FUSED
 
 
-def of(library):
+def from_library(library):
     """Say that a class comes from a library."""
 
-    def mark(cls):
+    def with_module(cls):
         cls.__module__ = f"{library}.models.imitation"
         return cls
 
-    return mark
+    return with_module
 
 
 def linear(inputs, outputs):
@@ -35,7 +35,7 @@ def hidden(width=16, positions=3):
 # ------------------------------------------------------------------------------------------------------- attention
 
 
-@of("timm")
+@from_library("timm")
 class Attention(nn.Module):
     """Queries, keys, values one below the other; with `head_first` one group per head, as in MaxViT."""
 
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v)
 
 
-@of("timm")
+@from_library("timm")
 class WindowAttentionGlobal(nn.Module):
     """Keys and values alone: queries come from elsewhere (GCViT)."""
 
@@ -67,14 +67,14 @@ class WindowAttentionGlobal(nn.Module):
         return nn.functional.scaled_dot_product_attention(k, k, v)
 
 
-@of("timm")
+@from_library("timm")
 class LinearNorm(nn.Module):
     def __init__(self, inputs, outputs):
         super().__init__()
         self.linear = linear(inputs, outputs)
 
 
-@of("timm")
+@from_library("timm")
 class LevitAttention(nn.Module):
     """Keys and values have widths of their own: query, key, value of each head in turn (LeViT, TinyViT)."""
 
@@ -89,7 +89,7 @@ class LevitAttention(nn.Module):
         return (q @ k.mT) @ v
 
 
-@of("torchtitan")
+@from_library("torchtitan")
 class FusedQKVLinear(nn.Module):
     """Each key head comes after the queries that share it."""
 
@@ -104,7 +104,7 @@ class FusedQKVLinear(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-@of("flux")
+@from_library("flux")
 class SelfAttention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ class SelfAttention(nn.Module):
         return nn.functional.scaled_dot_product_attention(self.norm(q), self.norm(k), v)
 
 
-@of("diffusers")
+@from_library("diffusers")
 class FusedAttention(nn.Module):
     """After `fuse_projections`."""
 
@@ -145,7 +145,7 @@ class SingleStreamBlock(nn.Module):
         return self.linear2(torch.cat([attended, nn.functional.gelu(mlp)], dim=-1))
 
 
-@of("timm")
+@from_library("timm")
 class ParallelScalingBlock(nn.Module):
     def __init__(self):
         super().__init__()
@@ -214,7 +214,7 @@ def test_rows_of_latent_attention():
 # ---------------------------------------------------------------------------------------------------------- gates
 
 
-@of("timm")
+@from_library("timm")
 class GluMlp(nn.Module):
     def __init__(self):
         super().__init__()
@@ -237,7 +237,7 @@ class SwiGLUFFN(nn.Module):
         return self.w3(nn.functional.silu(gate) * up)
 
 
-@of("diffusers")
+@from_library("diffusers")
 class GEGLU(nn.Module):
     def __init__(self):
         super().__init__()
@@ -363,7 +363,7 @@ def adaptive_norm(name, count):
             return self.linear(nn.functional.silu(c)).chunk(count, dim=1)
 
     Norm.__name__ = name
-    return of("diffusers")(Norm)()
+    return from_library("diffusers")(Norm)()
 
 
 MODULATIONS = [

@@ -70,6 +70,8 @@ MORE_OPTIONS = [
     {"weight_decay": 3.0, "adamw_weight_decay": 3.0, "decay_coupling": "lr_squared", "normalize": "neuron"},
     {"weight_decay": 0.3, "scale_decay": True, "adjust_lr": "match_rms_adamw", "cautious": "strict"},
     {"weight_decay": 3.0, "scale_decay": True, "normalize": "neuron", "decay_coupling": "lr_squared"},
+    # A stage without a kernel between the kernels of momentum and weights.
+    {"normalize": "element", "weight_decay": 0.3, "on_nonfinite": "skip"},
 ]
 
 
@@ -426,7 +428,7 @@ def test_the_python_part_of_a_step_is_short_for_500_parameters(monkeypatch):
     monkeypatch.setattr(matrix_update, "momentum_directions_", lambda *args, **kwargs: None)
     monkeypatch.setattr(matrix_update, "apply_updates_", lambda *args, **kwargs: None)
     monkeypatch.setattr(adamw, "adamw_tensors_", lambda *args, **kwargs: None)
-    monkeypatch.setattr(bucket_step, "orthogonalized", lambda directions, form, bucket, group: directions)
+    monkeypatch.setattr(bucket_step, "orthogonalized", lambda directions, *others: directions)
     matrices = [nn.Parameter(torch.randn(8, 8, device=DEVICE)) for _ in range(360)]
     vectors = [nn.Parameter(torch.randn(8, device=DEVICE)) for _ in range(140)]
     optimizer = Muon([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}], kernels="triton")
@@ -533,7 +535,7 @@ def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
         params = [nn.Parameter(pair[0].clone()) for pair in pairs]
         common = {"momentum": 0.8, "weight_decay": 0.3, "compute_dtype": torch.float32, **options}
         optimizer = Muon(params, kernels=kernels, **common)
-        bucket, group = optimizer.plan().buckets[0], optimizer.typed_groups[0]
+        bucket, group = optimizer.plan().buckets[0], optimizer._plans.current_groups()[0]
         states = [optimizer.state[param] for param in params]
         active = Operands(members, [param.detach() for param in params], [pair[1] for pair in pairs], states, 5)
         if kernels == "triton":

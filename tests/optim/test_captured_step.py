@@ -111,7 +111,7 @@ def optimizer_of(params, **options):
         {"params": params[3:4], "view": quintic.Experts()},
         {"params": params[4:], "algorithm": "adamw"},
     ]
-    return Muon(groups, lr=0.02, normalize="neuron", master="mantissa", **options)
+    return Muon(groups, **{"lr": 0.02, "normalize": "neuron", "master": "mantissa", **options})
 
 
 def give_gradients(params, step, moves):
@@ -181,9 +181,10 @@ class TestOnDevice:
             assert len(step._graphs) == 1
         assert len(momenta) > 4
 
-    def test_changed_options_and_loaded_state_are_followed(self):
+    @pytest.mark.parametrize("normalize", ["neuron", "element"])
+    def test_changed_options_and_loaded_state_are_followed(self, normalize):
         params, twins = params_of(), params_of()
-        eager, optimizer = optimizer_of(twins), optimizer_of(params)
+        eager, optimizer = (optimizer_of(one, normalize=normalize) for one in (twins, params))
         step = CapturedStep(optimizer)
         for number in range(12):
             for found in (params, twins):

@@ -27,25 +27,18 @@ def test_the_old_name_of_copy_state_copies_state():
     assert momentum.any()
 
 
-def test_the_old_name_of_next_steps_until_due_counts_steps():
-    optimizer = quintic.Muon([{"params": [nn.Parameter(torch.ones(4, 4))], "step_every": 3}])
-    old = "next_pending_steps"
-    with pytest.warns(DeprecationWarning, match="next_pending_steps is called next_steps_until_due now"):
-        assert getattr(optimizer, old)() == optimizer.next_steps_until_due() == [1]
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [({"launch_order": ["b"]}, {"comm_order": ["b"]}), ({"work_order": ["b"]}, {"compute_order": ["b"]})],
 )
 def test_old_names_of_orders_set_the_orders(old, new):
     params = [("a", nn.Parameter(torch.ones(4, 4))), ("b", nn.Parameter(torch.ones(4, 4)))]
-    expected = quintic.Muon(params, **new).plan_cache.orders
+    expected = quintic.Muon(params, **new)._plans.orders
     (old_name,), (new_name,) = old, new
     with pytest.warns(DeprecationWarning, match=f"{old_name} is called {new_name} now"):
         optimizer = quintic.Muon(params, **old)
-    assert optimizer.plan_cache.orders == expected
-    assert expected != quintic.Muon(params).plan_cache.orders
+    assert optimizer._plans.orders == expected
+    assert expected != quintic.Muon(params)._plans.orders
     with pytest.raises(ValueError, match=f"{old_name} is the old name of {new_name}, and both are given"):
         quintic.Muon(params, **old, **new)
 

@@ -124,7 +124,7 @@ def test_the_host_does_not_wait_for_other_ranks(present, monkeypatch):
     monkeypatch.setattr(
         "quintic.optim.first_gradients.HostCopy", lambda value: made.append(LateAnswer(value)) or made[-1]
     )
-    groups, found = optimizer_of(model_of()).typed_groups, FirstGradients()
+    groups, found = optimizer_of(model_of())._plans.current_groups(), FirstGradients()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found.check(groups, allow_missing=False)

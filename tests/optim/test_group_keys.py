@@ -181,7 +181,7 @@ def test_a_wrapper_puts_its_own_number_into_the_groups():
     optimizer = Wrapper(quintic.param_groups(model), quintic.Muon, 0.05, lr=0.02, adamw_lr_ratio=0.05)
     assert [group["rho"] for group in optimizer.param_groups] == [0.05] * len(optimizer.param_groups)
     assert len(optimizer.param_groups) == 2
-    assert [g.learning_rate for g in optimizer.base_optimizer.typed_groups] == [0.02, 0.02 * 0.05]
+    assert [g.effective_lr for g in optimizer.base_optimizer._plans.current_groups()] == [0.02, 0.02 * 0.05]
 
     def closure():
         loss = (model(x) - x[:, :2]).square().mean()

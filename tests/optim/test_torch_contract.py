@@ -177,8 +177,10 @@ def schedule_of(optimizer):
     """Return the rate and the momentum of every group, or AdamW's first beta, as a step has them."""
     if isinstance(optimizer, torch.optim.AdamW):
         return [(group["lr"], group["betas"][0]) for group in optimizer.param_groups]
-    momenta = [group.momentum if group.algorithm == "muon" else group.betas[0] for group in optimizer.typed_groups]
-    return [(group.lr, momentum) for group, momentum in zip(optimizer.typed_groups, momenta, strict=True)]
+    momenta = [
+        group.momentum if group.algorithm == "muon" else group.betas[0] for group in optimizer._plans.current_groups()
+    ]
+    return [(group.lr, momentum) for group, momentum in zip(optimizer._plans.current_groups(), momenta, strict=True)]
 
 
 def pytorch_twin(optimizer):

@@ -4,6 +4,8 @@ import copy
 import gc
 import pickle
 import re
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -104,7 +106,7 @@ def test_rules_and_options_of_the_call_hold_for_what_is_unfrozen_later():
     assert by_name["backbone.conv.weight"]["algorithm"] == "muon"
     # The rate is that of matrices; the ratio is that of the call's AdamW rate to the optimizer's.
     assert by_name["backbone.embed.weight"]["lr"] == 0.01
-    typed = {name: group.learning_rate for group in optimizer.typed_groups for name in group.param_names}
+    typed = {name: group.effective_lr for group in optimizer._plans.current_groups() for name in group.param_names}
     assert typed["backbone.embed.weight"] == pytest.approx(0.01 * 1e-3 / 0.02)
     assert typed["backbone.attn.in_proj_weight"] == 0.01
 
@@ -114,7 +116,7 @@ def test_one_rate_for_a_divided_group_keeps_the_proportion_of_the_optimizer(rati
     model = frozen_model()
     optimizer = Muon(quintic.param_groups(model), lr=0.02, adamw_lr_ratio=ratio)
     unfreeze(model, optimizer, lr=0.004)
-    typed = {name: group.learning_rate for group in optimizer.typed_groups for name in group.param_names}
+    typed = {name: group.effective_lr for group in optimizer._plans.current_groups() for name in group.param_names}
     assert typed["backbone.up.weight"] == 0.004
     assert typed["backbone.up.bias"] == pytest.approx(0.004 * (ratio or 3e-4 / 0.02))
 
@@ -411,3 +413,21 @@ def test_lightnings_backbone_finetuning(tmp_path):
     assert names == [group["param_names"] for group in groups]
     lrs = {group["lr"] for group in resumed.optimizers[0].param_groups if "backbone.1.weight" in group["param_names"]}
     assert lrs == {0.004}
+
+
+@pytest.mark.slow
+def test_names_decide_also_where_only_the_optimizers_module_was_imported():
+    code = """
+import sys, torch
+from quintic.optim.muon import Muon
+sizes = {"embed.weight": (9, 4), "layers.0.up.weight": (5, 4)}
+params = {name: torch.nn.Parameter(torch.ones(size)) for name, size in sizes.items()}
+print(any(name.startswith("quintic.grouping") for name in sys.modules))
+optimizer = Muon([{"params": [("bias", torch.nn.Parameter(torch.ones(4)))], "algorithm": "adamw"}])
+optimizer.add_param_group({"params": list(params.items())})
+print({name: g["algorithm"] for g in optimizer.param_groups[1:] for name in g["param_names"]})
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert done.stdout.splitlines() == ["False", "{'layers.0.up.weight': 'muon', 'embed.weight': 'adamw'}"]

@@ -10,8 +10,8 @@ from torch import nn
 
 import quintic
 from quintic.optim import plan_cache
-from quintic.optim.comms.comparing import PLANNED_OPTIONS
-from quintic.optim.groups.options import CHECKED_OPTIONS, Group
+from quintic.optim.groups.group import Group
+from quintic.optim.groups.options import options_affecting
 
 
 def optimizer_of(**options):
@@ -145,10 +145,10 @@ def test_values_on_the_host_that_are_changed_in_place_are_seen(number):
     optimizer, weight = optimizer_of()
     optimizer.param_groups[0]["lr"] = number
     optimizer.step()
-    before, group = weight.detach().clone(), optimizer.typed_groups[0]
-    assert optimizer.typed_groups[0] is group
+    before, group = weight.detach().clone(), optimizer._plans.current_groups()[0]
+    assert optimizer._plans.current_groups()[0] is group
     number *= 2
-    assert optimizer.typed_groups[0] is not group  # of the other one the values in a device's memory are
+    assert optimizer._plans.current_groups()[0] is not group  # of the other one the values in a device's memory are
     optimizer.plan()
     number -= 1
     with pytest.raises(ValueError, match=r"lr=.* must be a number of at least 0"):
@@ -223,25 +223,6 @@ def test_changed_options_hold():
     assert optimizer.last_step().matrices == {"svd fp32": 1}
 
 
-def test_options_that_schedules_do_not_change_are_all_checked():
-    """A new option must be decided about: is it checked when it changes, or may schedules change it at each step?"""
-    optimizer, _ = optimizer_of()
-    scheduled = {
-        "lr",
-        "momentum",
-        "weight_decay",
-        "betas",
-        "eps",
-        "normalize_beta",
-        "pending_steps",
-        "adamw_lr",
-        "adamw_weight_decay",
-    }
-    assert scheduled | {*CHECKED_OPTIONS} == optimizer.defaults.keys()
-    assert not scheduled & {*CHECKED_OPTIONS}
-    assert {*PLANNED_OPTIONS} <= {*CHECKED_OPTIONS}
-
-
 @pytest.mark.parametrize("key", ["lr", "momentum", "weight_decay", "eps", "normalize_beta", "adamw_lr_ratio"])
 def test_integers_beyond_all_floats_are_refused(key):
     with pytest.raises(ValueError, match=rf"parameter group 0 \(weight\): {key}=1000.* must be a number"):
@@ -253,8 +234,9 @@ def test_integers_beyond_all_floats_are_refused(key):
 def test_checking_costs_a_steady_step_nothing():
     """About what comparing the options of the plan alone takes, one by one."""
     optimizer, _ = optimizer_of()
-    groups, typed = optimizer.param_groups, optimizer.typed_groups
-    planned = [[group[key] for key in PLANNED_OPTIONS] for group in groups]
+    groups, typed = optimizer.param_groups, optimizer._plans.current_groups()
+    keys = options_affecting("plan")
+    planned = [[group[key] for key in keys] for group in groups]
 
     def seconds(function):
         times = []
@@ -265,7 +247,7 @@ def test_checking_costs_a_steady_step_nothing():
             times.append(time.perf_counter() - start)
         return min(times)
 
-    one_by_one = seconds(lambda: [[group[key] for key in PLANNED_OPTIONS] for group in groups] == planned)
+    one_by_one = seconds(lambda: [[group[key] for key in keys] for group in groups] == planned)
     assert all(map(Group.is_as_in, typed, groups))
     assert seconds(lambda: all(map(Group.is_as_in, typed, groups))) < 3 * one_by_one
 
@@ -273,12 +255,12 @@ def test_checking_costs_a_steady_step_nothing():
 def test_schedules_do_not_make_the_plan_anew():
     optimizer, _ = optimizer_of()
     optimizer.step()
-    runner, (group, other) = optimizer.plan_cache.runner, optimizer.param_groups
+    runner, (group, other) = optimizer._plans.runner, optimizer.param_groups
     for value in (0.1, torch.tensor(0.2)):
         group.update(lr=value, momentum=0.5, weight_decay=0.3, normalize_beta=0.5, initial_lr=1.0)
         other.update(lr=value, betas=(0.5, 0.6), eps=1e-3)
         optimizer.step()
-        assert optimizer.plan_cache.runner is runner
+        assert optimizer._plans.runner is runner
 
 
 # -- options that decide which state there is --------------------------------------------------------------------------

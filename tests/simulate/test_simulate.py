@@ -74,7 +74,8 @@ options = st.fixed_dictionaries(
 
 def plans_of(optimizer, mesh, names, node_size):
     """The plan of every rank, each made alone."""
-    groups = [replace(group, comms="averaged" if "dp" in names else "none") for group in optimizer.typed_groups]
+    comms = "averaged" if "dp" in names else "none"
+    groups = [replace(group, comms=comms) for group in optimizer._plans.current_groups()]
     found = layouts_by_name(groups, mesh, names)
     if len(found[0][0].ranks) == 1:
         found = [[None] * len(layouts) for layouts in found]
@@ -195,9 +196,8 @@ def test_a_name_says_how_parameters_are_cut():
     names = ("replicate", "fsdp", "ep", "tp")
     ranks = torch.arange(48).view(2, 3, 4, 2)
     found = {}
-    for group, layouts in zip(
-        optimizer.typed_groups, layouts_by_name(optimizer.typed_groups, ranks.shape, names), strict=True
-    ):
+    groups = optimizer._plans.current_groups()
+    for group, layouts in zip(groups, layouts_by_name(groups, ranks.shape, names), strict=True):
         found |= dict(zip(group.param_names, zip(group.params, layouts, strict=True), strict=True))
     dense, layer = ranks.view(2, 12, 2), "model.layers.0."
     for name, mesh, placements in (
@@ -220,9 +220,8 @@ def test_a_name_says_how_parameters_are_cut():
 def test_tensor_parallelism_knows_stored_transposes_and_biases():
     optimizer = optimizer_of(planned_model("gpt2", torch.float32))
     boxes = {}
-    for group, layouts in zip(
-        optimizer.typed_groups, layouts_by_name(optimizer.typed_groups, (2,), ("tp",)), strict=True
-    ):
+    groups = optimizer._plans.current_groups()
+    for group, layouts in zip(groups, layouts_by_name(groups, (2,), ("tp",)), strict=True):
         boxes |= {name: layout.box_of(1) for name, layout in zip(group.param_names, layouts, strict=True)}
     block = "transformer.h.0."
     assert boxes[f"{block}mlp.c_fc.weight"] == ((0, 768), (1536, 3072))

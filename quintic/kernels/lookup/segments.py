@@ -2,7 +2,7 @@
 
     _positions_kernel   a tile of positions: outputs, or the gradient of x      grid (tiles of positions, columns)
     _tables_kernel      a tile of rows: gradients of keys and values            grid (tiles of rows, columns)
-    _rows_kernel        one position: gradient added to its row of a table      grid (positions, columns)
+    _add_kernel         one position: gradient added to its row of a table      grid (positions, columns)
 
 lookup.py and rows.py have the formulas and the plain twins. Names: i are positions, j rows of the tables.
 """
@@ -19,7 +19,7 @@ __all__ = ["launch_add_to_rows", "launch_lookup", "launch_lookup_backward"]
 # writes (every program computes its scores again), and warps. Not tuned yet; with fewer warps registers are spilt.
 _POSITIONS, _ROWS, _CHUNK, _COLUMNS, _WARPS = 64, 32, 64, 256, 8
 
-# For `_rows_kernel`, which multiplies nothing: positions at a time, columns, and warps.
+# For `_add_kernel`, which multiplies nothing: positions at a time, columns, and warps.
 _FEW_POSITIONS, _MANY_COLUMNS, _FEW_WARPS = 8, 1024, 4
 
 # ------------------------------------------------------------------------------------------------------------ kernels

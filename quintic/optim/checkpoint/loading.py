@@ -25,29 +25,27 @@ import torch
 from torch import Tensor
 
 from quintic.optim.checkpoint.matching import Match, adopted_names, matched
+from quintic.optim.groups.group import Group
 from quintic.optim.groups.names import is_made_up, resolve_name
-from quintic.optim.groups.options import OPTIONS, Group, is_old_option
+from quintic.optim.groups.options import OPTIONS, is_old_option
 from quintic.optim.groups.ties import ties_of
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.state.placement import init_state
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
-from quintic.optim.state.state import CODE_KEYS, copy_, piece_of, saved_tensor
+from quintic.optim.state.state import copy_, piece_of, saved_tensor
 
 __all__ = ["Loaded", "check_is_state_dict", "load_state"]
 
 _Groups = Sequence[Mapping[str, Any]]
 
-# Loading must not change these: they say what a group is, not how it is stepped.
-_IDENTITY_KEYS = ("params", "param_names", "algorithm", "view")
-
-# Where the work is done and in how much memory. This process decides, not the one that saved.
-_PLACE_KEYS = ("comms", "replicas", "offload", "max_workspace_bytes", "state_dtype")
-
 # Keys that older versions saved with every group and that have no effect on the bits.
 _NO_OPTIONS = ("not_of_groups", "transport")
 
-_NOT_RESTORED = frozenset((*_IDENTITY_KEYS, *CODE_KEYS, *_PLACE_KEYS, *_NO_OPTIONS))
+# Loading keeps the parameters of a group, and the options that belong to a run and not to a trajectory.
+_NOT_RESTORED = frozenset(
+    ("params", "param_names", *_NO_OPTIONS, *(name for name, option in OPTIONS.items() if option.saved != "restored"))
+)
 
 # The learning rate, and the values that schedulers compute it from: all of them are restored or none.
 _RATE_KEYS = ("lr", "adamw_lr_ratio", "initial_lr", "max_lr", "min_lr", "swa_lr")

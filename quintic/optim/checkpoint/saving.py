@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms.collectives import has_process_group
+from quintic.optim.groups.options import OPTIONS
 from quintic.optim.layout.layouts import is_dtensor
 from quintic.optim.rules.numbers import to_python_scalar
 from quintic.optim.rules.rule import MANTISSA
 from quintic.optim.rules.table import STATE_KEYS
-from quintic.optim.state.state import CODE_KEYS
 
 __all__ = ["saved_state", "with_mantissas"]
 
 # Options that are objects; loading never restores them from their text.
-_SAVED_AS_TEXT = frozenset(("view", *CODE_KEYS))
+_SAVED_AS_TEXT = frozenset(name for name, option in OPTIONS.items() if option.saved == "text")
 
 
 def saved_state(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) -> dict[str, Any]:

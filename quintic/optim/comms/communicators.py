@@ -24,7 +24,7 @@ from quintic.optim.comms.collectives import (
     warm_up,
 )
 from quintic.optim.comms.sharing import user_linked_ranks
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout
 
 __all__ = ["Communicators"]

@@ -10,41 +10,17 @@ from typing import TypeAlias
 
 from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_values, this_rank
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
+from quintic.optim.groups.options import options_affecting
 from quintic.optim.layout.layouts import Layout
 
-__all__ = ["PLANNED_OPTIONS", "Place", "described", "difference"]
+__all__ = ["Place", "described", "difference"]
 
 Place: TypeAlias = tuple[int, int]
 """(number of a parameter's group, position of the parameter in the group)."""
 
-PLANNED_OPTIONS = (
-    "algorithm",
-    "comms",
-    "replicas",
-    "view",
-    "orthogonalizer",
-    "orthogonalizer_steps",
-    "coefficients",
-    "compute_dtype",
-    "normalize",
-    "max_workspace_bytes",
-    "offload",
-    "master",
-    "state_dtype",
-    "cautious",
-    "decay_coupling",
-    "scale_decay",
-    "on_nonfinite",
-    "tied_to",
-    "kernels",
-    "process_group",
-)
-"""Options of a group that the plan depends on, or the comparison of ranks; when one changes, both are made anew."""
-
-# Options that must be equal on all ranks, as they decide which collectives run and how large they are. The last two of
-# the planned ones, kernels and process_group, may differ from rank to rank.
-_COMPARED_OPTIONS = (*PLANNED_OPTIONS[:-2], "step_every", "qk_clip")
+# Options that must be equal on all ranks, as they decide which collectives run and how large they are.
+_COMPARED_OPTIONS = options_affecting("ranks")
 
 
 def described(

@@ -23,7 +23,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, all_agree_, all_gather_values, start_all_max, this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import user_linked_ranks
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, local_tensor
 from quintic.optim.rules.device import host_tensor, upload
 

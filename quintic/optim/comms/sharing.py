@@ -12,7 +12,7 @@
 from collections.abc import Sequence
 
 from quintic.optim.comms.collectives import group_ranks, has_process_group, this_rank
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, layout_of, replicated_layout
 
 __all__ = [

@@ -1,174 +1,235 @@
-"""A parameter group as a step sees it: its parameters and options, frozen and typed.
+"""The options of parameter groups: each is declared once, as a row of the tables below.
 
-PyTorch keeps groups as dictionaries, which users, schedulers and other libraries change at any time. `Muon` checks them
-and makes a `Group` of each; where something has changed, another one takes its place. Nothing below `Muon` reads the
-dictionaries.
+A row is a typed field, and `option(...)` holds the other properties:
+
+* `default`: what `quintic.Muon` begins with. A test compares it with the constructor's signature.
+* `values`: a check that needs nothing but the value, and words for it. Checks that need the rest of the group, or its
+  parameters, are in `validate.py`.
+* `affects`: "plan": when the option changes, the plan is built anew and the state is fitted to it. "ranks": ranks that
+  share parameters must have equal values, and compare them. "graph": a captured step holds the value, and is captured
+  anew when it changes. A new option affects all three unless its row says otherwise, which is safe and may be slow.
+* `is_scheduled`: schedules change it at every step, so a change is checked by itself and not with the whole group.
+* `saved`: "restored": checkpoints have its value, and loading restores it. "value", "text": checkpoints have its value,
+  or its text, for people, and the optimizer that loads them keeps its own.
+* `algorithm`: the only algorithm whose groups use it.
+* `is_keyword`: the constructor has a keyword for it.
+* `other_names`, `old_names`: names in other libraries, which are suggested from; and in older versions, which work.
+
+All else follows from the tables: the fields of `Group`, the checks of `Muon`, the comparison between ranks, what
+checkpoints restore, when a step is captured anew, suggestions for misspelt names, and `docs/reference/options.md`.
 """
 
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import chain
-from operator import is_, itemgetter
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import KernelsOption
-from quintic.optim.groups.names import resolve_name
-from quintic.optim.layout.views import View
+from quintic.optim.groups.values import Values, count, number, number_pair, numbers_per_matrix, one_of, or_none, tie
+from quintic.optim.layout.views import Matrix, View
+from quintic.optim.polar.coefficients import DEFAULT_STEPS
 from quintic.optim.polar.forms import Method, Polynomials
-from quintic.optim.rules.numbers import cpu_scalar_or_none
-from quintic.optim.rules.rule import Algorithm, UpdateRule
-from quintic.optim.rules.table import rule_of
+from quintic.optim.rules.rates import ADAMW_LR
+from quintic.optim.rules.rule import Algorithm
 from quintic.optim.rules.update import AdjustLr, Cautious, DecayCoupling
 
 __all__ = [
-    "CHECKED_OPTIONS",
     "OLD_NAMES",
     "OPTIONS",
-    "Group",
+    "STEP_OPTIONS",
     "Number",
+    "Option",
+    "Options",
     "Orthogonalizer",
     "adopt_old_names",
-    "found_parameter",
+    "group_defaults",
     "is_old_option",
-    "needs_state",
+    "options_affecting",
     "with_new_names",
 ]
-
-OLD_NAMES = {"lr_scale": "adjust_lr"}
-"""Old name of an option -> its name now."""
 
 Number = float | Tensor
 """A number, or a tensor of one entry, which may be on a device."""
 
 Orthogonalizer = Method | Callable[[Tensor], Tensor]
 
+Effect = Literal["plan", "ranks", "graph"]
+Saved = Literal["restored", "value", "text"]
 
-def needs_state(param: Tensor) -> bool:
-    """Return whether a parameter may be stepped: a frozen one is, too, if it is given a gradient."""
-    return param.requires_grad or param.grad is not None
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """The declaration of one option; the head of this file explains each field."""
+
+    default: Any
+    values: Values
+    affects: Set[Effect]
+    is_scheduled: bool
+    saved: Saved
+    algorithm: Algorithm | None
+    is_keyword: bool
+    other_names: Sequence[str]
+    old_names: Sequence[str]
+
+
+def option(
+    default: Any,
+    values: Values | str,
+    *,
+    affects: Set[Effect] = frozenset({"plan", "ranks", "graph"}),
+    is_scheduled: bool = False,
+    saved: Saved = "restored",
+    algorithm: Algorithm | None = None,
+    is_keyword: bool = True,
+    other_names: Sequence[str] = (),
+    old_names: Sequence[str] = (),
+) -> Any:
+    """Return a field that declares an option; `values` may be words only, where `validate.py` checks the value."""
+    declared = Option(
+        default=default,
+        values=Values(values) if isinstance(values, str) else values,
+        affects=affects,
+        is_scheduled=is_scheduled,
+        saved=saved,
+        algorithm=algorithm,
+        is_keyword=is_keyword,
+        other_names=other_names,
+        old_names=old_names,
+    )
+    return field(default=default, metadata={"option": declared})
+
+
+# A schedule of a rate or a decay that ends at 0 may end a rounding below it.
+_RATES = number(slack=1e-12)
+_SWITCH = one_of(False, True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Group:
-    """One parameter group; the options are keywords of `quintic.Muon`, and documented there."""
+class Options:
+    """The options that a step reads."""
 
-    number: int
-    """Position in `optimizer.param_groups`."""
-    params: tuple[Tensor, ...]
-    param_names: tuple[str, ...]
-    algorithm: Algorithm
-    view: View
-    # What schedules change at every step.
-    lr: Number
-    weight_decay: Number
-    momentum: Number
-    betas: tuple[Number, Number]
-    eps: Number
-    # What stays, mostly.
-    nesterov: bool
-    decay_coupling: DecayCoupling
-    scale_decay: bool
-    cautious: Cautious
-    orthogonalizer: Orthogonalizer
-    orthogonalizer_steps: int
-    coefficients: Polynomials | None
-    compute_dtype: torch.dtype | None
-    normalize: Literal["neuron", "element"] | None
-    normalize_beta: float
-    adjust_lr: AdjustLr
-    lr_multipliers: Sequence[float] | None
-    adamw_lr_ratio: float | None
-    step_every: int
-    comms: Literal["none", "averaged", "replicated", "sharded", "sharded_sparse"]
-    process_group: Any
-    """A `ProcessGroup`, where there are any."""
-    replicas: Literal["auto", "divide", "repeat"]
-    master: Literal["fp32", "mantissa"] | None
-    state_dtype: Literal["bf16"] | None
-    qk_clip: Any
-    """A `QKClip`, or None."""
-    offload: bool
-    on_nonfinite: Literal["propagate", "skip", "raise"]
-    max_workspace_bytes: int | None
-    kernels: KernelsOption
-    telemetry_every: int | None
-    tied_to: tuple[str, bool] | None
-    """Name of the parameter that this group's is a copy of, and whether it is stored transposed; see `Muon.tie`."""
+    algorithm: Algorithm = option("muon", "'muon' or 'adamw'", saved="value", is_keyword=False)
+    view: View = option(Matrix(), "a view, such as quintic.Heads(n)", saved="text", is_keyword=False)
 
-    idle: frozenset[int]
-    """Positions of parameters that need no state and are in no bucket: they do not require gradients, and have none."""
+    # Rates and averages that schedules change: kernels read them from device memory, a replayed graph as well.
+    lr: Number = option(0.02, _RATES, affects=set(), is_scheduled=True, other_names=["learning_rate"])
+    weight_decay: Number = option(0.0, _RATES, affects=set(), is_scheduled=True, other_names=["wd"])
+    momentum: Number = option(
+        0.95, number(below=1), affects=set(), is_scheduled=True, algorithm="muon", other_names=["mu"]
+    )
+    betas: tuple[Number, Number] = option(
+        (0.9, 0.95),
+        number_pair("(0.9, 0.95)"),
+        affects=set(),
+        is_scheduled=True,
+        algorithm="adamw",
+        other_names=["beta1", "beta2"],
+    )
+    eps: Number = option(1e-8, number(), affects=set(), is_scheduled=True, algorithm="adamw")
+    normalize_beta: float = option(0.95, number(below=1), affects={"graph"}, is_scheduled=True, algorithm="muon")
 
-    values: tuple[Any, ...]
-    """All options, as the dictionary had them."""
-    host_values: tuple[tuple[Any, float], ...]
-    """Hyperparameters that can be changed in place without waiting for a device to see it, with the numbers in them."""
+    # The update.
+    nesterov: bool = option(True, _SWITCH, affects={"graph"}, algorithm="muon")
+    decay_coupling: DecayCoupling = option("lr", one_of("lr", "lr_squared"))
+    scale_decay: bool = option(False, _SWITCH, algorithm="muon")
+    cautious: Cautious = option(False, one_of(False, True, "strict"))
+    orthogonalizer: Orthogonalizer = option(
+        "auto",
+        "'auto', 'polar_express', 'gram', 'newton_schulz', 'svd', or a function",
+        saved="text",
+        algorithm="muon",
+    )
+    orthogonalizer_steps: int = option(DEFAULT_STEPS, count(), algorithm="muon", other_names=["ns_steps"])
+    coefficients: Polynomials | None = option(
+        None,
+        "one triple (a, b, c) or one per step, or None",
+        algorithm="muon",
+        other_names=["ns_coefficients"],
+    )
+    compute_dtype: torch.dtype | None = option(None, "a floating dtype, or None", saved="text", algorithm="muon")
+    normalize: Literal["neuron", "element"] | None = option(None, one_of(None, "neuron", "element"), algorithm="muon")
+    adjust_lr: AdjustLr = option(
+        "spectral",
+        "'spectral', 'match_rms_adamw', 'unit_rms', None, or a function",
+        affects={"graph"},
+        saved="text",
+        algorithm="muon",
+        other_names=["adjust_lr_fn"],
+        old_names=["lr_scale"],
+    )
+    lr_multipliers: Sequence[float] | None = option(
+        None, or_none(numbers_per_matrix()), affects={"graph"}, algorithm="muon"
+    )
+    adamw_lr_ratio: float | None = option(None, or_none(number()), affects={"graph"}, algorithm="adamw")
+    step_every: int = option(1, count(), affects={"ranks", "graph"})
+    qk_clip: Any = option(None, "None or a quintic.QKClip", affects={"ranks", "graph"}, saved="text", algorithm="muon")
+    tied_to: tuple[str, bool] | None = option(None, or_none(tie(), none_first=True), is_keyword=False)
 
-    @classmethod
-    def of(cls, number: int, group: Mapping[str, Any], awake: Container[Tensor] = ()) -> "Group":
-        """Return the group of a validated dictionary with every option, at this position, as it is now.
+    # Where the work is done, and in how much memory: each run has its own.
+    comms: Literal["none", "averaged", "replicated", "sharded", "sharded_sparse"] = option(
+        "none", one_of("none", "averaged", "replicated", "sharded", "sharded_sparse"), saved="value"
+    )
+    # Every rank has its own groups, and the plan tells which ranks are in one.
+    process_group: Any = option(None, "a ProcessGroup, or None", affects={"plan", "graph"}, saved="text")
+    replicas: Literal["auto", "divide", "repeat"] = option("auto", one_of("auto", "divide", "repeat"), saved="value")
+    offload: bool = option(False, _SWITCH, saved="value")
+    max_workspace_bytes: int | None = option(2**31, or_none(count("a positive integer")), saved="value")
+    kernels: KernelsOption = option(
+        "auto",
+        one_of("auto", "torch", "triton"),
+        affects={"plan", "graph"},
+        saved="text",
+        other_names=["foreach", "fused"],
+    )
 
-        Parameters that are `awake` are stepped if a gradient comes, although they may have been frozen since.
-        """
-        values = _values_of(group)
-        params, names = tuple(group["params"]), tuple(group["param_names"])
-        options = dict(zip(_OPTIONS, values, strict=True))
-        scheduled = chain.from_iterable(v if isinstance(v, tuple | list) else (v,) for v in map(group.get, _SCHEDULED))
-        numbers = [(value, cpu_scalar_or_none(value)) for value in scheduled]
-        host_values = tuple((value, number) for value, number in numbers if number is not None)
-        idle = frozenset(i for i, param in enumerate(params) if not needs_state(param) and param not in awake)
-        return cls(
-            number=number,
-            params=params,
-            param_names=names,
-            idle=idle,
-            values=values,
-            host_values=host_values,
-            **options,
-        )
+    # State, and what happens around a step.
+    master: Literal["fp32", "mantissa"] | None = option(None, one_of(None, "fp32", "mantissa"))
+    state_dtype: Literal["bf16"] | None = option(None, one_of(None, "bf16"), saved="value")
+    on_nonfinite: Literal["propagate", "skip", "raise"] = option("propagate", one_of("propagate", "skip", "raise"))
+    telemetry_every: int | None = option(None, or_none(count()), affects={"graph"})
 
-    def is_as_in(self, group: Mapping[str, Any]) -> bool:
-        """Return whether a dictionary has the very same options still, and these their values.
 
-        Parameters, and tensors on a device, are not compared.
-        """
-        if not all(map(is_, _values_of(group), self.values)):
-            return False
-        return not self.host_values or all(float(value) == number for value, number in self.host_values)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DictionaryOptions:
+    """Keys of a group's dictionary that no step reads."""
 
-    def agrees(self, other: "Group", options: Iterable[str]) -> bool:
-        """Return whether another group has the same values of some options."""
-        return all(getattr(self, option) == getattr(other, option) for option in options)
+    # A new AdamW group takes its `lr` and `weight_decay` from these.
+    adamw_lr: float = option(ADAMW_LR, "a number of at least 0", affects=set(), algorithm="adamw")
+    adamw_weight_decay: float = option(0.0, "a number of at least 0", affects=set(), algorithm="adamw")
+    # Counted by `Muon` at every step, for `step_every`.
+    pending_steps: int = option(0, "an integer", affects=set(), is_keyword=False)
 
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule of its parameters."""
-        return rule_of(self.algorithm, self.normalize)
 
-    @property
-    def hyperparameters(self) -> tuple[Number, ...]:
-        """Return the hyperparameters that schedules change, in the order of `device.HYPERPARAMETERS`."""
-        return (self.lr, self.weight_decay, self.momentum, *self.betas, self.eps)
+OPTIONS: dict[str, Option] = {
+    one.name: one.metadata["option"] for table in (Options, DictionaryOptions) for one in fields(table)
+}
+"""All options of a group, by name; a group's other keys belong to other code."""
 
-    @property
-    def lr_ratio(self) -> float:
-        """Return the factor between `lr` and the learning rate of the group's steps."""
-        return 1.0 if self.adamw_lr_ratio is None or self.rule.orthogonalizes else float(self.adamw_lr_ratio)
+STEP_OPTIONS = tuple(one.name for one in fields(Options))
+"""The names of the options that a step reads."""
 
-    @property
-    def learning_rate(self) -> float:
-        """Return the learning rate of the group's steps; waits for the device if `lr` is a tensor there."""
-        return float(self.lr) * self.lr_ratio
+OLD_NAMES = {old: name for name, one in OPTIONS.items() for old in one.old_names}
+"""Old name of an option -> its name now."""
+
+
+def options_affecting(effect: Effect) -> tuple[str, ...]:
+    """Return the names of the options that affect the plan, the other ranks, or a captured graph."""
+    return tuple(name for name, one in OPTIONS.items() if effect in one.affects)
+
+
+def group_defaults(**keywords: Any) -> dict[str, Any]:
+    """Return the options with which groups begin: the constructor's keywords, and the defaults of all others."""
+    return {name: one.default for name, one in OPTIONS.items()} | keywords
 
 
 def is_old_option(key: str, value: object) -> bool:
     """Return whether a key and its value are an option under its old name.
 
-    A number under `lr_scale` is not: it is the factor on a group's learning rate that timm, MAE and BEiT keep there,
-    which their schedules multiply with.
+    A number under `lr_scale` is another thing: the factor on a group's learning rate that timm, MAE and BEiT keep
+    there, and that their schedules multiply with.
     """
     return key in OLD_NAMES and (value is None or isinstance(value, str) or callable(value))
 
@@ -191,39 +252,8 @@ def with_new_names(options: dict[str, Any], what: str, *, stacklevel: int) -> di
 
 
 def adopt_old_names(options: dict[str, Any]) -> list[str]:
-    """Give options that stand under an old name their new one, in place of its value; return the old names."""
+    """Replace the old names of options in a group's dictionary; returns the old names that were found."""
     found = [key for key in OLD_NAMES if key in options and is_old_option(key, options[key])]
     for key in found:
         options[OLD_NAMES[key]] = options.pop(key)
     return found
-
-
-def found_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> tuple[Group, int]:
-    """Return a parameter's group and its position there; a ValueError beginning with `what` if there is none."""
-    places = [(group, index) for group in groups for index in range(len(group.params))]
-    if isinstance(param, str):
-        meant = resolve_name(param, {group.param_names[index] for group, index in places})
-        match = next((place for place in places if place[0].param_names[place[1]] == meant), None)
-    else:
-        match = next((place for place in places if place[0].params[place[1]] is param), None)
-    if match is None:
-        which = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
-        raise ValueError(f"{what} {which}, which is no parameter of the optimizer")
-    return match
-
-
-_OPTIONS = tuple(
-    field.name
-    for field in fields(Group)
-    if field.name not in ("number", "params", "param_names", "idle", "values", "host_values")
-)
-
-_SCHEDULED = frozenset({"lr", "weight_decay", "momentum", "betas", "eps", "normalize_beta"})
-
-OPTIONS = frozenset((*_OPTIONS, "params", "param_names", "adamw_lr", "adamw_weight_decay", "pending_steps"))
-"""Keys of groups that the optimizer reads; all others belong to other code."""
-
-CHECKED_OPTIONS = tuple(option for option in _OPTIONS if option not in _SCHEDULED)
-"""Options of a group that are checked again when they change. Not those that schedules change at every step."""
-
-_values_of: Callable[[Mapping[str, Any]], tuple[Any, ...]] = itemgetter(*_OPTIONS)

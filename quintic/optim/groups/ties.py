@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quintic.optim.groups.options import Group, found_parameter
+from quintic.optim.groups.group import Group, found_parameter
 from quintic.optim.layout.layouts import gradient_dtype, is_dtensor, reject_sparse, writable_gradient
 from quintic.optim.rules.device import is_capturing
 

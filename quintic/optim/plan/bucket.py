@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 
 from quintic.kernels.dispatch import Kernels
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.views import Unit, View, is_plain, is_transposed
 from quintic.optim.plan.exchange import Exchange
 from quintic.optim.plan.members import BucketMember, Kind, direction_dtype, update_dtype

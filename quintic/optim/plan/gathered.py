@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from quintic.kernels.dispatch import choose_kernels
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Box, Layout, intersection, local_tensor, relative, size_of
 from quintic.optim.layout.views import Unit, View
 from quintic.optim.plan.bucket import Gathered, ParameterUnit, Units
@@ -76,7 +76,8 @@ class SharedBucket:
         # A factor and a second moment for each neuron.
         factors = 2 * width_of(spec.dtype) * units.num_neurons if spec.normalizes else 0
         direction, update = units.direction_dtype(spec.dtype).itemsize, units.update_dtype(spec.dtype).itemsize
-        return ExchangeBytes(self.exchange, direction, update, factors)
+        # State that stages on whole matrices need goes to the owner and comes back.
+        return ExchangeBytes(self.exchange, direction + spec.state_width, update + spec.state_width, factors)
 
     @cached_property
     def most(self) -> Stages:

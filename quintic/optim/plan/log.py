@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.plan.bucket import Bucket, Gathered, Sharded
 from quintic.optim.plan.plan import Plan
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.views import View
 from quintic.optim.polar.forms import Form, resolve
 from quintic.optim.state.owners import shape_cost

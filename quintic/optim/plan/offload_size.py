@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.rules.rule import MASTER_SPECS
 
 __all__ = [

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
+from quintic.optim.groups.group import Group
 from quintic.optim.groups.names import resolve_name
-from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Gathered, Sharded
 from quintic.optim.plan.schedule import Schedule, overlapping, prefetch_one_schedule
 

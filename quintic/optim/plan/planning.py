@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from quintic.kernels.dispatch import Kernels, choose_kernels, is_dense
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, local_tensor
 from quintic.optim.plan.bucket import Bucket, Local
 from quintic.optim.plan.gathered import gathered_buckets, shared_buckets

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout
 from quintic.optim.plan.exchange import traffic_of
 from quintic.optim.plan.gathered import SharedBucket, shared_buckets

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import choose_kernels
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import size_of
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import ParameterUnit, Sharded, ShardedMatrices, ShardedTable, Units

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import group_ranks, has_process_group, this_rank
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import is_dtensor, local_tensor, mesh_layout, relative
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.qk_clip.clip import LayerClip, QKClip, RowFactors

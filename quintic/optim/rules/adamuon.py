@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quintic.optim.rules.rule import MOMENTUM, Direction, MatrixStage, StageOptions, StateSpec, UpdateRule
+from quintic.optim.rules.rule import MOMENTUM_DIRECTION, MatrixStage, StageOptions, StateSpec, UpdateRule
 from quintic.optim.rules.sums import norms, sums
 
 __all__ = ["ADAMUON"]
@@ -51,7 +51,7 @@ class ElementSecondMoment(MatrixStage):
     label = "normalize elements"
     state = (StateSpec(SECOND_MOMENT, "average", "param"),)
     averages = ("normalize_beta",)
-    temporaries = 3
+    temporaries = 4
 
     def apply(
         self, matrices: Tensor, state: Mapping[str, Tensor], options: StageOptions
@@ -63,15 +63,15 @@ class ElementSecondMoment(MatrixStage):
         normalized = o / moment.sqrt().add_(_EPS)
         # Rows, then their sum: an order of addition that does not depend on b.
         norm = sums(norms(normalized, -1).square(), -2).sqrt()  # (b, 1, 1)
-        # With the rule's scale, 0.2 sqrt(max(m, n)), this is 0.2 sqrt(m n) / norm.
+        # The norm of an orthogonal matrix; with the rule's scale, 0.2 sqrt(max(m, n)), it becomes 0.2 sqrt(m n).
         side = math.sqrt(min(matrices.shape[1:]))
-        return normalized, side / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+        return normalized.mul_(side / norm.clamp_min(torch.finfo(norm.dtype).tiny)), None
 
 
 ADAMUON = UpdateRule(
     title="AdaMuon",
     algorithm="muon",
-    direction=Direction((StateSpec(MOMENTUM, "average", "param"),), ("momentum",)),
+    direction=MOMENTUM_DIRECTION,
     before=(Signs(),),
     after=(ElementSecondMoment(),),
     scale="match_rms_adamw",

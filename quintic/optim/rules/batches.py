@@ -1,4 +1,4 @@
-"""Tensors that one launch takes together, and what is done to all of them."""
+"""Groups tensors that one fused call can take, and scales them."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ __all__ = ["group_by_device_dtype", "scale_"]
 
 
 def group_by_device_dtype(tensors: Sequence[Tensor | None]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """Return (device, dtype) -> positions of the tensors that have entries; None has none."""
+    """Return (device, dtype) -> positions of the tensors that have entries; None and empty tensors are left out."""
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for position, tensor in enumerate(tensors):
         if tensor is not None and tensor.numel():
@@ -25,5 +25,5 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
         if wide.dtype == dtype:
             torch._foreach_mul_(together, wide)
         else:
-            # A tensor without dimensions would be rounded to the dtype of the others before the product.
+            # As () the factor would be rounded to the tensors' dtype before the product; as (1,) it is not.
             torch._foreach_mul_([tensor.unsqueeze(0) for tensor in together], [wide.view(1)] * len(together))

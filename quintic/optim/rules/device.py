@@ -1,7 +1,7 @@
 """Small tensors that a step keeps on the device: hyperparameters, tables of addresses, constants.
 
-Nothing here waits for the device: what the host writes goes through pinned memory, and inside a CUDA graph's capture
-nothing is uploaded at all that a replay must not repeat.
+Nothing here waits for the device, except `HostCopy.read`: the host's values go through pinned memory. During the
+capture of a CUDA graph nothing is uploaded that a replay must not repeat.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 __all__ = ["HYPERPARAMETERS", "DeviceHyperparameters", "HostCopy", "host_tensor", "is_capturing", "upload"]
 
 HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
-"""Order of the values in device memory; betas stand as two."""
+"""The order of the values in device memory; `betas` are two of them."""
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -22,7 +22,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def host_tensor(values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers as a tensor on the CPU, whatever `torch.set_default_device` says."""
+    """Return numbers as a tensor on the CPU, also if `torch.set_default_device` chose another device."""
     return torch.tensor(values, dtype=dtype, device="cpu")
 
 
@@ -35,10 +35,10 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """A small tensor on its way to the host, copied when the current stream comes to it."""
+    """An asynchronous copy of a small tensor to the host, made by the current stream."""
 
     def __init__(self, source: Tensor) -> None:
-        # Kept until it is read: its memory may belong to another stream than the one that copies it.
+        # Keep the source: its memory may belong to another stream, which could reuse it before the copy is made.
         self._source = self._copy = source
         self._event: Any = None
         if source.is_cuda:
@@ -48,11 +48,11 @@ class HostCopy:
 
     @property
     def is_there(self) -> bool:
-        """Whether reading it waits for nothing."""
+        """Whether the copy has arrived, so that `read` does not wait."""
         return self._event is None or bool(self._event.query())
 
     def read(self) -> Any:
-        """Return it as Python numbers; waits until it is there."""
+        """Return the values as Python numbers; waits for the copy."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy.tolist()
@@ -62,18 +62,20 @@ class DeviceHyperparameters:
     """The hyperparameters of one group as a float64 tensor on one device, at an address that never changes."""
 
     def __init__(self, device: torch.device) -> None:
+        # (6,), in the order of `HYPERPARAMETERS`, and the numbers that were uploaded last.
         self.values = torch.zeros(len(HYPERPARAMETERS), dtype=torch.float64, device=device)
         self._uploaded: tuple[float, ...] | None = None
+        # The object that these values were read from; set and compared by the owner.
         self.is_of: object = None
-        """For who looks after it: what the values are those of."""
+        # Whether a value is a tensor on the device, which may change there unnoticed.
         self.is_live = False
-        """Whether a value is a tensor on the device, which may change there."""
 
     def update(self, hyperparameters: Sequence[float | Tensor], lr_ratio: float) -> None:
-        """Bring the values, in the order of `HYPERPARAMETERS`, up to date on the device; the first times a ratio.
+        """Update the values on the device, given in the order of `HYPERPARAMETERS`; the first is multiplied by a ratio.
 
-        A value that is itself a tensor on the device is copied there, without the host, also inside a captured graph.
+        A value that is itself a tensor on the device is copied on the device, also within a captured graph.
         """
+        # Numbers of the host: uploaded only if one has changed. A live value is 0 among them.
         live = [isinstance(value, Tensor) and value.device == self.values.device for value in hyperparameters]
         self.is_live = any(live)
         lr, *others = (0.0 if is_live else float(value) for value, is_live in zip(hyperparameters, live, strict=True))
@@ -86,6 +88,7 @@ class DeviceHyperparameters:
                 )
             self.values.copy_(upload(host_tensor(numbers, torch.float64), self.values.device))
             self._uploaded = numbers
+        # Live values: copied in every step, and by every replay of a graph.
         for index, (value, is_live) in enumerate(zip(hyperparameters, live, strict=True)):
             if is_live and isinstance(value, Tensor):
                 self.values[index].copy_(value)

@@ -1,8 +1,8 @@
-"""Functions that `torch.compile` calls without looking into them.
+"""Keeps `torch.compile` out of functions: it calls them without tracing.
 
-A step finds its tensors by their addresses, asks processes and devices, and runs kernels of its own: in a compiled
-training loop there is nothing to fuse, and much to trace again when a number changes. The compiler itself is imported
-at the first call of such a function, as by PyTorch's own optimizers, and not with `quintic`.
+A step finds its tensors by their addresses, talks to other processes, and runs kernels of its own. In a compiled
+training loop there would be nothing to fuse, and much to trace again whenever a number changes. The compiler is only
+imported at the first call of such a function, as by PyTorch's own optimizers, and not by `import quintic`.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,15 @@ _R = TypeVar("_R")
 
 
 def disable_dynamo_with_hooks(step: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return an optimizer's `step` that is opaque together with the hooks that PyTorch wraps around it."""
+    """Return an optimizer's `step`, wrapped in PyTorch's calls of hooks, which the compiler does not trace either."""
     hooked = Optimizer.profile_hook_step(step)
-    hooked.hooked = True  # type: ignore[attr-defined]  # so that PyTorch does not do it again
+    # PyTorch would otherwise wrap it once more, outside of `disable_dynamo`.
+    hooked.hooked = True  # type: ignore[attr-defined]
     return disable_dynamo(hooked)
 
 
 def unwrap_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of a class's `step` inside of what calls hooks."""
+    """Return the function inside a class's `step`, without the wrappers that call hooks."""
     while hasattr(step, "hooked"):
         step = step.__wrapped__  # type: ignore[attr-defined]
     return step

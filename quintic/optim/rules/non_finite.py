@@ -1,4 +1,4 @@
-"""Whether all gradients are finite, without policies the device."""
+"""Tests whether all gradients are finite, without waiting for the device."""
 
 import math
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ def all_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
     Gradients may be on any devices.
     """
+    # The largest absolute entry is finite if all are; one fused call per device and dtype, (gradients,).
     flags = []
     for positions in group_by_device_dtype(gradients).values():
         largest = torch.stack(torch._foreach_norm([gradients[position] for position in positions], math.inf))
@@ -24,7 +25,10 @@ def all_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def first_non_finite(names: Sequence[str], gradients: Sequence[Tensor]) -> str | None:
-    """Return the name of the first gradient with an infinite or undefined entry. Waits for the device."""
+    """Return the name of the first gradient with an infinite or undefined entry; None if there is no such gradient.
+
+    Waits for the device.
+    """
     if not gradients or bool(all_finite(gradients, gradients[0].device)):
         return None
     return next(name for name, g in zip(names, gradients, strict=True) if not bool(torch.isfinite(g).all()))

@@ -1,4 +1,4 @@
-"""Checks of options that must be numbers."""
+"""Checks and conversions of options that must be numbers."""
 
 import math
 from numbers import Integral, Real
@@ -10,7 +10,8 @@ __all__ = ["cpu_scalar_or_none", "is_count", "is_number", "to_python_scalar"]
 
 
 def is_number(value: object, least: float = -math.inf, below: float = math.inf) -> bool:
-    """Whether a value is one number in [least, below). A tensor on a device is not read: that would wait for it."""
+    """Return whether a value is a single number in [least, below)."""
+    # A tensor on a device is not read, which would wait for it.
     if isinstance(value, Tensor):
         return value.numel() == 1 and (value.device.type != "cpu" or least <= float(value) < below)
     number = to_python_scalar(value)
@@ -23,19 +24,19 @@ def is_number(value: object, least: float = -math.inf, below: float = math.inf) 
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """Whether a value is an integer of at least `least`; True and False are none."""
+    """Return whether a value is an integer of at least `least`; True and False do not count."""
     return type(value) is not bool and isinstance(value, Integral) and int(value) >= least
 
 
 def to_python_scalar(value: Any) -> Any:
-    """Return Python's number for one of NumPy's, and for an array without dimensions; other values as they are."""
+    """Return a Python number for a NumPy number or an array without dimensions; other values unchanged."""
     if isinstance(value, Tensor) or getattr(value, "shape", None) != ():
         return value
     return value.item() if hasattr(value, "item") else value
 
 
 def cpu_scalar_or_none(value: Any) -> float | None:
-    """Return the number in a tensor on the CPU or an array, which may be changed in place; None for other values."""
+    """Return the number in a CPU tensor or an array, whose value may be changed in place; None for other values."""
     if isinstance(value, Tensor):
         is_readable = value.device.type == "cpu" and value.numel() == 1 and not value.is_complex()
         return float(value) if is_readable else None

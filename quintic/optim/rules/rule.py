@@ -32,6 +32,7 @@ __all__ = [
     "MASTER",
     "MASTER_SPECS",
     "MOMENTUM",
+    "MOMENTUM_DIRECTION",
     "STEP",
     "Direction",
     "MatrixStage",
@@ -96,6 +97,10 @@ class Direction:
     """Options that are coefficients of averages kept in `state_dtype`."""
 
 
+MOMENTUM_DIRECTION = Direction((StateSpec(MOMENTUM, "average", "param"),), ("momentum",))
+"""The momentum that rules on matrices begin with."""
+
+
 class MatrixStage:
     """A stage on whole matrices; stages of rules are subclasses that are frozen dataclasses.
 
@@ -114,10 +119,11 @@ class MatrixStage:
     def apply(
         self, matrices: Tensor, state: Mapping[str, Tensor], options: StageOptions
     ) -> tuple[Tensor, Tensor | None]:
-        """Return matrices (b, m, n) in place of those given, and factors (b, m or 1, n or 1) on them, None for 1.
+        """Return matrices (b, m, n) in place of those given, and factors on them, None for 1.
 
-        Each matrix must come out as it would by itself, to the last bit: sums as in `sums.py`. State by name, (b, m, n)
-        or (b, m, 1), or (b, 1, n) for `"neurons"`, in float32 or float64, is changed in place; the matrices are not.
+        Factors, (b, m, 1) or (b, 1, n), are for stages with `"neurons"` state, in whose message they travel. Each
+        matrix must come out as it would by itself, to the last bit: sums as in `sums.py`. State by name, (b, m, n), or
+        (b, m, 1) or (b, 1, n) for `"neurons"`, in float32 or float64, is changed in place; the matrices are not.
         """
         raise NotImplementedError
 
@@ -192,11 +198,16 @@ class UpdateRule:
     ) -> tuple[Tensor, Tensor]:
         """Return the update (b, m, n) after the last stages on whole matrices, in its dtype, and factors times theirs.
 
-        State is advanced in place, as `MatrixStage.apply` has it.
+        State, in the dtypes in which it is kept, is advanced in place.
         """
-        matrices = update
+        matrices, kept = update, state
+        # bfloat16 state is advanced in float32 and rounded once.
+        state = {name: value if value.itemsize >= 4 else value.float() for name, value in kept.items()}
         for stage in self.after:
             matrices, own = stage.apply(matrices, state, options)
             factors = factors if own is None else factors * own
+        for name, value in state.items():
+            if value is not kept[name]:
+                kept[name].copy_(value)
         # Updates travel in one dtype: rounded here, every layout has the same bits.
         return matrices.to(update.dtype), factors

@@ -1,4 +1,4 @@
-"""Sums over rows or columns of matrices, in an order that does not depend on how many matrices there are."""
+"""Sums over rows or columns of matrices, in an order that does not depend on the number of matrices in the batch."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,8 @@ __all__ = ["norms", "sums"]
 
 
 def norms(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the Euclidean norms of `x` along a dimension, which becomes 1; in the dtype of `x` where none is given."""
+    """Return the Euclidean norms of `x` along a dimension, which gets size 1; in `dtype`, or else the dtype of `x`."""
+    # PyTorch's own sums on CPUs do not depend on the batch.
     if not x.is_cuda:
         result: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=dtype)
         return result
@@ -15,18 +16,17 @@ def norms(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def sums(x: Tensor, dim: int) -> Tensor:
-    """Return the sums of `x` along a dimension, which becomes 1."""
+    """Return the sums of `x` along a dimension, which gets size 1."""
     return _pairwise(x.clone(), dim) if x.is_cuda else x.sum(dim, keepdim=True)
 
 
 def _pairwise(x: Tensor, dim: int) -> Tensor:
-    """Return sums made by adding halves to each other; overwrites `x`.
-
-    A GPU divides one sum among its threads in parts that depend on how many sums there are, and the last bit with them.
-    """
+    """Return sums along a dimension, made by repeatedly adding its second half to its first; overwrites `x`."""
+    # `torch.sum` on GPUs divides a sum among threads by the number of sums, which changes the last bit.
     if x.shape[dim] == 0:
         return x.sum(dim, keepdim=True)
     while (size := x.shape[dim]) > 1:
+        # An odd middle entry stays for the next round.
         half = (size + 1) // 2
         x.narrow(dim, 0, size - half).add_(x.narrow(dim, half, size - half))
         x = x.narrow(dim, 0, half)

@@ -11,7 +11,7 @@ from quintic.optim.rules.rule import (
     EXP_AVG,
     EXP_AVG_SQ,
     MASTER_SPECS,
-    MOMENTUM,
+    MOMENTUM_DIRECTION,
     STEP,
     Algorithm,
     Direction,
@@ -39,8 +39,6 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 NEURON_MOMENT = "second_momentum_buffer"
 
-_MOMENTUM = Direction((StateSpec(MOMENTUM, "average", "param"),), ("momentum",))
-
 
 @dataclass(frozen=True)
 class NeuronSecondMoment(MatrixStage):
@@ -67,8 +65,8 @@ class NeuronSecondMoment(MatrixStage):
         )
 
 
-MUON = UpdateRule(title="Muon", algorithm="muon", direction=_MOMENTUM)
-NORMUON = UpdateRule(title="NorMuon", algorithm="muon", direction=_MOMENTUM, after=(NeuronSecondMoment(),))
+MUON = UpdateRule(title="Muon", algorithm="muon", direction=MOMENTUM_DIRECTION)
+NORMUON = UpdateRule(title="NorMuon", algorithm="muon", direction=MOMENTUM_DIRECTION, after=(NeuronSecondMoment(),))
 ADAMW = UpdateRule(
     title="AdamW",
     algorithm="adamw",

@@ -20,7 +20,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_uneven, group_ranks, start_broadcasts, this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import SHARDED_MODES, layouts_of
-from quintic.optim.groups.options import Group, found_parameter
+from quintic.optim.groups.group import Group, found_parameter
 from quintic.optim.groups.ties import check_shapes
 from quintic.optim.layout.layouts import Layout, intersection, local_tensor, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
@@ -130,6 +130,7 @@ class Parameter:
         shape, view = self.layout.shape, self.group.view
         by_rank = {rank: second_moments(one, shape, view) for rank, one in zip(self.ranks, everyone, strict=True)}
         result = buffer.clone()
+        # Views by block and matrix, (b, m, 1) or (b, 1, n).
         targets = second_moments(result, shape, view)
         for (block, matrix), holders in self.holders().items():
             targets[block][matrix].copy_(by_rank[holders[0]][block][matrix])
@@ -214,6 +215,7 @@ def whole_states(
     apart = [one for one in all_parameters(groups, communicators) if _has_state_apart(one) and states.get(one.param)]
     if not apart:
         return {}
+    # Connect the ranks of these parameters only; others need no messages.
     layouts = {parameter.param: parameter.layout for parameter in apart}
     communicators.connect(groups, [[layouts.get(param) for param in group.params] for group in groups])
     wholes: dict[Tensor, dict[str, Tensor]] = {}
@@ -255,6 +257,7 @@ def copy_state(
     """Copy the state of one parameter to another in `states`, as `Muon.copy_state` describes."""
     # Check that the state fits, before anything is sent or changed.
     by_param = {parameter.param: parameter for parameter in all_parameters(groups, communicators)}
+    # Both may be given as parameters or by name.
     places = [found_parameter(groups, param, "copy_state was given") for param in (source, target)]
     origin, destination = (by_param[group.params[index]] for group, index in places)
     _check_copied(origin, destination, transposed=transposed)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import is_dense
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.rules.rule import MASTER, MASTER_SPECS
 from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
@@ -119,6 +119,7 @@ def state_on_device(param: Tensor, state: Mapping[str, Tensor]) -> Iterator[dict
 def _place(key: str, param: Tensor, group: Group) -> tuple[torch.device, bool]:
     """Return the device of a state, and whether its memory is pinned."""
     device = local_tensor(param).device
+    # Only state of the parameter's shape is offloaded.
     if key in PARAM_SHAPED_STATE and group.offload and device.type != "meta":
         return torch.device("cpu"), device.type == "cuda"
     return device, False

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.sharing import layouts_of, sharding_ranks
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import numel_of, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import Unit, View
@@ -104,6 +104,7 @@ def sharded_parameters(groups: Sequence[Group]) -> dict[Tensor, ShardedState]:
     sharded: dict[Tensor, ShardedState] = {}
     for group in groups:
         ranks = sharding_ranks(group, layouts_of(group))
+        # Only groups with `comms="sharded"` or "sharded_sparse", on several ranks.
         if ranks:
             rows = zip(group.params, shards_of(group, ranks), strict=True)
             sharded |= {param: ShardedState(shards, ranks) for param, shards in rows}
@@ -149,6 +150,7 @@ def _shards_of_matrices(group: Group, num_ranks: int) -> list[list[StateShard]]:
     for index, param in enumerate(group.params):
         for unit in _contiguous_units(group.view, param):
             start, stop = _range_of(unit, tuple(param.shape))
+            # Empty units, of parameters without entries, have no owner.
             if start < stop:
                 assignments.append((index, start, stop, unit))
                 costs.append(sum(count * shape_cost(m, n) for count, m, n in unit.view.shapes(size_of(unit.box))))
@@ -211,6 +213,7 @@ def _contiguous_units(view: View, param: Tensor) -> tuple[Unit, ...]:
     units = view.units(shape)
     if param.is_contiguous() and all(_is_run(unit, shape) for unit in units):
         return units
+    # One unit, the whole tensor, with all its matrices.
     matrices = tuple((block, matrix) for block, (b, _, _) in enumerate(view.shapes(shape)) for matrix in range(b))
     return (Unit(tuple((0, size) for size in shape), view, matrices),)
 

@@ -29,7 +29,6 @@ from quintic.optim.rules.rule import MASTER_SPECS
 from quintic.optim.rules.update import second_moment_shape
 
 __all__ = [
-    "CODE_KEYS",
     "MASTER_KEYS",
     "as_tensor",
     "copy_",
@@ -39,9 +38,6 @@ __all__ = [
     "saved_tensor",
     "second_moments",
 ]
-
-CODE_KEYS = ("orthogonalizer", "adjust_lr", "compute_dtype", "kernels", "qk_clip", "process_group")
-"""Options that may be functions or other objects: saved as text for people to read, and not restored."""
 
 MASTER_KEYS = tuple(spec.name for spec in MASTER_SPECS.values())
 """Names of the two forms of a 16-bit parameter's extra precision; it has at most one of them."""
@@ -120,6 +116,7 @@ def saved_tensor(value: Any, what: str) -> Tensor:
         tensor = as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{what} is a {type(value).__name__}, and must be a tensor") from None
+    # Kinds of tensors that `copy_` would fail on, or copy wrongly.
     for is_so, kind in (
         (tensor.is_meta, "on the meta device, without values"),
         (tensor.layout is not torch.strided, f"sparse ({tensor.layout})"),

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.groups.options import Group, needs_state
+from quintic.optim.groups.group import Group, needs_state
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.rules.precision import full_precision
 from quintic.optim.rules.rule import MASTER

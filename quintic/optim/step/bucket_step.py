@@ -5,7 +5,7 @@ Its phases, on the pieces of parameters that this rank holds, or owns where stat
     gradients   sharded state: gradients -> the owners of their entries, where they become means
     momentum    the momentum advances; directions (b, m, n)
     gather      matrices in pieces: directions -> the owners of the matrices
-    matrices    at the owner, whole: orthogonalised, then scaled neuron by neuron (NorMuon)
+    matrices    at the owner, whole: the rule's stages, before, polar and after (`polar/matrix_stages.py`)
     scatter     matrices in pieces: updates and neuron factors -> the pieces
     write       weights decay, and step against the updates
     publish     sharded state: weights -> all ranks
@@ -24,7 +24,8 @@ What holds throughout:
   has arrived: temporary memory is as planned (`plan/memory/`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -32,16 +33,17 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.groups.ties import Tie
 from quintic.optim.plan.bucket import Bucket, Gathered, ParameterUnit, Sharded, ShardedMatrices
 from quintic.optim.plan.members import BucketMember, update_dtype
 from quintic.optim.plan.schedule import Schedule, prefetch_one_schedule
 from quintic.optim.polar.forms import Form
+from quintic.optim.polar.matrix_stages import NO_STATE, MatrixState, apply_after
 from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.device import DeviceHyperparameters, is_capturing
 from quintic.optim.rules.table import NEURON_MOMENT
-from quintic.optim.rules.update import neuron_factors_, second_moment_shape
+from quintic.optim.rules.update import second_moment_shape
 from quintic.optim.state.shards import StateShard
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.averaging import PrecomputedAverages
@@ -114,7 +116,8 @@ class BucketStep:
     ) -> None:
         self.number, self.bucket, self.cache, self._context = number, bucket, cache, context
         self.transport = transport
-        self._orthogonalizes = bucket.rule.orthogonalizes
+        self._rule = rule = bucket.rule
+        self._orthogonalizes = rule.orthogonalizes
         # The units of all ranks; None for whole matrices, and for AdamW.
         self.units = bucket.units if isinstance(bucket, Gathered | ShardedMatrices) else None
         # The (m, n) of local matrices.
@@ -217,55 +220,73 @@ class BucketStep:
             elif active.params and self._offload is not None:
                 backend = self._offload.backend(self.number, active, group, own_mask, self._backend)
             directions: Tensor | None = None
+            # State of the parameter's shape that a stage on whole matrices needs travels as the directions do.
+            batches: dict[str, Tensor] = {}
+            wait_for_state: Callable[[], dict[str, Tensor]] | None = None
             if backend is not None:
                 with self.ranges["momentum"]:
                     directions = backend.directions()  # (b, m, n), or pieces of units (units, rows, columns)
                     if units is not None:
                         directions = directions.contiguous()
+                if self._rule.matrix_state:
+                    batches = self._read_state(active)
             # gather
             if isinstance(transport, Gather):
                 with self.ranges["send directions"]:
                     wait_for_units = transport.start_gather(directions)
-                directions = None
+                    if self._rule.matrix_state:
+                        wait_for_state = transport.start_gather_state(group, batches)
+                directions, batches = None, {}
                 yield
                 with self.ranges["receive directions"]:
                     directions = wait_for_units()  # (owned, *unit shape)
+                    batches = {} if wait_for_state is None else wait_for_state()  # each like the directions
                 del wait_for_units
+                wait_for_state = None
             # matrices
             assert directions is not None
             scales = self._scales
             if units is None:
-                moments = None if group.normalize is None else self.cache.moments(group.view, active)
+                state = NO_STATE
+                if self._rule.after:
+                    moments = None if self._rule.neuron_state is None else self.cache.moments(group.view, active)
+                    state = self._matrix_state(active.members, batches, moments)
                 update, factor = self.compute_update(
-                    active.members, directions, bucket.form, scales.view(-1, 1, 1), moments, mask
+                    active.members, directions, bucket.form, scales.view(-1, 1, 1), state, mask
                 )
                 factors = [factor]
             else:
-                update, factors = self._compute_units(directions, scales, mask)
+                update, factors, batches = self._compute_units(directions, batches, scales, mask)
             del directions
             # scatter
             if isinstance(transport, Gather):
                 wait_for_factors = None
                 with self.ranges["send updates"]:
                     wait_for_pieces = transport.start_scatter(update)
-                    if group.normalize is not None:
+                    if self._rule.neuron_state is not None:
                         wait_for_factors = transport.start_neurons(factors, self._unit_moments())
+                    if self._rule.matrix_state:
+                        wait_for_state = transport.start_scatter_state(batches)
                 del update, factors
+                batches = {}
                 yield
                 with self.ranges["receive updates"]:
                     update = wait_for_pieces()  # (units, *piece shape)
                     # Without NorMuon the factors are the scales, which every rank has.
                     factors = [] if wait_for_factors is None else wait_for_factors()
-                del wait_for_pieces, wait_for_factors
+                    batches = {} if wait_for_state is None else wait_for_state()
+                del wait_for_pieces, wait_for_factors, wait_for_state
             # write
             if backend is not None:
                 with self.ranges["update weights"]:
+                    if batches:
+                        self._write_state(active, batches)
                     if units is not None or group.scale_decay:
                         update = update if update.ndim == 3 else as_rows(update)
                         backend.apply(update, self._factors_of_pieces(factors, scales))
                     else:
                         backend.apply(update, factors[0])
-            del backend, update, factors
+            del backend, update, factors, batches
 
         # publish
         if isinstance(transport, Shard):
@@ -357,17 +378,56 @@ class BucketStep:
 
         return self.cache.cached("moments", None, make)
 
-    def _compute_units(self, directions: Tensor, scales: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """Return the updates of this rank's units, like the directions, and for each kind factors (b, m or 1, n or 1).
+    def _read_state(self, active: Operands) -> dict[str, Tensor]:
+        """Return by name copies (b, m, n), in order like directions, of state that stages on whole matrices need."""
+        with nullcontext() if self._offload is None else self._offload.reachable():
+            return {
+                spec.name: self.cache.places.read(
+                    active, self.group.view, [state[spec.name] for state in active.states]
+                )
+                for spec in self._rule.matrix_state
+            }
+
+    def _write_state(self, active: Operands, batches: Mapping[str, Tensor]) -> None:
+        """Store what `_read_state` returned, advanced by its owners, as pieces (units, *piece shape) too."""
+        with nullcontext() if self._offload is None else self._offload.reachable():
+            for name, batch in batches.items():
+                self.cache.places.write(active, self.group.view, [state[name] for state in active.states], batch)
+
+    def _matrix_state(
+        self,
+        members: Sequence[BucketMember],
+        batches: Mapping[str, Tensor],
+        moments: Sequence[Tensor] | None,
+        kind: int = 0,
+    ) -> MatrixState:
+        """Return the state of a batch of matrices, of the kind with this number in a unit."""
+        if moments is None:
+            return MatrixState(batches)
+        names = (member.name for member in members)
+        return MatrixState(batches, moments, self.cache.neuron_table(self.bucket, moments, names, kind))
+
+    def _compute_units(
+        self, directions: Tensor, batches: Mapping[str, Tensor], scales: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        """Return the updates of this rank's units, for each kind factors (b, m or 1, n or 1), and the state advanced.
 
         Args:
             directions: (owned, *unit shape) contiguous.
+            batches: by name state that stages on whole matrices need, each like the directions.
             scales: (units of all ranks, kinds).
-            mask: (units of all ranks,); where it is zero, NorMuon's second moments keep their bits.
+            mask: (units of all ranks,); where it is zero, state keeps its bits.
         """
         bucket, units = self.bucket, self.units
         assert units is not None
-        normalizes, owned = self.group.normalize is not None, units.local_slice
+        normalizes, owned = self._rule.neuron_state is not None, units.local_slice
+        own_batches: list[dict[str, Tensor]] = [{}] * len(units.kinds)  # for each kind (owned, m, n) by name
+        if batches:
+            split = {n: split_units(batch.view(len(batch), *units.shape), units) for n, batch in batches.items()}
+            own_batches = [
+                {name: blocks[number].flatten(1, 2).contiguous() for name, blocks in split.items()}
+                for number, _ in enumerate(units.kinds)
+            ]
         directions = directions.view(len(directions), *units.shape)
         scales, mask = scales[owned], None if mask is None else mask[owned]
         moments = [of_kind[owned] for of_kind in self._unit_moments()] if normalizes else None
@@ -382,7 +442,10 @@ class BucketStep:
             if len(matrices):
                 of_kind = None if moments is None else moments[number]
                 members = units.local_matrices[number]
-                update, factor = self.compute_update(members, matrices, kind.form, factor, of_kind, mask, number)
+                state = NO_STATE
+                if self._rule.after:
+                    state = self._matrix_state(members, own_batches[number], of_kind, number)
+                update, factor = self.compute_update(members, matrices, kind.form, factor, state, mask, number)
             else:
                 # A new tensor: a view would keep the directions alive.
                 update = torch.empty_like(matrices, dtype=update_dtype(kind.form, bucket.dtype))
@@ -390,7 +453,10 @@ class BucketStep:
                     factor = scales.new_empty((0, *second_moment_shape(*kind.shape)))
             updates.append(update)
             factors.append(factor)
-        return join_units(updates, units), factors
+        advanced: dict[str, Tensor] = {}
+        if batches:
+            advanced = {name: join_units([own[name] for own in own_batches], units) for name in batches}
+        return join_units(updates, units), factors, advanced
 
     def _factors_of_pieces(self, factors: Sequence[Tensor], scales: Tensor) -> Tensor:
         """Return the factors of this rank's pieces, (b, rows or 1, columns or 1); with `scale_decay` (2b, ...).
@@ -419,7 +485,7 @@ class BucketStep:
         directions: Tensor,
         form: Form | None,
         scales: Tensor,
-        moments: Sequence[Tensor] | None,
+        state: MatrixState,
         mask: Tensor | None,
         kind: int = 0,
     ) -> tuple[Tensor, Tensor]:
@@ -430,46 +496,33 @@ class BucketStep:
             directions: (b, m, n), of matrices of one kind.
             form: how they are orthogonalised; None for the group's function.
             scales: (b, 1, 1), the learning-rate scale times the own multiplier.
-            moments: with `normalize="neuron"` second moments, tensors (matrices, m, 1) or (matrices, 1, n), which add
-                up to the batch in order; they are advanced.
-            mask: () or (b,) int32 on the device; where it is zero, moments keep their bits. None for nowhere.
+            state: of the batch; it is advanced.
+            mask: () or (b,) int32 on the device; where it is zero, state keeps its bits. None for nowhere.
             kind: the number of the kind in a unit.
         """
+        rule, group, bucket = self._rule, self.group, self.bucket
+        prepared = directions
+        if rule.before:
+            with self.ranges[rule.before[0].label]:
+                prepared = rule.prepare(directions, state.batches, group)
         with self.ranges["orthogonalize"]:
-            update, factors = orthogonalized(directions, form, self.bucket, self.group), scales
-        if moments is not None:
-            table = self.cache.neuron_table(self.bucket, moments, (member.name for member in members), kind)
-            with self.ranges["normalize neurons"]:
-                factors = _neuron_factors(update, scales, moments, table, float(self.group.normalize_beta), mask)
+            polar = orthogonalized(prepared, form, bucket, group)
+        del prepared
+        update, factors = polar, scales
+        if rule.after:
+            update, factors = apply_after(rule, polar, scales, state, group, mask, self.ranges)
         if self._is_sampled:
-            values = measure(directions, update, factors)
+            values = measure(directions, polar, update, factors)
             self._context.measured[self.number][kind] = Measured(list(members), values, mask)
         return update, factors
 
 
 def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Group) -> Tensor:
-    """Return the updates (b, m, n) of a bucket's directions: a new tensor, in `update_dtype`."""
+    """Return the polar factors (b, m, n) of a bucket's directions: a new tensor, in `update_dtype`."""
     if form is not None:
         return apply_form(directions, form, bucket.kernels)
     assert callable(group.orthogonalizer)
     return apply_function(directions, group.orthogonalizer, bucket.name)
-
-
-def _neuron_factors(
-    update: Tensor, scales: Tensor, moments: Sequence[Tensor], table: Tensor | None, beta: float, mask: Tensor | None
-) -> Tensor:
-    """Return scales times the factors of neurons; advance the second moments, by a kernel if there is a table."""
-    if table is not None:
-        from quintic.kernels.update.neuron import advance_neuron_factors_
-
-        return advance_neuron_factors_(update, table, scales, beta=beta, apply_mask=mask)
-    before = torch.cat(list(moments))
-    after = before.clone()
-    factors = neuron_factors_(update, after, beta=beta)
-    if mask is not None:
-        after = torch.where(mask.view(-1, 1, 1) != 0, after, before)
-    torch._foreach_copy_(list(moments), list(after.split([moment.shape[0] for moment in moments])))
-    return scales * factors
 
 
 def _numbers_of(members: Sequence[BucketMember]) -> list[tuple[int]]:

@@ -19,7 +19,7 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.comparing import Place, described, difference
 from quintic.optim.comms.connected import Connected, gather_rank_info, local_rank_info
 from quintic.optim.comms.sharing import AVERAGING
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, is_dtensor
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.order import Orders

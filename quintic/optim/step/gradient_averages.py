@@ -20,7 +20,7 @@ from quintic.kernels.dispatch import Kernels, choose_kernels
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, ranks_of
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, gradient_dtype, writable_gradient
 from quintic.optim.plan.schedule import overlapping_bytes, prefetch_one_schedule
 from quintic.optim.plan.workspace.buckets import averaged_entries, averaging_stages

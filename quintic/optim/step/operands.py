@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import gradient_dtype, is_dtensor, local_gradients, local_tensor, reject_sparse
 from quintic.optim.layout.tables import AddressTable, upload_programs
 from quintic.optim.layout.views import View
@@ -99,6 +99,25 @@ class BlockPlaces:
                     blocks.append(block_of(tensor, member, view))
             of_lists.append(blocks)
         return of_lists
+
+    def read(self, active: "Operands", view: View, tensors: Sequence[Tensor]) -> Tensor:
+        """Return a copy (b, m, n), contiguous on the parameters' device, of the matrices in tensors like these."""
+        (blocks,) = self.blocks(active, view, tensors)
+        shape = blocks[0].shape[1:]  # (groups, rows, columns...)
+        size = (sum(map(len, blocks)), shape[:2].numel(), shape[2:].numel())
+        batch = torch.empty(size, dtype=blocks[0].dtype, device=active.params[0].device)
+        # State in host memory is pinned: the host does not wait for the copies.
+        torch._foreach_copy_(self._split(batch, blocks), list(blocks), non_blocking=True)
+        return batch
+
+    def write(self, active: "Operands", view: View, tensors: Sequence[Tensor], batch: Tensor) -> None:
+        """Copy a batch that `read` returned back to the tensors that it was read from."""
+        (blocks,) = self.blocks(active, view, tensors)
+        torch._foreach_copy_(list(blocks), self._split(batch, blocks), non_blocking=True)
+
+    @staticmethod
+    def _split(batch: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
+        return list(batch.view(len(batch), *blocks[0].shape[1:]).split(list(map(len, blocks))))
 
 
 _P = TypeVar("_P")

@@ -26,7 +26,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import gather_layouts, layouts_of, sharding_ranks
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.groups.ties import Tie, ties_of
 from quintic.optim.plan.bucket import Bucket, Gathered, Sharded
 from quintic.optim.plan.log import log_plan

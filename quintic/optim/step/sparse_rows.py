@@ -27,7 +27,7 @@ from quintic.optim.comms.collectives import (
     start_all_to_all,
 )
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.groups.options import Group, found_parameter
+from quintic.optim.groups.group import Group, found_parameter
 from quintic.optim.plan.bucket import Bucket, ShardedTable
 from quintic.optim.plan.row_sharding import RowSharding, mean_of_rows, places_of, rows_to_send, touched_rows
 from quintic.optim.rules.device import HostCopy, is_capturing, upload

@@ -132,17 +132,18 @@ def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[
     return {name: [matrices[number] for number in sorted(matrices)] for name, matrices in by_name.items()}
 
 
-def measure(directions: Tensor, updates: Tensor, factors: Tensor) -> Tensor:
+def measure(directions: Tensor, polars: Tensor, updates: Tensor, factors: Tensor) -> Tensor:
     """Return the fields of `MatrixTelemetry` for each matrix of a bucket, (b, 4) float32 on the device.
 
-    Directions, of any scale, and updates are (b, m, n), factors (b, m or 1, n or 1), as in `BucketStep.compute_update`.
+    Directions, of any scale, their polar factors, and updates are (b, m, n), factors (b, m or 1, n or 1), as in
+    `BucketStep.compute_update`.
     """
     rows = []
     # One matrix at a time, because sampling must not need more memory than the step itself.
-    for direction, update, factor in zip(directions, updates, factors, strict=True):
+    for direction, polar, update, factor in zip(directions, polars, updates, factors, strict=True):
         wide = update.float()  # (m, n)
         rms = torch.linalg.vector_norm(wide * factor.float()) / wide.numel() ** 0.5
-        first, second = _moments(wide)
+        first, second = _moments(polar.float())
         # Directions may be so small or large that fourth powers of their entries leave float32's range.
         peak = direction.abs().amax().float()
         scaled = direction.float() / torch.where(peak > 0, peak, torch.ones_like(peak))

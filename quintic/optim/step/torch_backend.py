@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from quintic.kernels.dispatch import is_dense
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import adamw_entries
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
@@ -115,7 +115,7 @@ def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
     """Step a bucket of AdamW parameters in plain PyTorch, with its fused kernel where that does what is asked."""
     if not active.params:
         return
-    lr, eps, weight_decay = group.learning_rate, float(group.eps), float(group.weight_decay)
+    lr, eps, weight_decay = group.effective_lr, float(group.eps), float(group.weight_decay)
     beta1, beta2 = map(float, group.betas)
     # The fused kernel would write into gaps between entries, which all parameters of the bucket have, or none.
     has_gaps = not (active.params[0].is_contiguous() or is_dense(active.params[0]))

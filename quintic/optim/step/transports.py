@@ -28,7 +28,7 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Box
 from quintic.optim.layout.packing import MemorySpan, Packing, span_of
 from quintic.optim.plan.bucket import Gathered, Sharded, Units
@@ -70,6 +70,32 @@ class Gather:
             pieces = torch.empty((exchange.num_units, 0), dtype=bucket.direction_dtype, device=bucket.device)
         return exchange.start_gather(pieces.contiguous(), self.process_group)
 
+    def start_gather_state(self, group: Group, batches: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Send the state that stages on whole matrices need to the owners, as directions travel and beside them.
+
+        Args:
+            group: the bucket's; it gives the dtype, also to a rank that holds no piece.
+            batches: by name (units, rows, columns), in the order of all units; none where this rank has no pieces.
+
+        Returns:
+            A function that returns by name (owned, *unit shape) contiguous.
+        """
+        bucket, exchange = self.bucket, self.bucket.exchange
+        waits: dict[str, Callable[[], Tensor]] = {}
+        for spec in bucket.rule.matrix_state:
+            pieces = batches.get(spec.name)
+            if pieces is None:
+                dtype = spec.dtype_for(bucket.dtype, group.state_dtype)
+                pieces = torch.empty((exchange.num_units, 0), dtype=dtype, device=bucket.device)
+            waits[spec.name] = exchange.start_gather(pieces, self.process_group)
+        return lambda: {name: wait() for name, wait in waits.items()}
+
+    def start_scatter_state(self, batches: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Send state that owners advanced, by name (owned, *unit shape), back; wait for (units, *piece shape) each."""
+        exchange, process_group = self.bucket.exchange, self.process_group
+        waits = {name: exchange.start_scatter(batch, process_group) for name, batch in batches.items()}
+        return lambda: {name: wait() for name, wait in waits.items()}
+
     def start_scatter(self, updates: Tensor) -> Callable[[], Tensor]:
         """Send the updates of this rank's units, (owned, *unit shape) of any strides, to the ranks that hold pieces.
 
@@ -94,7 +120,7 @@ class Gather:
         vectors = [factor.flatten(1) for factor in factors]
         for of_kind, factor in zip(moments, factors, strict=True):
             own = of_kind[units.local_slice]
-            own_vectors = torch.cat(own).flatten(1) if own else factor.flatten(1)
+            own_vectors = torch.cat(list(own)).flatten(1) if own else factor.flatten(1)
             vectors.append(own_vectors.to(factor.dtype))
         # (owned, entries of all factors, then of all moments)
         wait_for_vectors = exchange.start_all_gather(torch.cat(vectors, dim=1), self.process_group)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import block_of

@@ -27,15 +27,16 @@ from quintic.optim.comms.collectives import (
     num_ranks,
 )
 from quintic.optim.comms.sharing import AVERAGING, user_linked_ranks
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import gradient_dtype, local_gradients, local_tensor, placed_as, reject_sparse
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.plan.members import direction_dtype, form_of
+from quintic.optim.polar.forms import Form
 from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 from quintic.optim.rules.table import NEURON_MOMENT, PARAM_SHAPED_STATE
-from quintic.optim.rules.update import adamw_, decay_and_step_, momentum_, neuron_factors_
+from quintic.optim.rules.update import adamw_, decay_and_step_, momentum_
 from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.placement import state_on_device
 from quintic.optim.state.state import master_of, second_moments
@@ -60,7 +61,7 @@ class Rounding(NamedTuple):
     update: float
     """The largest distance of a weight's change."""
     second_moment: float
-    """The largest distance of one of NorMuon's second moments; 0 without them."""
+    """The largest distance of one of the second moments of its updates; 0 without them."""
 
 
 Roundings = dict[tuple[Tensor, int], Rounding]
@@ -93,19 +94,21 @@ def reference_step(optimizer: torch.optim.Optimizer) -> None:
     muon = muon_in(optimizer, "reference_step")
     run_reference(muon, None)
     # Averages made for this step by clipping are used up, as after `optimizer.step()`.
-    muon.plan_cache.precomputed.forget(n for n, group in enumerate(muon.param_groups) if group["pending_steps"] == 0)
+    muon._plans.precomputed.forget(n for n, group in enumerate(muon.param_groups) if group["pending_steps"] == 0)
 
 
 @torch.no_grad()
 def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
     """Make the step of `reference_step`, and store the effect of rounding on every matrix in `roundings`, if given."""
     # The groups that are due, their tied parameters, and the order of parameters.
-    steps_until_due = optimizer.next_steps_until_due()
-    ties = [tie for tie in optimizer.runner.ties if steps_until_due[tie.head_group] == 0]
+    plans = optimizer._plans
+    runner = plans.planned()
+    steps_until_due = plans.steps_until_due()
+    ties = [tie for tie in runner.ties if steps_until_due[tie.head_group] == 0]
     for tie in ties:
         tie.add_gradient()
-    optimizer.runner.consensus.check_partial(steps_until_due)
-    everything, precomputed = optimizer.plan_cache.parameters(), optimizer.plan_cache.precomputed.fresh()
+    runner.consensus.check_partial(steps_until_due)
+    everything, precomputed = plans.parameters(), plans.precomputed.fresh()
     # All ranks of a process group go through their common parameters in the same order, so collectives match.
     parameters = [parameter for parameter in everything if steps_until_due[parameter.group.number] == 0]
     is_finite = _all_finite(optimizer, everything, parameters)
@@ -139,7 +142,7 @@ def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Paramete
         for parameter in everything
         if parameter.layout is not None
     }
-    for group in optimizer.plan_cache.groups:
+    for group in optimizer._plans.groups:
         bound = user_linked_ranks(group)
         if bound:
             groups[bound] = group.process_group, group.params[0]
@@ -264,7 +267,7 @@ def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Group) -> 
         local[EXP_AVG],
         local[EXP_AVG_SQ],
         local[STEP],
-        lr=group.learning_rate,
+        lr=group.effective_lr,
         betas=(float(group.betas[0]), float(group.betas[1])),
         eps=float(group.eps),
         weight_decay=float(group.weight_decay),
@@ -276,7 +279,7 @@ def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Group) -> 
 def _step_matrices(
     parameter: Parameter, whole: Mapping[str, Tensor], second: Tensor | None, roundings: Roundings | None
 ) -> None:
-    """Step the whole weight, momentum and master, one matrix after the other."""
+    """Step the whole weight, and its state, one matrix after the other."""
     view: View = parameter.group.view
     # (b, m, n) for each kind of matrix. Cloned, since some views give copies and others not.
     batches = {key: [batch.clone() for batch in view.batches(tensor)] for key, tensor in whole.items()}
@@ -286,7 +289,7 @@ def _step_matrices(
         for index in range(weights.shape[0]):
             matrix = {key: batch[block][index : index + 1] for key, batch in batches.items()}
             if moments is not None:
-                matrix["second_moment"] = moments[block][index : index + 1]
+                matrix[NEURON_MOMENT] = moments[block][index : index + 1]
             if matrix["weight"].numel():
                 rounding = _step_matrix(matrix, number, parameter, measure=roundings is not None)
                 if roundings is not None and rounding is not None:
@@ -298,29 +301,24 @@ def _step_matrices(
 
 def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter, *, measure: bool) -> Rounding | None:
     """Step one matrix (1, m, n) of a parameter; return the effect of rounding on it if `measure` is set."""
-    group = parameter.group
+    group, rule = parameter.group, parameter.group.rule
     weight, momentum = matrix["weight"], matrix[MOMENTUM]
     m, n = weight.shape[1:]
     form = form_of(group, m, n, weight.dtype, weight.device)
     # Direction: momentum, in the dtype in which the real step orthogonalises.
     (direction,) = momentum_([momentum], [matrix["gradient"]], mu=float(group.momentum), nesterov=group.nesterov)
     direction = direction.to(direction_dtype(form, weight.dtype)).contiguous()
-    # Polar factor, by the user's function or by the form.
-    if form is None:
-        assert callable(group.orthogonalizer)
-        update = apply_function(direction, group.orthogonalizer, parameter.name)
-    else:
-        update = apply_form(direction, form, "torch")
+    # The stages on whole matrices: before, polar and after, whose state is updated.
+    state = {spec.name: matrix[spec.name] for stage in rule.after for spec in stage.state}
+    before = {name: value.clone() for name, value in state.items()}
+    polar = _polar(rule.prepare(direction, state, group), form, parameter)
     # Scale of the update, (1, 1, 1), in the dtype of the real step, so that on CPUs not even the last bit differs.
     arithmetic = torch.promote_types(weight.dtype, torch.float32)
     factor = torch.full((1, 1, 1), group.rule.lr_factor(group.adjust_lr, m, n), dtype=arithmetic, device=weight.device)
     if group.lr_multipliers is not None:
         factor = factor * torch.tensor(group.lr_multipliers[number], dtype=factor.dtype, device=factor.device)
-    # NorMuon: neurons are normalised by their second moments, which are updated.
-    before = matrix["second_moment"].clone() if "second_moment" in matrix else None
     scale = factor
-    if before is not None:
-        factor = scale * neuron_factors_(update, matrix["second_moment"], beta=float(group.normalize_beta))
+    update, factor = rule.finish(polar, scale, state, group)
     decay_and_step_(
         [weight],
         [master_of(matrix)],
@@ -337,7 +335,7 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter
     # The effect of rounding: repeat polar factor and scale in a wider dtype, and on GPUs from nearby directions.
     change = factor * update * float(group.lr)
     if form is None:
-        second = 0.0 if before is None else largest(matrix["second_moment"])
+        second = max((largest(value) for value in state.values()), default=0.0)
         return Rounding(_FUNCTION_ROUNDING * largest(change), _FUNCTION_ROUNDING * second)
     wide = replace(form, compute_dtype=torch.float32 if form.compute_dtype.itemsize == 2 else torch.float64)
     forms = [(direction, wide)]
@@ -347,17 +345,26 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter
         moved = [perturbed(direction, terms, pattern) for pattern in range(_PATTERNS)]
         # In the form's own dtype, too: for a small matrix a single product may be nearly exact by chance.
         forms += [(nearby, precision) for nearby in moved for precision in (wide, form)]
-    changes, moments = [], []
+    changes: list[Tensor] = []
+    moments: dict[str, list[Tensor]] = {name: [] for name in state}
     for nearby, precision in forms:
-        result = apply_form(nearby, precision, "torch")
-        result_factor = scale
-        if before is not None:
-            moments.append(before.clone())
-            result_factor = scale * neuron_factors_(result, moments[-1], beta=float(group.normalize_beta))
+        own = {name: value.clone() for name, value in before.items()}
+        result = _polar(rule.prepare(nearby, own, group), precision, parameter)
+        result, result_factor = rule.finish(result, scale, own, group)
         changes.append(result_factor * result * float(group.lr))
-    if moments:
-        moments.append(matrix["second_moment"])
-    return Rounding(_spread([*changes, change]), _spread(moments))
+        for name, value in own.items():
+            moments[name].append(value)
+    second = max((_spread([*others, state[name]]) for name, others in moments.items()), default=0.0)
+    return Rounding(_spread([*changes, change]), second)
+
+
+def _polar(direction: Tensor, form: Form | None, parameter: Parameter) -> Tensor:
+    """Return the polar factor of a direction (1, m, n), without a form by the group's function."""
+    if form is not None:
+        return apply_form(direction, form, "torch")
+    orthogonalizer = parameter.group.orthogonalizer
+    assert callable(orthogonalizer)
+    return apply_function(direction, orthogonalizer, parameter.name)
 
 
 def perturbed(direction: Tensor, terms: Tensor, pattern: int = 0) -> Tensor:

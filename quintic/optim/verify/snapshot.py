@@ -45,12 +45,12 @@ class StepSnapshot:
         self._optimizer = optimizer
         self.values = snapshot(optimizer)
         self._options = [{key: group[key] for key in self._CHANGED} for group in optimizer.param_groups]
-        self._step_history = optimizer.step_history.copy()
+        self._step_history = optimizer._step_history.copy()
         # Filled by `keep_gradients`, since random gradients may be set first.
         self._gradients: dict[Tensor, Tensor | None] = {}
         # Averages that `clip_grad_norm_` made ahead of the step, and whether ranks have compared their plans.
-        self._precomputed = optimizer.plan_cache.precomputed.fresh()
-        self._plans_validated = optimizer.runner.consensus.plans_validated
+        self._plans_validated = optimizer._plans.planned().consensus.plans_validated
+        self._precomputed = optimizer._plans.precomputed.fresh()
 
     def keep_gradients(self) -> None:
         """Add the gradients that a step changes to the snapshot."""
@@ -64,7 +64,7 @@ class StepSnapshot:
     def make_due(self) -> None:
         """Make all groups due at the next step, without telemetry and QK-clip."""
         # A new object, so that the steps of `verify` do not use up the check of training's first step.
-        self._optimizer.step_history.first_gradients = FirstGradients()
+        self._optimizer._step_history.first_gradients = FirstGradients()
         for group in self._optimizer.param_groups:
             group.update(pending_steps=group["step_every"] - 1, telemetry_every=None, qk_clip=None)
 
@@ -83,14 +83,14 @@ class StepSnapshot:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.copy_(gradient)
-        optimizer.plan_cache.precomputed.keep(self._precomputed)
+        optimizer._plans.precomputed.keep(self._precomputed)
         if not self._plans_validated:
             # Ranks must exchange again before the first real step, since random gradients do not tell which gradients
             # are Partial in training.
-            optimizer.runner.consensus.plans_validated = False
+            optimizer._plans.planned().consensus.plans_validated = False
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
             group.update(options)
-        optimizer.step_history.restore(self._step_history)
+        optimizer._step_history.restore(self._step_history)
 
 
 def named_parameters(optimizer: Muon) -> Iterator[tuple[str, Tensor]]:

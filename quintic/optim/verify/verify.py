@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_values, this_rank
 from quintic.optim.comms.sharing import AVERAGING
+from quintic.optim.groups.group import Group
 from quintic.optim.groups.names import model_parameters
-from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import gradient_dtype, local_tensor
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.rules.dynamo import unwrap_hooks
@@ -142,7 +142,7 @@ def _options(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, tu
     ]
     return {
         (names.get(parameter.param, parameter.name), parameter.ranks): of_groups[parameter.group.number]
-        for parameter in optimizer.plan_cache.parameters()
+        for parameter in optimizer._plans.parameters()
         if parameter.layout is not None
     }
 
@@ -151,7 +151,7 @@ def _options(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, tu
 def _copies(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, str], tuple[int, int]]:
     """Return checksums of this rank's pieces of the parameters that several ranks share, see `RankReport`."""
     copies = {}
-    for parameter in optimizer.plan_cache.parameters():
+    for parameter in optimizer._plans.parameters():
         layout = parameter.layout
         if layout is not None and this_rank() in layout.ranks:
             name = names.get(parameter.param, parameter.name)
@@ -186,7 +186,7 @@ def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list
     if any(all_gather_values(has_gradients, process_group)):
         return []
     given = []
-    for number, parameter in enumerate(optimizer.plan_cache.parameters()):
+    for number, parameter in enumerate(optimizer._plans.parameters()):
         # The seed depends on parameter and box, so that copies get equal gradients; where the optimizer averages, also
         # on the rank. A generator of our own does not change the user's random numbers.
         box = None if parameter.layout is None else parameter.layout.box_of(this_rank())
@@ -213,7 +213,7 @@ def _compare(
     differences: list[Difference] = []
     stepped: dict[str, int] = {}
     states = optimizer.state
-    for parameter in optimizer.plan_cache.parameters():
+    for parameter in optimizer._plans.parameters():
         # To the parameter's device: the snapshots are in host memory, and so is state with `offload`.
         expected, first, second = (
             {key: value.to(parameter.param.device) for key, value in values.items()}
@@ -241,7 +241,7 @@ def _compare_adamw(
             continue
         scale = largest(right - old if key == "weight" else right)
         if key == "weight":
-            allowed = _allowed_change(parameter.group, old, right, _ADAMW * parameter.group.learning_rate)
+            allowed = _allowed_change(parameter.group, old, right, _ADAMW * parameter.group.effective_lr)
         else:
             allowed = torch.zeros_like(right) if key == STEP else _allowed_state(right, old)
         yield _difference(parameter, key, right, mine, allowed, scale)
@@ -263,6 +263,7 @@ def _compare_matrices(
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
     holders = parameter.holders() if parameter.sharded is not None else {}
     # Weight and state of its shape: gathered, since a matrix may lie on several ranks, and compared as (b, m, n).
+    of_updates = {spec.name for spec in parameter.group.rule.matrix_state}  # and have the rounding of these
     for key in ("weight", *(spec.name for spec in parameter.group.rule.state if spec.shape == "param")):
         gather = parameter.whole if key == "weight" else partial(parameter.whole_of, key)
         wholes = [gather(_value(parameter, values, key)) for values in (before, expected, actual)]
@@ -272,15 +273,17 @@ def _compare_matrices(
             is_elsewhere = key != "weight" and this_rank() not in holders.get((block, index), parameter.ranks)
             if right.numel() == 0 or is_elsewhere:
                 continue
+            # A parameter that was not stepped has no entry, and must not have changed.
+            rounding = roundings.get((parameter.param, number), Rounding(0.0, 0.0))
             if key == "weight":
                 scale = largest(right - old)
-                # A parameter that was not stepped has no entry, and must not have changed.
-                rounding = roundings.get((parameter.param, number), Rounding(0.0, 0.0))
                 slack = _ROUNDINGS * rounding.update + _CHANGE * scale
                 decay_factor = _decay_factor(parameter.group, number, *right.shape)
                 allowed = _allowed_change(parameter.group, old, right, slack, decay_factor)
             else:
                 scale, allowed = largest(right), _allowed_state(right, old)
+                if key in of_updates:
+                    allowed = allowed + _ROUNDINGS * rounding.second_moment
             one = _difference(parameter, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
             wrong = (right - mine).abs() > allowed if one.ratio > 1 else None
             yield replace(one, ranks=_wrong_ranks(parameter, wholes[1], block, index, wrong))
@@ -348,7 +351,7 @@ def _allowed_change(group: Group, old: Tensor, right: Tensor, slack: float, scal
     wide = torch.promote_types(right.dtype, torch.float32)
     old, right = old.to(wide), right.to(wide)
     allowed = right.abs().mul(relative).add(slack)
-    lr = group.learning_rate
+    lr = group.effective_lr
     rate = lr * float(group.weight_decay) * scale
     if group.cautious and rate:
         # Cautious decay depends on the update's sign, which rounding decides if the update is tiny: allow the decay.

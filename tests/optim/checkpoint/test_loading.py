@@ -19,7 +19,7 @@ from quintic.interchange import import_state
 NO_DECAY = (quintic.Rule("norm.*", "adamw", options={"weight_decay": 0.0}),)
 
 
-def made(rules=(), **options):
+def new_optimizer(rules=(), **options):
     torch.manual_seed(0)
     model = nn.ModuleDict({"table": nn.Embedding(5, 4), "linear": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
     options = {"adamw_lr": 1e-3, "adamw_weight_decay": 0.1, "betas": (0.8, 0.9), **options}
@@ -27,7 +27,7 @@ def made(rules=(), **options):
 
 
 def trained(rules=(), **options):
-    model, optimizer = made(rules, **options)
+    model, optimizer = new_optimizer(rules, **options)
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     optimizer.step()
@@ -36,7 +36,7 @@ def trained(rules=(), **options):
     return model, optimizer
 
 
-def found(optimizer, *keys):
+def options_of(optimizer, *keys):
     """{name: values of its group}, for AdamW's parameters."""
     return {
         name: tuple(group[key] for key in keys)
@@ -59,12 +59,12 @@ def assert_same_state(model, optimizer, twin_model, twin):
 
 def test_a_split_group_keeps_what_it_was_split_for():
     model, optimizer = trained()
-    twin_model, twin = made(NO_DECAY, betas=(0.5, 0.6))
+    twin_model, twin = new_optimizer(NO_DECAY, betas=(0.5, 0.6))
     twin.load_state_dict(optimizer.state_dict())
     assert_same_state(model, optimizer, twin_model, twin)
     # All groups agree about the rate and betas, and about the decay they do not.
     restored = (0.0005, (0.8, 0.9))
-    assert found(twin, "weight_decay", "lr", "betas") == {
+    assert options_of(twin, "weight_decay", "lr", "betas") == {
         **dict.fromkeys(["table.weight", "linear.bias"], (0.1, *restored)),
         **dict.fromkeys(["norm.weight", "norm.bias"], (0.0, *restored)),
     }
@@ -73,21 +73,21 @@ def test_a_split_group_keeps_what_it_was_split_for():
 
 def test_merged_groups_get_what_they_agreed_about():
     model, optimizer = trained(NO_DECAY)
-    twin_model, twin = made(adamw_weight_decay=0.7, betas=(0.5, 0.6))
+    twin_model, twin = new_optimizer(adamw_weight_decay=0.7, betas=(0.5, 0.6))
     twin.load_state_dict(optimizer.state_dict())
     assert_same_state(model, optimizer, twin_model, twin)
-    assert set(found(twin, "weight_decay", "lr", "betas").values()) == {(0.7, 0.0005, (0.8, 0.9))}
+    assert set(options_of(twin, "weight_decay", "lr", "betas").values()) == {(0.7, 0.0005, (0.8, 0.9))}
 
 
 def test_groups_that_share_parameters_through_others_are_looked_at_together():
     """Saved as {table, bias} and {norm}; now {table} and {bias, norm}."""
     model, optimizer = trained(NO_DECAY)
     rule = quintic.Rule("table.*", "adamw", options={"weight_decay": 0.3, "eps": 1e-6})
-    twin_model, twin = made((rule,), adamw_weight_decay=0.3)
+    twin_model, twin = new_optimizer((rule,), adamw_weight_decay=0.3)
     twin.load_state_dict(optimizer.state_dict())
     assert_same_state(model, optimizer, twin_model, twin)
     others = ["linear.bias", "norm.weight", "norm.bias"]
-    assert found(twin, "weight_decay", "eps", "lr") == {
+    assert options_of(twin, "weight_decay", "eps", "lr") == {
         "table.weight": (0.3, 1e-6, 0.0005),  # the saved groups disagree about the decay, these here about eps
         **dict.fromkeys(others, (0.3, 1e-8, 0.0005)),
     }
@@ -95,12 +95,12 @@ def test_groups_that_share_parameters_through_others_are_looked_at_together():
 
 def test_groups_in_another_order_keep_their_own_options():
     model, optimizer = trained(NO_DECAY)
-    twin_model, twin = made()
+    twin_model, twin = new_optimizer()
     groups = quintic.param_groups(twin_model, rules=NO_DECAY)[::-1]
     twin = quintic.Muon(groups)
     twin.load_state_dict(optimizer.state_dict())
     assert_same_state(model, optimizer, twin_model, twin)
-    assert found(twin, "weight_decay", "lr") == found(optimizer, "weight_decay", "lr")
+    assert options_of(twin, "weight_decay", "lr") == options_of(optimizer, "weight_decay", "lr")
     assert twin.param_groups[-1]["algorithm"] == "muon"
     assert twin.param_groups[-1]["lr"] == 0.01
 
@@ -110,13 +110,13 @@ def test_rates_come_back_together_or_not_at_all():
     _, optimizer = trained(adamw_lr_ratio=0.05, adamw_lr=3e-4)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     rule = quintic.Rule("norm.*", "adamw", options={"adamw_lr_ratio": 0.5})
-    _, twin = made((rule,), adamw_lr_ratio=0.05, adamw_lr=3e-4, lr=0.3)
+    _, twin = new_optimizer((rule,), adamw_lr_ratio=0.05, adamw_lr=3e-4, lr=0.3)
     twin.load_state_dict(optimizer.state_dict())
-    assert [group.learning_rate for group in twin.typed_groups] == pytest.approx([0.01, 0.015, 0.15])
+    assert [group.effective_lr for group in twin._plans.current_groups()] == pytest.approx([0.01, 0.015, 0.15])
     assert ["initial_lr" in group for group in twin.param_groups] == [True, False, False]
-    _, twin = made(NO_DECAY, adamw_lr_ratio=0.05, adamw_lr=3e-4, lr=0.3)
+    _, twin = new_optimizer(NO_DECAY, adamw_lr_ratio=0.05, adamw_lr=3e-4, lr=0.3)
     twin.load_state_dict(optimizer.state_dict())
-    assert [group.learning_rate for group in twin.typed_groups] == pytest.approx([0.01, 0.0005, 0.0005])
+    assert [group.effective_lr for group in twin._plans.current_groups()] == pytest.approx([0.01, 0.0005, 0.0005])
     assert all(group["initial_lr"] == 0.01 for group in twin.param_groups)
 
 
@@ -125,21 +125,21 @@ def test_a_rate_saved_before_there_were_ratios_is_the_rate():
     saved = copy.deepcopy(optimizer.state_dict())
     for group in saved["param_groups"]:
         del group["adamw_lr_ratio"], group["adamw_weight_decay"]
-    _, twin = made(adamw_lr_ratio=0.05, adamw_lr=3e-4)
+    _, twin = new_optimizer(adamw_lr_ratio=0.05, adamw_lr=3e-4)
     twin.load_state_dict(saved)
-    assert [group.learning_rate for group in twin.typed_groups] == [0.01, 0.0005]
+    assert [group.effective_lr for group in twin._plans.current_groups()] == [0.01, 0.0005]
 
 
 @pytest.mark.parametrize("option", ["cpu_offload", "full_state_dict", "flatten_optimizer_state_dict"])
 def test_split_groups_through_distributed_checkpoints(option):
     options = StateDictOptions(**{option: True})
     model, optimizer = trained()
-    twin_model, twin = made(NO_DECAY)
+    twin_model, twin = new_optimizer(NO_DECAY)
     saved = get_optimizer_state_dict(model, optimizer, options=options)
     # PyTorch broadcasts what was saved in full, and fails if the groups differ; each rank can load it without.
     set_optimizer_state_dict(twin_model, twin, saved, options=options if "flatten" in option else None)
     assert_same_state(model, optimizer, twin_model, twin)
-    assert found(twin, "weight_decay", "lr") == {
+    assert options_of(twin, "weight_decay", "lr") == {
         **dict.fromkeys(["table.weight", "linear.bias"], (0.1, 0.0005)),
         **dict.fromkeys(["norm.weight", "norm.bias"], (0.0, 0.0005)),
     }
@@ -215,7 +215,7 @@ def test_saved_options_that_do_not_fit_change_nothing():
     ],
 )
 def test_state_of_other_optimizers_says_what_to_do(other, message):
-    model, optimizer = made()
+    model, optimizer = new_optimizer()
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(other(list(model.parameters())).state_dict())
     with pytest.raises(ValueError, match=r"a state dict has 'state' and 'param_groups', this one has \['model'"):
@@ -224,7 +224,7 @@ def test_state_of_other_optimizers_says_what_to_do(other, message):
 
 def test_what_the_message_says_works():
     """Matrices begin anew, everything else goes on with AdamW's moments."""
-    model, optimizer = made()
+    model, optimizer = new_optimizer()
     before = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for param in model.parameters():
         param.grad = torch.randn_like(param)

@@ -16,7 +16,7 @@ def buckets_of(count, num_ranks, budget, **options):
     params = [torch.nn.Parameter(torch.empty(SHAPE, dtype=torch.bfloat16, device="meta")) for _ in range(count)]
     optimizer = quintic.Muon(params, max_workspace_bytes=budget, compute_dtype=torch.float32, **options)
     layouts = [[mesh_layout(SHAPE, torch.arange(num_ranks), [Shard(0)])] * count]
-    plans = [build_plan(optimizer.typed_groups, layouts, rank) for rank in range(num_ranks)]
+    plans = [build_plan(optimizer._plans.current_groups(), layouts, rank) for rank in range(num_ranks)]
     return list(zip(*plans, strict=True))
 
 

@@ -28,7 +28,7 @@ def parts_of_table(shape, num_ranks, dtype=torch.float32, turned=False):
     if turned:
         param = nn.Parameter(param.detach().T)
     groups = [{"algorithm": "adamw", "params": [("table", param)]}]
-    [shards] = shards_of(quintic.Muon(groups).typed_groups[0], range(num_ranks))
+    [shards] = shards_of(quintic.Muon(groups)._plans.current_groups()[0], range(num_ranks))
     return param, shards
 
 

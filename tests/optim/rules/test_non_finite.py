@@ -188,7 +188,7 @@ def test_gradients_are_unscaled_as_grad_scaler_does_it(dtype):
     scaled = param.grad.clone()
     scaler.unscale_(optimizer)
     expected, param.grad = param.grad, scaled
-    unscale_(optimizer.typed_groups, torch.tensor(3.0))
+    unscale_(optimizer._plans.current_groups(), torch.tensor(3.0))
     assert torch.equal(param.grad, expected)
 
 

@@ -71,7 +71,7 @@ def test_one_rate_and_momentum_drives_both_algorithms(name):
         rates.append(lr)
         matrices, vectors = optimizer.param_groups
         assert (matrices["lr"], matrices["momentum"]) == (lr, momentum)
-        assert (vectors["lr"], optimizer.typed_groups[1].learning_rate) == (lr, lr * RATIO)
+        assert (vectors["lr"], optimizer._plans.current_groups()[1].effective_lr) == (lr, lr * RATIO)
         assert vectors["betas"] == (momentum if cycles else 0.9, 0.95)
         adamw.param_groups[0].update(lr=lr * RATIO, betas=vectors["betas"])
         muon.param_groups[0].update(lr=lr, momentum=momentum)
@@ -104,8 +104,8 @@ def test_one_cycle_by_its_formula():
         lr = between(0.01, 0.1, part) if up else between(0.1, 0.0001, part)
         momentum = between(0.9, 0.8, part) if up else between(0.8, 0.9, part)
         matrices, vectors = optimizer.param_groups
-        assert optimizer.typed_groups[0].learning_rate == pytest.approx(lr)
-        assert optimizer.typed_groups[1].learning_rate == pytest.approx(lr * RATIO)
+        assert optimizer._plans.current_groups()[0].effective_lr == pytest.approx(lr)
+        assert optimizer._plans.current_groups()[1].effective_lr == pytest.approx(lr * RATIO)
         assert matrices["momentum"] == pytest.approx(momentum)
         assert vectors["betas"] == (pytest.approx(momentum), 0.95)
         optimizer.step()
@@ -120,12 +120,12 @@ def test_without_a_ratio_rates_are_the_groups_own():
     scheduler.step()
     matrices, vectors = optimizer.param_groups
     assert (
-        optimizer.typed_groups[0].learning_rate
+        optimizer._plans.current_groups()[0].effective_lr
         == matrices["lr"]
         == pytest.approx(0.001 + 0.019 * (1 + math.cos(math.pi / 4)) / 2)
     )
     assert (
-        optimizer.typed_groups[1].learning_rate
+        optimizer._plans.current_groups()[1].effective_lr
         == vectors["lr"]
         == pytest.approx(0.001 + 0.002 * (1 + math.cos(math.pi / 4)) / 2)
     )
@@ -145,9 +145,11 @@ def test_groups_may_have_ratios_of_their_own():
         adamw_lr_ratio=RATIO,
     )
     assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.02, 0.02, 0.007]
-    assert [group.learning_rate for group in optimizer.typed_groups] == pytest.approx([0.02, 0.001, 0.01, 0.007])
+    assert [group.effective_lr for group in optimizer._plans.current_groups()] == pytest.approx(
+        [0.02, 0.001, 0.01, 0.007]
+    )
     again = Muon([dict(group) for group in optimizer.param_groups], lr=0.5)
-    assert [group.learning_rate for group in again.typed_groups] == pytest.approx([0.02, 0.001, 0.01, 0.007])
+    assert [group.effective_lr for group in again._plans.current_groups()] == pytest.approx([0.02, 0.001, 0.01, 0.007])
     optimizer.param_groups[1]["adamw_lr_ratio"] = -1
     with pytest.raises(ValueError, match="adamw_lr_ratio=-1 must be a number of at least 0, or None"):
         optimizer.step()
@@ -172,7 +174,7 @@ def test_what_kernels_read_is_the_rate_of_the_step(live):
         if live:
             for group in optimizer.param_groups:
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float64)
-        for group, device in zip(optimizer.typed_groups, values, strict=True):
+        for group, device in zip(optimizer._plans.current_groups(), values, strict=True):
             device.update(group.hyperparameters, group.lr_ratio)
             found = dict(zip(HYPERPARAMETERS, device.values.tolist(), strict=True))
             assert found["lr"] == float(group.lr) * (RATIO if group.algorithm == "adamw" else 1)

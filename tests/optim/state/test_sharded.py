@@ -21,7 +21,7 @@ VIEWS = [
 
 def group_of(params, **options):
     """A parameter group as `Muon` completes it."""
-    [group] = quintic.Muon([{"params": params, **options}]).typed_groups
+    [group] = quintic.Muon([{"params": params, **options}])._plans.current_groups()
     return group
 
 

@@ -34,6 +34,7 @@ RULES = {
         "decay_coupling": "lr_squared",
         "nesterov": False,
     },
+    "element": {**EXACT, "normalize": "element", "state_dtype": "bf16", "weight_decay": 0.1},
     "function": {"orthogonalizer": torch.sign},
     "skip": {**EXACT, "on_nonfinite": "skip"},
 }

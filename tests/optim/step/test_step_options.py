@@ -273,7 +273,7 @@ def test_members_that_stay_have_as_many_directions_as_matrices():
     for param in params:
         param.grad = torch.randn_like(param)
     [bucket] = optimizer.plan()
-    group = optimizer.typed_groups[0]
+    group = optimizer._plans.current_groups()[0]
     active = BucketCache().operands(bucket, group, optimizer.state)
     before = [param.detach().clone() for param in params]
     passes = TorchBackend(bucket, group, active, [False, True])

@@ -286,8 +286,8 @@ def test_a_wrong_factor_is_found(factor, normalize):
     optimizer = Muon(model.groups(), normalize=normalize, **FLOAT32)
     before = everything(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
-        right = operands.adjust_lr_factor
-        patch.setattr(operands, "adjust_lr_factor", lambda *arguments: factor * right(*arguments))
+        right = operands.BucketCache.scales
+        patch.setattr(operands.BucketCache, "scales", lambda *arguments: factor * right(*arguments))
         report = verify(model, optimizer)
     assert not report.ok
     assert {(wrong.name, wrong.tensor) for wrong in report.wrong} == {
@@ -302,8 +302,8 @@ def test_the_matrix_that_is_wrong_is_named(monkeypatch):
     optimizer = Muon(model.groups(), **FLOAT32)
     right = bucket_step.orthogonalized
 
-    def swapped(directions, form, bucket, group):
-        update = right(directions, form, bucket, group)
+    def swapped(directions, form, bucket, *others):
+        update = right(directions, form, bucket, *others)
         if bucket.members[0].name == "bank":
             update[1] = update[1].flip(0)
         return update

@@ -1,14 +1,14 @@
 """Upper bounds of the bytes that the buckets of a plan allocate, stage by stage.
 
-A bucket that one rank has whole needs its memory once (`batch_bytes`, `adamw_workspace_bytes`). A bucket whose state is
-sharded (`stages_of_shards`, `transports.Shard`) holds, in turn: gradients sent and received, their mean, the step of
-this rank's shards, and weights sent and received. A bucket whose matrices lie on several ranks (`stages_of_units`,
-`transports.Gather` and `exchange.py`):
+A local bucket has one bound (`batch_bytes`, `adamw_workspace_bytes`). A bucket with sharded state (`stages_of_shards`,
+for `transports.Shard`) holds, one after the other: gradients sent and received, their mean, the memory of this rank's
+step, and weights sent and received. A bucket whose matrices lie on several ranks (`stages_of_units`, for
+`transports.Gather` and `exchange.py`) holds
 
-    starts      this rank's pieces of all units; what is sent, where that is a copy; what is received
-    computes    what was received, or the pieces it is part of; the units it is assembled to; `matrices.units_work`
-    scatters    the updates; then what is sent and received of them
-    finishes    what was received; factors as large as pieces, where there are such; the plain second pass
+    when it starts      this rank's pieces of all units; the message sent, if it is a copy; the message received
+    while it computes   the message received, or the pieces that it is a view of; the assembled units; `units_work`
+    while it scatters   the updates; then the messages sent and received
+    when it finishes    the message received; factors of the size of pieces, if any; the memory for writing weights
 """
 
 import math
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from quintic.kernels.dispatch import Kernels
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import size_of
 from quintic.optim.layout.views import is_transposed
 from quintic.optim.plan.bucket import Sharded, ShardedMatrices, ShardedTable, Units
@@ -29,15 +29,13 @@ from quintic.optim.plan.members import adamw_entries, direction_dtype
 from quintic.optim.plan.row_sharding import MARK_BYTES
 from quintic.optim.plan.schedule import Stages
 from quintic.optim.plan.workspace.matrices import (
-    Footprint,
     WorkspaceSpec,
     applied_bytes,
     directions_bytes,
     factor_bytes,
     factors_of_pieces_bytes,
     matrices_bytes,
-    neuron_bytes,
-    polar_work,
+    stages_work,
     units_work,
     width_of,
 )
@@ -63,26 +61,29 @@ __all__ = [
 def adamw_workspace_bytes(
     largest: int, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels, *, dense: bool = True
 ) -> int:
-    """Return the bytes that AdamW allocates for parameters, or shards of them, one after the other.
+    """Return the bytes that AdamW allocates for parameters, or shards of them, which are stepped one after the other.
 
-    Gradients have the dtype of their parameters. The largest has so many entries, `dense` ones without gaps in memory.
+    Gradients have the dtype of their parameters. `largest` are the entries of the largest parameter or shard; `dense`
+    says whether they have no gaps in memory.
     """
+    # Kernels, and PyTorch's fused update, need no temporary tensors.
     spec = WorkspaceSpec.of_group(group, dtype, device, kernels)
     plain = not group.cautious and group.decay_coupling == "lr" and dense
-    # What PyTorch's fused update does, see `torch_backend.step_adamw`.
+    # The cases of PyTorch's fused update, see `torch_backend.step_adamw`.
     is_fused = plain and dtype.itemsize >= 4 and not spec.narrow and device.type in ("cpu", "cuda")
     if kernels == "triton" or is_fused:
         return 64
     numel = min(largest, adamw_entries(group.max_workspace_bytes) or largest)
     width, widened = width_of(dtype), (dtype.itemsize < 4) + 2 * spec.narrow
-    # The two averages corrected, and a root or a quotient; then the update and what applies it.
+    # The two corrected averages, and a root or a quotient; then the update and the memory for writing weights.
     return numel * width * (widened + 1) + max(2 * numel * width, applied_bytes(numel, spec)) + 2**10
 
 
 def is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form | None) -> bool:
-    """Return whether directions that Triton's kernels wrote in the order of memory are copied into that of rows.
+    """Return whether directions, which Triton's kernels write in the order of memory, are copied into row order.
 
-    Products of wide dtypes are, see `orthogonalize.apply_form`; the shape and strides are those of blocks without b.
+    They are for products of 32 bits and more, see `orthogonalize.apply_form`. Shape and strides belong to one matrix of
+    a block, (g, r, n).
     """
     from quintic.kernels.update.matrix_layout import MatrixLayout
 
@@ -101,9 +102,7 @@ def batch_bytes(
     """
     m, n = shape
     direction = direction_dtype(form, spec.dtype)
-    work = polar_work(form, count, m, n, spec)
-    copied = count * m * n * direction.itemsize if is_copied else 0
-    work = Footprint(max(work.peak + copied, work.kept + neuron_bytes(form, count, m, n, spec)), work.kept)
+    work = stages_work(form, count, m, n, spec, copied=count * m * n * direction.itemsize if is_copied else 0)
     # Those of decay are put beside them.
     factors = factor_bytes(count, m, n, spec) * (3 if spec.scales_decay else 1)
     return matrices_bytes(count * m * n, min(count, largest) * m * n, direction, work, factors, spec, in_order=True)
@@ -113,11 +112,13 @@ def batch_bytes(
 
 
 def stages_of_shards(bucket: Sharded, group: Group, *, worst_case: bool = False) -> Stages:
-    """Return the temporary bytes of a bucket on its rank, its stages not counting.
+    """Return the temporary bytes of a bucket on its rank; the bucket's own `stages` are not read.
 
-    With `worst_case` on any rank, and on any device of the type: all ranks must agree how far they run ahead.
+    With `worst_case`, return the most on any rank and any device of the type: all ranks must decide alike how many
+    buckets are under way at a time.
     """
     dtype, kernels = bucket.dtype, bucket.kernels
+    # The memory of the owner's step.
     if isinstance(bucket, ShardedMatrices):
         in_order = all(group.params[shard.index].is_contiguous() for shard in bucket.shards)
         spec = WorkspaceSpec.of_group(group, dtype, bucket.device, kernels)._replace(worst_case=worst_case)
@@ -128,16 +129,17 @@ def stages_of_shards(bucket: Sharded, group: Group, *, worst_case: bool = False)
         work = adamw_workspace_bytes(
             max((shard.numel for shard in shards), default=0), group, dtype, bucket.device, kernels
         )
+    # The memory of messages; marks of touched rows are held beside gradients.
     marks = MARK_BYTES * bucket.rows.padded_rows if isinstance(bucket, ShardedTable) else 0
     own = max(bucket.entries) if worst_case else bucket.entries[bucket.position]
     stages = averaging_stages(bucket.entries, own, dtype, kernels, is_direct=bucket.is_direct, work=work)
-    # Where touched rows travel, those sent and those received fit into the memory of whole gradients.
+    # If touched rows are sent, the rows sent and received fit into the memory of whole gradients.
     return stages._replace(gathering=marks + stages.gathering, computing=marks + stages.computing)
 
 
 def averaged_entries(group: Group, dtype: torch.dtype) -> int | None:
-    """Return the number of entries of whole gradients that may travel together; None for any number."""
-    # Two neighbours with what is sent and what is received, a third before it is unpacked, and sums.
+    """Return the most entries of whole gradients that one message may have; None for no limit."""
+    # Six tensors: sent and received by two messages under way, a third one before it is unpacked, and sums.
     budget = group.max_workspace_bytes
     return None if budget is None else max(1, budget // (6 * dtype.itemsize))
 
@@ -152,12 +154,18 @@ def averaging_stages(
     work: int = 0,
     is_in_place: bool = False,
 ) -> Stages:
-    """Return the bytes of a message to owners, their work on what they have of it, and a message back.
+    """Return the bytes of a reduce-scatter to owners, of their work, and of an all-gather back, by stage.
 
-    Messages of a dtype have so many entries of each rank; this one has its own, or the most of any. With `is_direct`
-    one tensor travels from where it is, and back; with `is_in_place` the mean is written to it. Besides the mean owners
-    need so many bytes for their work.
+    Args:
+        entries: for each rank the number of entries that it owns.
+        own: the number that this rank owns, or the most of any rank.
+        dtype: of the messages.
+        kernels: of the mean: plain PyTorch sums in float32 or wider.
+        is_direct: whether one tensor is sent from its own memory, and received there.
+        work: the bytes of the owner's work, beside the mean.
+        is_in_place: whether the mean is written to memory that exists already.
     """
+    # Every rank sends all entries, and receives its own from each rank; an all-gather pads to the most of any rank.
     width = dtype.itemsize
     sent = 0 if is_direct else sum(entries) * width
     received, gathered = (len(entries) * numel * width for numel in (own, max(entries)))
@@ -167,13 +175,13 @@ def averaging_stages(
         gathering=sent + received,
         computing=max(received + sums, work) + mean,
         updates=0,
-        # Direct messages are received where they belong.
+        # A direct message is received in the parameter itself.
         scattering=0 if is_direct else given + gathered,
     )
 
 
 def _units_bytes(count: int, units: Units, spec: WorkspaceSpec, in_order: bool) -> int:
-    """Return the bytes that the step of so many units allocates, given their gradients."""
+    """Return the bytes that the step of `count` units allocates, given their gradients."""
     factors = sum(factor_bytes(count, *kind.shape, spec) for kind in units.kinds)
     factors += factors_of_pieces_bytes(units, units.shape, count, spec)
     work, numel = units_work(units, count, spec), math.prod(units.shape)
@@ -186,23 +194,24 @@ def _units_bytes(count: int, units: Units, spec: WorkspaceSpec, in_order: bool) 
 
 
 class _Gathered(NamedTuple):
-    """Bytes of what every rank is given."""
+    """Bytes of a message that brings results to every rank, moment by moment."""
 
+    # While it is started, beside the message itself; while it is under way; when it has arrived and is put in order;
+    # and after that.
     besides: int
-    """While it starts, besides what is under way."""
     under_way: int
     arrived: int
-    """When it has arrived, while it is brought in order."""
     in_order: int
 
 
 def piece_entries(exchange: Exchange) -> int:
-    """Return the number of entries that the exchange's rank holds."""
+    """Return the number of entries of all units' pieces on the exchange's rank."""
     return exchange.num_units * math.prod(exchange.piece_shape)
 
 
 def memory_keys(exchange: Exchange) -> list[Hashable]:
-    """Return for each rank what its need of memory follows from: ranks with equal ones need the same."""
+    """Return a key for each rank; ranks with equal keys need the same memory."""
+    # The shape of its pieces, the number of its units, and the number of units of its copy.
     of_copies: Counter[int] = Counter()
     for copy, count in zip(exchange.copies, exchange.counts, strict=True):
         of_copies[copy] += count
@@ -211,55 +220,61 @@ def memory_keys(exchange: Exchange) -> list[Hashable]:
 
 
 def distinct_by_memory(exchange: Exchange) -> list[Exchange]:
-    """Return the exchange as ranks see it that need different memory."""
+    """Return one view of the exchange for each distinct need of memory."""
     positions = dict(zip(memory_keys(exchange), range(len(exchange.ranks)), strict=True)).values()
     return [replace(exchange, position=position) for position in positions]
 
 
 def stages_of_units(units: Units, exchange: Exchange, spec: WorkspaceSpec, *, in_order: bool) -> Stages:
-    """Return the temporary bytes of a bucket on the exchange's rank.
+    """Return the temporary bytes of a bucket on the exchange's rank, by stage.
 
     `in_order` says whether parameters lie in memory row by row.
     """
     direction = units.direction_dtype(spec.dtype)
     owned, pieces = exchange.num_owned * math.prod(units.shape), piece_entries(exchange)
     work = units_work(units, exchange.num_owned, spec)
-    directions = pieces * direction.itemsize
+    # State that stages on whole matrices need travels beside the directions, and back beside the updates.
+    item = direction.itemsize + spec.state_width
+    directions = pieces * item
     starting = directions_bytes(pieces, direction, spec, in_order=in_order or spec.kernels == "torch")
+    starting = max(starting, directions)
     if exchange.is_local or exchange.is_replicated:
-        # The units are a part of the pieces, which they keep alive.
+        # The units are views of the pieces, and keep these alive.
         gathering, computing = directions, directions + work.peak
     else:
         sent, received = sum(exchange.gathering.sends), sum(exchange.gathering.receives)
-        # What other copies' owners would get stays behind; pieces in another order are put in order.
+        # A rank sends only to owners of its copy, so with several copies it packs a part of its pieces; pieces in
+        # another memory order are copied into row order.
         copied = (0 if sent == pieces else sent) + (0 if in_order else pieces)
-        starting = max(starting, directions + (copied + received) * direction.itemsize)
-        # What was sent is given back once it has arrived, what was received once it is assembled.
-        gathering = (sent + received) * direction.itemsize
-        computing = max((received + owned) * direction.itemsize, owned * direction.itemsize + work.peak)
-    updates, scattering, finishing = _results(units, exchange, work.kept, spec)
+        starting = max(starting, directions + (copied + received) * item)
+        # The message sent is freed when it has arrived, the message received when the units are assembled.
+        gathering = (sent + received) * item
+        computing = max((received + owned) * item, owned * item + work.peak)
+    updates, scattering, finishing = _results(units, exchange, work.kept + owned * spec.state_width, spec)
     return Stages(gathering, computing, updates, scattering, starting, finishing)
 
 
 def _results(units: Units, exchange: Exchange, kept: int, spec: WorkspaceSpec) -> tuple[int, int, int]:
-    """Return the bytes of the updates from when they are there: besides what is under way, under way, and at the end.
+    """Return the bytes of the updates: beside the second message while that starts, of the message, and at the end.
 
-    The updates of the units that the exchange's rank owns keep so many bytes alive.
+    `kept` are the bytes that the updates of this rank's units keep alive.
     """
-    item = units.update_dtype(spec.dtype).itemsize
+    width = units.update_dtype(spec.dtype).itemsize
+    item = width + spec.state_width
     if exchange.is_local:
         updates = _Gathered(0, kept, kept, kept)
     elif exchange.is_replicated:
         size = math.prod(units.shape) * item
-        # A transpose is put in order before it is sent; 16-bit ones are computed in the order of their directions.
-        turned = is_transposed(units.view) and (item != 2 or spec.kernels == "torch")
+        # A transposed update is copied into row order before it is sent, except in 16 bits, where updates are computed
+        # in the order of their directions.
+        turned = is_transposed(units.view) and (width != 2 or spec.kernels == "torch")
         updates = _all_gathered(exchange, size, kept, copied=exchange.num_owned * size * turned)
     else:
         received = piece_entries(exchange) * item
         updates = _Gathered(kept, sum(exchange.scattering.sends) * item + received, received, received)
     neurons, factors = _Gathered(0, 0, 0, 0), 0
     if spec.normalizes:
-        # Factors and second moments, side by side.
+        # Factors and second moments of each unit, side by side in one message.
         size = 2 * width_of(spec.dtype) * units.num_neurons
         own = exchange.num_owned * size
         neurons = _Gathered(0, own, own, own) if exchange.is_local else _all_gathered(exchange, size, own)
@@ -277,14 +292,19 @@ def _results(units: Units, exchange: Exchange, kept: int, spec: WorkspaceSpec) -
 def _all_gathered(exchange: Exchange, size: int, kept: int, *, copied: int = 0) -> _Gathered:
     """Return the bytes of `Exchange.start_all_gather`.
 
-    Each unit's part has `size` bytes; this rank's keep `kept` bytes alive, and `copied` bytes more put them in order.
+    Args:
+        exchange: the exchange, as this rank sees it.
+        size: the bytes of one unit's tensor.
+        kept: the bytes that this rank's tensors keep alive.
+        copied: the bytes of copies that put them in order.
     """
+    # Broadcasts fill one tensor in place.
     everything, most = exchange.num_units * size, max(exchange.counts)
     if exchange.is_sparse:
         return _Gathered(kept + copied, everything, everything, everything)
     received = len(exchange.ranks) * most * size
     if exchange.num_owned < most:
-        # With padding, as the others have more.
+        # Another rank has more units, so this rank sends padding, in a copy.
         besides, sent = kept + copied, most * size
     else:
         besides, sent = (kept, copied) if copied else (0, kept)

@@ -1,1 +1,1 @@
-"""State in host memory while it is stepped."""
+"""Steps buckets whose optimizer state is in host memory (`offload=True`)."""

@@ -1,8 +1,13 @@
-"""State in host memory: when each bucket has it on its device, and the buffers that it passes through.
+"""Brings offloaded state to the device for each bucket's computation, and back to host memory.
 
-`placement.py` says what lies in host memory, `offloaded.py` which tensors a bucket needs while it is stepped.
-Batches of them pass through a few buffers (`transfers.BufferPool`), each loaded while the one before it is used. Their
-addresses on the device are the same in every step of the same buckets.
+    begin      before a step: the order in which buckets will need their state; nothing is copied yet
+    backend    a bucket of matrices: its momentum is on the device for the directions, its masters for the weights
+    parts      a bucket of AdamW: piece by piece, with all state of a piece
+    finish     the host waits until everything is stored, before it reads state itself
+
+`placement.py` decides which state is in host memory, `offloaded.py` which tensors a bucket loads together. These
+batches pass through a few buffers on the device (`transfers.BufferPool`): one is loaded while the one before it is
+used. Their addresses on the device are the same in every step of the same buckets.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,9 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.plan.bucket import Bucket, Sharded
+from quintic.optim.plan.members import block_of
 from quintic.optim.plan.offload_size import Offloaded, buffers
 from quintic.optim.plan.plan import Plan
 from quintic.optim.rules.device import is_capturing
@@ -37,36 +43,36 @@ __all__ = ["Offload", "OffloadedPart", "ScheduledStage"]
 
 
 class ScheduledStage(NamedTuple):
-    """One of the times that a step turns to a bucket, in the order in which it does."""
+    """One entry of a step's schedule: a bucket, and the stage that it is moved to."""
 
     number: int
     """The number of the bucket in the plan."""
     active: Operands
     stage: int | None
-    """Which of the three parts of a bucket with collectives; None for a bucket without."""
+    """The number of the stage, 0 to 2, of a bucket with collectives; None for a bucket without."""
 
 
 class OffloadedPart(NamedTuple):
-    """Some entries of AdamW's parameters that are stepped together."""
+    """A piece of a bucket of AdamW parameters, with its state on the device."""
 
     active: Operands
     cache: BucketCache
     members: slice
-    """Which of the bucket's members they belong to."""
+    """The members of the bucket that its entries belong to."""
 
 
 class Offload:
-    """The state in host memory of one plan's buckets, and the buffers that it passes through.
+    """The offloaded state of one plan's buckets, and the buffers that it passes through.
 
-    `state` is that of the parameters in its place; there need be none before the first step.
+    `state` is the state of all parameters, in host memory where it is offloaded; it may be empty before the first step.
     """
 
     def __init__(self, plan: Plan, groups: Sequence[Group], state: State) -> None:
         self._groups, self._state = groups, state
         self._hosted: dict[int, OffloadedMatrices | OffloadedAdamW] = {}
         self._copies: dict[torch.device, Copies] = {}
+        # By device and pass: 0 for directions, 1 for weights.
         self._pools: dict[tuple[torch.device, int], BufferPool] = {}
-        """For directions (0) and for weights (1) of each device."""
         buckets = []
         sharded = sharded_parameters(groups)
         for number, bucket in enumerate(plan):
@@ -75,15 +81,16 @@ class Offload:
                 self._hosted[number] = offloaded_state(bucket, group)
                 bucket = replace(bucket, offloaded=_size(bucket, group, sharded))
             buckets.append(bucket)
+        # The plan, whose buckets have the sizes of their offloaded state.
         self.plan = replace(plan, buckets=tuple(buckets))
-        """The plan, with what is offloaded."""
 
     def begin(self, scheduled: Iterable[ScheduledStage]) -> None:
-        """Say what a step does, and in which order. Nothing is copied yet.
+        """Register the schedule of a step, so that batches can be loaded ahead. Nothing is copied yet.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
         """
+        # For each pool the batches in the order of their use.
         sequences: dict[tuple[torch.device, int], list[TransferBatch]] = {}
         for number, active, stage in scheduled:
             hosted, bucket = self._hosted.get(number), self.plan.buckets[number]
@@ -92,8 +99,9 @@ class Offload:
             if is_capturing(bucket.device):
                 raise RuntimeError(
                     f"{bucket.name}: its optimizer state is in host memory, and a CUDA graph is being captured, which "
-                    f"would not bring it; call optimizer.offload(False) before the capture"
+                    f"would not load it; call optimizer.offload(False) before the capture"
                 )
+            # Batches are made at a bucket's first use in the step, and needed in one or two of its stages.
             stages = _stages(bucket)
             if stage == stages[0]:
                 if isinstance(bucket, Sharded):
@@ -118,9 +126,9 @@ class Offload:
         step_mask: Tensor | None,
         make: Callable[[Operands, Group, BucketCache, Tensor | None], UpdateBackend],
     ) -> UpdateBackend:
-        """Return passes over at least one member of a bucket that borrow what they need.
+        """Return a backend for some members of a bucket that has their state on the device while it runs.
 
-        `make` returns the passes over other operands, of another view, with the memory that belongs to them.
+        `make` makes the backend that computes, from operands that are matrices already, their group and a cache.
         """
         hosted, device = self._hosted[number], self.plan.buckets[number].device
         assert isinstance(hosted, OffloadedMatrices)
@@ -130,7 +138,7 @@ class Offload:
         return OffloadedBackend(backend, list(zip(pools, hosted.batches, strict=True)))
 
     def parts(self, number: int, active: Operands) -> Iterator[OffloadedPart]:
-        """Yield the parts of a bucket of AdamW parameters, each with its state borrowed until the next is asked for."""
+        """Yield the pieces of a bucket of AdamW; a piece's state is on the device until the next is taken."""
         hosted, device = self._hosted[number], self.plan.buckets[number].device
         assert isinstance(hosted, OffloadedAdamW)
         pool = self._pools[device, 0]
@@ -144,7 +152,7 @@ class Offload:
 
     @contextmanager
     def reachable(self) -> Iterator[None]:
-        """Let work on the current streams read and write the state in host memory; the host does not wait."""
+        """Let the current streams read and write the state in host memory within the block; the host does not wait."""
         for copies in self._copies.values():
             copies.wait(copies.stored)
         yield
@@ -152,7 +160,7 @@ class Offload:
             copies.stored = copies.mark()
 
     def finish(self) -> None:
-        """Let the host wait until everything is stored."""
+        """Wait, on the host, until everything is stored."""
         for copies in self._copies.values():
             copies.finish()
 
@@ -174,21 +182,29 @@ def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[d
 
 
 def _size(bucket: Bucket, group: Group, sharded: Mapping[Tensor, ShardedState]) -> Offloaded:
-    """Return the size of a bucket's state in host memory; there need be none yet."""
+    """Return the sizes of a bucket's offloaded state, computed with meta tensors in place of state."""
     params = group.params
     members = [local_tensor(params[member.index]) for member in bucket.members]
     state = {}
     for param in {params[member.index] for member in bucket.members}:
         state[param] = planned_state(param, group, sharded[param].local if param in sharded else None)
     hosted = offloaded_state(bucket, group)
-    hosted.prepare(bucket.members, members, _states_of(bucket, params, state))
+    states = _states_of(bucket, params, state)
+    hosted.prepare(bucket.members, members, states)
     batches = hosted.of_pass(0), hosted.of_pass(1)
     directions, weights = (max((batch.size for batch in of_pass), default=0) for of_pass in batches)
-    return Offloaded(sum(batch.num_bytes for batch in chain(*batches)), directions, weights, len(batches[0]))
+    # State that stages on whole matrices need passes through no buffer: the step copies it to a batch, and back.
+    whole = sum(
+        block_of(state[spec.name], member, group.view).nbytes
+        for spec in group.rule.matrix_state
+        for member, state in zip(bucket.members, states, strict=True)
+    )
+    num_bytes = sum(batch.num_bytes for batch in chain(*batches)) + whole
+    return Offloaded(num_bytes, directions, weights, len(batches[0]))
 
 
 def _stages(bucket: Bucket) -> tuple[int | None, int | None]:
-    """Return in which of its stages a bucket makes directions, and in which it steps weights."""
+    """Return the stages in which a bucket computes directions, and writes weights."""
     if isinstance(bucket, Sharded):
         return 1, 1
     return (0, 2) if bucket.needs_comm else (None, None)

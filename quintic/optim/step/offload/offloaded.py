@@ -1,10 +1,10 @@
-"""The state in host memory that a bucket borrows while it is stepped, and its passes over the batches.
+"""The batches of offloaded state that each pass of a bucket needs on the device.
 
-Those are the things that its passes read and write: momentum for the directions, masters for the weights, AdamW's state
-for its whole update, in parts.
+    Muon     momentum for the directions, then masters, if any, for the weights
+    AdamW    moments and masters of one piece of the bucket, for its whole update; then the next piece
 
-A bucket's state is often a part of a parameter's: some matrices of a bank, some heads. The passes then get blocks of
-weights, gradients and state in place of whole tensors, so that no more is loaded than is stepped.
+A bucket often has only some matrices of a parameter, of a bank or of heads. The passes then get blocks of weights,
+gradients and state instead of whole tensors, so that no more state is loaded than is stepped.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import is_dense
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.group import Group
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
@@ -31,7 +31,7 @@ from quintic.optim.step.triton_backend import with_one_gradient_dtype
 
 __all__ = ["BLOCKS", "OffloadedAdamW", "OffloadedBackend", "OffloadedMatrices", "offloaded_state"]
 
-# AdamW's parts begin at multiples of this many entries, which every kernel likes.
+# AdamW's pieces begin at multiples of this many entries, so that kernels find them aligned.
 _MULTIPLE = 64
 
 States = Sequence[Mapping[str, Tensor]]
@@ -46,11 +46,11 @@ class _Blocks(View):
 
 
 BLOCKS = _Blocks()
-"""The view of what passes over a borrowed bucket get."""
+"""The view of the blocks that passes get instead of parameters."""
 
 
 class OffloadedMatrices:
-    """The state that a bucket of matrices borrows: momentum, and masters where there are any."""
+    """The batches of a bucket of matrices: momentum, and masters if there are any."""
 
     def __init__(self, bucket: Bucket, group: Group) -> None:
         self._bucket, self._view = bucket, group.view
@@ -58,15 +58,15 @@ class OffloadedMatrices:
         self._keys: list[str] = []
         self._members: tuple[BucketMember, ...] = ()
         self.batches: list[TransferBatch] = []
+        # Cached values of the passes over blocks; other values are in the bucket's own cache.
         self.cache = BucketCache()
-        """Memory of the passes over blocks; everything else is the bucket's."""
 
     def of_pass(self, number: int) -> list[TransferBatch]:
         """Return the batches for the directions (0), or for the weights (1)."""
         return self.batches[number : number + 1]
 
     def prepare(self, members: tuple[BucketMember, ...], params: Sequence[Tensor] | None, states: States) -> None:
-        """Get ready for a step of some members, given their state on the host."""
+        """Make the batches for a step of some members, given their state on the host; unchanged ones are kept."""
         master = master_key(states[0]) if states else None
         self._keys = [MOMENTUM] if master is None else [MOMENTUM, master]
         columns = [[state[key] for state in states] for key in self._keys] if states else []
@@ -77,10 +77,12 @@ class OffloadedMatrices:
             self._members = ()
 
     def operands(self, active: Operands, device_views: Sequence[Sequence[Tensor]]) -> Operands:
-        """Return blocks of the members' tensors, with the state on the device."""
+        """Return the members' matrices as operands, with the state on the device."""
+        # Gradients are cast as whole tensors, since blocks would not keep their strides.
         if self._bucket.kernels == "triton":
-            active = with_one_gradient_dtype(active)  # of whole tensors: blocks would not keep their strides
+            active = with_one_gradient_dtype(active)
         params = self._blocks(active.params, active.members)
+        # Members whose tensors are the blocks themselves; the same objects in every step, for caches.
         if not self._members:
             rows = zip(active.members, params, strict=True)
             self._members = tuple(
@@ -99,7 +101,7 @@ class OffloadedMatrices:
 
 
 class OffloadedBackend:
-    """Passes over a bucket, see `UpdateBackend`, that have their state on the device while they run."""
+    """The backend of an offloaded bucket: an `UpdateBackend` that has its state on the device while it runs."""
 
     def __init__(self, backend: UpdateBackend, batches: Sequence[tuple[BufferPool, TransferBatch]]) -> None:
         self._backend, self._batches = backend, batches
@@ -111,7 +113,8 @@ class OffloadedBackend:
             return self._backend.directions()
 
     def apply(self, update: Tensor, factors: Tensor) -> None:
-        """Step the weights."""
+        """Write the weights."""
+        # Without masters the weights need no state.
         if len(self._batches) == 1:
             self._backend.apply(update, factors)
             return
@@ -121,14 +124,14 @@ class OffloadedBackend:
 
 
 class _Range(NamedTuple):
-    """Entries of one member: all of them, or a run of its memory."""
+    """Entries of the member with a number: all of them, or a range of its memory."""
 
     number: int
     run: slice | None
 
 
 class _Piece:
-    """Ranges of consecutive members of a bucket of AdamW parameters, stepped together, and their state."""
+    """A piece of a bucket of AdamW parameters: ranges of consecutive members, stepped together, and their state."""
 
     def __init__(self, ranges: Sequence[_Range], states: States) -> None:
         self._ranges = ranges
@@ -136,17 +139,18 @@ class _Piece:
         self.members = slice(ranges[0].number, ranges[-1].number + 1)
         self.batch = TransferBatch([_entries(states[number][key], run) for number, run in ranges for key in self._keys])
         self.cache = BucketCache()
-        # Kept, so that tables of addresses stay valid.
+        # Step counts for ranges that do not begin their member, see `operands`; kept, so that their addresses stay.
         self._again = {n: torch.empty_like(states[n][STEP]) for n, run in ranges if run is not None and run.start}
 
     def operands(self, active: Operands, device_views: Sequence[Tensor]) -> Operands:
-        """Return these entries of the members' tensors, with the state on the device."""
+        """Return the entries of the members' tensors as operands, with the state on the device."""
         given = iter(device_views)
         members, params, gradients = [], [], []
         states: list[Mapping[str, Tensor]] = []
         for number, run in self._ranges:
             member, state = active.members[number], active.states[number]
-            # The step is counted with the first entries; here it is counted again, to no effect.
+            # The update of a member's first range increases its step count. Later ranges get a copy that is one less,
+            # so that they compute with the same count.
             step = state[STEP]
             if number in self._again:
                 step = torch.sub(step, 1, out=self._again[number])
@@ -162,7 +166,7 @@ def _entries(tensor: Tensor, run: slice | None) -> Tensor:
 
 
 class OffloadedAdamW:
-    """The state that a bucket of AdamW parameters borrows, piece by piece."""
+    """The batches of a bucket of AdamW parameters, one for each piece."""
 
     def __init__(self, bucket: Bucket, group: Group) -> None:
         limit = offloaded_entries(group, bucket.dtype)
@@ -172,11 +176,14 @@ class OffloadedAdamW:
         self.pieces: list[_Piece] = []
 
     def of_pass(self, number: int) -> list[TransferBatch]:
-        """Return everything, in order, for the first pass: there are no matrices to wait for before a second one."""
+        """Return all batches, in order, for pass 0, which does the whole update; none for pass 1."""
         return [] if number else [piece.batch for piece in self.pieces]
 
     def prepare(self, members: tuple[BucketMember, ...], params: Sequence[Tensor] | None, states: States) -> None:
-        """Get ready for a step of some members, given their state on the host, and their tensors if they have gaps."""
+        """Make the pieces for a step of some members, given their state on the host; unchanged ones are kept.
+
+        `params` are their tensors; None if these have no gaps in memory.
+        """
         key = (
             members,
             [value.data_ptr() for state in states for name, value in state.items() if name in PARAM_SHAPED_STATE],
@@ -188,10 +195,11 @@ class OffloadedAdamW:
             self._key = key
 
     def _divided(self, numels: Sequence[int], dense: Sequence[bool]) -> Iterator[list[_Range]]:
-        """Yield the ranges that are stepped together. Only members that exceed the limit are cut."""
+        """Yield the ranges of each piece. Only members that are larger than the limit, and without gaps, are split."""
         ranges: list[_Range] = []
         free = self._limit
         for number, numel in enumerate(numels):
+            # Whole, in this piece or the next.
             if numel <= self._limit or not dense[number]:
                 if numel > free and ranges:
                     yield ranges
@@ -199,6 +207,7 @@ class OffloadedAdamW:
                 ranges.append(_Range(number, None))
                 free = max(0, free - numel) // _MULTIPLE * _MULTIPLE
                 continue
+            # In ranges that fill up this piece and further ones.
             start = 0
             while start < numel:
                 if not free:
@@ -213,5 +222,5 @@ class OffloadedAdamW:
 
 
 def offloaded_state(bucket: Bucket, group: Group) -> OffloadedMatrices | OffloadedAdamW:
-    """Return the batches of a bucket of a group with state in host memory; none before it is prepared."""
+    """Return the offloaded state of a bucket, which has no batches before it is prepared for a step."""
     return OffloadedMatrices(bucket, group) if bucket.rule.orthogonalizes else OffloadedAdamW(bucket, group)

@@ -1,11 +1,11 @@
-"""Copies between host and device beside the computation: queues, the order between them, and buffers taken in turns.
+"""Copies between host and device that overlap with computation: streams, events, and buffers used in turn.
 
     loads      | load 1 | load 2 | load 3 | ...      host -> device, on a stream of their own
     computing           | use 1  | use 2  | ...      the current stream
     stores                       | store 1| ...      device -> host, on another one: buses carry both at once
 
-A load is started before the use of the one before it, into a buffer whose last store is over. Nothing here knows what
-is copied; `offload.py` does. Where there are no streams (CPUs), copies are made at once, in the same order.
+A load starts before the previous batch is used, into a buffer whose last store is over. `offload.py` decides which
+tensors are copied. Devices without streams (CPUs) copy at once, in the same order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,15 +17,15 @@ from torch import Tensor
 
 __all__ = ["BufferPool", "Copies", "TransferBatch"]
 
-# Of tensors in a buffer, in bytes: what every dtype and kernel likes.
+# Alignment of tensors in a buffer, in bytes, for every dtype and kernel.
 _ALIGNMENT = 256
 
 
 class Copies:
-    """A device's queues of copies: on CUDA devices on streams, elsewhere copies are over when the call returns.
+    """A device's queues of copies: streams on CUDA devices; elsewhere copies are over when the call returns.
 
-    Events stand for what was queued before them; None for nothing to wait for. Tensors on the host are pinned where
-    there is CUDA, or it waits for every copy.
+    An event is over when all work queued before it is; None means that there is nothing to wait for. For CUDA devices,
+    host tensors must be pinned, or each copy would make the host wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,21 +33,21 @@ class Copies:
         self._has_streams = device.type == "cuda"
         if self._has_streams:
             self._loads, self._stores = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # Event after all stores so far; None if they are over.
         self.stored: Any = None
-        """Event after all stores so far; None if they are over."""
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Return (num_bytes,) uint8 on the device, for any of the queues."""
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         if self._has_streams:
-            # It may have been something else's until now, and will be again.
+            # Until now, and after it is freed, the memory may belong to tensors of the current stream.
             self._loads.wait_stream(torch.cuda.current_stream(self._device))
             for stream in (self._loads, self._stores):
                 memory.record_stream(stream)
         return memory
 
     def load(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Sequence[Any]) -> Any:
-        """Start to copy to the device when the events are over; return the copies' event."""
+        """Start to copy to the device when the events `after` are over; return an event after the copies."""
         if not self._has_streams:
             _copy(targets, sources)
             return None
@@ -59,7 +59,7 @@ class Copies:
         return self._loads.record_event()
 
     def store(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
-        """Start to copy to the host when everything computed so far is over; return the copies' event."""
+        """Start to copy to the host when all work of the current stream so far is over; return an event after it."""
         if not self._has_streams:
             _copy(targets, sources)
             return None
@@ -70,16 +70,16 @@ class Copies:
         return self.stored
 
     def mark(self) -> Any:
-        """Return the event of everything computed so far."""
+        """Return an event after all work of the current stream so far."""
         return torch.cuda.current_stream(self._device).record_event() if self._has_streams else None
 
     def wait(self, event: Any) -> None:
-        """Let what is computed from now on wait for an event; the host does not wait."""
+        """Let the current stream wait for an event; the host does not wait."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def finish(self) -> None:
-        """Let the host wait for all stores."""
+        """Wait, on the host, for all stores."""
         if self.stored is not None:
             self.stored.synchronize()
             self.stored = None
@@ -91,37 +91,36 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 class TransferBatch:
-    """Tensors in host memory that are on the device, as views of one buffer, while something uses them.
+    """Tensors in host memory that are loaded together into one buffer on the device, used there, and stored back.
 
-    What is copied are runs of memory: of a tensor with gaps in it the gaps too, which may belong to other batches.
-    Tensors that overlap have the same dtype.
+    Ranges of memory are copied. If a tensor has gaps, these are copied, too, although their entries may belong to
+    other batches. Tensors that overlap have the same dtype.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
+        # Ranges of host memory, (entries,) each, and their positions in a buffer, in bytes.
         self.hosts: list[Tensor] = []
-        """Runs of memory on the host."""
         self._offsets: list[int] = []
-        """The places of these in a buffer, in bytes."""
+        # Number of a tensor with entries -> (number of its range, the entry of the range where the tensor begins).
         self._places: dict[int, tuple[int, int]] = {}
-        """Number of a tensor with entries -> (number of its run, the entry of the run where the tensor begins)."""
+        # Whether entries are copied that belong to none of the tensors.
         self.has_gaps = False
-        """Whether entries are copied that are none of the tensors'."""
+        # Bytes in a buffer, and bytes that are copied in each direction.
         self.size = 0
-        """Bytes in a buffer."""
         self.num_bytes = 0
-        """Bytes that are copied, in each direction."""
+        # By the address of a buffer: the buffer, the ranges in it, and the tensors in it.
         self._made: dict[int, tuple[Tensor, list[Tensor], list[Tensor]]] = {}
         storages: dict[int, list[int]] = {}
         for number, tensor in enumerate(self._tensors):
             if tensor.numel():
-                # Not its address: on the meta device all have the same.
+                # Storages are told apart by object, because on the meta device all have one address.
                 storages.setdefault(tensor.untyped_storage()._cdata, []).append(number)
         for numbers in storages.values():
             self._add_runs(sorted(numbers, key=lambda number: self._tensors[number].storage_offset()))
 
     def _add_runs(self, numbers: Sequence[int]) -> None:
-        """Add the runs of tensors of one storage, in the order of memory; those that overlap are one run."""
+        """Add the ranges of the tensors of one storage, given in the order of memory; overlapping ranges are merged."""
         runs: list[tuple[int, int, list[int]]] = []
         for number in numbers:
             start, stop = _extent(self._tensors[number])
@@ -130,6 +129,7 @@ class TransferBatch:
                 runs[-1] = (first, max(last, stop), [*members, number])
             else:
                 runs.append((start, stop, [number]))
+        # Place the ranges one after the other in the buffer.
         for start, stop, members in runs:
             host = self._tensors[members[0]].as_strided((stop - start,), (1,), start)
             self.has_gaps |= stop - start > sum(self._tensors[number].numel() for number in members)
@@ -141,7 +141,7 @@ class TransferBatch:
             self.size += -(-host.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def runs(self, buffer: Tensor) -> list[Tensor]:
-        """Return the runs in a buffer, in the order of `hosts`."""
+        """Return the ranges in a buffer, in the order of `hosts`."""
         return self._in(buffer)[1]
 
     def device_views(self, buffer: Tensor) -> list[Tensor]:
@@ -149,7 +149,7 @@ class TransferBatch:
         return self._in(buffer)[2]
 
     def _in(self, buffer: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        # The same buffers come again at every step.
+        # Views are made once for each buffer, as the same buffers are used in every step.
         address = buffer.data_ptr()
         if address not in self._made:
             spans = zip(self.hosts, self._offsets, strict=True)
@@ -167,31 +167,33 @@ class TransferBatch:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the places of a tensor's first entry in its storage, and behind its last."""
+    """Return the range of a tensor's storage from its first entry to behind its last."""
     start = int(tensor.storage_offset())
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + last + 1
 
 
 class BufferPool:
-    """Buffers on a device that batches take turns in; `offload_size.POOL_BUFFERS` are enough for any overlap."""
+    """Buffers on a device that batches use in turn; `offload_size.POOL_BUFFERS` are enough for any overlap."""
 
     def __init__(self, copies: Copies, size: int, number: int) -> None:
         self._copies = copies
-        # The views of empty tensors are on the device, too.
+        # A pool of size 0 has one empty buffer, for batches of empty tensors.
         memory = copies.allocate(size * number)
         self._buffers = list(memory.split(size)) if size else [memory]
+        # For each buffer the event after its last store.
         self._stored: list[Any] = [None] * number
         self._number = number
+        # The batches of a step in order, the place of each, the events after loads so far, and the number used so far.
         self._batches: list[TransferBatch] = []
         self._places: dict[int, int] = {}
         self._loaded: list[Any] = []
         self._used = 0
 
     def begin(self, batches: Sequence[TransferBatch]) -> None:
-        """Say which batches a step takes, in which order. Nothing is copied yet."""
+        """Register the batches of a step, in the order of their use. Nothing is copied yet."""
+        # If the last step raised in the middle, buffers may still be in use by the current stream.
         if self._used < len(self._batches):
-            # The last step ended in the middle: a buffer may still be in use.
             self._stored = [self._copies.mark()] * self._number
         self._batches, self._loaded, self._used = list(batches), [], 0
         self._places = {id(batch): place for place, batch in enumerate(batches)}
@@ -202,11 +204,14 @@ class BufferPool:
 
     @contextmanager
     def use(self, batch: TransferBatch) -> Iterator[None]:
-        """Have a batch's values on the device while it is used, then store them; loads the next batch meanwhile."""
+        """Have a batch's values on the device within the block, and start to store them afterwards.
+
+        Loads the next batch in the background.
+        """
         place = self._used
         assert self._batches[place] is batch, "batches are taken in another order than was said"
         self._load(place)
-        # What lies between tensors of the next one may be this one's, and not stored yet.
+        # A next batch with gaps waits: the entries in its gaps may be this batch's, which are not stored yet.
         if place + 1 < len(self._batches) and self._number > 1 and not self._batches[place + 1].has_gaps:
             self._load(place + 1)
         self._copies.wait(self._loaded[place])
@@ -220,8 +225,8 @@ class BufferPool:
             return
         batch = self._batches[place]
         after = [self._stored[place % self._number]]
+        # Its host memory may still be written by stores of the last step, or of batches that lie in its gaps.
         if place == 0 or batch.has_gaps:
-            # Its own memory: of the last step, or of batches between whose tensors it lies.
             after.append(self._copies.stored)
         event = self._copies.load(batch.runs(self._buffer(place)), batch.hosts, after) if batch.hosts else None
         self._loaded.append(event)

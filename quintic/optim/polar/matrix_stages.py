@@ -1,0 +1,78 @@
+"""The stages of a rule on whole matrices after the polar step, for a batch.
+
+    polar factors (b, m, n) -> stage by stage -> updates (b, m, n), and factors (b, m or 1, n or 1) that multiply them
+
+A stage with a kernel twin runs as the kernel where the bucket has kernels; the others run in plain PyTorch, which has
+copies of the state that they advance: what a mask leaves as it is gets its old value back.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quintic.optim.rules.rule import MatrixStage, StageOptions, UpdateRule
+
+__all__ = ["NO_STATE", "MatrixState", "apply_after"]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixState:
+    """The state of a batch of matrices that stages on whole matrices advance."""
+
+    batches: Mapping[str, Tensor]
+    """State of the parameter's shape by name, (b, m, n), in its own dtype; advanced in place."""
+    neurons: Sequence[Tensor] = ()
+    """Tensors (matrices, m, 1) or (matrices, 1, n) that are together those of the batch and share memory with state."""
+    addresses: Tensor | None = None
+    """The address of each matrix' neurons for kernels, (b,) int64; None where the bucket has none."""
+
+
+NO_STATE = MatrixState({})
+
+
+def apply_after(
+    rule: UpdateRule,
+    update: Tensor,
+    scales: Tensor,
+    state: MatrixState,
+    options: StageOptions,
+    mask: Tensor | None,
+    ranges: Mapping[str, AbstractContextManager[object]],
+) -> tuple[Tensor, Tensor]:
+    """Return updates (b, m, n) after the last stages, in their dtype, and their factors times scales (b, 1, 1).
+
+    State is advanced in place; where `mask`, () or (b,) int32 on the device, is zero it stays. None for nowhere.
+    """
+    matrices, factors = update, scales
+    for stage in rule.after:
+        with ranges[stage.label]:
+            if stage.has_kernel and state.addresses is not None:
+                factors = stage.apply_kernel(matrices, state.addresses, factors, options, mask)
+                continue
+            matrices, own = _apply_plain(stage, matrices, state, options, mask)
+            factors = factors if own is None else factors * own
+    return matrices.to(update.dtype), factors
+
+
+def _apply_plain(
+    stage: MatrixStage, matrices: Tensor, state: MatrixState, options: StageOptions, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Run a stage on copies of its state, and store these where the mask does not say otherwise."""
+    before: dict[str, Tensor] = {}
+    for spec in stage.state:
+        before[spec.name] = torch.cat(list(state.neurons)) if spec.shape == "neurons" else state.batches[spec.name]
+    # bfloat16 state is advanced in float32 and rounded once, when it is stored.
+    after = {name: (old.clone() if old.itemsize >= 4 else old.float()) for name, old in before.items()}
+    result, factors = stage.apply(matrices, after, options)
+    for spec in stage.state:
+        new, old = after[spec.name], before[spec.name]
+        if mask is not None:
+            new = torch.where(mask.view(-1, 1, 1) != 0, new, old)
+        if spec.shape == "neurons":
+            torch._foreach_copy_(list(state.neurons), list(new.split([one.shape[0] for one in state.neurons])))
+        else:
+            old.copy_(new)
+    return result, factors
