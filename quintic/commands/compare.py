@@ -119,6 +119,7 @@ def _is_finished(folder: Path) -> bool:
 
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
+    # Options, and the name of the comparison: given, by the time, or of the one to resume.
     start = training_options(arguments, "compare")
     config, resumed = start.config, start.resumed is not None
     for note in [*start.notes, *check_options(config)]:
@@ -136,6 +137,7 @@ def run(arguments: list[str]) -> int:
     file = runs_dir / f"{name}.json"
     if file.exists() and not resumed:
         raise ConfigError(f"{file} exists: choose another --run, or continue that comparison: {go_on}")
+    # The runs, their text, and the file from which the comparison can be resumed.
     page, configs = variants(config, start.seeds, resumed=resumed)
     folders = [variant.run.runs_dir / str(variant.run.run) for _, variant in configs]
     # A resumed comparison must use the text of its first run, even if the source has changed since.

@@ -32,6 +32,7 @@ __all__ = ["run"]
 
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
+    # Tasks and model first: they may be missing, and that should not show only after scoring.
     options = eval_options(arguments)
     suite = None if options.core is None else load_core(options.core)
     trained = trained_model(options.runs_dir, options.run, options.device, step=options.step)
@@ -71,6 +72,7 @@ def _score_text(trained: TrainedModel, data: str | None, text_field: str, max_to
         batches = iterate_validation_rows(trained.dataset, rows=rows, seq_len=seq_len, max_tokens=max_tokens)
     say_waiting(f"Scoring {'validation text' if data is None else data}")
     device = trained.model.head.weight.device
+    # `text` collects the scored text on the way, for the compressors' figures.
     text = ScoredText()
     watched = text.watched(trained.tokenizer, batches)
     result = score_from_sums(document_sums(trained.model, watched, trained.tokenizer.token_bytes(), device))

@@ -208,7 +208,7 @@ def trained_model(
     if not (run_dir / CONFIG_FILE).is_file():
         return _trained_race(run_dir, checkpoint, device)
     config = load_config(run_dir / CONFIG_FILE)
-    # A missing text is not an error yet: sampling and exporting need only the tokenizer, a copy of which the run has.
+    # A missing text is not an error yet: sampling and exporting only need the tokenizer, which the run keeps.
     dataset: Dataset | DataError
     try:
         dataset = _text_of(run_dir, checkpoint.state()["dataset"], config.data)

@@ -344,7 +344,7 @@ def training_options(arguments: list[str], command: str) -> Start:
     source, rest = pop_option(rest, "--init-from") if not asks_help else (None, rest)
     if source is not None:
         default = with_initial(default, source, Path(pop_option(rest, "--runs-dir")[0] or default.run.runs_dir))
-    kind: type[Config] = Config
+    kind: type[Config] = Config  # with the options that were read above only for `--help`
     if asks_help:
         kind = {"train": _TrainOptions, "compare": _CompareOptions}.get(command, _OtherOptions)
     sections = {section.name: getattr(default, section.name) for section in dataclasses.fields(Config)}

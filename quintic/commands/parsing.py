@@ -135,7 +135,7 @@ def validate_args(kind: Any, arguments: list[str], command: str) -> None:
     Raises:
         ConfigError: describes the first mistake in one line.
     """
-    hints = dict(options_of(kind))
+    hints = dict(options_of(kind))  # option -> type of its field
     arguments = _expand_switches(arguments, hints)
     # `texts` is the previous option if it takes any number of texts: "-x" after it may be meant as one of them.
     position, texts = 0, ""
@@ -175,6 +175,7 @@ def _check_values(option: str, values: list[str], hint: Any) -> None:
         if values:
             raise ConfigError(f"{option} takes no value, but {values[0]!r} follows it")
         return
+    # All other options take exactly one value of their type.
     expected = _expected(hint)
     if not values:
         raise ConfigError(f"{option} needs a value: {expected}")

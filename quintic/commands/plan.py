@@ -73,6 +73,7 @@ def run(arguments: list[str]) -> int:
     if torch.cuda.is_available() or not on_gpu or config.run.device == "cpu":  # else speed cannot be measured
         for line in duration_lines(model, scale, choose_hardware(config.run)):
             say(line)
+    # Precision and memory, then a line for each group, then the optimizer's plan.
     weights = "bfloat16 (16 more bits of each in the state)" if config.optim.weights == "mantissa" else "float32"
     say(f"Precision: {str(dtype).removeprefix('torch.')} activations{why}, {weights} weights")
     compiled = on_gpu if config.run.compile is None else config.run.compile
@@ -116,6 +117,7 @@ def prepared_text(data: DataConfig) -> PreparedText | None:
     manifests = data.data_dir.glob(f"*/{MANIFEST_NAME}")
     for path in sorted(manifests, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         manifest = json_object(path)
+        # Everything that decides about the prepared tokens must be equal; folders of other tools fail with KeyError.
         try:
             settings = {name: manifest["settings"][name] for name in wanted}
             source = {name: (usual | manifest["source"])[name] for name in asked}

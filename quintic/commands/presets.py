@@ -133,6 +133,7 @@ def _is_torch_for_gpus() -> bool:
         version = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return True
+    # version.py has lines such as `cuda: Optional[str] = '12.8'`; None for a build without.
     built_with = re.findall(r"^(?:cuda|hip)\b[^=\n]*= *(.+)", version, re.MULTILINE)
     return not built_with or any(value.strip() != "None" for value in built_with)
 
@@ -210,6 +211,7 @@ def _initial_folder(name: str, runs_dir: Path) -> Path:
     Raises:
         ConfigError: there is no such run or exported model.
     """
+    # A run's name comes before a path: `runs/first` may exist in the working folder, too.
     folders = (runs_dir / name, Path(name).expanduser())
     for folder in folders:
         if (folder / "config.json").is_file():

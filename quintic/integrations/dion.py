@@ -111,6 +111,7 @@ class DionMuon(DropIn):
         """Construct `quintic.Muon` from dion's options that groups may also set (`own`), and from Quintic's options."""
         self._flatten = bool(own["flatten"])
         own = self._options(own, f"{type(self).__name__}")
+        # dion has one learning rate and one decay for both algorithms.
         own |= {"adamw_lr": own["lr"], "adamw_weight_decay": own["weight_decay"]}
         ranks = _ranks_of(mesh)
         own |= {"comms": "none" if ranks is None else "averaged", "process_group": ranks}
@@ -133,6 +134,7 @@ class DionMuon(DropIn):
         # AdamW groups need no view and no check of epsilon; only `DTensor`s get a group of their own.
         if algorithm == "adamw":
             return split_by(own, lambda name, param: _comms_of(param))
+        # A function gets the group's epsilon; our own orthogonalisers need none, so it must be too small to matter.
         function, epsilon = self.defaults["orthogonalizer"], group.get("epsilon", self.defaults["eps"])
         if isinstance(function, _Called):
             own["orthogonalizer"] = _Called(function.function, epsilon)
@@ -278,7 +280,7 @@ def _ranks_of(mesh: Any) -> ProcessGroup | None:
 def _view_of(group: Mapping[str, Any], where: str) -> View | None:
     """Return the view given by a group's `num_heads` or `split_sizes`; None if it has neither."""
     heads, sizes = group.get("num_heads"), group.get("split_sizes")
-    heads = None if heads == 1 else heads
+    heads = None if heads == 1 else heads  # one head is the whole matrix
     if heads is not None and sizes is not None:
         raise ValueError(f"{where}: num_heads={heads!r} and split_sizes={sizes!r}: give one of them")
     if heads is not None:

@@ -39,6 +39,7 @@ class DropIn(Muon):
         Raises:
             ValueError, TypeError: the group cannot be translated, or as `quintic.Muon`.
         """
+        # One group of the original may become several, so remove those already added if a later one is invalid.
         before = len(self.param_groups)
         try:
             for group in self.translate(param_group, f"parameter group {before}"):

@@ -54,6 +54,7 @@ class MuonContainer(OptimizersContainer):  # type: ignore[misc]
         params = [
             param for optimizer in self.optimizers for group in optimizer.param_groups for param in group["params"]
         ]
+        # The base class's constructor is not called, because it would make torchtitan's optimizers.
         self._validate_params(params)
         self._post_init(params)
 

@@ -43,7 +43,7 @@ def count_phrases(rows: Iterable[npt.ArrayLike], *, bos_id: int | None = None) -
                 phrase = longer
                 continue
             # The longest match: count it, and add it extended by this token, unless a document starts here.
-            if phrase >= 0:
+            if phrase >= 0:  # single tokens are not counted
                 counts[phrase] += 1
             if token is None:
                 break
@@ -87,6 +87,7 @@ def allocate_rows(
             f"{vocab_size:,} and {vocab_size * most:,}"
         )
     ends, counts = count_phrases(rows, bos_id=bos_id)
+    # A stable sort keeps equally frequent phrases in the order in which they were added.
     by_count = np.argsort(-np.asarray(counts, dtype=np.int64), kind="stable")
     candidates = [ends[phrase] for phrase in by_count]
     allocated = [1] * vocab_size

@@ -40,6 +40,7 @@ class _Positions:
     def visible(self, window: int) -> tuple[int, int, Tensor]:
         """Return (first, end, mask): the positions that any query sees, and a (B, 1, T, end - first) bool mask."""
         if window not in self._visible:
+            # The earliest position that the first query of the shortest row sees, to the end of the longest row.
             first, end = max(0, min(self.starts) - window + 1), max(self.lengths)
             distance = self.positions.unsqueeze(2) - torch.arange(first, end, device=self.rows.device)
             self._visible[window] = first, end, ((distance >= 0) & (distance < window)).unsqueeze(1)
@@ -59,6 +60,7 @@ class LayerCache:
     def attend(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, window: int) -> Tensor:
         """Store T new keys and values per row and return the attention of the T queries, (B, T, H, D)."""
         current = self._positions
+        # Index tensors (B, 1) and (B, T) around a slice: the assigned values are (B, T, G, D).
         self.keys[current.rows, :, current.positions] = k_BTGD
         self.values[current.rows, :, current.positions] = v_BTGD
         first, end, visible = current.visible(window)

@@ -89,6 +89,7 @@ def fp8_lines(layers: Mapping[str, str]) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, use in layers.items():
         names.setdefault(use, []).append(name)
+    # Layers that multiply in 8 bits first, then the reasons of the others in alphabetical order.
     none = "" if FP8_BOTH in names or FP8_FORWARD in names else "--fp8 changes nothing in this model: "
     uses = sorted(names, key=lambda use: (use not in (FP8_BOTH, FP8_FORWARD), use))
     return [
@@ -119,6 +120,7 @@ def dynamic_fp8_linear(x: Tensor, weight: Tensor, recipe: Fp8Scaling, *, kernels
     if recipe == "tensorwise":
         x_scale, weight_scale = unit_of(x, _E4M3), unit_of(weight, _E4M3)
         return fp8_linear(x, weight.mT, x_scale=x_scale, weight_scale=weight_scale, grad_scale=None, kernels=kernels)
+    # All leading dimensions become rows: (..., in) -> (m, in), and back.
     out: Tensor = _Rowwise.apply(x.reshape(-1, x.shape[-1]), weight, kernels)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], weight.shape[0])
 
@@ -161,6 +163,7 @@ class _Rowwise(torch.autograd.Function):
 
 def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise (m, n) by rows: return contiguous e4m3, its columns padded to a multiple of 16, and (m, 1) scales."""
+    # The largest magnitude of a row becomes the largest e4m3 number; all-zero rows get the smallest scale.
     wide = x.float()
     scales = (wide.abs().amax(1, keepdim=True) / LARGEST[_E4M3]).clamp_min(SMALLEST_SCALE)
     padded = F.pad(wide, (0, -x.shape[1] % MULTIPLE))

@@ -171,11 +171,13 @@ class GPT(nn.Module):
             (N, vocab_size).
         """
         x_BTC = self._trunk(inputs, document_starts, cache)
+        # Inference: logits (B, T, V) or (N, V). Computing them only at `positions` saves most of their memory.
         if targets is None:
             if positions is not None:
                 x_BTC = x_BTC.flatten(0, 1)[positions]
             logits = self.head(x_BTC).float()
             return self.config.softcap * torch.tanh(logits / self.config.softcap)
+        # Training: the loss in chunks of rows, so that (B x T, V) logits never exist at once.
         in_8_bits = self.head.fp8 is not None and learns(self.head)
         return softcap_cross_entropy(
             x_BTC,

@@ -155,6 +155,7 @@ class Attention(nn.Module):
         # QK-norm after the rotation, which does not change norms.
         q_BTHD = rms_norm(rotate(q_BTHD, *rotary)) * QK_GAIN
         k_BTGD = rms_norm(rotate(k_BTGD, *rotary)) * QK_GAIN
+        # Attention: recording the largest logits, in training and evaluation, or over the cache in generation.
         if cache is None and self.on_max_logits is not None:
             out_BTHD, max_logits_H = attention_with_max_logits(q_BTHD, k_BTGD, v_BTGD, mask, window)
             self.on_max_logits(max_logits_H)
@@ -173,6 +174,7 @@ class Attention(nn.Module):
         if not _fuses(x_BTC, *weights) or any(linear.fp8 != self.query.fp8 for linear in linears):
             return self.query(x_BTC), self.key(x_BTC), self.value(x_BTC)
         # One wide product runs faster than three narrow ones, forward and backward.
+        # (H x D + 2 G x D, C) weights -> (B, T, H x D + 2 G x D), split again below.
         if fp8 is None:
             projected = F.linear(x_BTC, torch.cat(weights).to(x_BTC.dtype))
         else:
@@ -197,6 +199,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return down(relu(up(x))^2): (..., C) -> (..., C)."""
+        # Layers with dynamic 8-bit scales in both passes are not fused: `mlp_relu2` has fixed scales.
         in_8_bits = self.up.fp8 is not None and learns(self.up)
         if not in_8_bits and _fuses(x, self.up.weight, self.down.weight):
             fp8 = self.fp8_forward and learns(self.up)
@@ -263,6 +266,7 @@ def window_sizes(pattern: str, depth: int, seq_len: int, short_window: float = 0
         raise ValueError(f"window_pattern={pattern!r}: use the letters S (short window) and L (full window)")
     if not 0 < short_window <= 1:
         raise ValueError(f"short_window={short_window}: must be above 0 and at most 1")
+    # The last layer sees the whole row, so that every position can reach the output.
     short = max(1, math.ceil(seq_len * short_window))
     letters = [pattern[layer % len(pattern)] for layer in range(depth - 1)] + ["L"]
     return tuple(short if letter == "S" else seq_len for letter in letters)

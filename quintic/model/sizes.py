@@ -108,6 +108,7 @@ class GPTConfig:
         Raises:
             ValueError: the sizes do not fit each other. The message names the argument.
         """
+        # The width in heads, rounded up.
         num_heads = max(1, -(-aspect_ratio * depth // head_dim))
         if kv_ratio < 1 or num_heads % kv_ratio:
             raise ValueError(f"kv_ratio={kv_ratio} does not divide the {num_heads} query heads of depth {depth}")

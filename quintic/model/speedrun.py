@@ -190,7 +190,7 @@ class SpeedrunGPT(nn.Module):
             document_starts: as for `forward`.
         """
         x_NC = self._trunk(self._row(inputs, document_starts, None))[positions]
-        logits_NV = (x_NC @ self.head).float()
+        logits_NV = (x_NC @ self.head).float()  # the head is stored (C, V)
         if not self.config.sigmoid_logits:
             return _TANH_CAP * torch.tanh(logits_NV / _TANH_CAP)
         height, shift, width = _SIGMOID_CAP
@@ -282,9 +282,9 @@ class SpeedrunGPT(nn.Module):
     def _block_weights(self) -> list[BlockWeights]:
         """Return each layer's slices of the banks; one `unbind` for each bank, so that its gradient is stacked once."""
         config, width = self.config, self.config.width
-        query_keys = iter(self.qk_bank.view(-1, 2 * width, width).unbind())
-        value_outs = iter(self.vo_bank.view(-1, width, width).unbind())
-        mlps = self.mlp_bank.view(-1, 4 * width, width).unbind()
+        query_keys = iter(self.qk_bank.view(-1, 2 * width, width).unbind())  # (2C, C) per layer with attention
+        value_outs = iter(self.vo_bank.view(-1, width, width).unbind())  # (C, C) twice per layer with attention
+        mlps = self.mlp_bank.view(-1, 4 * width, width).unbind()  # (4C, C) twice per layer
         gates = self.value_gates.unbind() if config.value_embeddings else ()
         scales: Iterator[Tensor] = iter(())
         mixes: Iterator[Tensor] = iter(())

@@ -284,7 +284,7 @@ def attend(
     if weights.projection_scales is not None:
         value_scale, out_scale = weights.projection_scales.to(read_TC.dtype).unbind()
         value_weight, out_weight = value_scale * value_weight, out_scale * out_weight
-    projected = F.linear(read_TC, torch.cat([query_key, value_weight]))
+    projected = F.linear(read_TC, torch.cat([query_key, value_weight]))  # (T, 3C): one product instead of two
     q_THD, k_THD, v_THD = projected.unflatten(-1, (3, num_heads, -1)).unbind(1)
     if value_TC is not None:
         v_THD = v_THD + value_TC.view(v_THD.shape)
@@ -293,11 +293,11 @@ def attend(
     sharpness = row.query_scale * q.shape[-1] ** 0.5  # `attention` divides by sqrt(D)
     q, k = (rotate(x, cos, sin, parts=2) for x in (q * sharpness.to(q.dtype), k))
     if plan.key_offset:
-        rotating, still = k.chunk(2, dim=-1)
+        rotating, still = k.chunk(2, dim=-1)  # (T, copies, H / copies, D / 2) each
         still = torch.where(row.starts[..., None, None], still, previous(still))
         k = torch.cat([rotating, still], dim=-1)
     q_1NHD, k_1NHD, v_1NHD = (x.flatten(0, 1).contiguous()[None] for x in (q, k, v))
-    short, long, longest, _ = row.limits.shape
+    short, long, longest, _ = row.limits.shape  # dynamic sizes in compiled code
     mask = replace(row.masks[copies - 1], longest=copies * longest)
     out_1NHD = attention(q_1NHD, k_1NHD, v_1NHD, mask, long if plan.long else short)
     out_THD = out_1NHD.view(length, num_heads, -1)

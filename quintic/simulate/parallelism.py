@@ -58,6 +58,7 @@ def _check_parallelism(mesh: Sequence[int], names: Sequence[str]) -> None:
         raise ConfigError(
             f"layout={shown}: {len(names)} names for the {len(mesh)} dimensions of mesh {shape}; give a name for each"
         )
+    # PyTorch nests parallelisms in this order.
     order = [list(PARALLELISMS).index(name) for name in names]
     if any(later <= earlier for earlier, later in itertools.pairwise(order)):
         raise ConfigError(f"layout={shown}: give each name once, in the order {', '.join(PARALLELISMS)}")
@@ -113,6 +114,7 @@ def _layout(param: Tensor, sizes: dict[str, int], dims: Mapping[str, int | None]
     if "ep" in sizes and "fsdp" in sizes and dims["ep"] is None:
         # Parameters other than experts: fsdp shards them over the ranks of both dimensions.
         sizes["fsdp"] *= sizes.pop("ep")
+    # A placement for each mesh dimension, as a DTensor of this parameter would have.
     placements: list[Placement] = []
     for position, name in enumerate(sizes):
         dim = dims.get(name)

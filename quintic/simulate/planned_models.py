@@ -119,6 +119,7 @@ def _from_configuration(name: str) -> nn.Module:
                 "transformers, or plan the run of a `quintic export`: quintic plan --config runs/NAME/config.json"
             ) from error
         raise ConfigError(f"model={name}: transformers cannot read its configuration: {_first_line(error)}") from error
+    # Models that generate no text have no causal head; they can still be planned for.
     try:
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError:

@@ -62,6 +62,7 @@ def table(simulation: Simulation) -> str:
         "",
         f"{'method':18} {'matrices':>22} {'buckets':>7} {'GFLOP':>21} {'MB sent':>21} {'work MiB':>19}",
     ]
+    # Buckets of the same method, shapes and dtype share a line; buckets with and without messages do not.
     kinds: dict[Any, list[BucketLoad]] = {}
     for load in simulation.bucket_loads:
         kinds.setdefault((load.method, load.shapes, load.dtype, load.exchange_bytes is None), []).append(load)

@@ -134,7 +134,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if getattr(value, "shape", None) == ():  # numpy and torch scalars
+    if getattr(value, "shape", None) == ():  # zero-dimensional arrays and tensors of numpy and torch
         return _plain(value.item())
     return _plain(str(value))
 

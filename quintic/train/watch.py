@@ -79,7 +79,7 @@ class RmsMeter:
         counts: dict[str, int] = {}
         for (kind, _), tensor in zip(self._params, tensors, strict=True):
             if tensor is not None:
-                # Of a DTensor, `sum` is partial on each rank and `full_tensor` adds the ranks' sums.
+                # For a DTensor, `sum` is partial on each rank, and `full_tensor` adds up the ranks' sums.
                 square = tensor.float().square().sum()
                 square = square.full_tensor() if is_dtensor(square) else square
                 squares[kind] = squares[kind] + square if kind in squares else square
