@@ -187,7 +187,7 @@ class CapturedStep:
         return outcome
 
     def _read(self, steps_until_due: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, parameter) for the gradients that a step reads, those of tied copies included."""
+        """Yield (name, parameter) for the gradients that a step reads, with the gradients of tied copies."""
         for group in self._optimizer._plans.current_groups():
             if steps_until_due[group.number] == 0:
                 yield from zip(group.param_names, group.params, strict=True)

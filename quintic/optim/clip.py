@@ -281,7 +281,7 @@ def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any], commu
     if mesh.size() == 1:
         return squares
     ranks = _mesh_ranks(mesh)
-    # (ranks, n), gathered in the process group of the whole mesh, which is connected; those of its axes may not be.
+    # (ranks, n), gathered in the process group of the whole mesh, since the groups of its axes may not be connected.
     squares = _gathered(squares, communicators[tuple(ranks)], len(ranks))
     # Rows from ascending ranks to the order of the mesh, then (*mesh.shape, n).
     if ranks != mesh.mesh.flatten().tolist():

@@ -402,7 +402,7 @@ class Muon(Optimizer):
                 )
         steps_until_due = plans.steps_until_due()
 
-        # 2. Checks, first those that need no other rank, so that a rank that raises leaves none waiting; the state.
+        # 2. Checks, local ones first: a rank that raises must not leave others waiting in a collective. Then the state.
         if not runner.context.is_single_rank:
             runner.consensus.check_partial(steps_until_due)
         plans.use_state()
@@ -671,9 +671,9 @@ class Muon(Optimizer):
         self, outcome: StepOutcome, steps_until_due: Sequence[int], *, qk_layers: int = 0, is_replayed: bool = False
     ) -> None:
         """Count down each group's steps, and keep the outcome for `last_step`; for `CapturedStep`, too."""
+        waiting = sum(len(g["params"]) for g, n in zip(self._home["param_groups"], steps_until_due, strict=True) if n)
         self._plans.end_step(steps_until_due)
         self._step_history.rejected_steps = None
-        waiting = sum(len(g["params"]) for g, n in zip(self._home["param_groups"], steps_until_due, strict=True) if n)
         self._step_history.record(outcome, waiting=waiting, qk_layers=qk_layers, is_replayed=is_replayed)
 
     def _begin(self, orders: Orders) -> None:

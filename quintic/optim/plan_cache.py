@@ -3,7 +3,7 @@
 Users change options of groups; libraries move, convert or exchange parameters. None of them tells the optimizer, so
 every use of the cache begins with `refresh`:
 
-1. Compare parameters with those of the plan: are they other tensors, or has their memory changed?
+1. Compare parameters with those of the plan: were tensors replaced, or has their memory changed?
 2. Compare options with their last values. Check the groups with a change, and make a new `Group` of each.
 3. If the plan depends on a change (`options_affecting("plan")`), drop it and mark the state stale.
 
@@ -12,7 +12,7 @@ The plan is built, ranks are connected and state is made (`state/sync.py`) by th
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -39,7 +39,7 @@ _PLANNED_OPTIONS = options_affecting("plan")
 
 States: TypeAlias = dict[Tensor, dict[str, Any]]
 
-_PARAMS = itemgetter("params")
+_PARAMS, _QK_CLIP = itemgetter("params"), attrgetter("qk_clip")
 
 
 class PlanCache:
@@ -206,7 +206,7 @@ class PlanCache:
 
     def start_qk_step(self, runner: Runner, logits: Mapping[Any, Tensor]) -> QKStep | None:
         """Begin QK-clip in a step, if a group asks for it. All ranks that share parameters must call it."""
-        qk_clip = next((group.qk_clip for group in self.groups if group.qk_clip is not None), None)
+        qk_clip = next(filter(None, map(_QK_CLIP, self.groups)), None)
         if qk_clip is None:
             if not isinstance(logits, Mapping) or logits:
                 raise ValueError(

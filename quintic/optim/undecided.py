@@ -129,7 +129,7 @@ def _suggested(
     classifier: Classifier, rows: Sequence[tuple[str | None, Tensor]], *, trusts_matrices: bool
 ) -> dict[Tensor, tuple[Assignment, bool]]:
     """Return for each parameter the assignment that its name and shape suggest, and whether it is certain."""
-    # By name, as if the names were those of a model's layers.
+    # By name, as for the layers of a model.
     named = [(name, param) for name, param in rows if name is not None]
     clean = without_wrappers(str(name) for name, _ in named)
     by_name = classifier.from_names({name: param for name, (_, param) in zip(clean, named, strict=True)})

@@ -258,7 +258,7 @@ def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
 
 
 def _check_wrapper(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
-    # The view decides which rows of a wrapped weight belong together; a view that does not fit is an error elsewhere.
+    # The view decides which rows of a wrapped weight belong together; `_check_matrix` reports a view that does not fit.
     view = None
     if orthogonalizes(group["algorithm"]) and isinstance(group["view"], View):
         try:
@@ -310,7 +310,8 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
 def check_options(number: int, group: Mapping[str, Any]) -> None:
     """Reject values of options that fit no parameters; a ValueError names the option.
 
-    First each value by itself, by its row of the table; then those that other rooms know, or that must fit each other.
+    Each value is checked by itself first, as its row of the table says. Then come options whose classes the table
+    cannot import, and options that must fit each other.
     """
     check_scheduled(number, group)
     _check_values(number, group, CHECKED_OPTIONS)

@@ -129,9 +129,11 @@ class Options:
         other_names=["beta1", "beta2"],
     )
     eps: Number = option(1e-8, number(), affects=set(), is_scheduled=True, algorithm="adamw")
+    # Passed to kernels by value, so a graph holds it.
     normalize_beta: float = option(0.95, number(below=1), affects={"graph"}, is_scheduled=True, algorithm="muon")
 
-    # The update.
+    # The update. Options that decide about memory, batches or messages affect plan and ranks, others only numbers.
+    # Functions and dtypes cannot be saved as plain values, so checkpoints have their text.
     nesterov: bool = option(True, _SWITCH, affects={"graph"}, algorithm="muon")
     decay_coupling: DecayCoupling = option("lr", one_of("lr", "lr_squared"))
     scale_decay: bool = option(False, _SWITCH, algorithm="muon")
@@ -164,19 +166,22 @@ class Options:
         None, or_none(numbers_per_matrix()), affects={"graph"}, algorithm="muon"
     )
     adamw_lr_ratio: float | None = option(None, or_none(number()), affects={"graph"}, algorithm="adamw")
+    # The plan is the same for every cadence, but all ranks must step a group at the same time.
     step_every: int = option(1, count(), affects={"ranks", "graph"})
     qk_clip: Any = option(None, "None or a quintic.QKClip", affects={"ranks", "graph"}, saved="text", algorithm="muon")
+    # Set by `Muon.tie`.
     tied_to: tuple[str, bool] | None = option(None, or_none(tie(), none_first=True), is_keyword=False)
 
     # Where the work is done, and in how much memory: each run has its own.
     comms: Literal["none", "averaged", "replicated", "sharded", "sharded_sparse"] = option(
         "none", one_of("none", "averaged", "replicated", "sharded", "sharded_sparse"), saved="value"
     )
-    # Every rank has its own groups, and the plan tells which ranks are in one.
+    # Another object on each rank; ranks are compared by the layouts that follow from it.
     process_group: Any = option(None, "a ProcessGroup, or None", affects={"plan", "graph"}, saved="text")
     replicas: Literal["auto", "divide", "repeat"] = option("auto", one_of("auto", "divide", "repeat"), saved="value")
     offload: bool = option(False, _SWITCH, saved="value")
     max_workspace_bytes: int | None = option(2**31, or_none(count("a positive integer")), saved="value")
+    # Decides nothing about messages, so each rank may have its own.
     kernels: KernelsOption = option(
         "auto",
         one_of("auto", "torch", "triton"),

@@ -138,7 +138,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
         at_a_time = _matrices_at_a_time(group, total, m * n, dtype, most)
         if device.type == "cpu":
             at_a_time = min(at_a_time, max(1, _CPU_ENTRIES // max(1, m * n)))
-        # One bucket for each list of at most so many matrices; its bound is for this device.
+        # One bucket for each list of matrices; its bound is for this device.
         for chunk in _member_chunks(members, at_a_time):
             counts = [member.num_matrices for member in chunk]
             count = sum(counts)

@@ -45,7 +45,7 @@ _STRATEGIES: tuple[ReplicaStrategy, ...] = ("divide", "repeat", "host")
 class Links(NamedTuple):
     """Bytes per second that one rank sends, and receives at the same time."""
 
-    # GPUs of one host are linked directly, those of several hosts by a network.
+    # GPUs of one host are linked directly, GPUs of several hosts by a network.
     within_host: float
     between_hosts: float
 

@@ -75,7 +75,7 @@ class Parameter:
         layout = self.layout
         if layout is None or self.process_group is None or layout.is_replicated:
             return local.clone()
-        # Flat pieces of all ranks, (entries of the box,); those of this rank's copy tile the whole tensor.
+        # Flat pieces of all ranks, (entries of the box,); the pieces of this rank's copy tile the whole tensor.
         boxes = [layout.box_of(rank) for rank in self.ranks]
         shards = all_gather_uneven(local.reshape(-1), [numel_of(box) for box in boxes], self.process_group)
         whole = local.new_empty(layout.shape)
@@ -237,7 +237,7 @@ def whole_states(
 
 
 def _has_state_apart(one: Parameter) -> bool:
-    """Return whether ranks that share a parameter may have different state of it, of which a whole one is made."""
+    """Return whether ranks that share a parameter may have different state of it, from which whole state is made."""
     group, layout = one.group, one.layout
     if layout is None or group.comms in SHARDED_MODES:
         return layout is not None

@@ -103,7 +103,7 @@ def batch_bytes(
     m, n = shape
     direction = direction_dtype(form, spec.dtype)
     work = stages_work(form, count, m, n, spec, copied=count * m * n * direction.itemsize if is_copied else 0)
-    # Those of decay are put beside them.
+    # With `scale_decay`, factors of decay stand beside them.
     factors = factor_bytes(count, m, n, spec) * (3 if spec.scales_decay else 1)
     return matrices_bytes(count * m * n, min(count, largest) * m * n, direction, work, factors, spec, in_order=True)
 

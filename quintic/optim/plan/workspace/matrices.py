@@ -70,7 +70,7 @@ class WorkspaceSpec(NamedTuple):
     """Bound the worst case over all devices of this type and over smaller batches, so that all ranks compute the same
     number, which grows with the batch size."""
     narrow: bool = False
-    """Whether moments are in bfloat16, of which plain PyTorch makes copies in float32."""
+    """Whether moments are in bfloat16, so that plain PyTorch makes float32 copies of them."""
     has_masters: bool = False
     cautious: bool = False
     scales_decay: bool = False
@@ -236,7 +236,7 @@ def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, s
 
 
 def units_work(units: Units, count: int, spec: WorkspaceSpec) -> Footprint:
-    """Return the memory that `UnitsStep.orthogonalized` needs for so many units, besides their directions."""
+    """Return the memory for orthogonalising `count` units, beside their directions (`BucketStep._compute_units`)."""
     if count == 0:
         return Footprint(0, 0)
     numel = math.prod(units.shape)
