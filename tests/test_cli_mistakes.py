@@ -57,7 +57,7 @@ def test_a_current_folder_that_is_gone(
         ("train --muon-lr fast", "--muon-lr fast: give a number"),
         ("train --optimizer sgd", "--optimizer sgd: give muon or adamw"),
         ("train --device tpu", "--device tpu: give auto or cpu or cuda"),
-        ("train --normalize row", "--normalize row: give neuron or None"),
+        ("train --normalize row", "--normalize row: give neuron or element or None"),
         ("train --compile maybe", "--compile maybe: give True or False or None"),
         ("train --no-compile True", "--compile takes one value, but 'True' follows it"),
         ("train --no-comple", "unknown option --no-comple: did you mean --no-compile?"),

@@ -79,7 +79,7 @@ class ModelConfig:
     """The shape of the GPT."""
 
     depth: int = 4
-    """Number of layers; the width is --aspect-ratio x depth, rounded up to a multiple of --head-dim."""
+    """Number of layers; the width is the aspect ratio times the depth, rounded up to a multiple of --head-dim."""
     aspect_ratio: int = 64
     """Channels of the residual stream per layer."""
     head_dim: int = 64
@@ -198,7 +198,7 @@ class ScheduleConfig:
     """Length of the run, and its batches."""
 
     steps: int | None = 500
-    """Optimizer steps; 'None' derives them from --target-flops, or else from --tokens-per-param."""
+    """Optimizer steps; 'None' derives them from --target-flops; without that, from --tokens-per-param."""
     target_flops: float | None = None
     """Floating-point operations of the whole run, if --steps is 'None'."""
     tokens_per_param: float = 10.5

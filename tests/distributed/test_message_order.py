@@ -157,7 +157,7 @@ def test_messages_in_the_order_that_is_asked_for():
 
 
 def test_different_orders_are_an_error():
-    with pytest.raises(Exception, match=r"ranks 0 and 1 were given different .*work=\('bias', 'tall'\)"):
+    with pytest.raises(Exception, match=r"ranks 0 and 1 were given different .*compute=\('bias', 'tall'\)"):
         run(check_different_orders, 2, timeout=60)
 
 

@@ -230,7 +230,7 @@ def connect_late(rank, world_size, first):
         plan = optimizer.plan()
         assert {bucket.ranks for bucket in plan if bucket.needs_comm} == {((0, 1), (2, 3))[rank // 2]}
         (choice,) = plan.choices
-        assert choice.way == "repeat"
+        assert choice.strategy == "repeat"
         assert f"\n{choice}" in plan.to_table(width=1000)
         early = model_of()
         laid_out((2, 2))(early)
