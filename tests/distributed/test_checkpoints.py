@@ -324,13 +324,13 @@ def misfits(rank, world_size):
     with pytest.raises(ValueError, match=r"mlp\.0\.weight: saved momentum_buffer.*the piece of one rank.*save whole"):
         copies.optimizer.load_state_dict(pieces)
     # One device cannot take its state from pieces, and columns are no rows.
-    with pytest.raises(ValueError, match=r"mlp\.0\.weight: saved momentum_buffer is a DTensor of which rank \d"):
+    with pytest.raises(ValueError, match=r"mlp\.0\.weight: saved momentum_buffer is a DTensor, and rank \d"):
         copies.optimizer.load_state_dict(saved)
     columns = copy.copy(saved)
     columns["state"] = {
         number: {key: in_columns(value) for key, value in tensors.items()} for number, tensors in saved["state"].items()
     }
-    with pytest.raises(ValueError, match=r"mlp\.0\.weight: saved momentum_buffer is a DTensor of which rank 0 does"):
+    with pytest.raises(ValueError, match=r"mlp\.0\.weight: saved momentum_buffer is a DTensor, and rank 0 does"):
         cut.optimizer.load_state_dict(columns)
     assert not wrong_state(whole_state(cut, world_size), before, "after all errors")
     assert not any(

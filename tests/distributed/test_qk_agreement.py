@@ -307,7 +307,7 @@ def cut_otherwise(rank, world_size):
         cut = distribute_tensor(model.attn[name].weight.detach(), mesh[axis], [Shard(0)])
         model.attn[name].weight = nn.Parameter(cut)
     _, optimizer = small("none", model=model)
-    with pytest.raises(ValueError, match="all ranks that have a part"):
+    with pytest.raises(ValueError, match="all ranks that hold a piece"):
         optimizer.step(qk_logits=maxima(HIGH, LOW))
     _, optimizer = small("none", model=model, process_group=dist.group.WORLD)
     optimizer.step(qk_logits=maxima(HIGH, LOW) if rank == 3 else None)

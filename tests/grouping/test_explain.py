@@ -325,7 +325,7 @@ def test_a_model_of_70_billion_parameters_takes_no_time_and_no_memory():
     code = f"""
         import resource, sys, time
         sys.path.insert(0, {str(model_families.__file__).rpartition("/")[0]!r})
-        import torch, families, quintic
+        import torch, model_families, quintic
         _, model = model_families.build("llama", "full")
         quintic.explain(torch.nn.Linear(2, 2))
         before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
