@@ -49,6 +49,7 @@ class Operands(NamedTuple):
 
     def present(self, gradients: Sequence[Tensor | None]) -> "Operands":
         """Return the operands that have a gradient, with these gradients, dense."""
+        # Four lists side by side, thinned out together.
         rows = zip(self.members, self.params, gradients, self.states, strict=True)
         present = [(m, p, dense_gradient(p, g, m.name), s) for m, p, g, s in rows if g is not None]
         if len(present) == len(self.members):
@@ -63,6 +64,7 @@ class Operands(NamedTuple):
 
     def masters(self) -> list[Tensor] | None:
         """Return the fp32 master or mantissa of each parameter, or None."""
+        # float32 and float64 weights need no more precision.
         if self.params[0].itemsize >= 4:
             return None
         key = master_key(self.states[0])
@@ -81,6 +83,7 @@ class BlockPlaces:
 
     def blocks(self, active: "Operands", view: View, *lists: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """Return the matrices of the members in lists of tensors that are like their parameters, sharing memory."""
+        # The tuple itself is the key: it is the plan's own as long as every member has a gradient.
         if self._members is not active.members:
             pairs = [
                 (param, block_of(param.detach(), member, view))
@@ -93,6 +96,7 @@ class BlockPlaces:
             blocks: list[Tensor] = []
             rows = zip(tensors, active.params, active.members, self._places, strict=True)
             for tensor, param, member, (shape, stride, offset) in rows:
+                # A tensor with other strides, such as a gradient's, is looked up by its view, which takes longer.
                 if tensor.stride() == param.stride():
                     blocks.append(tensor.as_strided(shape, stride, tensor.storage_offset() + offset))
                 else:
@@ -156,6 +160,7 @@ class BucketCache:
 
     def cached(self, name: str, key: object, make: Callable[[], _T]) -> _T:
         """Return the value kept under a name, made anew where its key is another one."""
+        # One value for each name: the last key counts.
         kept = self._kept.get(name)
         if kept is None or kept[0] != key:
             kept = self._kept[name] = key, make()
@@ -176,8 +181,10 @@ class BucketCache:
             states = [_local_state(state[owner]) for owner in self._owners]
             everything = self.everything = Operands(bucket.members, params, [], states, bucket.num_matrices)
             self._contiguous = all(param.is_contiguous() for param in params)
+        # Gradients are new objects after each backward pass; everything else is as it was.
         owners = self._owners
         gradients = local_gradients(owners, self._names) if self._are_sharded else list(map(GRADIENT, owners))
+        # The usual case: every gradient is there and lies as its parameter does.
         if self._contiguous and are_contiguous(gradients):
             return everything._replace(gradients=gradients)
         return self.of_those(everything, gradients)
@@ -186,6 +193,7 @@ class BucketCache:
         """Return the members that have a gradient, given all members and their gradients; arguments are not kept."""
         if self._fills_missing:
             rows = zip(everything.members, everything.params, gradients, strict=True)
+            # The positions are kept for the report of the step, before zeros take their place.
             missing = tuple(member.index for member, _, gradient in rows if gradient is None)
             filled = [
                 torch.zeros_like(param, dtype=gradient_dtype(param)) if gradient is None else gradient
@@ -212,6 +220,7 @@ class BucketCache:
         def make() -> Tensor:
             numbers, multipliers = numbers_of(parts), group.lr_multipliers
             dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
+            # (kinds,) -> (matrices or units, kinds)
             scales = host_tensor([group.rule.lr_factor(group.adjust_lr, m, n) for m, n in shapes], dtype)
             scales = scales.expand(len(numbers), -1).clone()
             if multipliers is not None:
@@ -223,6 +232,7 @@ class BucketCache:
 
     def moments(self, view: View, active: Operands) -> list[Tensor]:
         """Return the second moments of each member's matrices, (matrices, m, 1) or (matrices, 1, n), sharing memory."""
+        # (neurons of all matrices of a parameter,) each.
         buffers = [state[NEURON_MOMENT] for state in active.states]
 
         def make() -> list[Tensor]:
@@ -232,6 +242,7 @@ class BucketCache:
                 for m, param, buffer in rows
             ]
 
+        # Loading a state puts other tensors, or other memory, in their place.
         key = active.members, list(map(id, buffers)), list(map(Tensor.data_ptr, buffers))
         return self.cached("moments", key, make)
 
@@ -239,6 +250,7 @@ class BucketCache:
         """Reject state of another device, dtype or memory order, where kernels see addresses alone."""
 
         def check() -> None:
+            # Kernels read bytes at an address: other strides or another dtype would go unnoticed.
             wanted = {**dtypes, MASTER: torch.float32, MANTISSA: torch.uint16}
             for member, param, state in zip(active.members, active.params, active.states, strict=True):
                 for key in wanted.keys() & state.keys():
@@ -256,6 +268,7 @@ class BucketCache:
             owners: list[Tensor] = []
             offsets: list[Tensor] = []
             for number, (member, param) in enumerate(zip(active.members, active.params, strict=True)):
+                # Matrices of a block lie at equal distances.
                 block = block_of(param, member, view)
                 start = int(block.storage_offset()) - int(param.storage_offset())
                 offsets.append(torch.arange(block.shape[0], device="cpu") * int(block.stride(0)) + start)
@@ -291,6 +304,7 @@ class BucketCache:
                 if (buffer.device, buffer.dtype) != (bucket.device, torch.float32) or not buffer.is_contiguous():
                     right = f"torch.float32 on {bucket.device} without gaps"
                     raise _misread(name, NEURON_MOMENT, buffer, right)
+            # (matrices of all members,) int64: one address for each matrix' own moments.
             rows = zip(bases, moments, strict=True)
             each = [base + i * moment[0].nbytes for base, moment in rows for i in range(len(moment))]
             return host_tensor(each, torch.int64)

@@ -65,11 +65,14 @@ class TorchBackend:
     def directions(self) -> Tensor:
         """Advance the momentum; return the directions (b, m, n)."""
         group, active, bucket = self._group, self._active, self._bucket
+        # For each member (b, g, r, n) views of its momentum and its gradient.
         averages = list(map(_MOMENTUM, active.states))
         momenta, gradients = self._places.blocks(active, group.view, averages, active.gradients)
         counts = list(map(len, momenta))
         shape = momenta[0].shape[1:]
+        # Members that are left out have directions, too: zeros, whose updates are not applied.
         new = torch.empty if self._present is None else torch.zeros
+        # (g, r, n) of one matrix -> (b of all members, m, n)
         size = (sum(counts), shape[:2].numel(), shape[2:].numel())
         directions = new(size, dtype=bucket.direction_dtype, device=bucket.device)
         parts: Sequence[Tensor] = directions.view(size[0], *shape).split(counts)
@@ -85,13 +88,16 @@ class TorchBackend:
         blocks = self._places.blocks(
             active, group.view, *([active.params] if whole is None else [active.params, whole])
         )
+        # Without masters both are the weights, and None is passed for each master below.
         weights, masters = blocks[0], blocks[-1]
         counts = list(map(len, weights))
         shape = weights[0].shape[1:]
+        # (b, m, n) -> for each member (its b, g, r, n)
         updates: Sequence[Tensor] = update.view(len(update), *shape).split(counts)
         # 1 where factors do not vary.
         rows = shape[:2] if factors.shape[1] > 1 else (1, 1)
         columns = shape[2:] if factors.shape[2] > 1 else (1,) * len(shape[2:])
+        # The first b factors are those of updates, the last b those of decay: the same ones without `scale_decay`.
         everything = factors.view(len(factors), *rows, *columns)
         scales: Sequence[Tensor] = everything[: len(update)].split(counts)
         decays: Sequence[Tensor] = everything[-len(update) :].split(counts)

@@ -44,20 +44,26 @@ class TritonBackend:
         apply_mask: Tensor | None,
     ) -> None:
         self._bucket, self._group, self._apply_mask = bucket, group, apply_mask
+        # One launch reads gradients of one dtype.
         self._active = active = with_one_gradient_dtype(active)
+        # (hyperparameters,) float64 on the device, in the order of HYPERPARAMETERS.
         self._hyperparameters = hyperparameters.values
         if cache.runs is None:
+            # Layouts follow from the plan, so that all members count, also those without a gradient today.
             cache.runs = _runs(group.view, cache.everything or active)
         self._cache = cache
         master = master_of(active.states[0])
         self._master_dtype = None if master is None else master.dtype
         self._momentum_dtype = moment_dtype_of(bucket.dtype, group.state_dtype)
+        # Bytes of an entry of each tensor that a matrix has, in the order of `_addresses`.
         gradient, momentum = active.gradients[0].itemsize, self._momentum_dtype.itemsize
         sizes = [gradient, momentum, bucket.dtype.itemsize, 0 if master is None else master.itemsize]
         bases = _addresses(active, MOMENTUM)
 
+        # (4, matrices) int64 addresses: gradient, momentum, weight, master or 0.
         def addresses() -> Tensor:
             cache.check_state(active, {MOMENTUM: self._momentum_dtype}, bases[len(active.params) :])
+            # (4, members) -> (4, matrices): where each matrix starts within its parameter's tensors.
             owners, offsets = cache.matrix_places(group.view, active)
             return host_tensor(bases).view(4, -1)[:, owners] + offsets * host_tensor(sizes).view(4, 1)
 
@@ -67,8 +73,10 @@ class TritonBackend:
         """Advance the momentum; return the directions (b, m, n)."""
         from quintic.kernels.update.matrix_update import momentum_directions_
 
+        # A launch for each run of matrices with one layout in memory; mostly there is one.
         of_layouts = []
         for layout, part in self._parts():
+            # Directions are written in the order of memory; a transposed layout is turned by a view.
             rows, columns = layout.physical()[:2]
             directions = torch.empty(
                 (part.stop - part.start, rows, columns),
@@ -94,6 +102,7 @@ class TritonBackend:
         """Step the weights."""
         from quintic.kernels.update.matrix_update import apply_updates_
 
+        # (b or 2b, m or 1, n or 1) -> (1 or 2, b, ...): factors of updates, then those of decay.
         factors = factors.view(len(factors) // len(update), len(update), *factors.shape[1:])
         for layout, part in self._parts():
             apply_updates_(
@@ -130,6 +139,7 @@ class TritonBackend:
 def _runs(view: View, active: Operands) -> "list[tuple[MatrixLayout, int]]":
     from quintic.kernels.update.matrix_layout import MatrixLayout
 
+    # Neighbours with the same shape and strides, (g, r, n) without b, are one launch.
     blocks = [block_of(param, member, view) for param, member in zip(active.params, active.members, strict=True)]
     layouts = [(MatrixLayout.of(block.shape[1:], block.stride()[1:]), block.shape[0]) for block in blocks]
     return [(layout, sum(count for _, count in run)) for layout, run in groupby(layouts, key=lambda pair: pair[0])]
@@ -151,13 +161,16 @@ def step_adamw_triton(
     moment_dtype = moment_dtype_of(bucket.dtype, group.state_dtype)
     bases = _addresses(active, EXP_AVG)
 
+    # (5, parameters) int64 addresses: gradient, both moments, weight, master or 0.
     def addresses() -> Tensor:
         cache.check_state(active, dict.fromkeys((EXP_AVG, EXP_AVG_SQ), moment_dtype), bases[len(active.params) :])
         return host_tensor(bases).view(5, -1)
 
     table = cache.table.get(bases, addresses, bucket.device)
+    # Counts of steps are tensors of one entry each: the kernel advances them in place.
     counts = tuple(state[STEP].data_ptr() for state in active.states)
     steps = cache.steps_table.get(counts, lambda: host_tensor(counts), bucket.device)
+    # Which program works on which tile of which tensor, all tensors in one launch.
     numels, programs = cache.programs(active, bucket.device)
     adamw_tensors_(
         table,
@@ -186,12 +199,14 @@ def _addresses(active: Operands, first_state: str) -> tuple[int, ...]:
     masters = active.masters()
     tensors += masters or []
     addresses = tuple(map(Tensor.data_ptr, tensors))
+    # The kernels read no master where its address is 0.
     return addresses if masters else addresses + (0,) * len(active.params)
 
 
 def with_one_gradient_dtype(active: Operands) -> Operands:
     """Return operands whose gradients have one dtype that the kernels know."""
     dtypes = {gradient.dtype for gradient in active.gradients}
+    # Copies in float32: the kernels compute in it, and have no loads of float64.
     if len(dtypes) == 1 and torch.float64 not in dtypes:
         return active
     return active._replace(gradients=[gradient.float() for gradient in active.gradients])
