@@ -21,7 +21,7 @@ What holds throughout:
   in that time (`run_overlapping`).
 - The host never waits for the device, but for a mask that plain PyTorch has to read.
 - Before `run` yields it deletes the names of tensors that it needs no longer, so that the message frees them when it
-  has arrived: temporary memory is as planned (`plan/memory/`).
+  has arrived: temporary memory is as planned (`plan/workspace/`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
