@@ -1,13 +1,13 @@
-"""Caches the plan that follows from an optimizer's groups, and keeps it and the state current.
+"""Holds the plan that follows from an optimizer's groups, and keeps plan and state up to date with them.
 
-Users change options of groups; libraries move, convert or exchange parameters. None of them tells the optimizer, so
-every use of the cache begins with `refresh`:
+Users change options of groups, and libraries move, convert or exchange parameters. The optimizer is not told, so every
+use of the cache begins with `refresh`:
 
-1. Compare parameters with those of the plan: were tensors replaced, or has their memory changed?
-2. Compare options with their last values. Check the groups with a change, and make a new `Group` of each.
-3. If the plan depends on a change (`options_affecting("plan")`), drop it and mark the state stale.
+1. Compare parameters with the last ones: were tensors replaced, or has their memory changed?
+2. Compare options with their last values. Check every group that has changed, and make a new `Group` of it.
+3. If the plan depends on a change (`options_affecting("plan")`), drop the plan and mark the state stale.
 
-The plan is built, ranks are connected and state is made (`state/sync.py`) by the first use that needs them.
+Nothing is made ahead of time: the first use that needs a plan, connected ranks or state (`state/sync.py`) makes them.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -43,47 +43,50 @@ _PARAMS, _QK_CLIP = itemgetter("params"), attrgetter("qk_clip")
 
 
 class PlanCache:
-    """The plan of one optimizer, its ranks' communicators, and the groups and state that they belong to.
+    """The plan, groups and communicators of one optimizer, and the upkeep of its state.
 
-    Methods raise a ValueError or TypeError that names the parameter or the option where a group was changed and cannot
-    be stepped any more.
+    If a change of a group made a step impossible, methods raise a ValueError or TypeError that names the parameter or
+    the option.
     """
 
     def __init__(self, home: Mapping[str, Any], links: LinkedOptions, orders: Orders) -> None:
         """Begin without a plan.
 
         Args:
-            home: the optimizer's `"param_groups"` and `"state"`, which belong to PyTorch and may be replaced.
-            links: options that follow others, brought up to date by every `refresh`.
+            home: a dictionary with the optimizer's `"param_groups"` and `"state"`. They are looked up at each use,
+                because PyTorch may replace them.
+            links: options that follow other options; `refresh` brings them up to date.
             orders: names of the parameters whose buckets come first.
         """
         self._home, self._links = home, links
         self.orders = orders
         self.groups: list[Group] = []
-        """The groups at the last refresh; none while nothing was made for them, so that no parameter is kept alive."""
+        """The groups at the last refresh. Empty while there is neither plan nor state, to keep no parameter alive."""
         self.communicators = Communicators()
         self.rows = AnnouncedRows(self.communicators)
         self.precomputed = PrecomputedAverages()
         self.runner: Runner | None = None
-        """The runner of the plan, if there is one."""
+        """The plan, with the objects that step it; None if there is no plan now."""
         self._state_sync = StateSync()
         self._fingerprint: ParamFingerprint | None = None
-        """The parameters for which a plan or state was made, if any was."""
+        """The parameters for which a plan or state was made; None before that."""
         self._idle: list[Tensor] = []
         """Frozen parameters. They are in no bucket until they require gradients or are given one."""
+        # Belongs to the plan, and is dropped with it.
         self._qk_step: QKStep | None = None
         self._num_planned_hosts = 0
-        """The number of sets of ranks that had told each other their hosts when the plan was made."""
+        """For how many sets of ranks hosts were known when the plan was made; it may change when more are."""
 
     def add(self, number: int, dictionary: dict[str, Any]) -> None:
-        """Check a new group and connect its ranks, which must all call it; an error changes nothing."""
+        """Check a new group and connect its ranks, all of which must call this; an error changes nothing."""
         check_group(number, dictionary)
         group = Group.of(number, dictionary)
+        # Process groups are made by all of their ranks together, here and not in the middle of a step.
         self.communicators.connect([group], [layouts_of(group)])
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Drop the plan, and compare all state with its parameters when it is needed next."""
+        """Drop the plan, and mark the state stale: its next use compares all of it with the parameters."""
         self.drop_plan()
         self._state_sync.is_stale = True
 
@@ -101,7 +104,7 @@ class PlanCache:
         return self.groups
 
     def planned(self) -> Runner:
-        """Return the runner of the plan for the groups as they are now; makes no state and communicates nothing."""
+        """Return the runner for the present groups, planning if needed; makes no state and sends no messages."""
         self.refresh()
         if self.runner is None:
             self.runner = Runner(
@@ -112,24 +115,29 @@ class PlanCache:
         return self.runner
 
     def connected(self) -> Runner:
-        """Return the runner, with ranks connected. All ranks that share parameters must call it.
+        """Return the runner, with ranks connected. All ranks with common parameters must call it.
 
-        Before the first step they tell each other on which hosts they are, and the plan may depend on it.
+        Before the first step these ranks tell each other their hosts, after which the plan is made anew: it may depend
+        on them.
         """
         self.refresh()
-        # Until plans are validated, ranks may not have told each other of their hosts.
+        # The usual case: once plans are compared, hosts are known, too.
         if self.runner is not None and self.runner.consensus.plans_validated:
             return self.runner
         runner = self.planned()
         if not runner.consensus.plans_validated:
             self.communicators.connect(self.groups, [layouts_of(group) for group in self.groups])
+            # The plan was made before these hosts were known.
             if self._num_planned_hosts != len(self.communicators.hosts):
                 self.drop_plan()
                 runner = self.planned()
         return runner
 
     def steps_until_due(self) -> list[int]:
-        """Return for each planned group how many steps it waits for after the next one; 0 if that steps it."""
+        """Return `pending_steps` of each group as it will be after the next step: 0 if that steps the group.
+
+        With `step_every=4` a group has 1, 2, 3, 0, 1, ...
+        """
         return [
             # Tied copies are never stepped on their own, so they wait in every step.
             (dictionary["pending_steps"] + 1) % group.step_every or (group.step_every if group.tied_to else 0)
@@ -137,21 +145,22 @@ class PlanCache:
         ]
 
     def end_step(self, steps_until_due: Sequence[int]) -> None:
-        """Write opened weights back, and let each group wait for the steps that it still has to."""
+        """Write stepped copies of wrapped weights back, and update each group's count of pending steps."""
         if OPENED:
             self._close_wrappers(steps_until_due)
         self.advance(steps_until_due)
 
     def advance(self, steps_until_due: Sequence[int]) -> None:
-        """Set each group's count of steps, after a step that was made or rejected."""
+        """Update each group's count of pending steps, after a step that was made or rejected."""
+        # Only tied copies and averages of clipping have something to forget.
         if self.runner is not None and (self.runner.ties or self.precomputed.groups):
             self.runner.end_step(steps_until_due)
         for dictionary, pending in zip(self._home["param_groups"], steps_until_due, strict=True):
             dictionary["pending_steps"] = pending % dictionary["step_every"]
 
     def use_state(self) -> None:
-        """Make the state that is missing, for a step that is planned and changes it."""
-        # Weights inside other libraries' wrappers are stepped as plain copies, and written back by `end_step`.
+        """Make or adapt state for a step, which changes it, and open weights in wrappers of other libraries."""
+        # Such weights are stepped as plain copies, which `end_step` writes back.
         if OPENED:
             for group in self.groups:
                 for param in group.params:
@@ -161,7 +170,7 @@ class PlanCache:
         self._state_sync.use()
 
     def needed_state(self) -> States:
-        """Return the state of all parameters: all of it made, and none on its way between devices."""
+        """Return the state of all parameters: complete, and with no copies to or from the host under way."""
         self.refresh()
         self._make_state()
         if self.runner is not None:
@@ -170,7 +179,7 @@ class PlanCache:
         return states
 
     def give_state(self) -> None:
-        """Like `needed_state`, for callers that may replace tensors; cheap if nothing changed."""
+        """Do as `needed_state` does, for a caller that may replace tensors of the state; cheap if nothing changed."""
         self.refresh()
         if self._state_sync.is_stale:
             self._make_state()
@@ -179,16 +188,17 @@ class PlanCache:
         self._state_sync.is_given = True
 
     def end_load(self, without: Container[Tensor], names: Mapping[str, str]) -> None:
-        """Record that state was loaded, and drop entries at their defaults.
+        """Record that state was loaded, and drop state at its defaults.
 
         Args:
-            without: parameters without loaded state. The frozen ones among them have none from now on.
+            without: parameters for which no state was loaded. Frozen ones have no state from now on.
             names: {made-up name: loaded name} of parameters that had no names of their own.
         """
         self._state_sync.use()
         self._state_sync.drop_unused(self._home["state"])
         for number, group in enumerate(self.groups):
             frozen = {i for i, param in enumerate(group.params) if param in without and not param.requires_grad}
+            # A parameter that becomes idle leaves its bucket.
             if not frozen <= group.idle:
                 self.groups[number] = replace(group, idle=group.idle | frozen)
                 self.invalidate()
@@ -200,12 +210,12 @@ class PlanCache:
             self._fingerprint, self.groups, self._idle = None, [], []
 
     def parameters(self) -> list[Parameter]:
-        """Return the parameters that this rank holds a piece of. All ranks that share parameters must call it."""
+        """Return the parameters that lie on this rank, whole or in pieces. All ranks with common ones must call it."""
         self.planned()
         return connected_parameters(self.groups, self.communicators)
 
     def start_qk_step(self, runner: Runner, logits: Mapping[Any, Tensor]) -> QKStep | None:
-        """Begin QK-clip in a step, if a group asks for it. All ranks that share parameters must call it."""
+        """Begin QK-clip in a step; None if no group has `qk_clip`. All ranks with common parameters must call it."""
         qk_clip = next(filter(None, map(_QK_CLIP, self.groups)), None)
         if qk_clip is None:
             if not isinstance(logits, Mapping) or logits:
@@ -213,7 +223,7 @@ class PlanCache:
                     "step got qk_logits, but no QK-clip was asked for: quintic.Muon(..., qk_clip=QKClip(...))"
                 )
             return None
-        # All ranks find out here whether their groups differ, before any waits for logits of another one.
+        # Ranks with different groups raise here, and do not wait forever for each other's logits.
         runner.consensus.validate_plans()
         if self._qk_step is None or self._qk_step.clip != qk_clip:
             self._qk_step = QKStep(qk_clip, self.groups, self._home["state"], self.communicators)
@@ -233,19 +243,20 @@ class PlanCache:
                 self.invalidate()
             elif change is Change.MEMORY and self.runner is not None:
                 self.runner.invalidate_views()
-        # Keys that are no options may have been set, too, to values that would change the update.
+        # Other keys may have been set, too: old names of options, and options of other libraries (`settle_keys`).
         for number, dictionary in enumerate(dictionaries):
             if not dictionary.keys().isdisjoint(WATCHED_KEYS):
                 settle_keys(number, dictionary)
+        # A frozen parameter was unfrozen, or was given a gradient.
         if any(map(needs_state, self._idle)):
             self.invalidate()
-        # 2. Options. The common case ends here: each group is the one of the last refresh.
+        # 2. Options. The usual case ends here: no option has changed since the last refresh.
         same_number = len(self.groups) == len(dictionaries)
         if same_number and not self._state_sync.is_stale and all(map(Group.is_as_in, self.groups, dictionaries)):
             return
         self._links.follow()
         groups, must_plan = [], False
-        # Freezing a parameter that has state changes nothing: it may get a gradient, and is stepped again then.
+        # Parameters with state stay in the plan when they are frozen, since they may be given a gradient.
         awake = {param for group in self.groups for i, param in enumerate(group.params) if i not in group.idle}
         for number, dictionary in enumerate(dictionaries):
             before = self.groups[number] if number < len(self.groups) else None
@@ -256,9 +267,10 @@ class PlanCache:
                 check_group(number, dictionary, was_checked=was_checked)
             else:
                 check_scheduled(number, dictionary)
+            # A new group changes the plan, too.
             must_plan |= before is None or not group.agrees(before, _PLANNED_OPTIONS)
             groups.append(group)
-        # 3. What depends on them.
+        # 3. The plan and the state. Other options reach the buckets as new groups, without a new plan.
         self.groups = groups
         self._idle = [group.params[index] for group in groups for index in group.idle]
         if must_plan:
@@ -267,22 +279,26 @@ class PlanCache:
             self.runner.context.groups = groups
 
     def _close_wrappers(self, steps_until_due: Sequence[int]) -> None:
-        """Write the stepped copies of opened weights back."""
+        """Write the stepped copies of weights into the wrappers that they came from."""
         for group, pending in zip(self.groups, steps_until_due, strict=True):
             for param in group.params if not pending else ():
-                # Weights that were not stepped are left alone: rounding them once more may change them.
+                # Skip weights that were not stepped, because rounding them once more may change them.
                 if param.grad is not None:
                     close(param)
 
     def _make_state(self) -> None:
+        """Make or adapt state if it is stale."""
         if self._state_sync.is_current(self.groups, self._home["state"]):
             return
+        # State may move: end copies to the host, and let buckets look it up again.
         if self.runner is not None:
             self.runner.finish()
             self.runner.invalidate_views()
+        # A ValueError here leaves the state as it was, and stale.
         self._state_sync.bring_up_to_date(self.groups, self._home["state"])
         self._take_fingerprint()
 
     def _take_fingerprint(self) -> None:
+        # Later changes are found by `check`, which brings the fingerprint up to date itself.
         if self._fingerprint is None:
             self._fingerprint = ParamFingerprint([group.params for group in self.groups])

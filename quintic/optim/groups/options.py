@@ -1,22 +1,25 @@
 """The options of parameter groups: each is declared once, as a row of the tables below.
 
-A row is a typed field, and `option(...)` holds the other properties:
+A row is a dataclass field with the type of the option. `option(...)` gives its other properties:
 
-* `default`: what `quintic.Muon` begins with. A test compares it with the constructor's signature.
-* `values`: a check that needs nothing but the value, and words for it. Checks that need the rest of the group, or its
-  parameters, are in `validate.py`.
-* `affects`: "plan": when the option changes, the plan is built anew and the state is fitted to it. "ranks": ranks that
-  share parameters must have equal values, and compare them. "graph": a captured step holds the value, and is captured
-  anew when it changes. A new option affects all three unless its row says otherwise, which is safe and may be slow.
-* `is_scheduled`: schedules change it at every step, so a change is checked by itself and not with the whole group.
-* `saved`: "restored": checkpoints have its value, and loading restores it. "value", "text": checkpoints have its value,
-  or its text, for people, and the optimizer that loads them keeps its own.
-* `algorithm`: the only algorithm whose groups use it.
-* `is_keyword`: the constructor has a keyword for it.
-* `other_names`, `old_names`: names in other libraries, which are suggested from; and in older versions, which work.
+* `default`: the value that a group has if none is given. A test compares it with the signature of `quintic.Muon`.
+* `values`: a check of the value alone, with the words that an error uses for values that pass. Checks that need other
+  options or the parameters are in `validate.py`.
+* `affects`: a set of consequences of a change. "plan": the plan is built anew, and the state is fitted to it. "ranks":
+  ranks with common parameters must have equal values, and compare them. "graph": a captured CUDA graph contains the
+  value, so the step is captured anew. Without `affects` an option has all three, which is safe and may be slow.
+* `is_scheduled`: schedules change the option at every step, so that a change must be cheap: it is checked alone, and
+  the rest of the group is not checked again.
+* `saved`: "restored": checkpoints contain the value, and loading sets it. "value", "text": checkpoints contain the
+  value, or its text, only for people to read; an optimizer that loads them keeps its own value.
+* `algorithm`: the only algorithm whose groups use the option; None if groups of all algorithms do.
+* `is_keyword`: whether the constructor has a keyword with this name.
+* `other_names`: names in other libraries; an error about such a name suggests the option.
+* `old_names`: names in earlier versions, which still work, with a warning.
 
-All else follows from the tables: the fields of `Group`, the checks of `Muon`, the comparison between ranks, what
-checkpoints restore, when a step is captured anew, suggestions for misspelt names, and `docs/reference/options.md`.
+Everything else follows from the tables: the fields of `Group`, the checks of `Muon`, the comparison between ranks, the
+values that checkpoints restore, the changes after which a step is captured anew, suggestions for misspelt names, and
+`docs/reference/options.md`.
 """
 
 import warnings
@@ -55,7 +58,9 @@ Number = float | Tensor
 """A number, or a tensor of one entry, which may be on a device."""
 
 Orthogonalizer = Method | Callable[[Tensor], Tensor]
+"""The name of one of the library's methods, or a function of the user's."""
 
+# The values of `affects` and `saved`, see the head of this file.
 Effect = Literal["plan", "ranks", "graph"]
 Saved = Literal["restored", "value", "text"]
 
@@ -87,7 +92,7 @@ def option(
     other_names: Sequence[str] = (),
     old_names: Sequence[str] = (),
 ) -> Any:
-    """Return a field that declares an option; `values` may be words only, where `validate.py` checks the value."""
+    """Return a dataclass field that declares an option; `values` is only the words if `validate.py` has the check."""
     declared = Option(
         default=default,
         values=Values(values) if isinstance(values, str) else values,
@@ -99,10 +104,11 @@ def option(
         other_names=other_names,
         old_names=old_names,
     )
+    # The metadata of the field carries the declaration to `OPTIONS`.
     return field(default=default, metadata={"option": declared})
 
 
-# A schedule of a rate or a decay that ends at 0 may end a rounding below it.
+# At least 0, but a schedule that ends at 0 may end a rounding error below it.
 _RATES = number(slack=1e-12)
 _SWITCH = one_of(False, True)
 
@@ -111,10 +117,12 @@ _SWITCH = one_of(False, True)
 class Options:
     """The options that a step reads."""
 
+    # The algorithm, and the matrices in each parameter: these two are set by how parameters are grouped.
     algorithm: Algorithm = option("muon", "'muon' or 'adamw'", saved="value", is_keyword=False)
     view: View = option(Matrix(), "a view, such as quintic.Heads(n)", saved="text", is_keyword=False)
 
-    # Rates and averages that schedules change: kernels read them from device memory, a replayed graph as well.
+    # Rates and coefficients of averages that schedules change. Kernels read them from device memory, so a change needs
+    # no new plan and no new graph.
     lr: Number = option(0.02, _RATES, affects=set(), is_scheduled=True, other_names=["learning_rate"])
     weight_decay: Number = option(0.0, _RATES, affects=set(), is_scheduled=True, other_names=["wd"])
     momentum: Number = option(
@@ -129,11 +137,11 @@ class Options:
         other_names=["beta1", "beta2"],
     )
     eps: Number = option(1e-8, number(), affects=set(), is_scheduled=True, algorithm="adamw")
-    # Passed to kernels by value, so a graph holds it.
+    # Passed to kernels by value, so a graph contains it.
     normalize_beta: float = option(0.95, number(below=1), affects={"graph"}, is_scheduled=True, algorithm="muon")
 
-    # The update. Options that decide about memory, batches or messages affect plan and ranks, others only numbers.
-    # Functions and dtypes cannot be saved as plain values, so checkpoints have their text.
+    # The update. Options with a say in memory, batches or messages affect all three; options with "graph" alone
+    # change only numbers. Functions and dtypes cannot be saved as plain values, so checkpoints have their text.
     nesterov: bool = option(True, _SWITCH, affects={"graph"}, algorithm="muon")
     decay_coupling: DecayCoupling = option("lr", one_of("lr", "lr_squared"))
     scale_decay: bool = option(False, _SWITCH, algorithm="muon")
@@ -166,22 +174,22 @@ class Options:
         None, or_none(numbers_per_matrix()), affects={"graph"}, algorithm="muon"
     )
     adamw_lr_ratio: float | None = option(None, or_none(number()), affects={"graph"}, algorithm="adamw")
-    # The plan is the same for every cadence, but all ranks must step a group at the same time.
+    # The plan is the same for every value, but all ranks must step a group at the same steps.
     step_every: int = option(1, count(), affects={"ranks", "graph"})
     qk_clip: Any = option(None, "None or a quintic.QKClip", affects={"ranks", "graph"}, saved="text", algorithm="muon")
-    # Set by `Muon.tie`.
+    # (name of the original, whether the copy is its transpose), set by `Muon.tie`.
     tied_to: tuple[str, bool] | None = option(None, or_none(tie(), none_first=True), is_keyword=False)
 
     # Where the work is done, and in how much memory: each run has its own.
     comms: Literal["none", "averaged", "replicated", "sharded", "sharded_sparse"] = option(
         "none", one_of("none", "averaged", "replicated", "sharded", "sharded_sparse"), saved="value"
     )
-    # Another object on each rank; ranks are compared by the layouts that follow from it.
+    # Each rank has its own object, so ranks compare the layouts that follow from it.
     process_group: Any = option(None, "a ProcessGroup, or None", affects={"plan", "graph"}, saved="text")
     replicas: Literal["auto", "divide", "repeat"] = option("auto", one_of("auto", "divide", "repeat"), saved="value")
     offload: bool = option(False, _SWITCH, saved="value")
     max_workspace_bytes: int | None = option(2**31, or_none(count("a positive integer")), saved="value")
-    # Decides nothing about messages, so each rank may have its own.
+    # Messages do not depend on it, so ranks may have different values.
     kernels: KernelsOption = option(
         "auto",
         one_of("auto", "torch", "triton"),
@@ -199,52 +207,59 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DictionaryOptions:
-    """Keys of a group's dictionary that no step reads."""
+    """Options that are only in a group's dictionary: `Muon` reads them, and the steps of buckets do not."""
 
     # A new AdamW group takes its `lr` and `weight_decay` from these.
     adamw_lr: float = option(ADAMW_LR, "a number of at least 0", affects=set(), algorithm="adamw")
     adamw_weight_decay: float = option(0.0, "a number of at least 0", affects=set(), algorithm="adamw")
-    # Counted by `Muon` at every step, for `step_every`.
+    # With `step_every`: the number of steps since the one that stepped the group. Counted at every step.
     pending_steps: int = option(0, "an integer", affects=set(), is_keyword=False)
 
 
 OPTIONS: dict[str, Option] = {
     one.name: one.metadata["option"] for table in (Options, DictionaryOptions) for one in fields(table)
 }
-"""All options of a group, by name; a group's other keys belong to other code."""
+"""All options of a group, by name. Other keys of a group belong to PyTorch or to other code."""
 
 STEP_OPTIONS = tuple(one.name for one in fields(Options))
 """The names of the options that a step reads."""
 
 OLD_NAMES = {old: name for name, one in OPTIONS.items() for old in one.old_names}
-"""Old name of an option -> its name now."""
+"""Old name of an option -> its present name."""
 
 
 def options_affecting(effect: Effect) -> tuple[str, ...]:
-    """Return the names of the options that affect the plan, the other ranks, or a captured graph."""
+    """Return the names of the options whose row has this effect in `affects`."""
     return tuple(name for name, one in OPTIONS.items() if effect in one.affects)
 
 
 def group_defaults(**keywords: Any) -> dict[str, Any]:
-    """Return the options with which groups begin: the constructor's keywords, and the defaults of all others."""
+    """Return all options with the values that groups begin with: these keywords, and defaults for the others."""
     return {name: one.default for name, one in OPTIONS.items()} | keywords
 
 
 def is_old_option(key: str, value: object) -> bool:
     """Return whether a key and its value are an option under its old name.
 
-    A number under `lr_scale` is another thing: the factor on a group's learning rate that timm, MAE and BEiT keep
-    there, and that their schedules multiply with.
+    The exception is a number under `lr_scale`: timm, MAE and BEiT keep a factor on a group's learning rate there, by
+    which their schedules multiply.
     """
     return key in OLD_NAMES and (value is None or isinstance(value, str) or callable(value))
 
 
 def with_new_names(options: dict[str, Any], what: str, *, stacklevel: int) -> dict[str, Any]:
-    """Return options under their new names; warns of each old one, in a message that begins with `what`.
+    """Return options under their new names, and warn of each old name that was used.
 
-    A ValueError if one is given under both. `stacklevel` counts from the caller, as for `warnings.warn`.
+    Args:
+        options: the options by name; not changed.
+        what: the beginning of the warning, such as the name of the caller.
+        stacklevel: as for `warnings.warn`, counted from the caller.
+
+    Raises:
+        ValueError: an option is given under its old and its new name.
     """
     for old in OLD_NAMES.keys() & options.keys():
+        # A number under `lr_scale` belongs to another library.
         if not is_old_option(old, options[old]):
             continue
         new = OLD_NAMES[old]
@@ -252,12 +267,14 @@ def with_new_names(options: dict[str, Any], what: str, *, stacklevel: int) -> di
             raise ValueError(f"{what}: {old!r} is the old name of {new!r}, and both are given; leave {old!r} out")
         message = f"{what}: {old!r} is called {new!r} now: {new}={options[old]!r}; the old name will go"
         warnings.warn(message, FutureWarning, stacklevel=stacklevel + 1)
+        # A new dictionary, with the option at its old place.
         options = {new if key == old else key: value for key, value in options.items()}
     return options
 
 
 def adopt_old_names(options: dict[str, Any]) -> list[str]:
-    """Replace the old names of options in a group's dictionary; returns the old names that were found."""
+    """Return the old names of options in a group's dictionary, after replacing them by new names in place."""
+    # In place, because PyTorch and schedules hold the dictionary.
     found = [key for key in OLD_NAMES if key in options and is_old_option(key, options[key])]
     for key in found:
         options[OLD_NAMES[key]] = options.pop(key)

@@ -1,12 +1,13 @@
 """Buckets: the matrices or parameters that one batched computation updates. There are three kinds.
 
-Local       this rank has weights, gradients and state whole
-Gathered    matrices lie in pieces on several ranks, or every rank has them and ranks divide the work: directions come
-            to an owner, updates go back to the pieces (FSDP2, tensor parallelism, `comms="averaged"`)
-Sharded     every rank has the weights and a gradient of its own, state lies with owners: gradients come to the owners,
-            new weights go back to all ranks (`comms="sharded"`)
+Local       this rank has weights, gradients and state whole, and sends no messages
+Gathered    matrices lie in pieces on several ranks, or every rank has them and ranks divide the work: directions go to
+            an owner, updates go back to the pieces (FSDP2, tensor parallelism, `comms="averaged"`)
+Sharded     every rank has the weights and its own gradient, and state lies with owners: gradients go to the
+            owners, new weights go back to all ranks (`comms="sharded"`)
 
-Buckets are frozen, follow from the groups alone, and hold no tensors. `step/bucket_step.py` steps them.
+Buckets are frozen and hold no tensors; the parameter groups alone decide which buckets there are. `step/bucket_step.py`
+steps them.
 """
 
 from collections import Counter
@@ -35,7 +36,7 @@ __all__ = ["Bucket", "Gathered", "Local", "ParameterUnit", "Sharded", "ShardedMa
 
 @dataclass(frozen=True, slots=True)
 class ParameterUnit:
-    """A unit of one parameter."""
+    """A unit of one parameter: the smallest box that holds whole matrices, one of each kind (`layout/views.py`)."""
 
     name: str
     # Position of the parameter in its group.
@@ -47,7 +48,7 @@ class ParameterUnit:
     @classmethod
     def of(cls, group: Group, index: int, unit: Unit, shape: Sequence[int]) -> "ParameterUnit":
         """Return a unit of the parameter at position `index` of its group; `shape` is the whole parameter's."""
-        # Matrices are numbered through the blocks of the view; a block has b matrices.
+        # The matrices of a parameter are numbered through all blocks of the view; a block has b matrices.
         counts = [b for b, _, _ in group.view.shapes(shape)]
         first_matrices = tuple(sum(counts[:block]) + matrix for block, matrix in unit.matrices)
         return cls(group.param_names[index], index, unit, first_matrices)
@@ -55,17 +56,17 @@ class ParameterUnit:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of one bucket; every unit has an owner among the ranks."""
+    """The units of one bucket, all of one shape and view; every unit has an owner among the ranks."""
 
-    # All units have one shape and view.
+    # The shape of each unit.
     shape: tuple[int, ...]
-    # The matrices that a unit consists of.
+    # The view of each unit, which finds the matrices in it.
     view: View
-    # One for each matrix of a unit.
+    # The kind of each matrix of a unit: shape, form and cost.
     kinds: tuple[Kind, ...]
     # The units of all ranks, in the order of their owners.
     all: tuple[ParameterUnit, ...]
-    # The places of the units that this rank orthogonalises.
+    # The positions in `all` of the units that this rank owns, and so orthogonalises.
     local_slice: slice
 
     @cached_property
@@ -75,16 +76,16 @@ class Units:
 
     @cached_property
     def num_neurons(self) -> int:
-        """The number of factors that one unit's matrices have with `normalize="neuron"`."""
-        # Neurons are the rows of a matrix, or its columns if these are more.
+        """The number of neurons in one unit's matrices, which have a factor each with `normalize="neuron"`."""
+        # Neurons are the rows of a matrix, or its columns if it has more columns than rows.
         return sum(max(kind.shape) for kind in self.kinds)
 
     def direction_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which directions travel: the widest of all kinds', for weights of a dtype."""
+        """Return the dtype in which directions are sent, for weights of this dtype: the widest of all kinds."""
         return max((direction_dtype(kind.form, dtype) for kind in self.kinds), key=lambda one: one.itemsize)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which updates travel: the widest of all kinds', for weights of a dtype."""
+        """Return the dtype in which updates are sent, for weights of this dtype: the widest of all kinds."""
         return max((update_dtype(kind.form, dtype) for kind in self.kinds), key=lambda one: one.itemsize)
 
     @cached_property
@@ -94,7 +95,7 @@ class Units:
 
     @cached_property
     def local_matrices(self) -> list[list[BucketMember]]:
-        """For each kind the matrices of the units that this rank orthogonalises, as entries of a bucket."""
+        """For each kind the matrices in `local`, as members of a bucket."""
         # Every unit has one matrix of each kind.
         return [
             [
@@ -117,7 +118,7 @@ class Units:
 
     @cached_property
     def is_transposed(self) -> bool:
-        """Whether a unit stores (in, out), a matrix being (out, in)."""
+        """Whether a unit stores the transpose of its matrices: (in, out), where a matrix is (out, in)."""
         return is_transposed(self.view)
 
 
@@ -125,25 +126,26 @@ class Units:
 class _BucketBase:
     """The properties that all kinds of buckets have, on this rank."""
 
-    # The computation.
+    # The update rule of the bucket's group.
     rule: UpdateRule
     # Position of the parameter group in `optimizer.param_groups`.
     group: int
-    # This rank's entries of the bucket: matrices, pieces or whole parameters.
+    # The matrices, pieces or whole parameters that this rank holds, or owns where state is sharded.
     members: tuple[BucketMember, ...]
-    # (m, n) of every matrix; None for AdamW.
+    # (m, n) of every matrix, with units of their first kind; None for AdamW.
     shape: tuple[int, int] | None = None
+    # The dtype and the device of the weights.
     dtype: torch.dtype
     device: torch.device
     # Implementation of the element-wise passes.
     kernels: Kernels
-    # How the matrices are orthogonalised; None for AdamW and for a user's function.
+    # How the matrices, with units of their first kind, are orthogonalised; None for AdamW and for a user's function.
     form: Form | None = None
-    # The cost.
+    # The number of entries in the bucket, on all ranks together.
     numel: int
-    # Floating-point operations of orthogonalisation on this rank (matrix products only); 0 for AdamW.
+    # Floating-point operations of this rank's orthogonalisation, matrix products only; 0 for AdamW.
     flops: int = 0
-    # The state that is in host memory, with `offload=True`.
+    # The size of the state that is in host memory; None without `offload=True`.
     offloaded: Offloaded | None = None
 
     @cached_property
@@ -153,7 +155,7 @@ class _BucketBase:
 
     @property
     def algorithm(self) -> str:
-        """Return the `algorithm` of its group."""
+        """Return the option `algorithm` of the bucket's group."""
         return self.rule.algorithm
 
     @property
@@ -163,7 +165,7 @@ class _BucketBase:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the bucket's parameters, of all ranks."""
+        """Return the name of each member's parameter; a parameter with several members is named several times."""
         return tuple(member.name for member in self.members)
 
     @property
@@ -173,13 +175,12 @@ class _BucketBase:
 
     @property
     def num_parts(self) -> int:
-        """Return the number of entries of the bucket."""
-        # The table of the plan prints it behind the first name.
+        """Return the number of members, which the table of the plan prints after the first name."""
         return len(self.members)
 
     @property
     def method(self) -> str:
-        """Return the name of this bucket's update: "adamw", a form such as "gram fp16", or "function"."""
+        """Return the name of the bucket's update: "adamw", a form such as "gram fp16", or "function" (the user's)."""
         if not self.rule.orthogonalizes:
             return self.rule.algorithm
         return str(self.form) if self.form is not None else "function"
@@ -187,9 +188,9 @@ class _BucketBase:
 
 @dataclass(frozen=True, kw_only=True)
 class Local(_BucketBase):
-    """A bucket that this rank has whole: matrices of parameters, or for AdamW whole parameters."""
+    """A bucket that this rank has whole: matrices, or with AdamW parameters."""
 
-    # Upper bound of the temporary bytes of its computation.
+    # Upper bound of the temporary bytes of the bucket's step.
     workspace_bytes: int
     # No messages.
     needs_comm = False
@@ -198,34 +199,34 @@ class Local(_BucketBase):
 
 @dataclass(frozen=True, kw_only=True)
 class _Shared(_BucketBase):
-    """A bucket shared with other ranks, stepped in three stages with a message between each two."""
+    """A bucket that several ranks step together, in three stages with a message between each two (`schedule.py`)."""
 
-    # Upper bounds of its temporary bytes by stage.
+    # Upper bounds of this rank's temporary bytes, by stage.
     stages: Stages
-    # The same on the rank that needs most: all ranks must decide alike how many buckets are under way at a time.
+    # The largest bounds of any rank. All ranks know these, and decide by them how many buckets are under way at a time.
     shared_stages: Stages
 
     @property
     def workspace_bytes(self) -> int:
-        """Return an upper bound of the temporary bytes of its stages."""
+        """Return an upper bound of the temporary bytes at any time of the bucket's step."""
         return self.stages.most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered(_Shared):
-    """Matrices that lie in pieces on several ranks; `members` are this rank's pieces, one of each unit, or none."""
+    """Matrices that lie in pieces on several ranks; `members` are this rank's pieces: one of each unit, or none."""
 
     units: Units
     exchange: Exchange
 
     @cached_property
     def needs_comm(self) -> bool:
-        """Whether stepping it needs collectives, which all ranks run in the same order."""
+        """Whether its step sends messages; if not, this rank holds and owns all units whole."""
         return not self.exchange.is_local
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks that hold its pieces or divide its work, in the order of the process group."""
+        """The global ranks that hold pieces or own units, in the order of their process group."""
         return self.exchange.ranks
 
     @property
@@ -236,7 +237,7 @@ class Gathered(_Shared):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the bucket's parameters, of all ranks."""
+        """Return the name of each unit's parameter, for the units of all ranks."""
         return tuple(unit.name for unit in self.units.all)
 
     @property
@@ -247,20 +248,21 @@ class Gathered(_Shared):
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded(_Shared):
-    """Pieces of parameters, each with an owner that has their state; `members` are this rank's pieces."""
+    """Pieces of parameters, each with an owner that has its state; `members` are the pieces that this rank owns."""
 
+    # The global ranks with these parameters, in the order of their process group.
     ranks: tuple[int, ...]
-    # This rank's place among them.
+    # This rank's position among them.
     position: int
-    # In the order of their owners.
+    # The pieces of all ranks, in the order of their owners.
     shards: tuple[StateShard, ...]
-    # Whether the pieces are one whole parameter, in the order of its memory: then messages need no packing.
+    # Whether the pieces are one whole parameter in the order of its memory, so that messages need no packing.
     is_direct: bool
     needs_comm = True
 
     @cached_property
     def of_owners(self) -> list[slice]:
-        """For each rank the places of the pieces that it owns."""
+        """For each rank the positions in `shards` of the pieces that it owns."""
         # Pieces are sorted by owner, so that each owner's are consecutive.
         stops = list(
             accumulate(Counter(shard.owner for shard in self.shards)[owner] for owner in range(len(self.ranks)))
@@ -269,7 +271,7 @@ class Sharded(_Shared):
 
     @cached_property
     def local_slice(self) -> slice:
-        """The places of the pieces that this rank owns."""
+        """The positions in `shards` of the pieces that this rank owns."""
         return self.of_owners[self.position]
 
     @cached_property
@@ -284,13 +286,13 @@ class Sharded(_Shared):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the bucket's parameters, of all ranks."""
+        """Return the name of each piece's parameter, for the pieces of all ranks."""
         return tuple(shard.name for shard in self.shards)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedMatrices(Sharded):
-    """Sharded parameters of a Muon group: each piece is a unit."""
+    """Sharded parameters of a Muon group. Each piece is a unit, since whole matrices need one owner."""
 
     units: Units
 
@@ -302,7 +304,7 @@ class ShardedMatrices(Sharded):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedTable(Sharded):
-    """A sharded embedding table whose gradient travels by touched rows only (`comms="sharded_sparse"`)."""
+    """A sharded embedding table that sends only touched rows of its gradient (`comms="sharded_sparse"`)."""
 
     rows: RowSharding
 

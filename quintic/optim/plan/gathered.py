@@ -1,15 +1,15 @@
-"""Plans the buckets of matrices that lie on several ranks: their units, the owner of each, and the messages.
+"""Plans the buckets of matrices that lie on several ranks: units, owners of units, and messages.
 
 A parameter of a Muon group needs communication if it is a sharded `DTensor`, or if its ranks divide the work on copies
 of it (`comms="averaged"`). The plan is made in four steps:
 
     1. parameters -> units, the smallest boxes that hold whole matrices (`View.units`), with the piece of each rank
-    2. units -> owners, by floating-point operations, so that all ranks that share them have equally much to do
-    3. units of one shape, sharded alike -> buckets, as large as the workspace allows
-    4. buckets -> this rank's `Gathered`, with its pieces and its own units
+    2. units -> owners, balanced so that ranks orthogonalise about equally many floating-point operations
+    3. units with equal `BucketKey`s -> buckets, as large as `max_workspace_bytes` allows
+    4. buckets -> this rank's `Gathered`, with its pieces and the units that it owns
 
-Steps 1 to 3 come to the same on every rank, because all ranks have the same groups; no sizes are ever sent. State lies
-with the pieces and not with the owners, so that owners may change with the plan.
+Steps 1 to 3 give the same result on every rank, because all ranks have the same groups; no sizes are ever sent. State
+lies with the pieces and not with the owners, so a new plan may choose other owners.
 """
 
 import math
@@ -42,11 +42,13 @@ class BucketKey(NamedTuple):
     """The properties that all units of a bucket share."""
 
     group: int
-    # As the first rank sees it, with no units yet.
+    # Ranks, shape of a unit and pieces; `position` is 0 and `counts` is empty, because units have no owners yet.
     exchange: Exchange
+    # The view of one unit.
     view: View
+    # Rule, dtype, device, kernels and other properties that its memory depends on.
     spec: WorkspaceSpec
-    # Whether parameters lie in memory row by row.
+    # Whether parameters are contiguous, that is lie in memory row by row.
     in_order: bool
 
 
@@ -55,13 +57,13 @@ class _UnitAssignment(NamedTuple):
 
     unit: ParameterUnit
     key: BucketKey
-    # Positions of the ranks that hold it whole.
+    # Positions of the ranks that hold it whole, and can own it without receiving anything.
     holders: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SharedBucket:
-    """A bucket with messages as all ranks see it; units and exchange are as the first rank has them."""
+    """A bucket before it is adapted to a rank: units and exchange are those of the rank at position 0."""
 
     key: BucketKey
     units: Units
@@ -73,7 +75,7 @@ class SharedBucket:
         if self.exchange.is_local:
             return None
         units, spec = self.units, self.key.spec
-        # A factor and a second moment for each neuron.
+        # Bytes of a factor and a second moment for each neuron of a unit.
         factors = 2 * width_of(spec.dtype) * units.num_neurons if spec.normalizes else 0
         direction, update = units.direction_dtype(spec.dtype).itemsize, units.update_dtype(spec.dtype).itemsize
         # State that stages on whole matrices need goes to the owner and comes back.
@@ -81,7 +83,7 @@ class SharedBucket:
 
     @cached_property
     def most(self) -> Stages:
-        """Return the most temporary bytes of any rank on any device of the type, by stage."""
+        """Return for each stage the largest temporary bytes of any rank, on the worst device of the type."""
         return Stages(*map(max, zip(*_worst_case_stages(self.key, self.units, self.exchange), strict=True)))
 
     def stages(self, exchange: Exchange) -> Stages:
@@ -92,9 +94,9 @@ class SharedBucket:
 def shared_buckets(
     param_groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]]
 ) -> tuple[list[SharedBucket], float]:
-    """Return the shared buckets as all ranks see them, and the balance of the work (see `_owners`).
+    """Return the buckets as all ranks see them, and the balance of the work (see `_owners`).
 
-    A rank has no `Gathered` of a local bucket in which it owns nothing.
+    `gathered_buckets` then gives each rank its view of a bucket.
 
     Args:
         param_groups: the groups, as all ranks have them.
@@ -106,7 +108,7 @@ def shared_buckets(
         for index, layout in enumerate(of_group):
             if layout is not None:
                 assignments += _assignments(number, group, index, layout)
-    # Kinds of matrices of each bucket, which the costs of its units follow from.
+    # The kinds of matrices of each key, from which the costs of its units follow.
     units_of = {
         key: _units_of(key, param_groups[key.group])
         for key in dict.fromkeys(assignment.key for assignment in assignments)
@@ -134,7 +136,7 @@ def _assignments(number: int, group: Group, index: int, layout: Layout) -> Itera
 
 
 def _units_of(key: BucketKey, group: Group) -> Units:
-    """Return the shape and kinds of matrices of a bucket's units, without the units."""
+    """Return `Units` with the shape and kinds of matrices that belong to a key, but without any units yet."""
     shape = key.exchange.unit_shape
     return Units(shape, key.view, kinds_of(key.view, shape, group, key.spec.dtype, key.spec.device), (), slice(0))
 
@@ -148,15 +150,15 @@ def _cuts(layout: Layout, view: View) -> tuple[tuple[Unit, Exchange, tuple[int, 
     ranks = tuple(layout.ranks[position] for position in order)
     boxes = tuple(layout.boxes[position] for position in order)
     copies = tuple(layout.copies[position] for position in order)
-    cuts = []
+    found = []
     for unit in view.units(layout.shape):
         shape = size_of(unit.box)
-        # The pieces of a unit, and the ranks that hold it whole, which can own it without receiving any.
+        # Leave out empty units. `pieces` are in coordinates of the unit.
         if math.prod(shape):
             pieces = tuple(_piece(box, unit.box) for box in boxes)
             holders = tuple(n for n, piece in enumerate(pieces) if piece is not None and size_of(piece) == shape)
-            cuts.append((unit, Exchange(ranks, 0, shape, pieces, copies, ()), holders))
-    return tuple(cuts)
+            found.append((unit, Exchange(ranks, 0, shape, pieces, copies, ()), holders))
+    return tuple(found)
 
 
 def _piece(box: Box, unit: Box) -> Box | None:
@@ -170,10 +172,10 @@ def _piece(box: Box, unit: Box) -> Box | None:
 def _owners(assignments: Sequence[_UnitAssignment], units_of: Mapping[BucketKey, Units]) -> tuple[list[int], float]:
     """Return the owner of each unit, as a position among the ranks that share it, and the balance of the work.
 
-    The balance is the busiest rank's work over the mean, in the set of ranks where that is largest. Only the work
-    depends on owners, so they may be others in the next plan.
+    The balance is the work of the busiest rank over the mean work of its set of ranks; the largest of all sets counts.
+    No state lies with these owners, so the next plan may choose others.
     """
-    # Each set of ranks divides its own units.
+    # Parameters of one set of ranks go to owners in this set.
     together: dict[tuple[int, ...], list[int]] = {}
     for number, assignment in enumerate(assignments):
         together.setdefault(assignment.key.exchange.ranks, []).append(number)
@@ -192,7 +194,7 @@ def _owners(assignments: Sequence[_UnitAssignment], units_of: Mapping[BucketKey,
 def _shared_buckets(
     key: BucketKey, units: Units, group: Group, owned: Sequence[tuple[int, ParameterUnit]]
 ) -> Iterator[SharedBucket]:
-    """Yield the buckets of all units with one key; `owned` are (owner, unit)."""
+    """Yield the buckets of all units with one key; `owned` has (owner, unit) for each unit."""
     per_owner: list[list[ParameterUnit]] = [[] for _ in key.exchange.ranks]
     for owner, unit in owned:
         per_owner[owner].append(unit)
@@ -200,25 +202,26 @@ def _shared_buckets(
     owners, limit = _at_a_time(key, units, group, [len(of_owner) for of_owner in per_owner])
     for start in range(0, max(map(len, per_owner)), limit):
         for first in range(0, len(per_owner), owners):
-            parts = [
-                part[start : start + limit] if first <= owner < first + owners else []
-                for owner, part in enumerate(per_owner)
+            # For each owner its units in this bucket.
+            chosen = [
+                of_owner[start : start + limit] if first <= owner < first + owners else []
+                for owner, of_owner in enumerate(per_owner)
             ]
-            if any(parts):
-                exchange = _exchange_of(key, map(len, parts))
-                everywhere = tuple(unit for part in parts for unit in part)
+            if any(chosen):
+                exchange = _exchange_of(key, map(len, chosen))
+                everywhere = tuple(unit for of_owner in chosen for unit in of_owner)
                 yield SharedBucket(key, replace(units, all=everywhere, local_slice=exchange.local_slice), exchange)
 
 
 def _exchange_of(key: BucketKey, counts: Iterable[int]) -> Exchange:
-    """Return the bucket's exchange, given the number of units of each owner."""
+    """Return the exchange of a bucket with this key, given for each rank the number of units that it owns."""
     return replace(key.exchange, counts=tuple(counts))
 
 
 def gathered_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], rank: int) -> Iterator[Gathered]:
-    """Yield a rank's view of a bucket; nothing where the bucket is local to other ranks."""
+    """Yield a rank's view of a bucket; nothing if another rank has the bucket whole, and owns it."""
     key, units = shared.key, shared.units
-    # The exchange as this rank sees it.
+    # The same exchange at the position of this rank.
     exchange = replace(shared.exchange, position=shared.exchange.ranks.index(rank))
     if exchange.is_local and not exchange.num_owned:
         return
@@ -243,13 +246,13 @@ def gathered_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], ran
 def _members(
     units: Iterable[ParameterUnit], exchange: Exchange, layouts: Sequence[Layout | None], rank: int
 ) -> Iterator[BucketMember]:
-    """Yield this rank's pieces, one of each unit, or none."""
+    """Yield this rank's pieces, one of each unit; none if it holds nothing of them."""
     if exchange.piece is None:
         return
     for unit in units:
         layout = layouts[unit.index]
         assert layout is not None
-        # The piece as slices of this rank's local tensor.
+        # The box of the piece in coordinates of this rank's local tensor.
         box = layout.box_of(rank)
         common = intersection(unit.unit.box, box)
         assert common is not None
@@ -267,18 +270,19 @@ def _at_a_time(key: BucketKey, units: Units, group: Group, counts: Sequence[int]
 
     Args:
         key: the properties of the units.
-        units: their shape and kinds.
-        group: their group, with its `max_workspace_bytes`.
+        units: the shape and kinds of the units.
+        group: the group of the units, with the option `max_workspace_bytes`.
         counts: for each rank the number of units that it owns in all.
     """
-    # Offload limits the number of entries whose state is loaded at a time.
     budget, num_ranks = group.max_workspace_bytes, len(counts)
     one = _exchange_of(key, (min(count, 1) for count in counts))
     pieces = max(map(piece_entries, distinct_by_memory(one)))
+    # Offload limits the number of entries whose state is loaded at a time, and so the number of units.
     entries = offloaded_entries(group, key.spec.dtype)
     limit = 2**62 if entries is None else max(1, entries // max(1, pieces))
     if budget is None:
         return num_ranks, limit
+    # Bytes of offload's buffers on the device, for each unit of an owner.
     pool = POOL_BUFFERS * offloaded_bytes(group, key.spec.dtype) * pieces
 
     def peak_of_each(limit: int) -> int:
@@ -289,11 +293,11 @@ def _at_a_time(key: BucketKey, units: Units, group: Group, counts: Sequence[int]
     if fitting:
         return num_ranks, min(limit, fitting)
 
-    # Not even one unit of each owner fits: fewer owners at a time, as far as that saves memory.
+    # One unit of each owner is too much already: a bucket gets units of fewer owners, as far as that saves memory.
     def peak_of(owners: int) -> int:
         return _peak(key, units, (count * (owner < owners) for owner, count in enumerate(one.counts)))
 
-    # Halve the number of owners until the bucket fits the workspace, or nearly the memory of one unit of one owner.
+    # Halve the number of owners until the bucket fits the workspace, or needs hardly more than one unit of one owner.
     bound = max(budget, peak_of(next(owner for owner, count in enumerate(one.counts) if count) + 1) * _TOLERANCE)
     owners = num_ranks
     while owners > 1 and peak_of(owners) > bound:
@@ -302,16 +306,16 @@ def _at_a_time(key: BucketKey, units: Units, group: Group, counts: Sequence[int]
 
 
 def _worst_case_stages(key: BucketKey, units: Units, exchange: Exchange) -> list[Stages]:
-    """Return the temporary bytes of each distinct view of the exchange, on the worst device of the type.
+    """Return the temporary bytes by stage, on the worst device of the type, of each rank that needs another amount.
 
-    They follow only from the plan that all ranks have, so that all ranks decide alike.
+    They follow only from facts that all ranks know, so all ranks compute the same numbers and plan the same buckets.
     """
     spec = key.spec._replace(worst_case=True)
     return [stages_of_units(units, one, spec, in_order=key.in_order) for one in distinct_by_memory(exchange)]
 
 
 def _peak(key: BucketKey, units: Units, counts: Iterable[int]) -> int:
-    """Return the most temporary memory of any rank, with the bucket before and the one after like this one."""
-    # The one before is on its way back and the one after is being gathered, while this one is computed.
+    """Return the most temporary bytes of any rank, while the buckets before and after are as large as this one."""
+    # While a bucket is computed, updates of the one before are being sent and directions of the one after, too.
     stages = _worst_case_stages(key, units, _exchange_of(key, counts))
     return max(stage.scattering + stage.most + stage.gathering for stage in stages)

@@ -1,16 +1,18 @@
-"""An update rule: a frozen value made of stages, each of which declares the state that it needs.
+"""An update rule: a frozen value made of stages, and each stage declares the state that it needs.
 
-A step of a matrix goes through the stages of its rule in this order. Shapes: a parameter's pieces lie on the ranks as
-its layout has them; matrices are whole, (b, m, n), at their owner.
+A step of a matrix goes through the stages of its rule in this order. Some stages are element-wise and run on each rank,
+on the pieces of parameters that it holds. The others need whole matrices, (b, m, n), and run at the owner of the
+matrices, one of the ranks:
 
-    direction   element-wise, on the pieces: momentum, or the whole of AdamW
-    before      whole matrices, before they are orthogonalised
-    polar       whole matrices; a rule without it (`orthogonalizes=False`) ends with its direction
-    after       whole matrices: updates, and factors (b, m or 1, n or 1) that multiply them
-    write       element-wise, on the pieces: decay and step, the same for all rules (`update.apply_`)
+    direction   element-wise: momentum, or the whole of AdamW
+    before      whole matrices: changes directions before they are orthogonalised
+    polar       whole matrices: orthogonalises them; a rule with `orthogonalizes=False` ends before it
+    after       whole matrices: returns updates, and factors (b, m or 1, n or 1) that multiply them
+    write       element-wise: decay and step, the same for all rules (`update.decay_and_step_`)
 
-State follows from the specs: how it is made, moved, loaded, saved, offloaded, planned and explained. A new rule is a
-file with its stages and a value of `UpdateRule`, and a line in `table.py`.
+All code that makes, moves, loads, saves, offloads, plans or explains state reads the `StateSpec`s of the stages and
+knows no rule by name. A new rule is a file with its stages and a value of `UpdateRule`, a line in `table.py`, and a
+value of the option `normalize` in `groups/options.py` that chooses the rule.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,6 +45,7 @@ __all__ = [
 
 Algorithm = Literal["muon", "adamw"]
 
+# Keys of `optimizer.state[param]`. PyTorch's optimizers have the keys in the first line, too.
 MOMENTUM, EXP_AVG, EXP_AVG_SQ, STEP = "momentum_buffer", "exp_avg", "exp_avg_sq", "step"
 MASTER, MANTISSA = "master", "mantissa"
 
@@ -53,16 +56,18 @@ class StateSpec:
 
     name: str
     dtype: Literal["average", "wide", "float32", "uint16"]
-    """`"average"`: float32 or `state_dtype`; `"wide"`: float32; either is float64 for float64 parameters."""
+    """`"average"`: float32, or bfloat16 with `state_dtype="bf16"`; `"wide"`: float32. Either is float64 for float64
+    parameters. `"float32"` and `"uint16"` hold for all parameters."""
     shape: Literal["param", "neurons", "scalar"]
-    """`"param"`: lies as the parameter does, on the same ranks, and is what `offload` moves to the host.
+    """`"param"`: has the parameter's shape and lies on the same ranks; only such state is moved by `offload`.
 
-    `"neurons"`: a number for each row of a tall matrix, column of a wide one, in one vector; whole on every rank, and
-    sent to all of them by the owner of the matrix. `"scalar"`: one number, on every rank.
+    `"neurons"`: one vector with a number for each row of tall matrices, and for each column of wide ones. Every rank
+    has all of it, and the owner of a matrix sends its numbers to the other ranks. `"scalar"`: one number, on all ranks.
     """
 
     def dtype_for(self, weights: torch.dtype, state_dtype: Literal["bf16"] | None) -> torch.dtype:
-        """Return the dtype beside weights of a dtype; the option `state_dtype` is that of their group."""
+        """Return the dtype of this state for weights of dtype `weights`, in a group with this option `state_dtype`."""
+        # Averages may be kept in bfloat16 to save memory, if the group asks for it.
         if self.dtype == "average":
             return moment_dtype_of(weights, state_dtype)
         if self.dtype == "wide":
@@ -70,89 +75,118 @@ class StateSpec:
         return torch.float32 if self.dtype == "float32" else torch.uint16
 
     def shape_for(self, shapes: Sequence[tuple[int, int, int]]) -> tuple[int, ...] | None:
-        """Return the shape, None for the parameter's own; `shapes` are (count, m, n) for each kind of its matrices."""
+        """Return the shape of this state, or None for the parameter's own shape.
+
+        `shapes` has (count, m, n) for each kind of matrix in the parameter.
+        """
         if self.shape == "param":
             return None
+        # A vector of the neurons of all matrices: max(m, n) numbers for each.
         return () if self.shape == "scalar" else (sum(b * prod(second_moment_shape(m, n)) for b, m, n in shapes),)
 
 
 MASTER_SPECS = {"fp32": StateSpec(MASTER, "float32", "param"), "mantissa": StateSpec(MANTISSA, "uint16", "param")}
-"""The state that holds the extra precision of low-precision weights, by the option `master`; see `precision.py`."""
+"""Value of the option `master` -> the state with the bits that low-precision weights lack (`precision.py`)."""
 
 
 class StageOptions(Protocol):
-    """The options of a group that stages on whole matrices read."""
+    """The options that stages on whole matrices may read; a `Group` has them."""
 
     @property
     def normalize_beta(self) -> float:
-        """Averaging coefficient of a second moment."""
+        """Coefficient of the average of squares that a stage normalises by."""
 
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """The first, element-wise stage. `update.py` has its arithmetic, the passes of a step run it."""
+    """The first stage of a rule, which is element-wise.
+
+    It declares state only: `update.py` has the arithmetic, and the two backends run it (`step/torch_backend.py`,
+    `step/triton_backend.py`).
+    """
 
     state: tuple[StateSpec, ...]
     averages: tuple[str, ...]
-    """Options that are coefficients of averages kept in `state_dtype`."""
+    """Names of options that are coefficients of this state, if it is of dtype `"average"`: bfloat16 state cannot follow
+    coefficients that are too close to 1, which checks of options reject."""
 
 
 MOMENTUM_DIRECTION = Direction((StateSpec(MOMENTUM, "average", "param"),), ("momentum",))
-"""The momentum that rules on matrices begin with."""
+"""The direction of all rules on matrices: momentum, as kept in `momentum_buffer`."""
 
 
 class MatrixStage:
-    """A stage on whole matrices; stages of rules are subclasses that are frozen dataclasses.
+    """A stage on whole matrices; each stage of a rule is a subclass that is a frozen dataclass.
 
-    A stage with a kernel twin has `has_kernel = True` and `apply_kernel`; the others run in plain PyTorch on GPUs, too.
+    A subclass implements `apply` in plain PyTorch, which runs on CPUs and GPUs. It may set `has_kernel = True` and also
+    implement `apply_kernel`, a Triton kernel with the same results, which then runs where the bucket has kernels.
     """
 
     label: ClassVar[str]
     """Its name in a profile."""
     state: ClassVar[tuple[StateSpec, ...]] = ()
     averages: ClassVar[tuple[str, ...]] = ()
-    """Options that are coefficients of averages kept in `state_dtype`."""
+    """See `Direction.averages`."""
     temporaries: ClassVar[int] = 0
-    """Tensors of float32 as large as the matrices that `apply` needs at one time, for the plan's bound of memory."""
+    """The most tensors of the matrices' size, float32 or float64, that exist at one time because of `apply`: results,
+    intermediate values, and the copy of the state that it advances. The plan bounds memory with it."""
     has_kernel: ClassVar[bool] = False
+    """Whether there is an `apply_kernel`."""
 
     def apply(
         self, matrices: Tensor, state: Mapping[str, Tensor], options: StageOptions
     ) -> tuple[Tensor, Tensor | None]:
-        """Return matrices (b, m, n) in place of those given, and factors on them, None for 1.
+        """Return new matrices (b, m, n), and factors to multiply them with, or None if there are no factors.
 
-        Factors, (b, m, 1) or (b, 1, n), are for stages with `"neurons"` state, in whose message they travel. Each
-        matrix must come out as it would by itself, to the last bit: sums as in `sums.py`. State by name, (b, m, n), or
-        (b, m, 1) or (b, 1, n) for `"neurons"`, in float32 or float64, is changed in place; the matrices are not.
+        A result must not depend, to the last bit, on the other matrices of the batch, because layouts batch them
+        differently: add up with `sums.py`. Only a stage with `"neurons"` state may return factors, since they are sent
+        to other ranks in the message of that state.
+
+        Args:
+            matrices: (b, m, n); they must not be changed.
+            state: by name (b, m, n), or for `"neurons"` (b, m, 1) or (b, 1, n), in float32 or float64; it is changed
+                in place.
+            options: the group's options.
+
+        Returns:
+            (matrices (b, m, n), factors (b, m, 1) or (b, 1, n) or None).
         """
         raise NotImplementedError
 
     def apply_kernel(
         self, matrices: Tensor, addresses: Tensor, factors: Tensor, options: StageOptions, mask: Tensor | None
     ) -> Tensor:
-        """Return factors times those of `apply`, for a stage of one `"neurons"` state that returns its matrices.
+        """Return `factors` times the factors that `apply` would return; the matrices stay as they are.
 
-        Addresses, (b,) int64, are those of each matrix' state in memory; `mask`, () or (b,) int32, is zero where the
-        state stays as it is.
+        Only for stages with a single `"neurons"` state. The kernel advances this state in place.
+
+        Args:
+            matrices: (b, m, n).
+            addresses: (b,) int64, the memory address of each matrix' state.
+            factors: (b, m or 1, n or 1), the factors so far.
+            options: the group's options.
+            mask: () or (b,) int32; where it is zero, state keeps its bits. None for nowhere.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule:
-    """One way to update parameters; the rules of the library are values of it in `table.py`."""
+    """One way to update parameters. `table.py` lists the library's rules."""
 
     title: str
-    """Its name for people."""
+    """The name of the rule for people, such as "NorMuon"."""
     algorithm: Algorithm
-    """The `algorithm` of its groups."""
+    """The option `algorithm` of the groups with this rule; several rules may have one algorithm."""
     direction: Direction
     before: tuple[MatrixStage, ...] = ()
+    """Stages on directions, in order, before the polar step."""
     orthogonalizes: bool = True
-    """Whether it steps matrices; without it the rule is element-wise."""
+    """Whether directions are orthogonalised as matrices; otherwise the rule is element-wise and has no matrices."""
     after: tuple[MatrixStage, ...] = ()
+    """Stages on orthogonalised directions, in order."""
     scale: AdjustLr = None
-    """The `adjust_lr` that belongs to the rule; None for that of the group."""
+    """The `adjust_lr` that the rule needs; None if the group's option `adjust_lr` decides."""
 
     @cached_property
     def state(self) -> tuple[StateSpec, ...]:
@@ -162,24 +196,28 @@ class UpdateRule:
 
     @cached_property
     def averages(self) -> tuple[str, ...]:
-        """The options that are coefficients of averages kept in `state_dtype`."""
+        """See `Direction.averages`: the names of all stages."""
         stages = (name for stage in (*self.before, *self.after) for name in stage.averages)
         return (*self.direction.averages, *stages)
 
     @cached_property
     def matrix_state(self) -> tuple[StateSpec, ...]:
-        """State of the parameter's shape that stages on whole matrices need: it goes to the owner and comes back."""
+        """State of the parameter's shape that stages on whole matrices need.
+
+        It lies with the pieces, so at each step it is sent to the owner of the matrices and back.
+        """
+        # Momentum is left out: it is advanced on the pieces.
         stages = (spec for stage in (*self.before, *self.after) for spec in stage.state)
         return tuple(spec for spec in stages if spec.shape == "param")
 
     @cached_property
     def neuron_state(self) -> StateSpec | None:
-        """The state with a number for each neuron, which a rule has one of at most."""
+        """The state with a number for each neuron, or None; a rule has one such state at most."""
         return next((spec for spec in self.state if spec.shape == "neurons"), None)
 
     @cached_property
     def temporaries(self) -> int:
-        """The most temporary tensors of any stage on whole matrices, see `MatrixStage.temporaries`."""
+        """The largest `MatrixStage.temporaries` of the stages, which run one after the other."""
         return max((stage.temporaries for stage in (*self.before, *self.after)), default=0)
 
     def lr_factor(self, adjust_lr: AdjustLr, m: int, n: int) -> float:
@@ -187,27 +225,32 @@ class UpdateRule:
         return adjust_lr_factor(adjust_lr if self.scale is None else self.scale, m, n)
 
     def prepare(self, directions: Tensor, state: Mapping[str, Tensor], options: StageOptions) -> Tensor:
-        """Return directions (b, m, n) after the stages before the polar step, in their dtype."""
+        """Return directions (b, m, n) as the stages in `before` change them, in the dtype that they had."""
+        # Each stage gets the result of the one before it.
         matrices = directions
         for stage in self.before:
+            # These stages return no factors: only updates have some.
             matrices, _ = stage.apply(matrices, state, options)
         return matrices if matrices is directions else matrices.to(directions.dtype)
 
     def finish(
         self, update: Tensor, factors: Tensor, state: Mapping[str, Tensor], options: StageOptions
     ) -> tuple[Tensor, Tensor]:
-        """Return the update (b, m, n) after the last stages on whole matrices, in its dtype, and factors times theirs.
+        """Return the update (b, m, n) as the stages in `after` change it, and `factors` times the stages' factors.
 
-        State, in the dtypes in which it is kept, is advanced in place.
+        The update keeps its dtype. State is advanced in place, in the dtypes in which it is kept. The reference of
+        `quintic.verify` uses this method; steps use `polar/matrix_stages.py`, which also knows masks and kernels.
         """
         matrices, kept = update, state
         # bfloat16 state is advanced in float32 and rounded once.
         state = {name: value if value.itemsize >= 4 else value.float() for name, value in kept.items()}
         for stage in self.after:
             matrices, own = stage.apply(matrices, state, options)
+            # Factors are multiplied into the update only when weights are written.
             factors = factors if own is None else factors * own
         for name, value in state.items():
+            # Only copies in float32 have to be stored; other state was advanced itself.
             if value is not kept[name]:
                 kept[name].copy_(value)
-        # Updates travel in one dtype: rounded here, every layout has the same bits.
+        # Some layouts send updates to other ranks in this dtype, so all layouts round to it: all have the same bits.
         return matrices.to(update.dtype), factors

@@ -1,20 +1,20 @@
 """Keeps state in sync with an optimizer's parameters, which may be replaced, moved, converted or sharded at any time.
 
 Models are moved, converted and sharded after the optimizer was made, and training libraries put other tensors into
-`group["params"]`, without telling the optimizer. So `ParamFingerprint` compares parameters in every step: whether they
-are the same objects, with the same memory and dtype, which takes about ten microseconds for a hundred parameters. Only
-if these differ are their other properties compared.
+`group["params"]`. The optimizer is not told. So `ParamFingerprint` checks at every step whether parameters are the same
+objects with the same memory and dtype, which takes about ten microseconds for a hundred parameters. Only if this has
+changed does it compare their other properties.
 
 `StateSync` makes state when it is first needed (by a step, a save or a load), and adapts it when it is needed again:
 
 1. State follows its parameter. If a parameter was replaced by a new tensor and is in no group any more, its state moves
    to the tensor at the same position of the group, if that has the same name.
-2. State that fits its parameter as it is stays. State at its defaults (zeros, and masters equal to their weights) and
-   second moments of neurons of another view are made anew.
+2. State stays if it fits its parameter as it is. State at its defaults (zeros, and masters equal to their weights) is
+   made anew, and so are second moments of neurons if the view has changed, because it decides which neurons there are.
 3. Other state is copied into new state, as if it were loaded: to another device, to other strides, to a rank's piece of
    a whole tensor, or from one form of a master to the other.
-4. It is an error if this rank does not have the values that it needs, the shape differs, or ranks would shard the state
-   differently from when it was last used.
+4. Other cases are errors: this rank lacks values that it needs, the shape differs, or the state would be sharded in
+   another way than when it was last used.
 
 Frozen parameters (`requires_grad=False`) get no state until they are unfrozen or given a gradient; parameters that are
 frozen later keep theirs. Only weights of low precision have masters: after `model.float()` a master is dropped, and
@@ -55,7 +55,7 @@ class Change(Enum):
 
 
 class ParamFingerprint:
-    """A record of the groups' parameters at the last check. Keeps references to them."""
+    """A record of the groups' parameters at the last check; it keeps these parameters alive."""
 
     def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
         self._remember(groups)
@@ -80,7 +80,7 @@ class ParamFingerprint:
         self._seen = self._memory()
 
     def _memory(self) -> tuple[list[int], list[int], list[Any]]:
-        # `map` over C functions is several times faster than a loop.
+        # This runs at every step, and `map` over C functions is several times faster than a loop.
         pieces = list(map(id, map(_local_of, self._dtensors)))
         return pieces, list(map(Tensor.data_ptr, self._locals)), list(map(_dtype_of, self._locals))
 
@@ -97,9 +97,9 @@ def _properties_of(param: Tensor, local: Tensor) -> tuple[Any, ...]:
 
 _Groups = Sequence[Group]
 _States = dict[Tensor, dict[str, Any]]
-# (number of a parameter's group, position of the parameter in it).
+# (number of a parameter's group, position of the parameter in the group).
 _Place = tuple[int, int]
-# By (number of the group, name); several parameters may have one name.
+# (number of a group, name) -> the shardings of the parameters with this name, since several may have one name.
 _Shardings = dict[tuple[int, str], list[StateSharding | None]]
 
 
@@ -121,16 +121,16 @@ class _Entry(NamedTuple):
 class _Source(NamedTuple):
     """Existing state for a parameter: its own, or the state of the parameter that it replaces."""
 
-    # The parameter and options that the state was made for.
+    # The parameter, with its properties when the state was made.
     was: _Entry
     state: dict[str, Any]
 
 
 class StateSync:
-    """Makes and adapts one optimizer's state; records the parameters and options that it was made for."""
+    """Makes and adapts one optimizer's state, and remembers for which parameters and options it was made."""
 
     def __init__(self) -> None:
-        # Whether state may be missing or not fit.
+        # Whether some state may be missing, or may not fit its parameter.
         self.is_stale = True
         # Whether a caller got the state dictionary, and may have put other tensors into it since.
         self.is_given = False
@@ -141,14 +141,15 @@ class StateSync:
         self._shardings: _Shardings = {}
         # The sharding when state was last used. Every rank knows it, also if it owns no shard.
         self._used: _Shardings = {}
+        # The state's tensors as they were made, to notice when a caller has put in others.
         self._tensors: list[object] = []
 
     def use(self) -> None:
-        """Record that the state has been stepped or loaded: it is no longer at its defaults, on some rank at least."""
+        """Record that the state was stepped or loaded: on some rank at least it is no longer at its defaults."""
         self._used = self._shardings
 
     def is_current(self, groups: _Groups, states: _States) -> bool:
-        """Return whether the state fits the parameters, which have not changed since the last check."""
+        """Return whether the state fits the parameters; `ParamFingerprint` has checked that they have not changed."""
         # Compare the state's tensors by identity with the ones that were made.
         if self.is_given:
             tensors = _tensors_of(groups, states)
@@ -162,13 +163,14 @@ class StateSync:
     def bring_up_to_date(self, groups: _Groups, states: _States) -> None:
         """Make or adapt the state of every parameter in `states`; a ValueError if that is impossible.
 
-        Waits for the device if state is moved. Temporary memory: that of one parameter's state.
+        If state is moved, the host waits for the device. Temporary memory is at most one parameter's state.
         """
         # The parameters now, and the existing state for each of them.
         places = _entries_of(groups)
         entries = {entry.param: entry for entry in places.values()}
         sources = {entry.param: self._source(place, entry, entries, states) for place, entry in places.items()}
-        # Used state must not change owners. All ranks raise, as all know the sharding that was used.
+        # Used state must not change owners, because it is never sent to a new one. All ranks know the sharding that was
+        # used, so all of them raise.
         shardings: _Shardings = {}
         for (number, _), entry in places.items():
             if not entry.is_idle or _has_state(sources[entry.param]):
@@ -177,12 +179,12 @@ class StateSync:
             used = self._used.get((number, name), ())
             if any(used) and used != current:
                 raise _sharding_changed(name)
-        # Find all values to move before the first state is changed, since this may raise.
+        # Find all values to move before changing any state, so that an error here changes nothing.
         values = {param: _values_to_move(entry, sources[param]) for param, entry in entries.items()}
         for param, entry in entries.items():
             _make(entry, values[param], sources[param], states)
-        # State of parameters that are in no group: used state stays, as in PyTorch, since the parameter may come back.
-        # Keys that are not tensors are the user's.
+        # Of parameters that are in no group, drop state at its defaults. Used state stays, as in PyTorch, since the
+        # parameter may come back. Keys that are not tensors are the user's.
         for param in states.keys() - entries.keys():
             if isinstance(param, Tensor) and _is_default_state(states[param], param.dtype):
                 del states[param]
@@ -191,9 +193,10 @@ class StateSync:
         self.is_stale = self.is_given = False
 
     def drop_unused(self, states: _States) -> None:
-        """Drop state at its defaults, which is made again when it is needed; the user's own keys stay.
+        """Drop state at its defaults, which is made again when it is needed.
 
-        State of frozen parameters stays, too, because it would not be made again, and may be used on other ranks.
+        State with other keys, which are the user's, stays. State of frozen parameters stays, too, because it would not
+        be made again, and may be used on other ranks.
         """
         for param in [key for key in states if isinstance(key, Tensor) and needs_state(key)]:
             if states[param].keys() <= STATE_KEYS and _is_default_state(states[param], param.dtype):
@@ -209,7 +212,7 @@ class StateSync:
         # A deep-copied optimizer has no recorded entry; its state already fits.
         if states.get(entry.param):
             return _Source(self._entries.get(entry.param, entry), states[entry.param])
-        # The parameter that was at this place, if no group has it any more.
+        # Otherwise look for the parameter that was at this place before. It must have left all groups.
         before = self._places.get(place)
         if before is None or before in entries or not states.get(before):
             return None
@@ -245,26 +248,30 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
     Values are this rank's pieces, or whole tensors if the new state is sharded and the old one was not. A ValueError
     that names the parameter if they cannot move.
     """
-    # Frozen without state; no state to move; state that fits as it is; state at its defaults.
+    # A frozen parameter gets no state.
     if entry.is_idle and not _has_state(source):
         return None
+    # No state to move: all of it is new.
     if source is None:
         return {}
-    is_cut_alike = source.was.sharding == entry.sharding and source.was.group.view == entry.group.view
-    if is_cut_alike and matches_spec(source.state, entry.param, entry.group, entry.local):
+    # State that fits as it is stays. Sharding and view decide which entries and neurons it has.
+    is_same_layout = source.was.sharding == entry.sharding and source.was.group.view == entry.group.view
+    if is_same_layout and matches_spec(source.state, entry.param, entry.group, entry.local):
         return None
     name, param, moved = entry.name, entry.param, dict[str, Tensor]()
+    # State at its defaults is made anew.
     if _is_default_state(source.state, source.was.dtype):
         return moved
     for key, (_, other_shape) in state_forms(param, entry.group).items():
-        # A master may come from its other form; after a conversion of the weights it is made from them.
+        # A master may be made from the other form, fp32 or mantissa; after a conversion of the weights it is made anew
+        # from these.
         other = master_key(source.state) if key in MASTER_KEYS and source.was.dtype == param.dtype else None
         was_key = other or key
         is_of_others = key == _neuron_key(entry.group) and source.was.group.view != entry.group.view
         if was_key not in source.state or is_of_others:
             continue
         what, value = f"{name}: its {was_key}", as_tensor(source.state[was_key])
-        # Sharded before: flat, and only valid for the same sharding.
+        # State that was sharded is flat, (entries of this rank's shards,), and fits only the same sharding.
         if key in PARAM_SHAPED_STATE and source.was.local is not None:
             if entry.sharding != source.was.sharding:
                 raise _sharding_changed(name)
@@ -276,7 +283,7 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
                 f"{what} has shape {tuple(value.shape)}, and the parameter that replaced it needs {shape}: state that "
                 f"steps have used does not fit a parameter of another shape; make a new optimizer for it"
             )
-        # This rank's piece; for new sharded state the whole, from which `_make` takes the shards.
+        # State becomes this rank's piece of it, or stays whole for `_make`, which takes the shards from it.
         piece = piece_of(what, param, value) if key in PARAM_SHAPED_STATE and entry.local is None else value
         if piece is not None:
             moved[key] = piece
@@ -284,11 +291,12 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
 
 
 def _neuron_key(group: Group) -> str | None:
+    """Return the name of the state with a number for each neuron; None if the group's rule has none."""
     return None if group.rule.neuron_state is None else group.rule.neuron_state.name
 
 
 def _make(entry: _Entry, values: dict[str, Tensor] | None, source: _Source | None, states: _States) -> None:
-    """Give a parameter its state: the source's, or new state with these values."""
+    """Give a parameter its state: the source's if `values` is None, otherwise new state with these values."""
     # Nothing to do: no state, or its own state that fits.
     if values is None and (source is None or source.was.param is entry.param):
         return
@@ -302,8 +310,9 @@ def _make(entry: _Entry, values: dict[str, Tensor] | None, source: _Source | Non
         was_whole = source is not None and source.was.local is None
         for key, value in values.items():
             if key in PARAM_SHAPED_STATE and entry.local is not None and was_whole:
-                for run, of_value in local_shard_pairs(made[key], value, entry.local, entry.param):
-                    _move(run, of_value)
+                # Whole state becomes sharded: copy this rank's shards out of it.
+                for shard, of_value in local_shard_pairs(made[key], value, entry.local, entry.param):
+                    _move(shard, of_value)
             else:
                 _move(local_tensor(made[key]), value)
         new = {**made, **others}
@@ -314,7 +323,8 @@ def _make(entry: _Entry, values: dict[str, Tensor] | None, source: _Source | Non
 
 def _move(target: Tensor, value: Tensor) -> None:
     """Copy a value into new state, converting a master to its other form."""
-    # float32 -> mantissa: its lower 16 bits. Mantissa -> float32: `target` was made from the weights, the upper bits.
+    # A mantissa is the lower 16 bits of an fp32 master; the weights in bfloat16 are the upper 16. So an fp32 master
+    # becomes a mantissa by dropping its upper bits. For the other way, `target` has just been made from the weights.
     if target.dtype == torch.uint16 and value.dtype == torch.float32:
         value = value.view(torch.int32)
     elif target.dtype == torch.float32 and value.dtype == torch.uint16:
@@ -323,6 +333,7 @@ def _move(target: Tensor, value: Tensor) -> None:
 
 
 def _has_state(source: _Source | None) -> bool:
+    # Keys of the user do not count.
     return source is not None and not source.state.keys().isdisjoint(STATE_KEYS)
 
 
@@ -342,10 +353,10 @@ def _is_default_state(state: Mapping[str, Any], dtype: torch.dtype) -> bool:
 def _is_new(key: str, value: Tensor, dtype: torch.dtype) -> bool:
     if value.is_meta or not value.numel():
         return True
-    # A float32 master without bits that the weight's dtype cannot hold.
+    # A float32 master is new if the dtype of the weights can hold all of its bits.
     if key == MASTER:
         return dtype.itemsize >= 4 or bool((value.to(dtype) == value).all())
     if value.dtype == torch.uint16:
         value = value.view(torch.int16)
-    # Zeros. The first row often has a nonzero entry already, and is cheaper to test than everything.
+    # Other state is new if it is zero. The first row is tested alone first: used state often differs there already.
     return not (value.ndim and bool(value[:1].any())) and not bool(value.any())

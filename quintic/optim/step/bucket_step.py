@@ -1,27 +1,31 @@
 """The step of one bucket of the plan. The whole algorithm is `BucketStep.run`.
 
-Its phases, on the pieces of parameters that this rank holds, or owns where state is sharded; arrows are messages:
+A step goes through these phases in order. A rank works on the pieces of parameters that it holds or, where state is
+sharded, on the pieces that it owns. Phases with an arrow send a message:
 
-    gradients   sharded state: gradients -> the owners of their entries, where they become means
-    momentum    the momentum advances; directions (b, m, n)
+    gradients   sharded state: gradients -> the owners of their entries, who average them over the ranks
+    momentum    momentum advances and gives the directions: (b, m, n), or pieces of units (units, rows, columns)
     gather      matrices in pieces: directions -> the owners of the matrices
-    matrices    at the owner, whole: the rule's stages, before, polar and after (`polar/matrix_stages.py`)
-    scatter     matrices in pieces: updates and neuron factors -> the pieces
-    write       weights decay, and step against the updates
+    matrices    the owner has whole matrices: the rule's stages before the polar step (`rules/rule.py`), the polar step
+                (`polar/orthogonalize.py`), and the rule's stages after it (`polar/matrix_stages.py`)
+    scatter     matrices in pieces: updates and neuron factors -> the ranks that hold the pieces
+    write       weights decay and step against the updates
     publish     sharded state: weights -> all ranks
 
-A bucket has the first and the last message (`transports.Shard`), the second and the third (`transports.Gather`), or
-none. AdamW's parameters have no matrices: one element-wise update stands for all phases from momentum to write.
+A bucket with a `transports.Shard` has the phases gradients and publish, one with a `transports.Gather` has gather and
+scatter, and one without a transport has none of these four. AdamW's parameters have no matrices: one element-wise
+update takes the place of the phases from momentum to write.
 
 What holds throughout:
 
 - All ranks of a process group start the same messages in the same order, with or without gradients. Which parameters
   are stepped is decided on the device, by a mask: where it is zero, weights and state keep their bits.
-- `run` yields exactly twice if it sends messages, each time while one is under way, so that other buckets can compute
-  in that time (`run_overlapping`).
-- The host never waits for the device, but for a mask that plain PyTorch has to read.
-- Before `run` yields it deletes the names of tensors that it needs no longer, so that the message frees them when it
-  has arrived: temporary memory is as planned (`plan/workspace/`).
+- `run` yields exactly twice if the bucket has a transport, each time after starting a message and before waiting for
+  it, so that other buckets can compute in that time (`run_overlapping`). Without a transport it never yields.
+- The host does not wait for the device, with two exceptions: plain PyTorch reads the mask on the host, and a sparse
+  table's counts of touched rows must be known before its rows are sent (`sparse_rows.py`).
+- Before `run` yields, it deletes the names of tensors that it no longer needs. The message then has the only reference
+  and frees their memory when it has arrived, which the plan's bound on temporary memory counts on (`plan/workspace/`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -58,7 +62,7 @@ from quintic.optim.step.triton_backend import TritonBackend, step_adamw_triton
 
 __all__ = ["NO_OPERANDS", "BucketStep", "StepContext", "orthogonalized", "run_overlapping"]
 
-# The operands of a bucket between steps: no gradient is kept alive.
+# A bucket has these operands between steps, so that it keeps no gradient alive.
 NO_OPERANDS = Operands((), [], [], [], 0)
 
 
@@ -66,34 +70,35 @@ NO_OPERANDS = Operands((), [], [], [], 0)
 class StepContext:
     """The objects that all buckets of a plan are stepped with, and facts about the step that runs."""
 
-    # As they are now.
+    # The parameter groups with their present options; `PlanCache` puts new ones here when options change.
     groups: Sequence[Group]
     state: State
     communicators: Communicators
     consensus: RankConsensus
-    # Averages of gradients that clipping made before the step.
+    # Averages of gradients that clipping made before the step; a group with averages here sends no gradients.
     precomputed: PrecomputedAverages
-    # None if no state is in host memory.
+    # Loads state from host memory and stores it there; None if no group has `offload=True`.
     offload: Offload | None = None
-    # Whether this rank can step without other ranks' gradients or decisions; False until ranks have agreed.
+    # Whether this rank steps without gradients or decisions of other ranks; False until ranks have compared plans.
     is_single_rank: bool = False
     # Steps made before this one.
     num_steps: int = 0
-    # Whether a profiler runs, which shows the phases of each bucket.
+    # Whether a profiler runs: then each phase of each bucket is a named range in the profile.
     is_profiled: bool = False
-    # Whether gradients that are not finite stop this step of all groups, also of those that would propagate them.
+    # Whether gradients that are not finite stop this step of all groups, even with `on_nonfinite="propagate"`.
     skips_nonfinite: bool = False
-    # Telemetry of the last sampled step of each bucket, by kind of matrix.
+    # Number of a bucket -> number of a kind of matrix in its units -> telemetry of the last sampled step.
     measured: dict[int, dict[int, Measured]] = field(default_factory=dict)
+    # (number of a group, device) -> its learning rate, momentum and so on in the memory of the device.
     hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters] = field(default_factory=dict)
 
     def hyperparameters_of(self, number: int, device: torch.device) -> DeviceHyperparameters:
-        """Return a group's hyperparameters on a device, up to date."""
+        """Return the current hyperparameters of the group with this number, as tensors on a device."""
         on_device = self.hyperparameters.get((number, device))
         if on_device is None:
             on_device = self.hyperparameters[number, device] = DeviceHyperparameters(device)
         group = self.groups[number]
-        # Most steps ask once for each bucket, and a group is another object when it has changed.
+        # Every bucket asks at every step. Groups are frozen: a group with changed options is another object.
         if on_device.is_of is not group:
             on_device.update(group.hyperparameters, group.lr_ratio)
             on_device.is_of = None if on_device.is_live else group
@@ -104,11 +109,11 @@ class BucketStep:
     """Steps one bucket of a plan.
 
     Args:
-        number: of the bucket in the plan.
-        bucket: the matrices or parameters.
-        transport: its messages; None where this rank has all of it.
-        cache: tensors on its device, other than state, that are kept between steps.
-        context: objects and facts shared by all buckets.
+        number: the bucket's position in the plan.
+        bucket: the plan's description of the matrices or parameters to step.
+        transport: sends the bucket's messages; None if this rank has weights, gradients and state whole.
+        cache: tensors on the bucket's device, other than state, that are kept between steps.
+        context: objects and facts that all buckets of the plan have in common.
     """
 
     def __init__(
@@ -118,15 +123,15 @@ class BucketStep:
         self.transport = transport
         self._rule = rule = bucket.rule
         self._orthogonalizes = rule.orthogonalizes
-        # The units of all ranks; None for whole matrices, and for AdamW.
+        # The units of all ranks; None if this rank has the matrices whole, and for AdamW.
         self.units = bucket.units if isinstance(bucket, Gathered | ShardedMatrices) else None
-        # The (m, n) of local matrices.
+        # The (m, n) of the matrices of a `Local` bucket; AdamW's (0, 0) is never used.
         self._shapes = [bucket.shape or (0, 0)]
         is_offloaded = context.offload is not None and context.offload.is_offloaded(number)
         self._offload = context.offload if is_offloaded else None
-        # As it is now.
+        # The bucket's group with its present options; `begin` brings it up to date.
         self.group = context.groups[bucket.group]
-        # Within a step: the parameters that have a gradient, or pieces, with their tensors.
+        # Within a step: the parameters or pieces that have a gradient, with their tensors.
         self.active = NO_OPERANDS
         # The numbers of matrices and parameters that the last step stepped.
         self.counts = Counts(bucket, 0, 0, ())
@@ -136,11 +141,12 @@ class BucketStep:
         self.ranges: Ranges = NO_RANGES
         # Whether gradients that are not finite stop this step of the bucket.
         self.is_guarded = False
-        # The learning-rate scale times the own multiplier of each matrix: (matrices, 1), or (units, kinds).
+        # The factor that `adjust_lr` gives a matrix times its entry in `lr_multipliers`: (matrices, 1), or with units
+        # (units of all ranks, kinds). In this file `scales` always means these numbers.
         self._scales = torch.empty(0)
-        # Within a step: whether this rank has something to do that needs no messages.
+        # Within a step: whether this rank steps anything here and the bucket sends no messages.
         self.has_local_work = False
-        # Whether this step measures updates.
+        # Within a step: whether it measures updates for telemetry.
         self._is_sampled = False
 
     # ------------------------------------------------------------------------------------------------- the algorithm
@@ -150,10 +156,11 @@ class BucketStep:
         context, bucket = self._context, self.bucket
         self.group = group = context.groups[bucket.group]
         if isinstance(self.transport, Shard):
-            # Gradients are local still: weights and state of this rank's pieces come with their mean.
+            # These are whole gradients of this rank, not averaged yet. Weights and state of the owned pieces follow
+            # in `run`, when the mean has arrived.
             self.active = active = self.transport.local_operands()
             if self.transport.table is not None:
-                # Touched rows are read off the same gradient.
+                # The table finds its touched rows in the same gradient that is sent.
                 self.transport.table.pin_gradient(next(iter(active.gradients), None))
         else:
             self.active = active = self.cache.operands(bucket, group, context.state)
@@ -162,7 +169,7 @@ class BucketStep:
             self._scales = self.cache.scales(bucket, group, units.all, units.shapes, _numbers_of_units)
         elif self._orthogonalizes and active.params:
             self._scales = self.cache.scales(bucket, group, active.members, self._shapes, _numbers_of)
-        # AdamW counts the steps of a parameter also where this rank holds no entry of it.
+        # An AdamW parameter without entries on this rank is still stepped: its count of steps must advance.
         has_work = self.transport is not None or (
             bool(active.params) and (bucket.numel > 0 or not self._orthogonalizes)
         )
@@ -174,14 +181,15 @@ class BucketStep:
         is_due = every is not None and context.num_steps % every == 0
         self._is_sampled = is_due and not is_capturing(bucket.device)
         if self._is_sampled:
-            # Old measurements are of another step, also where nothing is stepped now.
+            # Forget measurements of an earlier step, even if nothing is stepped now.
             context.measured[self.number] = {}
 
     def run(self, apply_mask: Tensor | None) -> Iterator[None]:
-        """Step the bucket; yields twice, each time while a message is under way, or never if it sends none.
+        """Step the bucket; yields twice if it has a transport, each time while a message is under way, else never.
 
         Args:
-            apply_mask: () int32 on a device, zero if the whole step must change nothing; None for always.
+            apply_mask: () int32 on a device: 0 if non-finite gradients stop the step, so that buckets whose group acts
+                on them change nothing; None if nothing can stop it.
         """
         bucket, group, units, transport = self.bucket, self.group, self.units, self.transport
         active, context = self.active, self._context
@@ -193,8 +201,8 @@ class BucketStep:
             yield
             with self.ranges["receive gradients"]:
                 mean = wait_for_mean()  # (entries of this rank,)
-            del wait_for_mean  # and the gradients that were sent
-            # The mask waits on the device for other ranks: it comes after the first message has started.
+            del wait_for_mean  # frees the gradients that were sent, too
+            # The device waits for other ranks to make the mask, so the first message starts before.
             mask = self._step_mask(apply_mask)
             assert mask is not None
             if transport.table is not None:
@@ -213,14 +221,15 @@ class BucketStep:
             if isinstance(transport, Shard) and mask is not None:
                 transport.count_elsewhere(group, context.state, mask)
         elif active.params or isinstance(transport, Gather):
-            # momentum. A rank without pieces takes part in the messages: it may own units.
+            # momentum. A rank without pieces has no backend but sends and receives messages, since it may own units.
             backend: UpdateBackend | None = None
             if active.params and self._offload is None:
                 backend = self._backend(active, group, self.cache, own_mask)
             elif active.params and self._offload is not None:
                 backend = self._offload.backend(self.number, active, group, own_mask, self._backend)
             directions: Tensor | None = None
-            # State of the parameter's shape that a stage on whole matrices needs travels as the directions do.
+            # Name -> state of the parameter's shape that a stage on whole matrices needs. It goes to the owner and
+            # comes back in messages like the ones of directions and updates.
             batches: dict[str, Tensor] = {}
             wait_for_state: Callable[[], dict[str, Tensor]] | None = None
             if backend is not None:
@@ -272,7 +281,7 @@ class BucketStep:
                 yield
                 with self.ranges["receive updates"]:
                     update = wait_for_pieces()  # (units, *piece shape)
-                    # Without NorMuon the factors are the scales, which every rank has.
+                    # A rule without state of neurons has only the scales as factors, which every rank has already.
                     factors = [] if wait_for_factors is None else wait_for_factors()
                     batches = {} if wait_for_state is None else wait_for_state()
                 del wait_for_pieces, wait_for_factors, wait_for_state
@@ -302,12 +311,14 @@ class BucketStep:
     # ------------------------------------------------------------------------------------- the phases, one by one
 
     def _step_mask(self, apply_mask: Tensor | None) -> Tensor | None:
-        """Return int32 flags on the device, 0 for what must keep its bits: () or (n,); None if all is stepped.
+        """Return the mask of the step, int32 on the device; None if everything is stepped.
 
-        There is a flag for each matrix of a local bucket, each AdamW parameter, or each piece or unit of all ranks.
+        Its shape is (), or (n,) with one flag for each matrix of a `Local` bucket, each AdamW parameter, each piece of
+        a `Sharded` bucket, or each unit; pieces and units of all ranks have flags. Where a flag is 0, weights and state
+        keep their bits.
         """
         if not self.is_guarded:
-            apply_mask = None
+            apply_mask = None  # the group propagates gradients that are not finite
         elif apply_mask is not None:
             apply_mask = apply_mask.to(self.bucket.device, non_blocking=True)
         if self._context.is_single_rank:
@@ -317,15 +328,15 @@ class BucketStep:
             entries = self.bucket.shards
         elif self.units is not None:
             entries = self.units.all
-        # (n,) int32: 1 where enough ranks have a gradient.
+        # (n,) int32: 1 if enough ranks have a gradient for the parameter to be stepped (`consensus.py`).
         present = self._context.consensus.step_mask(self.number, self.bucket, entries, self._flagged)
         if present is None or apply_mask is None:
             return apply_mask if present is None else present
         return present * apply_mask
 
     def _flagged(self, entries: Sequence[BucketMember | StateShard | ParameterUnit]) -> list[int]:
-        """Return the position in the group of the parameter that each flag of the mask is for."""
-        # Local matrices have a flag each, because the kernels read one for each matrix.
+        """Return for each flag of the mask the position of its parameter in the group."""
+        # Kernels read one flag for each matrix, so a parameter with several matrices has as many flags.
         if self.transport is None and self._orthogonalizes:
             return [member.index for member in self.active.members for _ in range(member.num_matrices)]
         return [entry.index for entry in entries]
@@ -333,7 +344,8 @@ class BucketStep:
     def _backend(self, active: Operands, group: Group, cache: BucketCache, mask: Tensor | None) -> UpdateBackend:
         """Return the element-wise passes over operands whose state is on the device; the mask is () or (matrices,).
 
-        The cache belongs to the operands, and the group has their view: offloaded state has its own of both.
+        Offload calls this with operands on the device, and with a group and a cache made for them, since their tensors
+        have another view than the parameters.
         """
         bucket = self.bucket
         if bucket.kernels == "torch":
@@ -347,7 +359,7 @@ class BucketStep:
         """Step AdamW parameters, or pieces of them; the mask is () or (members,)."""
         bucket, group = self.bucket, self.group
         pieces: Iterable[OffloadedPart] = [OffloadedPart(active, self.cache, slice(None))]
-        # State in host memory comes piece by piece, each of a bounded size.
+        # State in host memory is loaded in pieces of bounded size, each updated while the next is loaded.
         if self._offload is not None:
             pieces = self._offload.parts(self.number, active)
         for piece in pieces:
@@ -362,7 +374,7 @@ class BucketStep:
                 step_adamw_triton(bucket, group, piece.active, piece.cache, hyperparameters, own_mask)
 
     def _unit_moments(self) -> list[list[Tensor]]:
-        """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), sharing memory."""
+        """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), as views of the state."""
         units = self.units
         assert units is not None
 
@@ -379,7 +391,7 @@ class BucketStep:
         return self.cache.cached("moments", None, make)
 
     def _read_state(self, active: Operands) -> dict[str, Tensor]:
-        """Return by name copies (b, m, n), in order like directions, of state that stages on whole matrices need."""
+        """Return copies, (b, m, n) by name, of state that stages on whole matrices need, in the order of directions."""
         with nullcontext() if self._offload is None else self._offload.reachable():
             return {
                 spec.name: self.cache.places.read(
@@ -389,7 +401,7 @@ class BucketStep:
             }
 
     def _write_state(self, active: Operands, batches: Mapping[str, Tensor]) -> None:
-        """Store what `_read_state` returned, advanced by its owners, as pieces (units, *piece shape) too."""
+        """Store batches from `_read_state` that owners advanced: (b, m, n), or for pieces (units, *piece shape)."""
         with nullcontext() if self._offload is None else self._offload.reachable():
             for name, batch in batches.items():
                 self.cache.places.write(active, self.group.view, [state[name] for state in active.states], batch)
@@ -401,7 +413,14 @@ class BucketStep:
         moments: Sequence[Tensor] | None,
         kind: int = 0,
     ) -> MatrixState:
-        """Return the state of a batch of matrices, of the kind with this number in a unit."""
+        """Return the state of a batch of matrices.
+
+        Args:
+            members: the matrices, in order.
+            batches: by name state (b, m, n) of the parameter's shape.
+            moments: second moments of the batch, each (matrices, m, 1) or (matrices, 1, n); None if the rule has none.
+            kind: the number of the matrices' kind in a unit.
+        """
         if moments is None:
             return MatrixState(batches)
         names = (member.name for member in members)
@@ -410,13 +429,15 @@ class BucketStep:
     def _compute_units(
         self, directions: Tensor, batches: Mapping[str, Tensor], scales: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-        """Return the updates of this rank's units, for each kind factors (b, m or 1, n or 1), and the state advanced.
+        """Return updates, factors and advanced state of the units that this rank owns.
+
+        Updates and state are (owned, *unit shape); there are factors (owned, m or 1, n or 1) for each kind.
 
         Args:
             directions: (owned, *unit shape) contiguous.
-            batches: by name state that stages on whole matrices need, each like the directions.
+            batches: by name state that stages on whole matrices need, each (owned, *unit shape), or nothing.
             scales: (units of all ranks, kinds).
-            mask: (units of all ranks,); where it is zero, state keeps its bits.
+            mask: () or (units of all ranks,) int32; where it is zero, state keeps its bits. None for nowhere.
         """
         bucket, units = self.bucket, self.units
         assert units is not None
@@ -432,11 +453,12 @@ class BucketStep:
         scales, mask = scales[owned], None if mask is None else mask[owned]
         moments = [of_kind[owned] for of_kind in self._unit_moments()] if normalizes else None
         updates, factors = [], []
-        # The matrices of one kind are orthogonalised together: one for each unit.
+        # A batch is the matrices of one kind, one from each owned unit.
         for number, (kind, block) in enumerate(zip(units.kinds, split_units(directions, units), strict=True)):
             matrices = block.flatten(1, 2)  # (owned, g, r, n) -> (owned, m, n)
             if bucket.kernels == "torch":
-                # The last bit of a product may follow from strides, which differ between layouts.
+                # Strides may change the last bit of a product, and they differ between layouts: a copy has the same
+                # strides in all of them.
                 matrices = matrices.contiguous()
             factor = scales[:, number].view(-1, 1, 1)
             if len(matrices):
@@ -447,7 +469,7 @@ class BucketStep:
                     state = self._matrix_state(members, own_batches[number], of_kind, number)
                 update, factor = self.compute_update(members, matrices, kind.form, factor, state, mask, number)
             else:
-                # A new tensor: a view would keep the directions alive.
+                # This rank owns no unit. The result is a new tensor, because a view would keep the directions alive.
                 update = torch.empty_like(matrices, dtype=update_dtype(kind.form, bucket.dtype))
                 if normalizes:
                     factor = scales.new_empty((0, *second_moment_shape(*kind.shape)))
@@ -462,17 +484,17 @@ class BucketStep:
         """Return the factors of this rank's pieces, (b, rows or 1, columns or 1); with `scale_decay` (2b, ...).
 
         Args:
-            factors: for each kind (b, m or 1, n or 1); none where they are the scales.
+            factors: for each kind (b, m or 1, n or 1); empty if the scales are the only factors.
             scales: for each matrix (matrices, 1), or (units of all ranks, kinds).
         """
         units, transport = self.units, self.transport
         if isinstance(transport, Shard) and units is not None:
             scales = scales[units.local_slice]
         columns = scales.view(*scales.shape, 1, 1).unbind(1)  # for each kind (b, 1, 1)
-        # Without NorMuon nothing came with the updates: every rank has the scales.
+        # Factors came with the updates only if the rule has state of neurons, as NorMuon does.
         factors = factors or columns
         if self.group.scale_decay:
-            # The factors of decay stand behind the factors of the updates: (2b, ...).
+            # The pass that writes weights wants factors of updates, then factors of decay: (2b, ...).
             factors = [torch.cat([f, scale.expand_as(f)]) for f, scale in zip(factors, columns, strict=True)]
         if units is None or (len(factors) == 1 and factors[0].shape[1:] == (1, 1)):
             return factors[0]  # one number for each matrix
@@ -489,16 +511,18 @@ class BucketStep:
         mask: Tensor | None,
         kind: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Return updates (b, m, n) in `update_dtype`, and factors (b, m or 1, n or 1): all but the learning rate.
+        """Return updates (b, m, n) in `update_dtype`, and the factors (b, m or 1, n or 1) on them.
+
+        The factors contain everything but the learning rate.
 
         Args:
             members: the matrices, in order, for telemetry and errors.
             directions: (b, m, n), of matrices of one kind.
-            form: how they are orthogonalised; None for the group's function.
-            scales: (b, 1, 1), the learning-rate scale times the own multiplier.
-            state: of the batch; it is advanced.
+            form: how they are orthogonalised; None for the function that the user gave as the group's orthogonalizer.
+            scales: (b, 1, 1), the factor from `adjust_lr` times the matrix' entry in `lr_multipliers`.
+            state: the state of these matrices, which is advanced in place.
             mask: () or (b,) int32 on the device; where it is zero, state keeps its bits. None for nowhere.
-            kind: the number of the kind in a unit.
+            kind: the number of the matrices' kind in a unit.
         """
         rule, group, bucket = self._rule, self.group, self.bucket
         prepared = directions
@@ -526,22 +550,25 @@ def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group:
 
 
 def _numbers_of(members: Sequence[BucketMember]) -> list[tuple[int]]:
+    """Return for each matrix its position among the matrices of its parameter, alone in a tuple."""
     return [(member.first_matrix + i,) for member in members for i in range(member.num_matrices)]
 
 
 def _numbers_of_units(units: Sequence[ParameterUnit]) -> list[tuple[int, ...]]:
+    """Return for each unit the positions of its matrices, kind by kind, among the matrices of its parameter."""
     return [unit.first_matrices for unit in units]
 
 
 def _present(active: Operands, flags: Sequence[int]) -> list[bool]:
     """Return for each member whether all of its matrices are stepped, given a flag for each matrix."""
-    # Each member takes all of its flags from the iterator, so that the next one finds its own.
+    # A list of all flags of a member is made first: `all` alone would stop at a zero, and the next member would read
+    # the flags that were left.
     of_matrices = iter(flags)
     return [all([*islice(of_matrices, member.num_matrices)]) for member in active.members]
 
 
 def _those_stepped(active: Operands, mask: Tensor) -> Operands:
-    """Return the members that are stepped; waits for the device."""
+    """Return the operands whose flag in the mask, (members,), is not zero; the host waits for the device."""
     rows = zip(active.gradients, mask.tolist(), strict=True)
     return active.present([gradient if flag else None for gradient, flag in rows])
 
@@ -549,13 +576,14 @@ def _those_stepped(active: Operands, mask: Tensor) -> Operands:
 def run_overlapping(
     steps: Sequence[Iterator[None]], schedule: Schedule | None = None, local: Iterable[Iterator[None]] = ()
 ) -> None:
-    """Run generators that yield twice, while a message is under way; others compute in that time.
+    """Run generators that yield twice, each time while a message is under way, so that others compute in that time.
 
     Args:
-        steps: the generators; all ranks of a process group run the same ones in the same order.
-        schedule: whose turn it is, by number; None: each starts before the work on the one before it, and is finished
-            after the work on the next.
-        local: generators without messages, which run one after the other where the schedule has None.
+        steps: generators with messages; all ranks of a process group run the same ones in the same order.
+        schedule: positions in `steps`, in the order in which these generators continue. An entry None stands for all of
+            `local`. By default a generator starts before the work of the one before it, and is finished after the work
+            of the next one.
+        local: generators without messages, run one after the other.
     """
     for number in prefetch_one_schedule(len(steps)) if schedule is None else schedule:
         if number is not None:
@@ -563,4 +591,4 @@ def run_overlapping(
             continue
         for step in local:
             for _ in step:
-                pass  # it has nothing to wait for
+                pass  # a generator whose transport sends nothing may yield, with nothing to wait for

@@ -1,6 +1,7 @@
-"""The tensors that a bucket's update reads and writes, found anew at every step, and what is kept between steps.
+"""Finds the tensors that a bucket's update reads and writes at a step, and keeps lookups and tables between steps.
 
-A sparse gradient is an error, here and wherever a step finds its tensors: a ValueError that names the parameter.
+`Operands` are the tensors of one step, `BucketCache` has everything that is kept. Sparse gradients are rejected with a
+ValueError that names the parameter.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,9 +35,10 @@ State = Mapping[Tensor, Mapping[str, Tensor]]
 
 
 class Operands(NamedTuple):
-    """The members of a bucket that have a gradient, with the tensors their update reads and writes, side by side.
+    """The members of a bucket that have a gradient, with their tensors: equally long lists, one entry for each member.
 
-    All of a bucket's parameters have the same state, and so all or none have a master.
+    All of a bucket's parameters have the same kinds of state, and so all of them have a master, or none has.
+    `num_matrices` counts the matrices of all members.
     """
 
     members: tuple[BucketMember, ...]
@@ -48,8 +50,8 @@ class Operands(NamedTuple):
     """Positions in their group of parameters without a gradient."""
 
     def present(self, gradients: Sequence[Tensor | None]) -> "Operands":
-        """Return the operands that have a gradient, with these gradients, dense."""
-        # Four lists side by side, thinned out together.
+        """Return the operands whose gradient is not None, with these gradients, in the strides of their parameters."""
+        # Leave members without a gradient out of all four lists.
         rows = zip(self.members, self.params, gradients, self.states, strict=True)
         present = [(m, p, dense_gradient(p, g, m.name), s) for m, p, g, s in rows if g is not None]
         if len(present) == len(self.members):
@@ -63,7 +65,7 @@ class Operands(NamedTuple):
         )
 
     def masters(self) -> list[Tensor] | None:
-        """Return the fp32 master or mantissa of each parameter, or None."""
+        """Return the fp32 master or the mantissa of each parameter; None if the parameters have none."""
         # float32 and float64 weights need no more precision.
         if self.params[0].itemsize >= 4:
             return None
@@ -72,9 +74,10 @@ class Operands(NamedTuple):
 
 
 class BlockPlaces:
-    """Where in the memory of its tensors each member's matrices are: looked up once, as it follows from the plan.
+    """Finds each member's matrices in tensors that are like its parameter.
 
-    No views are kept: they would keep a parameter's memory from being exchanged (`torch.utils.swap_tensors`).
+    Shape, strides and offset of the matrices follow from the plan, and are kept from the first time. Views are not
+    kept, because the memory of a parameter with views cannot be exchanged (`torch.utils.swap_tensors`).
     """
 
     def __init__(self) -> None:
@@ -82,7 +85,7 @@ class BlockPlaces:
         self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []
 
     def blocks(self, active: "Operands", view: View, *lists: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Return the matrices of the members in lists of tensors that are like their parameters, sharing memory."""
+        """Return for each list the members' matrices, (b, g, r, n), as views; a list has a tensor for each member."""
         # The tuple itself is the key: it is the plan's own as long as every member has a gradient.
         if self._members is not active.members:
             pairs = [
@@ -90,13 +93,14 @@ class BlockPlaces:
                 for param, member in zip(active.params, active.members, strict=True)
             ]
             self._places = [(b.shape, b.stride(), int(b.storage_offset()) - int(p.storage_offset())) for p, b in pairs]
+            # From now on these places are valid for these members.
             self._members = active.members
         of_lists: list[Sequence[Tensor]] = []
         for tensors in lists:
             blocks: list[Tensor] = []
             rows = zip(tensors, active.params, active.members, self._places, strict=True)
             for tensor, param, member, (shape, stride, offset) in rows:
-                # A tensor with other strides, such as a gradient's, is looked up by its view, which takes longer.
+                # Of a tensor with other strides than its parameter the view finds the matrices, which takes longer.
                 if tensor.stride() == param.stride():
                     blocks.append(tensor.as_strided(shape, stride, tensor.storage_offset() + offset))
                 else:
@@ -105,7 +109,10 @@ class BlockPlaces:
         return of_lists
 
     def read(self, active: "Operands", view: View, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a copy (b, m, n), contiguous on the parameters' device, of the matrices in tensors like these."""
+        """Return a copy (b, m, n) of all matrices in some tensors, contiguous, on the parameters' device.
+
+        The tensors are like the members' parameters, one for each, but may be in host memory.
+        """
         (blocks,) = self.blocks(active, view, tensors)
         shape = blocks[0].shape[1:]  # (groups, rows, columns...)
         size = (sum(map(len, blocks)), shape[:2].numel(), shape[2:].numel())
@@ -127,40 +134,43 @@ class BlockPlaces:
 _P = TypeVar("_P")
 _T = TypeVar("_T")
 
-# What shares memory with state or weights.
+# Names of cached values that share memory with state or weights, or depend on where state is.
 _PLACED = ("moments", "owned", "elsewhere")
 
 
 class BucketCache:
-    """Memory of one bucket on its device between steps, besides state."""
+    """Lookups, tables and small tensors of one bucket that are kept between steps; no state and no gradients."""
 
     def __init__(self, *, fills_missing: bool = False) -> None:
         self._fills_missing = fills_missing
-        """Whether a missing gradient stands as zeros, because other ranks may have one."""
+        """Whether missing gradients are replaced by zeros, because other ranks may have these gradients."""
         self.everything: Operands | None = None
         """All members, without gradients."""
         self._owners: list[Tensor] = []
+        """The parameter of each member; a `DTensor` where it is sharded."""
         self._names: list[str] = []
-        """The parameter of each member."""
+        """The name of each member's parameter."""
         self._contiguous = self._are_sharded = False
         self._kept: dict[str, tuple[object, Any]] = {}
-        """Name -> what a value was made for, and the value: it is made again when that is another one."""
+        """Name -> (key, value); the value is made again when the key changes."""
         self.places = BlockPlaces()
+        # Addresses of the members' tensors for kernels, and of AdamW's counts of steps.
         self.table, self.steps_table = AddressTable(), AddressTable()
         self.runs: list[tuple[MatrixLayout, int]] | None = None
-        """The layouts of the members' matrices, and how many in a row have each; nearly always one."""
+        """Each layout of the members' matrices, with the number of consecutive matrices that have it."""
         self._neuron_tables: dict[int, AddressTable] = {}
+        """Number of a kind of matrix -> the addresses of its second moments."""
 
     def invalidate_views(self) -> None:
-        """Forget where weights and state are: they may have other memory now."""
+        """Forget where weights and state are, because their memory may have changed."""
         self.everything = None
         self.places = BlockPlaces()
         for name in _PLACED:
             self._kept.pop(name, None)
 
     def cached(self, name: str, key: object, make: Callable[[], _T]) -> _T:
-        """Return the value kept under a name, made anew where its key is another one."""
-        # One value for each name: the last key counts.
+        """Return the value that is kept under a name, made by `make` if there is none or the key has changed."""
+        # A name has only one value: values of earlier keys are dropped.
         kept = self._kept.get(name)
         if kept is None or kept[0] != key:
             kept = self._kept[name] = key, make()
@@ -168,9 +178,9 @@ class BucketCache:
         return value
 
     def operands(self, bucket: Bucket, group: Group, state: State) -> Operands:
-        """Return the members of the bucket that have a gradient; of `DTensor`s what this rank holds.
+        """Return the members of the bucket that have a gradient, with tensors; local ones of `DTensor`s.
 
-        A model has hundreds of parameters and this runs every step: what follows from the plan alone is looked up once.
+        This runs at every step for hundreds of parameters, so everything that follows from the plan is looked up once.
         """
         everything = self.everything
         if everything is None:
@@ -181,7 +191,7 @@ class BucketCache:
             states = [_local_state(state[owner]) for owner in self._owners]
             everything = self.everything = Operands(bucket.members, params, [], states, bucket.num_matrices)
             self._contiguous = all(param.is_contiguous() for param in params)
-        # Gradients are new objects after each backward pass; everything else is as it was.
+        # Only gradients are looked up at every step: a backward pass may make new ones.
         owners = self._owners
         gradients = local_gradients(owners, self._names) if self._are_sharded else list(map(GRADIENT, owners))
         # The usual case: every gradient is there and lies as its parameter does.
@@ -190,16 +200,20 @@ class BucketCache:
         return self.of_those(everything, gradients)
 
     def of_those(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
-        """Return the members that have a gradient, given all members and their gradients; arguments are not kept."""
+        """Return the members in `everything` that have a gradient, with gradients; None stands for a missing one.
+
+        If the cache fills missing gradients, all members are returned, some with zeros.
+        """
         if self._fills_missing:
             rows = zip(everything.members, everything.params, gradients, strict=True)
-            # The positions are kept for the report of the step, before zeros take their place.
+            # Note which are missing for the report of the step, before they are replaced by zeros.
             missing = tuple(member.index for member, _, gradient in rows if gradient is None)
             filled = [
                 torch.zeros_like(param, dtype=gradient_dtype(param)) if gradient is None else gradient
                 for param, gradient in zip(everything.params, gradients, strict=True)
             ]
             return everything.present(filled)._replace(missing=missing)
+        # Fewer members have fewer matrices.
         present = everything.present(gradients)
         return present._replace(num_matrices=sum(member.num_matrices for member in present.members))
 
@@ -211,10 +225,14 @@ class BucketCache:
         shapes: Sequence[tuple[int, int]],
         numbers_of: Callable[[Sequence[_P]], Sequence[Sequence[int]]],
     ) -> Tensor:
-        """Return the learning-rate scale times the own multiplier of each matrix, (count, kinds).
+        """Return for each matrix the factor from `adjust_lr` times its entry in `lr_multipliers`, (count, kinds).
 
-        The matrices belong to `parts`, a tuple that is the same one as long as nothing changes; `numbers_of` returns of
-        each matrix, by kind, the position among the matrices of its parameter.
+        Args:
+            bucket: the bucket; it gives dtype and device.
+            group: the bucket's group.
+            parts: the members or units with the matrices; a tuple, and part of the key of the kept value.
+            shapes: (m, n) of each kind.
+            numbers_of: returns (count, kinds) positions: where a matrix is among the matrices of its parameter.
         """
 
         def make() -> Tensor:
@@ -223,6 +241,7 @@ class BucketCache:
             # (kinds,) -> (matrices or units, kinds)
             scales = host_tensor([group.rule.lr_factor(group.adjust_lr, m, n) for m, n in shapes], dtype)
             scales = scales.expand(len(numbers), -1).clone()
+            # Multipliers are listed in the order of a parameter's matrices.
             if multipliers is not None:
                 each = [[multipliers[number] for number in row] for row in numbers]
                 scales *= host_tensor(each, dtype).view_as(scales)
@@ -231,8 +250,8 @@ class BucketCache:
         return self.cached("scales", (group.adjust_lr, group.lr_multipliers, parts), make)
 
     def moments(self, view: View, active: Operands) -> list[Tensor]:
-        """Return the second moments of each member's matrices, (matrices, m, 1) or (matrices, 1, n), sharing memory."""
-        # (neurons of all matrices of a parameter,) each.
+        """Return second moments for each member, (matrices, m, 1) or (matrices, 1, n), as views of state."""
+        # For each member the vector (neurons of all matrices of its parameter,).
         buffers = [state[NEURON_MOMENT] for state in active.states]
 
         def make() -> list[Tensor]:
@@ -242,15 +261,15 @@ class BucketCache:
                 for m, param, buffer in rows
             ]
 
-        # Loading a state puts other tensors, or other memory, in their place.
+        # Loading a checkpoint may replace these tensors or their memory, so both are in the key.
         key = active.members, list(map(id, buffers)), list(map(Tensor.data_ptr, buffers))
         return self.cached("moments", key, make)
 
     def check_state(self, active: Operands, dtypes: Mapping[str, torch.dtype], addresses: tuple[int, ...]) -> None:
-        """Reject state of another device, dtype or memory order, where kernels see addresses alone."""
+        """Reject state on a wrong device, of a wrong dtype or with wrong strides; kernels get only its address."""
 
         def check() -> None:
-            # Kernels read bytes at an address: other strides or another dtype would go unnoticed.
+            # Kernels read bytes at an address, and would not notice other strides or another dtype.
             wanted = {**dtypes, MASTER: torch.float32, MANTISSA: torch.uint16}
             for member, param, state in zip(active.members, active.params, active.states, strict=True):
                 for key in wanted.keys() & state.keys():
@@ -259,10 +278,11 @@ class BucketCache:
                         right = f"{wanted[key]} on {param.device} with strides {param.stride()}"
                         raise _misread(member.name, key, value, right)
 
+        # Checked again only when members or addresses have changed.
         self.cached("checked", (active.members, addresses), check)
 
     def matrix_places(self, view: View, active: Operands) -> tuple[Tensor, Tensor]:
-        """Return for each matrix which operand it belongs to, and where it starts in the parameter, in entries."""
+        """Return for each matrix its member's number and its first entry in the parameter, both (matrices,) int64."""
 
         def make() -> tuple[Tensor, Tensor]:
             owners: list[Tensor] = []
@@ -278,7 +298,8 @@ class BucketCache:
         return self.cached("matrix_places", active.members, make)
 
     def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, TilePrograms]":
-        """Return on the device the entries of each tensor, and how programs are divided among them."""
+        """Return for AdamW's kernel the members' numbers of entries, (members,), and the work of its programs."""
+        # Imported here because it needs Triton.
         from quintic.kernels.update.adamw import adamw_programs
 
         def make() -> "tuple[Tensor, TilePrograms]":
@@ -290,13 +311,20 @@ class BucketCache:
     def neuron_table(
         self, bucket: Bucket, moments: Sequence[Tensor], names: Iterable[str], kind: int = 0
     ) -> Tensor | None:
-        """Return on the device the address of each matrix' second moments; None where the bucket has no kernels.
+        """Return the address of each matrix' second moments, (matrices,) int64 on the device; None without kernels.
 
-        The moments, (matrices, m, 1) or (matrices, 1, n), are those of whole members, of one of the bucket's kinds.
-        Those that the kernel would misread are an error.
+        Args:
+            bucket: the bucket.
+            moments: for each member or unit (matrices, m, 1) or (matrices, 1, n), all of one kind.
+            names: the parameter of each, for errors.
+            kind: the number of this kind in a unit.
+
+        Raises:
+            ValueError: a kernel would misread a moment: wrong device or dtype, or memory with gaps.
         """
         if bucket.kernels == "torch":
             return None
+        # The table is made again when an address or a number of matrices has changed.
         bases = tuple(map(Tensor.data_ptr, moments))
 
         def addresses() -> Tensor:
@@ -314,13 +342,13 @@ class BucketCache:
 
 
 def _local_state(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a parameter's state itself, or for a `DTensor` what this rank holds of it."""
+    """Return a parameter's state with the local tensors of `DTensor`s; without any, the same object."""
     local = {key: local_tensor(value) for key, value in state.items()}
     return state if all(local[key] is value for key, value in state.items()) else local
 
 
 def are_contiguous(gradients: list[Any]) -> TypeGuard[list[Tensor]]:
-    """Return whether all gradients are there, and contiguous."""
+    """Return whether no gradient is missing, and all are dense and contiguous."""
     try:
         return all(map(Tensor.is_contiguous, gradients))
     except (TypeError, RuntimeError):  # a gradient is None, or sparse
@@ -328,11 +356,12 @@ def are_contiguous(gradients: list[Any]) -> TypeGuard[list[Tensor]]:
 
 
 def dense_gradient(param: Tensor, gradient: Tensor, name: str) -> Tensor:
-    """Return a parameter's gradient with the parameter's strides."""
+    """Return a parameter's gradient with the parameter's strides, copied if it has others; reject a sparse one."""
     reject_sparse(name, gradient)
     if gradient.stride() == param.stride():
         return gradient
-    # Views may be impossible without a copy, and fused kernels pair entries by their place in memory.
+    # Kernels pair entries of weights and gradient by their place in memory, and the view of a parameter may not be
+    # possible on other strides without a copy.
     return torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
 
 

@@ -1,14 +1,18 @@
-"""Runs the steps of one plan: what ranks decide together comes first, then the buckets, in the plan's order.
+"""Runs the steps of one plan: first the decisions that ranks make together, then the buckets, in the plan's order.
 
 The phases of a step:
 
-    copies      gradients of tied copies are added to the gradients of their originals
+    copies      gradients of tied copies (`Muon.tie`) are added to the gradients of their originals
     presence    ranks start to count which gradients each of them has (`consensus.py`)
     averages    `comms="replicated"`: whole gradients become averages (`gradient_averages.py`)
     tensors     every bucket finds its gradients, weights and state
-    policy      on_nonfinite="skip" or "raise": are all gradients of all connected ranks finite?
-    buckets     each is a generator (`bucket_step.py`): buckets with messages take turns by the plan's schedule, the
+    policy      on_nonfinite="skip" or "raise": connected ranks find out whether all of their gradients are finite
+    buckets     each is a generator (`bucket_step.py`): buckets with messages take turns by the plan's schedule, and the
                 others run while the first message is under way
+    ties        new weights of originals are written to their tied copies
+
+Ranks are connected if they have parameters in common, directly or through other ranks. Connected ranks agree on whether
+a step happens at all (`comms/connected.py`).
 
 Invariant: every error that can be foreseen is raised before the first bucket runs; until then weights and state keep
 their bits.
@@ -57,10 +61,10 @@ class StepOutcome(NamedTuple):
 
     # The counts of each bucket that was stepped.
     counts: list[Counts]
-    # () int32 on a device: 0 if non-finite gradients stopped the step; the same on all connected ranks
-    # (`connected.py`). None if no group of theirs acts on such gradients.
+    # () int32 on a device: 0 if non-finite gradients stopped the step; the same on all connected ranks. None if no
+    # group on these ranks acts on such gradients.
     apply_mask: Tensor | None
-    # Whether this rank has a group that non-finite gradients stop.
+    # Whether non-finite gradients would stop a group that was due on this rank.
     guards_nonfinite: bool
 
 
@@ -68,11 +72,11 @@ class Runner:
     """Steps the buckets of one plan.
 
     Args:
-        groups: the parameter groups, as they are now.
+        groups: the parameter groups with their present options.
         state: the state of their parameters; it may be empty until the first step.
         communicators: the optimizer's process groups.
-        orders: the user's launch and work order.
-        rows: the optimizer's tables whose touched rows travel; they outlive the plan.
+        orders: the names of parameters whose buckets the user wants first.
+        rows: the optimizer's tables that send only touched rows; they outlive the plan.
         precomputed: the averages that clipping made before a step; they outlive the plan.
 
     Raises:
@@ -90,6 +94,7 @@ class Runner:
     ) -> None:
         # Which parameters need messages, and between which ranks.
         orders = orders.resolved(groups)
+        # For each group and parameter its layout; in `gathered` only if its matrices come to an owner, else None.
         layouts = [layouts_of(group) for group in groups]
         gathered = [gather_layouts(group, of_group) for group, of_group in zip(groups, layouts, strict=True)]
         choices = choose_replica_strategies(groups, gathered, communicators.hosts)
@@ -99,7 +104,7 @@ class Runner:
         sharded_groups = {number: ranks for number, ranks in enumerate(sharded) if ranks}
         choices_to_report = [choice for choice in choices.values() if this_rank() in choice.ranks]
         self.plan = build_plan(groups, gathered, this_rank(), sharded_groups, orders, choices_to_report)
-        # The objects that step the plan's buckets.
+        # Make the objects that step the plan's buckets.
         self._rows = rows
         rows.sync_tables(self.plan, groups)
         self.context = StepContext(groups, state, communicators, self.consensus, precomputed)
@@ -110,20 +115,20 @@ class Runner:
         shards = [step.transport for step in self._steps if isinstance(step.transport, Shard)]
         # Parameters that are copies of others.
         self.ties = ties_of(groups)
-        # The copies that are written when all buckets have been stepped: more than one steps the original.
+        # Copies whose original is stepped by more than one bucket: they are written after all buckets.
         self.written: list[Tie] = []
-        # A copy is written when the one bucket with its original has been stepped, while others are still under way.
+        # Any other copy is written by the only bucket with its original, while other buckets are still under way.
         for tie in self.ties:
             of_head = [s for s in self._steps if s.bucket.group == tie.head_group and tie.head_name in s.bucket.names]
             (of_head[0].copies if len(of_head) == 1 else self.written).append(tie)
         self._averages = GradientAverages(shards, groups, layouts, communicators, precomputed)
         self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
-        # The plan's schedule of each set of buckets with messages that has been stepped, by their numbers.
+        # Numbers of the buckets with messages in a step -> the plan's schedule without all other buckets.
         self._schedules: dict[tuple[int, ...], Schedule] = {}
         log_plan(self.plan, groups, this_rank())
 
     def upload_hyperparameters(self) -> None:
-        """Bring changed hyperparameters to the devices."""
+        """Copy changed hyperparameters to the devices, before a CUDA graph is replayed that reads them there."""
         for key in self.context.hyperparameters:
             self.context.hyperparameters_of(*key)
 
@@ -133,20 +138,21 @@ class Runner:
             self.context.offload.finish()
 
     def invalidate_views(self) -> None:
-        """Look up weights and state again at the next step, because their memory may have changed."""
+        """Make the next step look up weights and state again, because their memory may have changed."""
         for step in self._steps:
             step.cache.invalidate_views()
 
     def reachable_state(self) -> AbstractContextManager[None]:
-        """Return a context in which work on the current streams may copy state in host memory, with `non_blocking`."""
+        """Return a context in which the current streams may copy state in host memory with `non_blocking=True`."""
         return nullcontext() if self.context.offload is None else self.context.offload.reachable()
 
     def step(self, steps_until_due: Sequence[int], num_steps: int, *, skips_nonfinite: bool = False) -> StepOutcome:
-        """Step every bucket whose group does not wait. All ranks that share parameters must call it.
+        """Step every bucket whose group is due. All ranks with common parameters must call it.
 
         Args:
-            steps_until_due: for each group how many steps it waits for after this one; 0 if it is stepped now.
-            num_steps: steps made before, by which telemetry is sampled.
+            steps_until_due: for each group 0 if it is stepped now, and otherwise the number of steps since it was
+                (`PlanCache.steps_until_due`).
+            num_steps: the number of steps made before; it decides whether telemetry is sampled.
             skips_nonfinite: whether gradients that are not finite stop the step of all groups, also of those with
                 `on_nonfinite="propagate"`; the same on all ranks.
 
@@ -159,13 +165,14 @@ class Runner:
         for tie in self.ties:
             if steps_until_due[tie.head_group] == 0:
                 tie.add_gradient()
-        # Nothing to count or to average with other ranks.
+        # A step on one rank has nothing to count or average with others.
         if self.context.is_single_rank:
             return self._step(steps_until_due)
-        # Clipping may have averaged for an earlier plan: a step forgets those averages, too.
+        # `of_step` also ends the use of averages that clipping made, maybe for an earlier plan.
         has_averages = self._averages.has_whole or self.context.precomputed.groups
         averaged = self._averages.of_step(steps_until_due) if has_averages else nullcontext()
         with self.consensus.of_step(steps_until_due), averaged:
+            # The first step learns this, when ranks have compared their plans.
             self.context.is_single_rank = self.consensus.is_single_rank and not self._averages.ranks
             return self._step(steps_until_due)
 
@@ -177,10 +184,10 @@ class Runner:
         self.context.precomputed.forget(number for number, pending in enumerate(steps_until_due) if pending == 0)
 
     def precompute_averages(self, numbers: Iterable[int]) -> Mapping[int, GroupAverages]:
-        """Average the gradients of some groups before the next step, which then does not; return the averages by group.
+        """Return averages of some groups' gradients, by group number; the next step uses them and makes none.
 
-        All ranks that share parameters must call it. Averages of gradients that no one has touched since are not made
-        again; groups whose gradients need no average are left out.
+        All ranks with common parameters must call it. A second call makes averages anew only if gradients have changed.
+        Groups whose gradients need no average have none.
         """
         self.consensus.validate_plans()
         return self._averages.precompute(numbers)
@@ -191,18 +198,20 @@ class Runner:
         self.context.is_profiled = is_profiled()
         policies = self._nonfinite_policies(steps_until_due)
         try:
+            # tensors
             for step in steps:
                 step.begin()
             if self._rows.tables:
                 self._rows.begin_step(steps_until_due)
+            # policy
             apply_mask = self._nonfinite_mask(steps, policies)
-            # All foreseeable errors have been raised; weights change from here on.
+            # buckets. All foreseeable errors have been raised; weights change from here on.
             self._run(steps, apply_mask)
             for tie in self.written:
                 if steps_until_due[tie.head_group] == 0:
                     tie.write()
         finally:
-            # No gradient is kept alive after the step, or after an error.
+            # Let go of the gradients, after an error too.
             for step in steps:
                 step.active = NO_OPERANDS
             if self._rows.tables:
@@ -210,8 +219,8 @@ class Runner:
         return StepOutcome(list(map(_COUNTS, steps)), apply_mask, bool(policies))
 
     def _run(self, steps: Sequence[BucketStep], apply_mask: Tensor | None) -> None:
-        """Run the buckets: local ones while the first message is under way, the others overtaking each other."""
-        # Plain PyTorch reads the mask on the host; kernels read it on the device.
+        """Run buckets with messages by the plan's schedule, and all others while the first message is under way."""
+        # Plain PyTorch reads the mask on the host, once for all buckets; kernels read it on the device.
         host_mask = True
         if apply_mask is not None and any(step.bucket.kernels == "torch" for step in steps):
             host_mask = bool(apply_mask)
@@ -225,7 +234,7 @@ class Runner:
             elif step.has_local_work and (host_mask or not step.is_guarded):
                 local.append(step)
                 local_generators.append(step.run(apply_mask))
-        # A step of some groups keeps the order that their buckets have in the plan.
+        # If only some groups are due, their buckets keep the order that they have in the plan.
         if numbers not in self._schedules:
             self._schedules[numbers] = filter_schedule(self.plan.schedule, numbers)
         schedule = self._schedules[numbers]
@@ -234,21 +243,25 @@ class Runner:
         run_overlapping(generators, schedule, local_generators)
 
     def _new_step(self, number: int, bucket: Bucket) -> BucketStep:
+        """Return the object that steps a bucket, with its cache and its transport."""
+        # Another rank may have a gradient that this one lacks. A `Gathered` bucket then works on zeros, and the mask of
+        # the step decides whether the result is used.
         context, cache = self.context, BucketCache(fills_missing=isinstance(bucket, Gathered))
         transport: Transport | None = None
         if isinstance(bucket, Gathered):
             transport = Gather(bucket, context.communicators)
         elif isinstance(bucket, Sharded):
             params = context.groups[bucket.group].params
+            # None unless the bucket is a table that sends only touched rows.
             table = self._rows.tables.get(params[bucket.shards[0].index])
             transport = Shard(bucket, params, table, cache, context.communicators, context.precomputed)
         return BucketStep(number, bucket, transport, cache, context)
 
     def _nonfinite_policies(self, steps_until_due: Sequence[int]) -> list[str]:
-        """Return `on_nonfinite` of the groups that are stepped now and act on gradients that are not finite."""
+        """Return the option `on_nonfinite` of each group that is due and acts on gradients that are not finite."""
         if self.context.skips_nonfinite:
             return ["skip"]
-        # The groups are asked, which all ranks have in one order: a rank may have nothing of their buckets.
+        # Read the groups, which are equal on all ranks, and not the buckets, which a rank may lack.
         policies: list[str] = []
         for group, pending in zip(self.context.groups, steps_until_due, strict=True):
             if pending == 0 and group.on_nonfinite != "propagate" and group.params:
@@ -256,11 +269,12 @@ class Runner:
         return policies
 
     def _nonfinite_mask(self, steps: Sequence[BucketStep], policies: Sequence[str]) -> Tensor | None:
-        """Return () int32 that is 0 if a step must not happen, None if no group of the connected ranks has a policy.
+        """Return () int32 that is 0 if the step must not happen; None if no group of the connected ranks can stop it.
 
         Raises:
-            FloatingPointError: it must not happen, and a group that is stepped now has `on_nonfinite="raise"`, be it
-                on another rank: all connected ranks raise.
+            FloatingPointError: a gradient is not finite, and a group that is due has `on_nonfinite="raise"`. All
+                connected ranks raise, if the gradient or the group is on another rank, too.
+            RuntimeError: a CUDA graph is being captured, and a group of another rank has `on_nonfinite="raise"`.
         """
         connected = self.consensus.connected
         if not (policies if connected.is_single_rank else connected.guards_nonfinite or policies):
@@ -278,12 +292,13 @@ class Runner:
             return apply_mask
         if is_capturing(device):
             raise RuntimeError("on_nonfinite='raise' of another rank waits for the device: capture no CUDA graph")
-        # Two flags in one message: are all gradients finite, and does no rank want to raise?
+        # (2,) int32: 1 if all gradients are finite, and 1 if this rank does not want to raise. The smallest over the
+        # connected ranks holds for all of them.
         none_raises = torch.full_like(apply_mask, "raise" not in policies)
         flags = torch.stack([apply_mask, none_raises])
         connected.all_agree_(flags)
         if flags.tolist() == [0, 0]:
-            # All connected ranks come here, with the same flags, and tell each other the first name.
+            # Flags are the same on all connected ranks, so all come here. Each names its first such gradient, if any.
             name = first_non_finite([member.name for active in watched for member in active.members], gradients)
             messages = (f"on rank {rank}: {theirs}" for rank, theirs in connected.all_gather(name).items() if theirs)
             where = name or next(messages, "on another rank")
@@ -294,7 +309,8 @@ class Runner:
 def _scheduled_stages(
     local: Sequence[BucketStep], with_comm: Sequence[BucketStep], schedule: Schedule
 ) -> Iterator[ScheduledStage]:
-    """Yield the stages of all buckets in the order in which a step runs them, for state in host memory."""
+    """Yield the stages of all buckets in the order in which a step runs them, by which offload loads state ahead."""
+    # A bucket with messages appears three times in the schedule: started, computed, finished.
     stages = [iter(range(3)) for _ in with_comm]
     for number in schedule:
         if number is None:

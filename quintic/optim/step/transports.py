@@ -1,21 +1,23 @@
 """The messages of a bucket while it is stepped, and the shapes in which matrices travel.
 
-`bucket_step.py` has the algorithm; here is how its tensors get from one rank to another. A bucket that this rank has
-whole needs no transport. The two others:
+`bucket_step.py` has the algorithm; this file brings its tensors from one rank to another. A `Local` bucket, which this
+rank has whole, needs no transport. The two other kinds of buckets have one each:
 
     Gather      matrices lie in pieces on several ranks (FSDP2, tensor parallelism), or every rank has them and ranks
                 divide the work (`comms="averaged"`). Parameters and state stay where they are.
                     directions of pieces    -> the owners of the matrices
-                    updates, neuron factors -> the pieces
-    Shard       every rank has the weights and a gradient of its own, state lies with owners (`comms="sharded"`).
+                    updates, neuron factors -> the ranks that hold the pieces
+    Shard       every rank has the weights and its own gradient; state lies with owners (`comms="sharded"`).
                     gradients               -> the owners of their entries, who average them
                     weights                 -> all ranks
 
-Every method that starts a message returns a function that waits for it. All ranks of the process group must call both,
-in the same order, with or without gradients. On CUDA devices the current stream waits, and the host does not.
+Every method that starts a message returns a function that waits for it and returns the received tensors. All ranks of
+the process group must call the method and this function in the same order, with or without gradients, or they wait for
+each other forever. On CUDA devices the function makes the current stream wait, and the host does not.
 
-A unit is the smallest box of a parameter that holds whole matrices, one of each kind (`layout/views.py`). WorkspaceSpec
-travel as units, (units, *unit shape), and are orthogonalised kind by kind, (units, m, n): `split_units`, `join_units`.
+A unit is the smallest box of a parameter that holds whole matrices, one of each kind (`layout/views.py`). Matrices
+travel as units, (units, *unit shape), and are orthogonalised kind by kind, (units, m, n): `split_units` goes from the
+first shape to the second, and `join_units` back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +58,7 @@ class Gather:
         return self._communicators[self.bucket.ranks]
 
     def start_gather(self, pieces: Tensor | None) -> Callable[[], Tensor]:
-        """Send directions of this rank's pieces to the owners; wait for the directions of its own units.
+        """Send directions of this rank's pieces to the owners; wait for the directions of the units that it owns.
 
         Args:
             pieces: (units, rows, columns) of any strides, in the order of all units; None where this rank has none.
@@ -71,10 +73,10 @@ class Gather:
         return exchange.start_gather(pieces.contiguous(), self.process_group)
 
     def start_gather_state(self, group: Group, batches: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        """Send the state that stages on whole matrices need to the owners, as directions travel and beside them.
+        """Send state that stages on whole matrices need to the owners, in one more message like that of directions.
 
         Args:
-            group: the bucket's; it gives the dtype, also to a rank that holds no piece.
+            group: the bucket's group, from which a rank without pieces knows the dtype of the state.
             batches: by name (units, rows, columns), in the order of all units; none where this rank has no pieces.
 
         Returns:
@@ -84,6 +86,7 @@ class Gather:
         waits: dict[str, Callable[[], Tensor]] = {}
         for spec in bucket.rule.matrix_state:
             pieces = batches.get(spec.name)
+            # This rank holds no pieces: an empty tensor takes their place in the message.
             if pieces is None:
                 dtype = spec.dtype_for(bucket.dtype, group.state_dtype)
                 pieces = torch.empty((exchange.num_units, 0), dtype=dtype, device=bucket.device)
@@ -91,7 +94,7 @@ class Gather:
         return lambda: {name: wait() for name, wait in waits.items()}
 
     def start_scatter_state(self, batches: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        """Send state that owners advanced, by name (owned, *unit shape), back; wait for (units, *piece shape) each."""
+        """Send state that this rank advanced back, (owned, *unit shape) by name; wait for (units, *piece shape)."""
         exchange, process_group = self.bucket.exchange, self.process_group
         waits = {name: exchange.start_scatter(batch, process_group) for name, batch in batches.items()}
         return lambda: {name: wait() for name, wait in waits.items()}
@@ -105,32 +108,36 @@ class Gather:
         return self.bucket.exchange.start_scatter(updates, self.process_group)
 
     def start_neurons(self, factors: Sequence[Tensor], moments: Sequence[list[Tensor]]) -> Callable[[], list[Tensor]]:
-        """Send NorMuon's factors and second moments of this rank's units to all ranks, side by side.
+        """Send NorMuon's factors and second moments of the units that this rank owns to all ranks, in one message.
 
         Args:
             factors: for each kind of matrix (owned, m or 1, n or 1).
-            moments: for each kind the second moments of all units, each (1, m, 1) or (1, 1, n).
+            moments: for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), as views of the state.
 
         Returns:
-            A function that brings the moments up to date, and returns for each kind the factors of all units.
+            A function that writes the received moments to `moments`, and returns for each kind the factors of all
+            units, (units, m or 1, n or 1).
         """
         units, exchange = self.bucket.units, self.bucket.exchange
-        # Only the owner advances second moments; all ranks get them, so that any rank can save them, or own the unit in
-        # a later plan.
+        # Only the owner advances second moments. All ranks get copies, so that any rank can save them, and can own the
+        # unit in a later plan.
         vectors = [factor.flatten(1) for factor in factors]
         for of_kind, factor in zip(moments, factors, strict=True):
             own = of_kind[units.local_slice]
+            # (owned, neurons) like the factors. A rank that owns no unit has no moments to join: it sends (0, neurons).
             own_vectors = torch.cat(list(own)).flatten(1) if own else factor.flatten(1)
             vectors.append(own_vectors.to(factor.dtype))
         # (owned, entries of all factors, then of all moments)
         wait_for_vectors = exchange.start_all_gather(torch.cat(vectors, dim=1), self.process_group)
 
         def finish() -> list[Tensor]:
-            received = wait_for_vectors()  # (units, entries), as sent
+            received = wait_for_vectors()  # (units, entries of all factors, then of all moments)
+            # If nothing was sent, this rank has advanced all moments itself.
             if not exchange.is_local:
                 self._moments_packing.unpack(received.view(-1), [moment for of_kind in moments for moment in of_kind])
             shapes = [second_moment_shape(*kind.shape) for kind in units.kinds]
-            # The first half are the factors, kind by kind: (units, m * 1 or 1 * n) each.
+            # There are as many factors as moments, so the first half of the columns are the factors. Split them by
+            # kind: (units, m * 1 or 1 * n) each.
             columns = received.chunk(2, dim=1)[0].split([m * n for m, n in shapes], dim=1)
             return [column.reshape(-1, *shape) for column, shape in zip(columns, shapes, strict=True)]
 
@@ -138,7 +145,7 @@ class Gather:
 
     @cached_property
     def _moments_packing(self) -> Packing:
-        """The copy plan that unpacks gathered second moments, kind by kind."""
+        """The copies from a received message, seen as one vector, to the second moments of all units, kind by kind."""
         bucket = self.bucket
         numels = [prod(second_moment_shape(*kind.shape)) for kind in bucket.units.kinds]
         half = sum(numels)
@@ -152,14 +159,15 @@ class Gather:
 
 
 class Shard:
-    """Brings gradients to the owners of their entries, as means, and the owners' weights to all ranks.
+    """Brings the means of gradients to the owners of their entries, and the owners' new weights to all ranks.
 
     Args:
-        bucket: entries of parameters, or units of matrices, each with an owner.
+        bucket: its pieces are ranges of parameters, or units of matrices, each with an owner.
         params: the parameters of the bucket's group.
-        table: which rows of its one parameter travel, with `comms="sharded_sparse"`.
+        table: with `comms="sharded_sparse"` knows which rows of the bucket's one parameter travel; otherwise None.
         cache: the bucket's tensors that are kept between steps.
-        precomputed: averages made before the step, by clipping, which then take the place of the message.
+        communicators: the optimizer's process groups.
+        precomputed: averages that clipping made before the step; if it has the group's, no gradients are sent.
     """
 
     def __init__(
@@ -173,13 +181,16 @@ class Shard:
     ) -> None:
         self.bucket, self.table, self._cache = bucket, table, cache
         self._communicators, self._precomputed = communicators, precomputed
-        # A parameter may have several pieces in the bucket; messages pack its gradient and weights once.
+        # A parameter may have several pieces in the bucket, but is listed once here; `places` are positions in this
+        # list.
         names = {shard.index: shard.name for shard in bucket.shards}
         places = {index: place for place, index in enumerate(names)}
         self._params = [params[index] for index in names]
+        # Whole parameters without state, which lies with the owners.
         members = tuple(BucketMember(name=name, index=index) for index, name in names.items())
         self._local = Operands(members, self._params, [], [{}] * len(members), bucket.num_matrices)
         self._contiguous = all(param.is_contiguous() for param in self._params)
+        # For each rank the ranges of parameters that it owns: (place, start, stop).
         self._reduce_scatter = ReduceScatterPlan(
             [[(places[p.index], p.start, p.stop) for p in bucket.shards[owned]] for owned in bucket.of_owners],
             bucket.position,
@@ -195,18 +206,19 @@ class Shard:
         return self._communicators[self.bucket.ranks]
 
     def local_operands(self) -> Operands:
-        """Return the bucket's parameters that have a gradient on this rank, whole, with gradients not averaged yet."""
+        """Return the whole parameters that have a gradient on this rank, with gradients that are not averaged yet."""
         gradients = list(map(GRADIENT, self._params))
+        # The usual case: every gradient is there and contiguous.
         if self._contiguous and are_contiguous(gradients):
             return self._local._replace(gradients=gradients)
         return self._local.present(gradients)
 
     def start_gradients(self, local: Operands) -> Callable[[], Tensor]:
-        """Send this rank's gradients to the owners of their entries; wait for the mean of its own, (entries,).
+        """Send this rank's gradients to the owners; wait for the mean gradient of the entries that it owns, (entries,).
 
-        Nothing travels if clipping has averaged before; of a sparse table only touched rows do.
+        Nothing is sent if clipping has averaged already; of a sparse table only touched rows are sent.
         """
-        # All ranks have precomputed averages of the same groups: none waits for a message that others leave out.
+        # All ranks have precomputed averages of the same groups, so all of them leave this message out, or none does.
         averages = self._precomputed.of_step.get(self.bucket.group)
         if averages is not None:
             mean = averages.of_bucket(self.bucket)
@@ -218,19 +230,22 @@ class Shard:
         return self._reduce_scatter.start_mean(local.gradients, self.process_group)
 
     def start_mean(self, local: Operands) -> Callable[[], Tensor]:
-        """Send whole gradients, zeros where this rank has none; wait for the mean of its own entries, (entries,)."""
+        """Send whole gradients, zeros in place of missing ones; wait for the mean of the owned entries, (entries,)."""
         gradients: Sequence[Tensor | None] = local.gradients
-        # Messages are equally long on all ranks: a missing gradient is sent as zeros.
+        # Messages are equally long on all ranks. None in this list is sent as zeros.
         if local.missing:
             by_param = dict(zip(local.params, local.gradients, strict=True))
             gradients = [by_param.get(param) for param in self._params]
         return self._reduce_scatter.start_mean(gradients, self.process_group)
 
     def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
-        """Return the pieces that this rank owns, of weights and state, with the mean of their gradients, (entries,)."""
+        """Return the pieces of weights and state that this rank owns, with their mean gradients.
 
-        # Everything but the gradients follows from the plan. Views of weights and state are made once, as are shape,
-        # strides and start of each gradient within the mean.
+        `mean`, (entries,), has the mean gradients of these pieces one after the other.
+        """
+
+        # Everything but the gradients follows from the plan, and is made once: views of weights and state, and for each
+        # gradient its shape, its strides, and its start in `mean`.
         def make() -> tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]]:
             owned = [(shard, group.params[shard.index]) for shard in self.bucket.local]
             pieces = [
@@ -246,17 +261,19 @@ class Shard:
         return operands._replace(gradients=[mean.as_strided(shape, stride, first + at) for shape, stride, at in spans])
 
     def count_elsewhere(self, group: Group, state: State, mask: Tensor) -> None:
-        """Count the steps of parameters whose state is on other ranks only, so that all ranks save the same counts.
+        """Count a step for AdamW parameters whose moments are only on other ranks.
 
-        The mask, (pieces of all ranks,) int32, is one for pieces that are stepped.
+        This rank updates none of their entries, but all ranks must save the same counts. `mask`, (pieces of all ranks,)
+        int32, is 1 for pieces that are stepped and 0 for the others.
         """
         bucket, params = self.bucket, group.params
 
         def make() -> tuple[list[Tensor], Tensor]:
-            # A parameter may have pieces in several buckets: it is counted with its first one.
+            # A parameter may have pieces in several buckets, but must be counted once: with the piece at its start.
             rows = [
                 (number, state[params[shard.index]]) for number, shard in enumerate(bucket.shards) if shard.start == 0
             ]
+            # Parameters with moments here are counted by the update itself.
             others = [(number, values[STEP]) for number, values in rows if not values[EXP_AVG].numel()]
             numbers = upload(host_tensor([number for number, _ in others], torch.int64), bucket.device)
             return [step for _, step in others], numbers
@@ -266,7 +283,7 @@ class Shard:
             torch._foreach_add_(steps, list(mask[numbers].to(steps[0].dtype).unbind()))
 
     def start_weights(self) -> Callable[[], None]:
-        """Send the weights of this rank's pieces to all ranks; wait for the pieces of the others."""
+        """Send the weights of the pieces that this rank owns to all ranks; wait for the pieces of the others."""
         return self._reduce_scatter.start_all_gather(self._params, self.process_group)
 
 
@@ -274,15 +291,16 @@ Transport = Gather | Shard
 
 
 def split_units(values: Tensor, units: Units) -> list[Tensor]:
-    """Return for each kind the matrices of (count, *unit shape) contiguous values, (count, g, r, n), sharing memory.
+    """Return for each kind its matrices, (count, g, r, n), as views of contiguous values (count, *unit shape).
 
-    A matrix of m rows is g groups of r rows, with any distance between the groups.
+    A matrix of m rows is g groups of r rows, m = g r; the groups may lie at any distance from each other.
     """
     if units.is_plain:
         m, n = units.kinds[0].shape
-        # A unit is its one matrix, or the transpose.
+        # The unit is the one matrix itself, or its transpose.
         return [values.view(-1, 1, n, m).mT if units.is_transposed else values.view(-1, 1, m, n)]
-    # The view of one unit on the meta device has the strides of each matrix: units follow each other in memory.
+    # Take shape and strides of each matrix from one unit on the meta device, without memory. Since units follow each
+    # other, the first stride of the result is the number of entries of a unit.
     unit = torch.empty(units.shape, device="meta")
     return [
         values.as_strided(
@@ -296,12 +314,12 @@ def split_units(values: Tensor, units: Units) -> list[Tensor]:
 
 
 def join_units(updates: Sequence[Tensor], units: Units) -> Tensor:
-    """Return (count, *unit shape) from the updates (count, m, n) of each kind."""
+    """Return units (count, *unit shape) made of the updates (count, m, n) of each kind."""
     count = updates[0].shape[0]
     if units.is_plain:
         update = updates[0].mT if units.is_transposed else updates[0]
         return update.reshape(count, *units.shape)
-    # Kinds may have been orthogonalised in different dtypes: they travel in the widest.
+    # Kinds may have been orthogonalised in different dtypes; units have the widest.
     dtype = reduce(torch.promote_types, (update.dtype for update in updates))
     values = torch.empty((count, *units.shape), dtype=dtype, device=updates[0].device)
     for block, update in zip(split_units(values, units), updates, strict=True):
@@ -315,8 +333,8 @@ def factors_of_pieces(factors: Sequence[Tensor], units: Units, piece: Box | None
 
     Args:
         factors: for each kind of matrix (units, m or 1, n or 1).
-        units: the bucket's.
-        piece: the box of every unit that the piece is; None for whole units.
+        units: the bucket's units.
+        piece: the box of every unit that this rank holds, in coordinates of the unit; None for whole units.
     """
     if len(factors) == 1 and factors[0].shape[1:] == (1, 1):
         # One number for each unit, which has one matrix.
@@ -326,7 +344,7 @@ def factors_of_pieces(factors: Sequence[Tensor], units: Units, piece: Box | None
         m, n = units.kinds[0].shape
         whole = factors[0].expand(count, m, n)
         whole = whole.mT if units.is_transposed else whole
-        # A unit has two dimensions, or leading ones of size one: nothing is copied.
+        # A plain unit has two dimensions, after any leading ones of size one, so the reshape copies nothing.
         values = whole.reshape(count, *units.shape)
     else:
         values = factors[0].new_empty((count, *units.shape))
@@ -334,11 +352,15 @@ def factors_of_pieces(factors: Sequence[Tensor], units: Units, piece: Box | None
             # (count, m or 1, n or 1) -> (count, g or 1, r or 1, n or 1)
             over = factor.unsqueeze(1) if factor.shape[1] == 1 else factor.unflatten(1, block.shape[1:3])
             block.copy_(over)
+    # Keep the box of this rank from every unit.
     if piece is not None:
         values = values[(slice(None), *(slice(start, stop) for start, stop in piece))]
     return as_rows(values)
 
 
 def as_rows(pieces: Tensor) -> Tensor:
-    """Return (count, *piece shape) as (count, rows, columns)."""
+    """Return pieces (count, *piece shape) as (count, rows, columns).
+
+    The first two of four or more dimensions become rows: pieces (count, a, b, c, d) become (count, a b, c d).
+    """
     return pieces if pieces.ndim == 3 else pieces.flatten(3).flatten(1, 2)

@@ -1,13 +1,13 @@
-"""Brings offloaded state to the device for each bucket's computation, and back to host memory.
+"""Loads state from host memory to the device for each bucket's computation, and stores it back (`offload=True`).
 
-    begin      before a step: the order in which buckets will need their state; nothing is copied yet
-    backend    a bucket of matrices: its momentum is on the device for the directions, its masters for the weights
-    parts      a bucket of AdamW: piece by piece, with all state of a piece
+    begin      before a step: takes the order in which buckets will need their state; nothing is copied yet
+    backend    a bucket of matrices: has momentum loaded to compute directions, and masters to write weights
+    parts      a bucket of AdamW: yields pieces of it, one at a time, with all state of the piece on the device
     finish     the host waits until everything is stored, before it reads state itself
 
-`placement.py` decides which state is in host memory, `offloaded.py` which tensors a bucket loads together. These
-batches pass through a few buffers on the device (`transfers.BufferPool`): one is loaded while the one before it is
-used. Their addresses on the device are the same in every step of the same buckets.
+`state/placement.py` decides which state is in host memory. `offloaded.py` decides which tensors a bucket loads as one
+batch. Batches pass through a few buffers on the device (`transfers.BufferPool`): one batch is loaded while the
+batch before it is used. If the same buckets are stepped, a batch has the same address on the device at every step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,57 +43,66 @@ __all__ = ["Offload", "OffloadedPart", "ScheduledStage"]
 
 
 class ScheduledStage(NamedTuple):
-    """One entry of a step's schedule: a bucket, and the stage that it is moved to."""
+    """One entry of a step's schedule: a bucket, and the stage that it enters."""
 
     number: int
     """The number of the bucket in the plan."""
     active: Operands
+    """The members of the bucket that have a gradient."""
     stage: int | None
-    """The number of the stage, 0 to 2, of a bucket with collectives; None for a bucket without."""
+    """0 started, 1 computed, 2 finished (`plan/schedule.py`); None for a bucket without messages."""
 
 
 class OffloadedPart(NamedTuple):
     """A piece of a bucket of AdamW parameters, with its state on the device."""
 
     active: Operands
+    """The entries of the piece: weights, gradients and state."""
     cache: BucketCache
+    """Kept tables for these entries; a piece has its own."""
     members: slice
-    """The members of the bucket that its entries belong to."""
+    """Positions of the bucket's members with entries in the piece, for example to find their flags in a mask."""
 
 
 class Offload:
-    """The offloaded state of one plan's buckets, and the buffers that it passes through.
+    """Loads and stores the offloaded state of one plan's buckets, through buffers on the devices.
 
-    `state` is the state of all parameters, in host memory where it is offloaded; it may be empty before the first step.
+    Args:
+        plan: the plan, without the sizes of offloaded state.
+        groups: the parameter groups.
+        state: the state of all parameters, in host memory where it is offloaded; it may be empty before the first step.
     """
 
     def __init__(self, plan: Plan, groups: Sequence[Group], state: State) -> None:
         self._groups, self._state = groups, state
+        # Number of a bucket with offloaded state -> its batches.
         self._hosted: dict[int, OffloadedMatrices | OffloadedAdamW] = {}
         self._copies: dict[torch.device, Copies] = {}
-        # By device and pass: 0 for directions, 1 for weights.
+        # (device, pass) -> buffers. Pass 0 computes directions, or the whole update of AdamW; pass 1 writes weights.
         self._pools: dict[tuple[torch.device, int], BufferPool] = {}
         buckets = []
         sharded = sharded_parameters(groups)
         for number, bucket in enumerate(plan):
             group = groups[bucket.group]
+            # Offload is an option of groups, so a plan may have buckets with and without it.
             if group.offload:
                 self._hosted[number] = offloaded_state(bucket, group)
                 bucket = replace(bucket, offloaded=_size(bucket, group, sharded))
             buckets.append(bucket)
-        # The plan, whose buckets have the sizes of their offloaded state.
+        # The same plan, with the size of its offloaded state in each bucket.
         self.plan = replace(plan, buckets=tuple(buckets))
 
     def begin(self, scheduled: Iterable[ScheduledStage]) -> None:
-        """Register the schedule of a step, so that batches can be loaded ahead. Nothing is copied yet.
+        """Take the schedule of a step, so that batches can be loaded ahead of their use. Nothing is copied yet.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
         """
-        # For each pool the batches in the order of their use.
+        # For each pool its batches, in the order of their use.
         sequences: dict[tuple[torch.device, int], list[TransferBatch]] = {}
         for number, active, stage in scheduled:
             hosted, bucket = self._hosted.get(number), self.plan.buckets[number]
+            # The state of this bucket is on the device already.
             if hosted is None:
                 continue
             if is_capturing(bucket.device):
@@ -101,9 +110,10 @@ class Offload:
                     f"{bucket.name}: its optimizer state is in host memory, and a CUDA graph is being captured, which "
                     f"would not load it; call optimizer.offload(False) before the capture"
                 )
-            # Batches are made at a bucket's first use in the step, and needed in one or two of its stages.
+            # A bucket needs its batches in one or two of its stages. They are made at the first of these.
             stages = _stages(bucket)
             if stage == stages[0]:
+                # Operands of sharded state come only with the mean gradients, after this: take all owned pieces.
                 if isinstance(bucket, Sharded):
                     states = _states_of(bucket, self._groups[bucket.group].params, self._state)
                     hosted.prepare(bucket.members, None, states)
@@ -112,8 +122,10 @@ class Offload:
             for of_pass, its_stage in enumerate(stages):
                 if stage == its_stage:
                     sequences.setdefault((bucket.device, of_pass), []).extend(hosted.of_pass(of_pass))
+        # Pools that are not used in this step begin, too, with no batches.
         for key, pool in self._pools.items():
             pool.begin(sequences.pop(key, []))
+        # Now only sequences without a pool are left, as at the first step.
         for key, batches in sequences.items():
             self._pools[key] = self._new_pool(*key)
             self._pools[key].begin(batches)
@@ -126,23 +138,31 @@ class Offload:
         step_mask: Tensor | None,
         make: Callable[[Operands, Group, BucketCache, Tensor | None], UpdateBackend],
     ) -> UpdateBackend:
-        """Return a backend for some members of a bucket that has their state on the device while it runs.
+        """Return a backend for a bucket of matrices, which has their state on the device while it computes.
 
-        `make` makes the backend that computes, from operands that are matrices already, their group and a cache.
+        Args:
+            number: the bucket's position in the plan.
+            active: the members to step.
+            group: their group.
+            step_mask: () or (matrices,) int32 on the device; None if all are stepped.
+            make: returns the backend that computes, given operands, group, cache and mask. These operands are matrices
+                already and not parameters, and the group has the view for them.
         """
         hosted, device = self._hosted[number], self.plan.buckets[number].device
         assert isinstance(hosted, OffloadedMatrices)
         pools = [self._pools[device, kind] for kind, _ in enumerate(hosted.batches)]
         device_views = [pool.device_views(batch) for pool, batch in zip(pools, hosted.batches, strict=True)]
+        # `device_views` are the places of the state in the buffers, where it is while a pass runs.
         backend = make(hosted.operands(active, device_views), replace(group, view=BLOCKS), hosted.cache, step_mask)
         return OffloadedBackend(backend, list(zip(pools, hosted.batches, strict=True)))
 
     def parts(self, number: int, active: Operands) -> Iterator[OffloadedPart]:
-        """Yield the pieces of a bucket of AdamW; a piece's state is on the device until the next is taken."""
+        """Yield the pieces of a bucket of AdamW; a piece has its state on the device until the next is asked for."""
         hosted, device = self._hosted[number], self.plan.buckets[number].device
         assert isinstance(hosted, OffloadedAdamW)
         pool = self._pools[device, 0]
         for piece in hosted.pieces:
+            # Leaving the context stores the piece, which overlaps with the update of the next one.
             with pool.use(piece.batch):
                 yield OffloadedPart(piece.operands(active, pool.device_views(piece.batch)), piece.cache, piece.members)
 
@@ -152,7 +172,10 @@ class Offload:
 
     @contextmanager
     def reachable(self) -> Iterator[None]:
-        """Let the current streams read and write the state in host memory within the block; the host does not wait."""
+        """Return a context in which the current streams may read and write the state in host memory.
+
+        The streams wait for earlier stores, and later loads wait for the streams; the host waits for nothing.
+        """
         for copies in self._copies.values():
             copies.wait(copies.stored)
         yield
@@ -165,15 +188,17 @@ class Offload:
             copies.finish()
 
     def _new_pool(self, device: torch.device, kind: int) -> BufferPool:
+        """Return buffers for the batches of one pass, 0 or 1, as many and as large as the plan has reckoned with."""
         if device not in self._copies:
             self._copies[device] = Copies(device)
+        # Buckets on one device use the same buffers in turn, so the largest batch of any of them decides the size.
         offloaded = [b.offloaded for b in self.plan if b.offloaded is not None and b.device == device]
         number, size = buffers(offloaded, kind)
         return BufferPool(self._copies[device], size, max(1, number))
 
 
 def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[dict[str, Tensor]]:
-    """Return this rank's state of each member of a bucket."""
+    """Return the state of each member of a bucket, local tensors or pieces of them."""
     if isinstance(bucket, Sharded):
         owned = [(shard, params[shard.index]) for shard in bucket.local]
         return [state_of_shard(state[param], shard, param) for shard, param in owned]
@@ -184,16 +209,18 @@ def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[d
 def _size(bucket: Bucket, group: Group, sharded: Mapping[Tensor, ShardedState]) -> Offloaded:
     """Return the sizes of a bucket's offloaded state, computed with meta tensors in place of state."""
     params = group.params
+    # Tensors of all members, and state on the meta device, which has shapes and no memory.
     members = [local_tensor(params[member.index]) for member in bucket.members]
     state = {}
     for param in {params[member.index] for member in bucket.members}:
         state[param] = planned_state(param, group, sharded[param].local if param in sharded else None)
+    # Make the batches as a step would, and measure them.
     hosted = offloaded_state(bucket, group)
     states = _states_of(bucket, params, state)
     hosted.prepare(bucket.members, members, states)
     batches = hosted.of_pass(0), hosted.of_pass(1)
     directions, weights = (max((batch.size for batch in of_pass), default=0) for of_pass in batches)
-    # State that stages on whole matrices need passes through no buffer: the step copies it to a batch, and back.
+    # State that stages on whole matrices need uses no buffer: the step itself copies it to the device and back.
     whole = sum(
         block_of(state[spec.name], member, group.view).nbytes
         for spec in group.rule.matrix_state
@@ -204,7 +231,8 @@ def _size(bucket: Bucket, group: Group, sharded: Mapping[Tensor, ShardedState]) 
 
 
 def _stages(bucket: Bucket) -> tuple[int | None, int | None]:
-    """Return the stages in which a bucket computes directions, and writes weights."""
+    """Return the two stages in which a bucket computes directions and writes weights (`ScheduledStage.stage`)."""
+    # Owners of sharded state have whole matrices: they do both between the two messages.
     if isinstance(bucket, Sharded):
         return 1, 1
     return (0, 2) if bucket.needs_comm else (None, None)
