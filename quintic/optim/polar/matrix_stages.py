@@ -1,6 +1,6 @@
-"""The stages of a rule on whole matrices after the polar step, for a batch.
+"""The stages of a rule on whole matrices, before and after the polar step, for a batch.
 
-    polar factors (b, m, n) -> stage by stage -> updates (b, m, n), and factors (b, m or 1, n or 1) that multiply them
+    matrices (b, m, n) -> stage by stage -> matrices (b, m, n), and factors (b, m or 1, n or 1) that multiply updates
 
 A stage with a kernel twin runs as the kernel where the bucket has kernels; the others run in plain PyTorch, which has
 copies of the state that they advance: what a mask leaves as it is gets its old value back.
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quintic.optim.rules.rule import MatrixStage, StageOptions, UpdateRule
+from quintic.optim.rules.rule import MatrixStage, StageOptions
 
-__all__ = ["NO_STATE", "MatrixState", "apply_after"]
+__all__ = ["NO_STATE", "MatrixState", "apply_stages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +33,28 @@ class MatrixState:
 NO_STATE = MatrixState({})
 
 
-def apply_after(
-    rule: UpdateRule,
-    update: Tensor,
+def apply_stages(
+    stages: Sequence[MatrixStage],
+    given: Tensor,
     scales: Tensor,
     state: MatrixState,
     options: StageOptions,
     mask: Tensor | None,
     ranges: Mapping[str, AbstractContextManager[object]],
 ) -> tuple[Tensor, Tensor]:
-    """Return updates (b, m, n) after the last stages, in their dtype, and their factors times scales (b, 1, 1).
+    """Return matrices (b, m, n) after some stages, in the dtype that they had, and factors times scales (b, 1, 1).
 
     State is advanced in place; where `mask`, () or (b,) int32 on the device, is zero it stays. None for nowhere.
     """
-    matrices, factors = update, scales
-    for stage in rule.after:
+    matrices, factors = given, scales
+    for stage in stages:
         with ranges[stage.label]:
             if stage.has_kernel and state.addresses is not None:
                 factors = stage.apply_kernel(matrices, state.addresses, factors, options, mask)
                 continue
             matrices, own = _apply_plain(stage, matrices, state, options, mask)
             factors = factors if own is None else factors * own
-    return matrices.to(update.dtype), factors
+    return matrices.to(given.dtype), factors
 
 
 def _apply_plain(

@@ -188,16 +188,26 @@ class UpdateRule:
     scale: AdjustLr = None
     """The `adjust_lr` that the rule needs; None if the group's option `adjust_lr` decides."""
 
+    def __post_init__(self) -> None:
+        """Raise a ValueError for state that the stages cannot have."""
+        if any(spec.shape == "neurons" for stage in self.before for spec in stage.state):
+            raise ValueError(f"{self.title}: factors multiply updates, so 'neurons' state is for stages in after alone")
+
+    @cached_property
+    def stages(self) -> tuple[MatrixStage, ...]:
+        """The stages on whole matrices, in order, without the polar step."""
+        return (*self.before, *self.after)
+
     @cached_property
     def state(self) -> tuple[StateSpec, ...]:
         """The state of all stages."""
-        stages = (spec for stage in (*self.before, *self.after) for spec in stage.state)
+        stages = (spec for stage in self.stages for spec in stage.state)
         return (*self.direction.state, *stages)
 
     @cached_property
     def averages(self) -> tuple[str, ...]:
         """See `Direction.averages`: the names of all stages."""
-        stages = (name for stage in (*self.before, *self.after) for name in stage.averages)
+        stages = (name for stage in self.stages for name in stage.averages)
         return (*self.direction.averages, *stages)
 
     @cached_property
@@ -207,7 +217,7 @@ class UpdateRule:
         It lies with the pieces, so at each step it is sent to the owner of the matrices and back.
         """
         # Momentum is left out: it is advanced on the pieces.
-        stages = (spec for stage in (*self.before, *self.after) for spec in stage.state)
+        stages = (spec for stage in self.stages for spec in stage.state)
         return tuple(spec for spec in stages if spec.shape == "param")
 
     @cached_property
@@ -218,20 +228,15 @@ class UpdateRule:
     @cached_property
     def temporaries(self) -> int:
         """The largest `MatrixStage.temporaries` of the stages, which run one after the other."""
-        return max((stage.temporaries for stage in (*self.before, *self.after)), default=0)
+        return max((stage.temporaries for stage in self.stages), default=0)
 
     def lr_factor(self, adjust_lr: AdjustLr, m: int, n: int) -> float:
         """Return the factor on the learning rate of an (m, n) matrix of a group with this `adjust_lr`."""
         return adjust_lr_factor(adjust_lr if self.scale is None else self.scale, m, n)
 
     def prepare(self, directions: Tensor, state: Mapping[str, Tensor], options: StageOptions) -> Tensor:
-        """Return directions (b, m, n) as the stages in `before` change them, in the dtype that they had."""
-        # Each stage gets the result of the one before it.
-        matrices = directions
-        for stage in self.before:
-            # These stages return no factors: only updates have some.
-            matrices, _ = stage.apply(matrices, state, options)
-        return matrices if matrices is directions else matrices.to(directions.dtype)
+        """Return directions (b, m, n) as the stages in `before` change them; like `finish`, without factors."""
+        return _apply_in_place(self.before, directions, None, state, options)[0]
 
     def finish(
         self, update: Tensor, factors: Tensor, state: Mapping[str, Tensor], options: StageOptions
@@ -241,16 +246,32 @@ class UpdateRule:
         The update keeps its dtype. State is advanced in place, in the dtypes in which it is kept. The reference of
         `quintic.verify` uses this method; steps use `polar/matrix_stages.py`, which also knows masks and kernels.
         """
-        matrices, kept = update, state
+        matrices, product = _apply_in_place(self.after, update, factors, state, options)
+        assert product is not None
+        return matrices, product
+
+
+def _apply_in_place(
+    stages: Sequence[MatrixStage],
+    given: Tensor,
+    factors: Tensor | None,
+    kept: Mapping[str, Tensor],
+    options: StageOptions,
+) -> tuple[Tensor, Tensor | None]:
+    """Return matrices (b, m, n) after some stages, in the dtype that they had, and `factors` times the stages' own."""
+    # Each stage gets the result of the one before it.
+    matrices = given
+    for stage in stages:
         # bfloat16 state is advanced in float32 and rounded once.
-        state = {name: value if value.itemsize >= 4 else value.float() for name, value in kept.items()}
-        for stage in self.after:
-            matrices, own = stage.apply(matrices, state, options)
-            # Factors are multiplied into the update only when weights are written.
-            factors = factors if own is None else factors * own
-        for name, value in state.items():
+        state = {spec.name: kept[spec.name] for spec in stage.state}
+        wide = {name: value if value.itemsize >= 4 else value.float() for name, value in state.items()}
+        matrices, own = stage.apply(matrices, wide, options)
+        # Factors are multiplied into the update only when weights are written.
+        if own is not None:
+            factors = own if factors is None else factors * own
+        for name, value in wide.items():
             # Only copies in float32 have to be stored; other state was advanced itself.
-            if value is not kept[name]:
-                kept[name].copy_(value)
-        # Some layouts send updates to other ranks in this dtype, so all layouts round to it: all have the same bits.
-        return matrices.to(update.dtype), factors
+            if value is not state[name]:
+                state[name].copy_(value)
+    # Some layouts send updates to other ranks in this dtype, so all layouts round to it: all have the same bits.
+    return matrices.to(given.dtype), factors

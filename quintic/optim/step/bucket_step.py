@@ -6,8 +6,8 @@ sharded, on the pieces that it owns. Phases with an arrow send a message:
     gradients   sharded state: gradients -> the owners of their entries, who average them over the ranks
     momentum    momentum advances and gives the directions: (b, m, n), or pieces of units (units, rows, columns)
     gather      matrices in pieces: directions -> the owners of the matrices
-    matrices    the owner has whole matrices: the rule's stages before the polar step (`rules/rule.py`), the polar step
-                (`polar/orthogonalize.py`), and the rule's stages after it (`polar/matrix_stages.py`)
+    matrices    the owner has whole matrices: the polar step (`polar/orthogonalize.py`), and the rule's stages before
+                and after it (`polar/matrix_stages.py`)
     scatter     matrices in pieces: updates and neuron factors -> the ranks that hold the pieces
     write       weights decay and step against the updates
     publish     sharded state: weights -> all ranks
@@ -43,7 +43,7 @@ from quintic.optim.plan.bucket import Bucket, Gathered, ParameterUnit, Sharded, 
 from quintic.optim.plan.members import BucketMember, update_dtype
 from quintic.optim.plan.schedule import Schedule, prefetch_one_schedule
 from quintic.optim.polar.forms import Form
-from quintic.optim.polar.matrix_stages import NO_STATE, MatrixState, apply_after
+from quintic.optim.polar.matrix_stages import NO_STATE, MatrixState, apply_stages
 from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.device import DeviceHyperparameters, is_capturing
 from quintic.optim.rules.table import NEURON_MOMENT
@@ -257,7 +257,7 @@ class BucketStep:
             scales = self._scales
             if units is None:
                 state = NO_STATE
-                if self._rule.after:
+                if self._rule.stages:
                     moments = None if self._rule.neuron_state is None else self.cache.moments(group.view, active)
                     state = self._matrix_state(active.members, batches, moments)
                 update, factor = self.compute_update(
@@ -465,7 +465,7 @@ class BucketStep:
                 of_kind = None if moments is None else moments[number]
                 members = units.local_matrices[number]
                 state = NO_STATE
-                if self._rule.after:
+                if self._rule.stages:
                     state = self._matrix_state(members, own_batches[number], of_kind, number)
                 update, factor = self.compute_update(members, matrices, kind.form, factor, state, mask, number)
             else:
@@ -527,14 +527,14 @@ class BucketStep:
         rule, group, bucket = self._rule, self.group, self.bucket
         prepared = directions
         if rule.before:
-            with self.ranges[rule.before[0].label]:
-                prepared = rule.prepare(directions, state.batches, group)
+            # No stage before the polar step has factors.
+            prepared, _ = apply_stages(rule.before, directions, scales, state, group, mask, self.ranges)
         with self.ranges["orthogonalize"]:
             polar = orthogonalized(prepared, form, bucket, group)
         del prepared
         update, factors = polar, scales
         if rule.after:
-            update, factors = apply_after(rule, polar, scales, state, group, mask, self.ranges)
+            update, factors = apply_stages(rule.after, polar, scales, state, group, mask, self.ranges)
         if self._is_sampled:
             values = measure(directions, polar, update, factors)
             self._context.measured[self.number][kind] = Measured(list(members), values, mask)

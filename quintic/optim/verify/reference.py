@@ -309,7 +309,7 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter
     (direction,) = momentum_([momentum], [matrix["gradient"]], mu=float(group.momentum), nesterov=group.nesterov)
     direction = direction.to(direction_dtype(form, weight.dtype)).contiguous()
     # The stages on whole matrices: before, polar and after, whose state is updated.
-    state = {spec.name: matrix[spec.name] for stage in rule.after for spec in stage.state}
+    state = {spec.name: matrix[spec.name] for stage in rule.stages for spec in stage.state}
     before = {name: value.clone() for name, value in state.items()}
     polar = _polar(rule.prepare(direction, state, group), form, parameter)
     # Scale of the update, (1, 1, 1), in the dtype of the real step, so that on CPUs not even the last bit differs.
