@@ -18,7 +18,6 @@ from quintic.interchange.saved_formats import (
     PER_RANK,
     READERS,
     STATE_KEYS,
-    Algorithm,
     SavedParameter,
     SavedState,
     Source,
@@ -27,7 +26,7 @@ from quintic.optim.groups.names import resolve_name
 from quintic.optim.layout.views import Flatten, View
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.polar.coefficients import newton_schulz_coefficients
-from quintic.optim.rules.rule import MOMENTUM
+from quintic.optim.rules.rule import MOMENTUM, Algorithm
 from quintic.optim.rules.table import NEURON_MOMENT, PARAM_SHAPED_STATE
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
 from quintic.optim.state.state import saved_tensor

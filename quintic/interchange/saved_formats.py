@@ -27,11 +27,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from quintic.optim.rules.rule import Algorithm
 from quintic.optim.rules.table import orthogonalizes
 
-__all__ = ["PER_RANK", "READERS", "STATE_KEYS", "Algorithm", "SavedParameter", "SavedState", "Source"]
+__all__ = ["PER_RANK", "READERS", "STATE_KEYS", "SavedParameter", "SavedState", "Source"]
 
-Algorithm = Literal["muon", "adamw"]
 Source = Literal["torch", "keller_jordan", "keller_jordan_2024", "dion", "nanochat"]
 State = Mapping[str, Any]
 

@@ -22,8 +22,7 @@ class StepHistory:
         self.first_gradients: FirstGradients | None = FirstGradients()
         """The check of the first step's gradients; None once it has its answer."""
         self.rejected_steps: Sequence[int] | None = None
-        """The counts of a step that raised an error for non-finite gradients, until these are mended or reset.
-        """
+        """The counts of a step that raised an error for non-finite gradients, until these are mended or reset."""
         self._last = StepOutcome([], None, False)
         self._waiting = self._qk_layers = 0
         self._skipped: Tensor | None = None

@@ -16,7 +16,7 @@ from quintic.kernels.dispatch import choose_kernels, is_dense
 from quintic.optim.comms.sharing import SHARDED_MODES
 from quintic.optim.groups.flattened import check_group_is_whole
 from quintic.optim.groups.names import made_up
-from quintic.optim.groups.options import OPTIONS, STEP_OPTIONS
+from quintic.optim.groups.options import OPTIONS, SCHEDULED_OPTIONS, STEP_OPTIONS
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.layout.wrappers import check_wrapper
@@ -40,10 +40,8 @@ __all__ = [
     "check_scheduled",
 ]
 
-CHECKED_OPTIONS = tuple(name for name in STEP_OPTIONS if not OPTIONS[name].is_scheduled)
+CHECKED_OPTIONS = tuple(name for name in STEP_OPTIONS if name not in SCHEDULED_OPTIONS)
 """Options that are checked with their whole group when one of them changes, as schedules do not change them."""
-
-_SCHEDULED = tuple(name for name in STEP_OPTIONS if OPTIONS[name].is_scheduled)
 
 # Narrower floating-point numbers have no arithmetic, so updates cannot be added to them.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -242,7 +240,7 @@ def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
 
     Tensors on a device are not read.
     """
-    _check_values(number, group, _SCHEDULED)
+    _check_values(number, group, SCHEDULED_OPTIONS)
     if group["state_dtype"] is None:
         return
     # `below` is exclusive, and the limit itself is allowed.

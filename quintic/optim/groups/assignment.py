@@ -4,15 +4,14 @@
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from quintic.optim.layout.views import View
+from quintic.optim.rules.rule import Algorithm
 
 __all__ = ["Algorithm", "Assignment", "Classifier"]
-
-Algorithm = Literal["muon", "adamw"]
 
 
 class Assignment(NamedTuple):

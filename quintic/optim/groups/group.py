@@ -14,15 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from quintic.optim.groups.names import resolve_name
-from quintic.optim.groups.options import OPTIONS, STEP_OPTIONS, Number, Options
+from quintic.optim.groups.options import SCHEDULED_OPTIONS, STEP_OPTIONS, Number, Options
 from quintic.optim.rules.numbers import cpu_scalar_or_none
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.table import rule_of
 
 __all__ = ["Group", "found_parameter", "needs_state"]
-
-# Options that may be tensors or arrays, which are changed in place.
-_SCHEDULED = tuple(name for name in STEP_OPTIONS if OPTIONS[name].is_scheduled)
 
 _values_of: Callable[[Mapping[str, Any]], tuple[Any, ...]] = itemgetter(*STEP_OPTIONS)
 
@@ -60,7 +57,9 @@ class Group(Options):
         params, names = tuple(group["params"]), tuple(group["param_names"])
         options = dict(zip(STEP_OPTIONS, values, strict=True))
         # betas are two values.
-        scheduled = chain.from_iterable(v if isinstance(v, tuple | list) else (v,) for v in map(group.get, _SCHEDULED))
+        scheduled = chain.from_iterable(
+            v if isinstance(v, tuple | list) else (v,) for v in map(group.get, SCHEDULED_OPTIONS)
+        )
         numbers = [(value, cpu_scalar_or_none(value)) for value in scheduled]
         host_values = tuple((value, number) for value, number in numbers if number is not None)
         idle = frozenset(i for i, param in enumerate(params) if not needs_state(param) and param not in awake)

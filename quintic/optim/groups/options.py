@@ -42,6 +42,7 @@ from quintic.optim.rules.update import AdjustLr, Cautious, DecayCoupling
 __all__ = [
     "OLD_NAMES",
     "OPTIONS",
+    "SCHEDULED_OPTIONS",
     "STEP_OPTIONS",
     "Number",
     "Option",
@@ -223,6 +224,9 @@ OPTIONS: dict[str, Option] = {
 
 STEP_OPTIONS = tuple(one.name for one in fields(Options))
 """The names of the options that a step reads."""
+
+SCHEDULED_OPTIONS = tuple(name for name in STEP_OPTIONS if OPTIONS[name].is_scheduled)
+"""The names of the options that schedules change, and that may be tensors or arrays, which are changed in place."""
 
 OLD_NAMES = {old: name for name, one in OPTIONS.items() for old in one.old_names}
 """Old name of an option -> its present name."""

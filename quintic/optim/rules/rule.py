@@ -36,6 +36,7 @@ __all__ = [
     "MOMENTUM",
     "MOMENTUM_DIRECTION",
     "STEP",
+    "Algorithm",
     "Direction",
     "MatrixStage",
     "StageOptions",
