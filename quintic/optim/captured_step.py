@@ -131,11 +131,11 @@ class CapturedStep:
         plans.planned()
         # Two steps: `inside` the graph, and `outside` it for sparse tables. For each group, 0 means that it is due in
         # this step; the groups of the other step count as not due.
-        steps_until_due = plans.steps_until_due()
+        steps_waited = plans.steps_waited()
         sparse = self._sparse_groups()
-        inside = [pending or int(number in sparse) for number, pending in enumerate(steps_until_due)]
-        outside = [pending or int(number not in sparse) for number, pending in enumerate(steps_until_due)]
-        due = tuple(pending == 0 for pending in steps_until_due)
+        inside = [pending or int(number in sparse) for number, pending in enumerate(steps_waited)]
+        outside = [pending or int(number not in sparse) for number, pending in enumerate(steps_waited)]
+        due = tuple(pending == 0 for pending in steps_waited)
         # Averages of clipping, which the graph must have been captured with or without.
         precomputed = {number: one for number, one in plans.precomputed.fresh().items() if inside[number] == 0}
         recorded = self._graphs.get(due)
@@ -157,42 +157,42 @@ class CapturedStep:
         outcome = recorded.outcome
         if 0 in outside:
             outcome = outcome._replace(counts=[*outcome.counts, *self._step_groups(outside).counts])
-        optimizer._record_step(outcome, steps_until_due, is_replayed=True)
+        optimizer._record_step(outcome, steps_waited, is_replayed=True)
         plans.rows.check(wait=False)
 
-    def _capture(self, steps_until_due: Sequence[int], precomputed: dict[int, GroupAverages]) -> _Recorded:
+    def _capture(self, steps_waited: Sequence[int], precomputed: dict[int, GroupAverages]) -> _Recorded:
         """Capture a step of the groups whose pending steps are 0; capturing records the step and does not make it."""
         self._check()
         optimizer = self._optimizer
-        gradients = [(name, param, param.grad) for name, param in self._read(steps_until_due)]
+        gradients = [(name, param, param.grad) for name, param in self._read(steps_waited)]
         optimizer.upload_hyperparameters()
 
         def work() -> StepOutcome:
-            outcome = self._step_groups(steps_until_due)
+            outcome = self._step_groups(steps_waited)
             optimizer._step_history.count_skips(outcome)
             return outcome
 
         graph, outcome = capture(work)
         return _Recorded(graph, gradients, precomputed, outcome)
 
-    def _step_groups(self, steps_until_due: Sequence[int]) -> StepOutcome:
+    def _step_groups(self, steps_waited: Sequence[int]) -> StepOutcome:
         """Step the groups that wait for 0 more steps, without any record of it on the host."""
         plans = self._optimizer._plans
         runner = plans.connected()
         if not runner.context.is_single_rank:
-            runner.consensus.check_partial(steps_until_due)
+            runner.consensus.check_partial(steps_waited)
         plans.use_state()
-        outcome = runner.step(steps_until_due, self._optimizer._step_history.num_steps)
+        outcome = runner.step(steps_waited, self._optimizer._step_history.num_steps)
         list(runner.consensus.any_present())  # a CUDA graph must wait for all counts that it has started, needed or not
         return outcome
 
-    def _read(self, steps_until_due: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    def _read(self, steps_waited: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) for the gradients that a step reads, with the gradients of tied copies."""
         for group in self._optimizer._plans.current_groups():
-            if steps_until_due[group.number] == 0:
+            if steps_waited[group.number] == 0:
                 yield from zip(group.param_names, group.params, strict=True)
         for tie in self._optimizer._plans.planned().ties:
-            if steps_until_due[tie.head_group] == 0:
+            if steps_waited[tie.head_group] == 0:
                 yield tie.copy_name, tie.copy
 
     def _sparse_groups(self) -> set[int]:

@@ -159,15 +159,15 @@ def _collect_gradients(optimizer: Muon, scope: str) -> tuple[list[_Gradient], di
     plans = optimizer._plans
     runner = plans.connected() if has_process_group() else plans.planned()
     # Only groups that the next step steps.
-    steps_until_due = plans.steps_until_due()
+    steps_waited = plans.steps_waited()
     due = [
         group
-        for group, pending in zip(plans.groups, steps_until_due, strict=True)
+        for group, pending in zip(plans.groups, steps_waited, strict=True)
         if pending == 0 and scope in ("all", group.algorithm)
     ]
     numbers = [group.number for group in due]
     for tie in runner.ties:
-        if steps_until_due[tie.head_group] == 0:
+        if steps_waited[tie.head_group] == 0:
             tie.add_gradient()  # the head's gradient then includes its copy's, as in the step
     # Drop averages of gradients that have changed since, before this function changes gradients itself.
     plans.precomputed.fresh()

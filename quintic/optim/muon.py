@@ -400,11 +400,11 @@ class Muon(Optimizer):
                 raise RuntimeError(
                     "step_every counts on the host, which a CUDA graph does not: use quintic.CapturedStep"
                 )
-        steps_until_due = plans.steps_until_due()
+        steps_waited = plans.steps_waited()
 
         # 2. Checks, local ones first: a rank that raises must not leave others waiting in a collective. Then the state.
         if not runner.context.is_single_rank:
-            runner.consensus.check_partial(steps_until_due)
+            runner.consensus.check_partial(steps_waited)
         plans.use_state()
         if first is not None:
             first.check(plans.groups, allow_missing=closure is not None and loss is None)
@@ -413,9 +413,9 @@ class Muon(Optimizer):
 
         # 3. The updates, and QK-clip on the new weights.
         try:
-            outcome = runner.step(steps_until_due, history.num_steps, skips_nonfinite=is_scaled)
+            outcome = runner.step(steps_waited, history.num_steps, skips_nonfinite=is_scaled)
         except FloatingPointError:
-            history.rejected_steps = steps_until_due
+            history.rejected_steps = steps_waited
             raise
         if first is not None and first.start_rank_check(runner.consensus.any_present()):
             history.first_gradients = None
@@ -424,7 +424,7 @@ class Muon(Optimizer):
                 qk_step.finish(outcome.apply_mask)
 
         # 4. The record of the step, without waiting for the device.
-        self._record_step(outcome, steps_until_due, qk_layers=len(logits))
+        self._record_step(outcome, steps_waited, qk_layers=len(logits))
         if plans.rows.tables:
             plans.rows.check(wait=False)
         return loss
@@ -470,13 +470,13 @@ class Muon(Optimizer):
         """
         plans = self._plans
         may_send = plans.planned().consensus.plans_validated
-        plans.rows.announce(plans.groups, plans.steps_until_due(), param, rows, more=more, may_send=may_send)
+        plans.rows.announce(plans.groups, plans.steps_waited(), param, rows, more=more, may_send=may_send)
 
     def withdraw_rows(self) -> None:
         """Forget announced rows before skipping a step. All ranks must call it, even if they announced no rows."""
         plans = self._plans
         may_have_sent = plans.planned().consensus.plans_validated
-        plans.rows.withdraw(plans.steps_until_due(), may_have_sent=may_have_sent)
+        plans.rows.withdraw(plans.steps_waited(), may_have_sent=may_have_sent)
 
     def offload(self, on: bool = True) -> None:
         """Move the state of all groups to host memory now, or back, and set their option, also of groups added later.
@@ -668,11 +668,11 @@ class Muon(Optimizer):
         self._links.watch(self._home["param_groups"])
 
     def _record_step(
-        self, outcome: StepOutcome, steps_until_due: Sequence[int], *, qk_layers: int = 0, is_replayed: bool = False
+        self, outcome: StepOutcome, steps_waited: Sequence[int], *, qk_layers: int = 0, is_replayed: bool = False
     ) -> None:
         """Count down each group's steps, and keep the outcome for `last_step`; for `CapturedStep`, too."""
-        waiting = sum(len(g["params"]) for g, n in zip(self._home["param_groups"], steps_until_due, strict=True) if n)
-        self._plans.end_step(steps_until_due)
+        waiting = sum(len(g["params"]) for g, n in zip(self._home["param_groups"], steps_waited, strict=True) if n)
+        self._plans.end_step(steps_waited)
         self._step_history.rejected_steps = None
         self._step_history.record(outcome, waiting=waiting, qk_layers=qk_layers, is_replayed=is_replayed)
 

@@ -133,8 +133,8 @@ class PlanCache:
                 runner = self.planned()
         return runner
 
-    def steps_until_due(self) -> list[int]:
-        """Return `pending_steps` of each group as it will be after the next step: 0 if that steps the group.
+    def steps_waited(self) -> list[int]:
+        """Return for each group how many steps it has waited once the next one is over: 0 if that steps the group.
 
         With `step_every=4` a group has 1, 2, 3, 0, 1, ...
         """
@@ -144,18 +144,18 @@ class PlanCache:
             for dictionary, group in zip(self._home["param_groups"], self.groups, strict=True)
         ]
 
-    def end_step(self, steps_until_due: Sequence[int]) -> None:
+    def end_step(self, steps_waited: Sequence[int]) -> None:
         """Write stepped copies of wrapped weights back, and update each group's count of pending steps."""
         if OPENED:
-            self._close_wrappers(steps_until_due)
-        self.advance(steps_until_due)
+            self._close_wrappers(steps_waited)
+        self.advance(steps_waited)
 
-    def advance(self, steps_until_due: Sequence[int]) -> None:
+    def advance(self, steps_waited: Sequence[int]) -> None:
         """Update each group's count of pending steps, after a step that was made or rejected."""
         # Only tied copies and averages of clipping have something to forget.
         if self.runner is not None and (self.runner.ties or self.precomputed.groups):
-            self.runner.end_step(steps_until_due)
-        for dictionary, pending in zip(self._home["param_groups"], steps_until_due, strict=True):
+            self.runner.end_step(steps_waited)
+        for dictionary, pending in zip(self._home["param_groups"], steps_waited, strict=True):
             dictionary["pending_steps"] = pending % dictionary["step_every"]
 
     def use_state(self) -> None:
@@ -278,9 +278,9 @@ class PlanCache:
         elif self.runner is not None:
             self.runner.context.groups = groups
 
-    def _close_wrappers(self, steps_until_due: Sequence[int]) -> None:
+    def _close_wrappers(self, steps_waited: Sequence[int]) -> None:
         """Write the stepped copies of weights into the wrappers that they came from."""
-        for group, pending in zip(self.groups, steps_until_due, strict=True):
+        for group, pending in zip(self.groups, steps_waited, strict=True):
             for param in group.params if not pending else ():
                 # Skip weights that were not stepped, because rounding them once more may change them.
                 if param.grad is not None:

@@ -135,7 +135,7 @@ class RankConsensus:
         self.connected.connect()
         self.plans_validated = True
 
-    def check_partial(self, steps_until_due: Sequence[int]) -> None:
+    def check_partial(self, steps_waited: Sequence[int]) -> None:
         """Check before a step sends anything that no gradient is Partial that ranks do not know as such.
 
         Before the first step any gradient may be Partial: ranks exchange which ones are.
@@ -144,10 +144,10 @@ class RankConsensus:
             RuntimeError: as `PartialGradients.check`.
         """
         if self.plans_validated and self._partial_params:
-            self.partial.check(self._due_partial(steps_until_due))
+            self.partial.check(self._due_partial(steps_waited))
 
     @contextmanager
-    def of_step(self, steps_until_due: Sequence[int]) -> Iterator[None]:
+    def of_step(self, steps_waited: Sequence[int]) -> Iterator[None]:
         """Start to count the ranks that have a gradient, and let `p.grad` of Partial ones be their sums within a step.
 
         All ranks that share parameters must call it.
@@ -164,7 +164,7 @@ class RankConsensus:
         # The counts are under way while gradients are summed and averaged.
         for presence in self._presence.values():
             presence.start()
-        summed = self.partial.reduced(self._due_partial(steps_until_due)) if self._partial_presence else nullcontext()
+        summed = self.partial.reduced(self._due_partial(steps_waited)) if self._partial_presence else nullcontext()
         with summed:
             yield
         for presence in self._partial_presence:
@@ -184,9 +184,9 @@ class RankConsensus:
         self.partial.check(params)
         self.partial.replace(params)
 
-    def _due_partial(self, steps_until_due: Sequence[int]) -> list[Tensor]:
+    def _due_partial(self, steps_waited: Sequence[int]) -> list[Tensor]:
         """Return the parameters stepped now whose gradients may be Partial, in the same order on all ranks."""
-        return [param for param, group in self._partial_params if steps_until_due[group] == 0]
+        return [param for param, group in self._partial_params if steps_waited[group] == 0]
 
     def any_present(self) -> Iterator[Tensor]:
         """Yield for each set of ranks that share parameters whether any had any gradient in the last step: () bool.

@@ -73,12 +73,12 @@ class GradientAverages:
             self._reduce_scatters_of(together, [param for number in together for _, param in _stepped(groups[number])])
 
     @contextmanager
-    def of_step(self, steps_until_due: Sequence[int]) -> Iterator[None]:
+    def of_step(self, steps_waited: Sequence[int]) -> Iterator[None]:
         """Put whole averages in `p.grad` while a step runs. All ranks that share parameters must call it."""
         # Averages made ahead of the step take the place of messages, if no gradient was touched since.
         self._precomputed.of_step = of_step = self._precomputed.fresh()
         try:
-            due = [number for number in self._whole if steps_until_due[number] == 0]
+            due = [number for number in self._whole if steps_waited[number] == 0]
             self._average([number for number in due if number not in of_step])
             # `p.grad` of parameters without a gradient on this rank is None between clipping and the step.
             for param, average in chain.from_iterable(of_step[n].zero_filled.items() for n in due if n in of_step):

@@ -146,12 +146,12 @@ class Runner:
         """Return a context in which the current streams may copy state in host memory with `non_blocking=True`."""
         return nullcontext() if self.context.offload is None else self.context.offload.reachable()
 
-    def step(self, steps_until_due: Sequence[int], num_steps: int, *, skips_nonfinite: bool = False) -> StepOutcome:
+    def step(self, steps_waited: Sequence[int], num_steps: int, *, skips_nonfinite: bool = False) -> StepOutcome:
         """Step every bucket whose group is due. All ranks with common parameters must call it.
 
         Args:
-            steps_until_due: for each group 0 if it is stepped now, and otherwise the number of steps since it was
-                (`PlanCache.steps_until_due`).
+            steps_waited: for each group 0 if it is stepped now, and otherwise the number of steps since it was
+                (`PlanCache.steps_waited`).
             num_steps: the number of steps made before; it decides whether telemetry is sampled.
             skips_nonfinite: whether gradients that are not finite stop the step of all groups, also of those with
                 `on_nonfinite="propagate"`; the same on all ranks.
@@ -163,25 +163,25 @@ class Runner:
         """
         self.context.num_steps, self.context.skips_nonfinite = num_steps, skips_nonfinite
         for tie in self.ties:
-            if steps_until_due[tie.head_group] == 0:
+            if steps_waited[tie.head_group] == 0:
                 tie.add_gradient()
         # A step on one rank has nothing to count or average with others.
         if self.context.is_single_rank:
-            return self._step(steps_until_due)
+            return self._step(steps_waited)
         # `of_step` also ends the use of averages that clipping made, maybe for an earlier plan.
         has_averages = self._averages.has_whole or self.context.precomputed.groups
-        averaged = self._averages.of_step(steps_until_due) if has_averages else nullcontext()
-        with self.consensus.of_step(steps_until_due), averaged:
+        averaged = self._averages.of_step(steps_waited) if has_averages else nullcontext()
+        with self.consensus.of_step(steps_waited), averaged:
             # The first step learns this, when ranks have compared their plans.
             self.context.is_single_rank = self.consensus.is_single_rank and not self._averages.ranks
-            return self._step(steps_until_due)
+            return self._step(steps_waited)
 
-    def end_step(self, steps_until_due: Sequence[int]) -> None:
+    def end_step(self, steps_waited: Sequence[int]) -> None:
         """Forget averages and added gradients of the groups that were stepped; also after a CUDA graph's replay."""
         for tie in self.ties:
-            if steps_until_due[tie.head_group] == 0:
+            if steps_waited[tie.head_group] == 0:
                 tie.end_step()
-        self.context.precomputed.forget(number for number, pending in enumerate(steps_until_due) if pending == 0)
+        self.context.precomputed.forget(number for number, pending in enumerate(steps_waited) if pending == 0)
 
     def precompute_averages(self, numbers: Iterable[int]) -> Mapping[int, GroupAverages]:
         """Return averages of some groups' gradients, by group number; the next step uses them and makes none.
@@ -192,23 +192,23 @@ class Runner:
         self.consensus.validate_plans()
         return self._averages.precompute(numbers)
 
-    def _step(self, steps_until_due: Sequence[int]) -> StepOutcome:
+    def _step(self, steps_waited: Sequence[int]) -> StepOutcome:
         """Step the groups that are due; the phases from `tensors` on."""
-        steps = [step for step in self._steps if steps_until_due[step.bucket.group] == 0]
+        steps = [step for step in self._steps if steps_waited[step.bucket.group] == 0]
         self.context.is_profiled = is_profiled()
-        policies = self._nonfinite_policies(steps_until_due)
+        policies = self._nonfinite_policies(steps_waited)
         try:
             # tensors
             for step in steps:
                 step.begin()
             if self._rows.tables:
-                self._rows.begin_step(steps_until_due)
+                self._rows.begin_step(steps_waited)
             # policy
             apply_mask = self._nonfinite_mask(steps, policies)
             # buckets. All foreseeable errors have been raised; weights change from here on.
             self._run(steps, apply_mask)
             for tie in self.written:
-                if steps_until_due[tie.head_group] == 0:
+                if steps_waited[tie.head_group] == 0:
                     tie.write()
         finally:
             # Let go of the gradients, after an error too.
@@ -257,13 +257,13 @@ class Runner:
             transport = Shard(bucket, params, table, cache, context.communicators, context.precomputed)
         return BucketStep(number, bucket, transport, cache, context)
 
-    def _nonfinite_policies(self, steps_until_due: Sequence[int]) -> list[str]:
+    def _nonfinite_policies(self, steps_waited: Sequence[int]) -> list[str]:
         """Return the option `on_nonfinite` of each group that is due and acts on gradients that are not finite."""
         if self.context.skips_nonfinite:
             return ["skip"]
         # Read the groups, which are equal on all ranks, and not the buckets, which a rank may lack.
         policies: list[str] = []
-        for group, pending in zip(self.context.groups, steps_until_due, strict=True):
+        for group, pending in zip(self.context.groups, steps_waited, strict=True):
             if pending == 0 and group.on_nonfinite != "propagate" and group.params:
                 policies.append(group.on_nonfinite)
         return policies

@@ -257,7 +257,7 @@ class AnnouncedRows:
     def announce(
         self,
         groups: Sequence[Group],
-        steps_until_due: Sequence[int],
+        steps_waited: Sequence[int],
         param: Tensor | str,
         rows: Tensor,
         *,
@@ -268,7 +268,7 @@ class AnnouncedRows:
 
         Args:
             groups: the parameter groups.
-            steps_until_due: for each group 0 if the next step steps it.
+            steps_waited: for each group 0 if the next step steps it.
             param: the table, or its name.
             rows: integers of any shape.
             more: whether another call for this table follows before the step.
@@ -284,25 +284,25 @@ class AnnouncedRows:
         if table is None:
             return
         _check_no_capture(table)
-        table.announce(_numbers(rows, table), is_complete=not more and steps_until_due[table.group] == 0)
+        table.announce(_numbers(rows, table), is_complete=not more and steps_waited[table.group] == 0)
         if may_send:
-            self._send_complete(steps_until_due)
+            self._send_complete(steps_waited)
 
-    def withdraw(self, steps_until_due: Sequence[int], *, may_have_sent: bool) -> None:
+    def withdraw(self, steps_waited: Sequence[int], *, may_have_sent: bool) -> None:
         """Forget announced rows, see `Muon.withdraw_rows`; arguments as in `announce`."""
         for table in self.tables.values():
-            if not table.is_sent and may_have_sent and steps_until_due[table.group] == 0:
+            if not table.is_sent and may_have_sent and steps_waited[table.group] == 0:
                 # Other ranks may have announced and sent: they wait for this rank's message.
                 table.send(self._communicators.sparse_group(table.ranks))
             table.reset()
 
-    def begin_step(self, steps_until_due: Sequence[int]) -> None:
+    def begin_step(self, steps_waited: Sequence[int]) -> None:
         """Send the marks of all tables that are stepped now. All ranks that share them must call it.
 
         Raises:
             RuntimeError: the last step found rows that had not been announced, or a CUDA graph is being captured.
         """
-        due = [table for table in self.tables.values() if steps_until_due[table.group] == 0]
+        due = [table for table in self.tables.values() if steps_waited[table.group] == 0]
         for table in due:
             _check_no_capture(table)
         # Only if a table is stepped: a captured step leaves tables out, and must not wait for the device.
@@ -326,10 +326,10 @@ class AnnouncedRows:
         for table in self.tables.values():
             table.check(wait)
 
-    def _send_complete(self, steps_until_due: Sequence[int]) -> None:
+    def _send_complete(self, steps_waited: Sequence[int]) -> None:
         """Send the marks of announced tables, up to the first one that is not complete: ranks keep one order."""
         for table in self.tables.values():
-            if table.is_sent or steps_until_due[table.group] != 0:
+            if table.is_sent or steps_waited[table.group] != 0:
                 continue
             # Ranks may announce in different orders; messages must start in the same one.
             if not table.is_complete:

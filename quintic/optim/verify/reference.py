@@ -103,14 +103,14 @@ def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
     # The groups that are due, their tied parameters, and the order of parameters.
     plans = optimizer._plans
     runner = plans.planned()
-    steps_until_due = plans.steps_until_due()
-    ties = [tie for tie in runner.ties if steps_until_due[tie.head_group] == 0]
+    steps_waited = plans.steps_waited()
+    ties = [tie for tie in runner.ties if steps_waited[tie.head_group] == 0]
     for tie in ties:
         tie.add_gradient()
-    runner.consensus.check_partial(steps_until_due)
+    runner.consensus.check_partial(steps_waited)
     everything, precomputed = plans.parameters(), plans.precomputed.fresh()
     # All ranks of a process group go through their common parameters in the same order, so collectives match.
-    parameters = [parameter for parameter in everything if steps_until_due[parameter.group.number] == 0]
+    parameters = [parameter for parameter in everything if steps_waited[parameter.group.number] == 0]
     is_finite = _all_finite(optimizer, everything, parameters)
     states = optimizer.state
     for parameter in parameters:
@@ -121,7 +121,7 @@ def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
             gradient = _gradient_of(parameter, partial, precomputed.get(parameter.group.number))
             with state_on_device(parameter.param, states[parameter.param]) as state:
                 _step_parameter(parameter, gradient, state, roundings)
-    for group, pending in zip(optimizer.param_groups, steps_until_due, strict=True):
+    for group, pending in zip(optimizer.param_groups, steps_waited, strict=True):
         group["pending_steps"] = pending % group["step_every"]
     for tie in ties:
         tie.write()
