@@ -21,7 +21,7 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import layouts_of
 from quintic.optim.group_keys import WATCHED_KEYS, settle_keys
 from quintic.optim.groups.group import Group, needs_state
-from quintic.optim.groups.options import options_affecting
+from quintic.optim.groups.options import SCHEDULED_OPTIONS, options_affecting
 from quintic.optim.layout.wrappers import OPENED, close, open_for_step
 from quintic.optim.linked_options import LinkedOptions
 from quintic.optim.plan.order import Orders
@@ -36,6 +36,7 @@ from quintic.optim.validate import CHECKED_OPTIONS, check_group, check_scheduled
 __all__ = ["PlanCache", "States"]
 
 _PLANNED_OPTIONS = options_affecting("plan")
+_SCHEDULED = frozenset(SCHEDULED_OPTIONS)
 
 States: TypeAlias = dict[Tensor, dict[str, Any]]
 
@@ -255,6 +256,31 @@ class PlanCache:
         if same_number and not self._state_sync.is_stale and all(map(Group.is_as_in, self.groups, dictionaries)):
             return
         self._links.follow()
+        must_plan = False
+        if same_number and not self._state_sync.is_stale and self._only_schedules_changed(dictionaries):
+            # Schedules do this in every step, so no parameter is looked at.
+            groups = [group.rescheduled(one) for group, one in zip(self.groups, dictionaries, strict=True)]
+            for number, dictionary in enumerate(dictionaries):
+                check_scheduled(number, dictionary)
+        else:
+            groups, must_plan = self._checked_groups(dictionaries)
+        # 3. The plan and the state. Other options reach the buckets as new groups, without a new plan.
+        self.groups = groups
+        self._idle = [group.params[index] for group in groups for index in group.idle]
+        if must_plan:
+            self.invalidate()  # these options also decide which state there is, and where
+        elif self.runner is not None:
+            self.runner.context.groups = groups
+
+    def _only_schedules_changed(self, dictionaries: Sequence[dict[str, Any]]) -> bool:
+        """Return whether the groups differ from their dictionaries in nothing but options that schedules change."""
+        return all(
+            group.changed_options(dictionary) <= _SCHEDULED
+            for group, dictionary in zip(self.groups, dictionaries, strict=True)
+        )
+
+    def _checked_groups(self, dictionaries: Sequence[dict[str, Any]]) -> tuple[list[Group], bool]:
+        """Return the groups of some dictionaries, checked where they changed, and whether the plan depends on it."""
         groups, must_plan = [], False
         # Parameters with state stay in the plan when they are frozen, since they may be given a gradient.
         awake = {param for group in self.groups for i, param in enumerate(group.params) if i not in group.idle}
@@ -270,13 +296,7 @@ class PlanCache:
             # A new group changes the plan, too.
             must_plan |= before is None or not group.agrees(before, _PLANNED_OPTIONS)
             groups.append(group)
-        # 3. The plan and the state. Other options reach the buckets as new groups, without a new plan.
-        self.groups = groups
-        self._idle = [group.params[index] for group in groups for index in group.idle]
-        if must_plan:
-            self.invalidate()  # these options also decide which state there is, and where
-        elif self.runner is not None:
-            self.runner.context.groups = groups
+        return groups, must_plan
 
     def _close_wrappers(self, steps_waited: Sequence[int]) -> None:
         """Write the stepped copies of weights into the wrappers that they came from."""

@@ -17,6 +17,7 @@ from quintic.optim.plan import exchange
 from quintic.optim.plan.plan import SMALL_BYTES
 from quintic.optim.step import averaging
 from quintic.optim.step.bucket_step import BucketStep
+from quintic.optim.step.transports import Gather
 
 # Some MiB: what a step allocates besides matrices is next to nothing then.
 SHAPES = {"square": (4, (192, 192)), "tall": (3, (256, 64)), "wide": (5, (64, 320))}
@@ -139,6 +140,30 @@ def kept_by_updates(rank, world_size):
 
 def test_directions_are_freed_where_nothing_is_orthogonalised():
     assert sorted(run(kept_by_updates, 2, timeout=60)) == [[(0, 0)], [(1, 8 * 4 * 4)]]
+
+
+def kept_by_state(rank, world_size):
+    """The bytes that owners send of the state that they advanced, and the bytes that it keeps alive."""
+    params = [nn.Parameter(torch.randn(8, 4, device=DEVICE)) for _ in range(3)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = quintic.Muon(params, comms="averaged", normalize="element", compute_dtype=torch.float32)
+    found = []
+    original = Gather.start_scatter_state
+
+    def started(transport, batches):
+        found.extend((batch.nbytes, batch.untyped_storage().nbytes()) for batch in batches.values())
+        return original(transport, batches)
+
+    with mock.patch.object(Gather, "start_scatter_state", started):
+        optimizer.step()
+    return found
+
+
+def test_owners_keep_no_state_of_other_owners_alive():
+    # Of three matrices one rank owns two.
+    own, other = run(kept_by_state, 2, timeout=60)
+    assert sorted(own + other) == [(128, 128), (256, 256)]
 
 
 def check(cases, by_rank):

@@ -1,7 +1,9 @@
 """Options that are set on a group after construction: checked as at construction, before anything changes."""
 
 import inspect
+import operator
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -250,6 +252,23 @@ def test_checking_costs_a_steady_step_nothing():
     one_by_one = seconds(lambda: [[group[key] for key in keys] for group in groups] == planned)
     assert all(map(Group.is_as_in, typed, groups))
     assert seconds(lambda: all(map(Group.is_as_in, typed, groups))) < 3 * one_by_one
+
+
+def test_schedules_look_at_no_parameter():
+    optimizer, _ = optimizer_of()
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5 * group["lr"]
+    before = [one.params for one in optimizer._plans.groups]
+    # Whatever is made for each parameter would cost a large model's step time.
+    with (
+        mock.patch("quintic.optim.plan_cache.Group.of", side_effect=AssertionError),
+        mock.patch("quintic.optim.plan_cache.check_group", side_effect=AssertionError),
+    ):
+        optimizer.step()
+    groups = optimizer._plans.groups
+    assert [one.lr for one in groups] == [group["lr"] for group in optimizer.param_groups]
+    assert all(map(operator.is_, (one.params for one in groups), before))
 
 
 def test_schedules_do_not_make_the_plan_anew():

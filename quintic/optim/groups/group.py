@@ -53,25 +53,24 @@ class Group(Options):
             group: the dictionary.
             awake: parameters that are stepped if a gradient comes, although they may have been frozen since.
         """
-        values = _values_of(group)
         params, names = tuple(group["params"]), tuple(group["param_names"])
-        options = dict(zip(STEP_OPTIONS, values, strict=True))
-        # betas are two values.
-        scheduled = chain.from_iterable(
-            v if isinstance(v, tuple | list) else (v,) for v in map(group.get, SCHEDULED_OPTIONS)
-        )
-        numbers = [(value, cpu_scalar_or_none(value)) for value in scheduled]
-        host_values = tuple((value, number) for value, number in numbers if number is not None)
         idle = frozenset(i for i, param in enumerate(params) if not needs_state(param) and param not in awake)
-        return cls(
-            number=number,
-            params=params,
-            param_names=names,
-            idle=idle,
-            values=values,
-            host_values=host_values,
-            **options,
+        return cls(number=number, params=params, param_names=names, idle=idle, **_option_fields(group))
+
+    def rescheduled(self, group: Mapping[str, Any]) -> "Group":
+        """Return the group with the present options of its dictionary, and with the parameters that it has."""
+        return Group(
+            number=self.number,
+            params=self.params,
+            param_names=self.param_names,
+            idle=self.idle,
+            **_option_fields(group),
         )
+
+    def changed_options(self, group: Mapping[str, Any]) -> set[str]:
+        """Return the names of the options for which a dictionary has another object, be it an equal one."""
+        pairs = zip(STEP_OPTIONS, _values_of(group), self.values, strict=True)
+        return {name for name, value, before in pairs if value is not before}
 
     def is_as_in(self, group: Mapping[str, Any]) -> bool:
         """Return whether a dictionary still has the same objects as options, and numbers on the host their values.
@@ -106,6 +105,18 @@ class Group(Options):
     def effective_lr(self) -> float:
         """Return the learning rate of the group's steps, `lr * lr_ratio`; waits for the device if `lr` is there."""
         return float(self.lr) * self.lr_ratio
+
+
+def _option_fields(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Group` that follow from the options in a dictionary."""
+    values = _values_of(group)
+    # betas are two values.
+    scheduled = chain.from_iterable(
+        value if isinstance(value, tuple | list) else (value,) for value in map(group.get, SCHEDULED_OPTIONS)
+    )
+    numbers = [(value, cpu_scalar_or_none(value)) for value in scheduled]
+    host_values = tuple((value, number) for value, number in numbers if number is not None)
+    return {**dict(zip(STEP_OPTIONS, values, strict=True)), "values": values, "host_values": host_values}
 
 
 def found_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> tuple[Group, int]:

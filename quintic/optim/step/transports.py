@@ -91,6 +91,9 @@ class Gather:
                 dtype = spec.dtype_for(bucket.dtype, group.state_dtype)
                 pieces = torch.empty((exchange.num_units, 0), dtype=dtype, device=bucket.device)
             waits[spec.name] = exchange.start_gather(pieces, self.process_group)
+        if exchange.is_replicated:
+            # The owned units are views of the units of all ranks. Copies let the memory of the others be freed.
+            return lambda: {name: wait().clone() for name, wait in waits.items()}
         return lambda: {name: wait() for name, wait in waits.items()}
 
     def start_scatter_state(self, batches: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
