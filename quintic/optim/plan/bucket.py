@@ -11,8 +11,7 @@ steps them.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TypeAlias
@@ -20,10 +19,10 @@ from typing import TypeAlias
 import torch
 
 from quintic.kernels.dispatch import Kernels
-from quintic.optim.groups.group import Group
-from quintic.optim.layout.views import Unit, View, is_plain, is_transposed
+from quintic.optim.layout.pieces import Piece
+from quintic.optim.layout.views import View, is_plain, is_transposed
 from quintic.optim.plan.exchange import Exchange
-from quintic.optim.plan.members import BucketMember, Kind, direction_dtype, update_dtype
+from quintic.optim.plan.members import Kind, direction_dtype, update_dtype
 from quintic.optim.plan.offload_size import Offloaded
 from quintic.optim.plan.row_sharding import RowSharding
 from quintic.optim.plan.schedule import Stages
@@ -31,27 +30,7 @@ from quintic.optim.polar.forms import Form
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.state.shards import StateShard
 
-__all__ = ["Bucket", "Gathered", "Local", "ParameterUnit", "Sharded", "ShardedMatrices", "ShardedTable", "Units"]
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterUnit:
-    """A unit of one parameter: the smallest box that holds whole matrices, one of each kind (`layout/views.py`)."""
-
-    name: str
-    # Position of the parameter in its group.
-    index: int
-    unit: Unit
-    # Position of each of its matrices among all matrices of the parameter.
-    first_matrices: tuple[int, ...]
-
-    @classmethod
-    def of(cls, group: Group, index: int, unit: Unit, shape: Sequence[int]) -> "ParameterUnit":
-        """Return a unit of the parameter at position `index` of its group; `shape` is the whole parameter's."""
-        # The matrices of a parameter are numbered through all blocks of the view; a block has b matrices.
-        counts = [b for b, _, _ in group.view.shapes(shape)]
-        first_matrices = tuple(sum(counts[:block]) + matrix for block, matrix in unit.matrices)
-        return cls(group.param_names[index], index, unit, first_matrices)
+__all__ = ["Bucket", "Gathered", "Local", "Sharded", "ShardedMatrices", "ShardedTable", "Units"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +43,8 @@ class Units:
     view: View
     # The kind of each matrix of a unit: shape, form and cost.
     kinds: tuple[Kind, ...]
-    # The units of all ranks, in the order of their owners.
-    all: tuple[ParameterUnit, ...]
+    # The units of all ranks, in the order of their owners; each has one matrix of each kind.
+    all: tuple[Piece, ...]
     # The positions in `all` of the units that this rank owns, and so orthogonalises.
     local_slice: slice
 
@@ -89,19 +68,15 @@ class Units:
         return max((update_dtype(kind.form, dtype) for kind in self.kinds), key=lambda one: one.itemsize)
 
     @cached_property
-    def local(self) -> tuple[ParameterUnit, ...]:
+    def local(self) -> tuple[Piece, ...]:
         """The units that this rank orthogonalises."""
         return self.all[self.local_slice]
 
     @cached_property
-    def local_matrices(self) -> list[list[BucketMember]]:
-        """For each kind the matrices in `local`, as members of a bucket."""
-        # Every unit has one matrix of each kind.
+    def local_matrices(self) -> list[list[Piece]]:
+        """For each kind the matrices in `local`, as a piece each."""
         return [
-            [
-                BucketMember(name=unit.name, index=unit.index, num_matrices=1, first_matrix=unit.first_matrices[number])
-                for unit in self.local
-            ]
+            [replace(unit, matrices=(unit.matrices[number],), box=None) for unit in self.local]
             for number, _ in enumerate(self.kinds)
         ]
 
@@ -131,7 +106,7 @@ class _BucketBase:
     # Position of the parameter group in `optimizer.param_groups`.
     group: int
     # The matrices, pieces or whole parameters that this rank holds, or owns where state is sharded.
-    members: tuple[BucketMember, ...]
+    members: tuple[Piece, ...]
     # (m, n) of every matrix, with units of their first kind; None for AdamW.
     shape: tuple[int, int] | None = None
     # The dtype and the device of the weights.
@@ -160,8 +135,8 @@ class _BucketBase:
 
     @property
     def num_matrices(self) -> int:
-        """Return the number of matrices that this rank computes as one batch."""
-        return sum(member.num_matrices for member in self.members)
+        """Return the number of matrices that this rank computes as one batch; 0 for AdamW."""
+        return sum(member.batch_size for member in self.members) if self.rule.orthogonalizes else 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -254,7 +229,8 @@ class Sharded(_Shared):
     ranks: tuple[int, ...]
     # This rank's position among them.
     position: int
-    # The pieces of all ranks, in the order of their owners.
+    members: tuple[StateShard, ...]
+    # The pieces of all ranks, in the order of their owners; `members` are this rank's.
     shards: tuple[StateShard, ...]
     # Whether the pieces are one whole parameter in the order of its memory, so that messages need no packing.
     is_direct: bool
@@ -273,11 +249,6 @@ class Sharded(_Shared):
     def local_slice(self) -> slice:
         """The positions in `shards` of the pieces that this rank owns."""
         return self.of_owners[self.position]
-
-    @cached_property
-    def local(self) -> tuple[StateShard, ...]:
-        """The pieces that this rank owns."""
-        return self.shards[self.local_slice]
 
     @cached_property
     def entries(self) -> list[int]:

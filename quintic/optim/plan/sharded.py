@@ -24,8 +24,8 @@ from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import size_of
 from quintic.optim.layout.views import View
-from quintic.optim.plan.bucket import ParameterUnit, Sharded, ShardedMatrices, ShardedTable, Units
-from quintic.optim.plan.members import BucketMember, kinds_of
+from quintic.optim.plan.bucket import Sharded, ShardedMatrices, ShardedTable, Units
+from quintic.optim.plan.members import kinds_of
 from quintic.optim.plan.offload_size import offloaded_entries
 from quintic.optim.plan.row_sharding import RowSharding, sharded_rows
 from quintic.optim.plan.schedule import NO_STAGES
@@ -76,7 +76,7 @@ def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
             bucket = of_kind(
                 rule=group.rule,
                 group=number,
-                members=tuple(BucketMember(name=p.name, index=p.index, num_matrices=1, piece=()) for p in own),
+                members=tuple(own),
                 dtype=dtype,
                 device=device,
                 kernels=kernels,
@@ -145,12 +145,7 @@ def _chunks(
 def _units(shards: Sequence[StateShard], group: Group, position: int, shape: tuple[int, ...], view: View) -> Units:
     """Return the pieces as units of one `shape` and `view`, as the rank at `position` sees them."""
     first = group.params[shards[0].index]
-    everywhere = tuple(
-        ParameterUnit.of(group, shard.index, shard.unit, group.params[shard.index].shape)
-        for shard in shards
-        if shard.unit is not None
-    )
     # Sorted by owner, so that this rank's units are consecutive.
     owners = [shard.owner for shard in shards]
     owned = slice(bisect_left(owners, position), bisect_right(owners, position))
-    return Units(shape, view, kinds_of(view, shape, group, first.dtype, first.device), everywhere, owned)
+    return Units(shape, view, kinds_of(view, shape, group, first.dtype, first.device), tuple(shards), owned)

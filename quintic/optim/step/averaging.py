@@ -215,7 +215,7 @@ class GroupAverages:
 
     def _runs(self, bucket: Sharded) -> Iterator[Tensor]:
         assert self.local is not None
-        for shard in bucket.local:
+        for shard in bucket.members:
             yield self.local[self._params[shard.index]][shard.offset : shard.offset + shard.numel]
 
 

@@ -39,8 +39,9 @@ from torch import Tensor
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.group import Group
 from quintic.optim.groups.ties import Tie
-from quintic.optim.plan.bucket import Bucket, Gathered, ParameterUnit, Sharded, ShardedMatrices
-from quintic.optim.plan.members import BucketMember, update_dtype
+from quintic.optim.layout.pieces import Piece, take_matrices
+from quintic.optim.plan.bucket import Bucket, Gathered, Sharded, ShardedMatrices
+from quintic.optim.plan.members import update_dtype
 from quintic.optim.plan.schedule import Schedule, prefetch_one_schedule
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.matrix_stages import NO_STATE, MatrixState, apply_stages
@@ -48,7 +49,6 @@ from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.device import DeviceHyperparameters, is_capturing
 from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.rules.update import second_moment_shape
-from quintic.optim.state.shards import StateShard
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.averaging import PrecomputedAverages
 from quintic.optim.step.consensus import RankConsensus
@@ -166,9 +166,9 @@ class BucketStep:
             self.active = active = self.cache.operands(bucket, group, context.state)
         units = self.units
         if units is not None:
-            self._scales = self.cache.scales(bucket, group, units.all, units.shapes, _numbers_of_units)
+            self._scales = self.cache.scales(bucket, group, units.all, units.shapes)
         elif self._orthogonalizes and active.params:
-            self._scales = self.cache.scales(bucket, group, active.members, self._shapes, _numbers_of)
+            self._scales = self.cache.scales(bucket, group, active.members, self._shapes)
         # An AdamW parameter without entries on this rank is still stepped: its count of steps must advance.
         has_work = self.transport is not None or (
             bool(active.params) and (bucket.numel > 0 or not self._orthogonalizes)
@@ -323,7 +323,7 @@ class BucketStep:
             apply_mask = apply_mask.to(self.bucket.device, non_blocking=True)
         if self._context.is_single_rank:
             return apply_mask
-        entries: Sequence[BucketMember | StateShard | ParameterUnit] = self.active.members
+        entries: Sequence[Piece] = self.active.members
         if isinstance(self.bucket, Sharded):
             entries = self.bucket.shards
         elif self.units is not None:
@@ -334,11 +334,11 @@ class BucketStep:
             return apply_mask if present is None else present
         return present * apply_mask
 
-    def _flagged(self, entries: Sequence[BucketMember | StateShard | ParameterUnit]) -> list[int]:
+    def _flagged(self, entries: Sequence[Piece]) -> list[int]:
         """Return for each flag of the mask the position of its parameter in the group."""
         # Kernels read one flag for each matrix, so a parameter with several matrices has as many flags.
         if self.transport is None and self._orthogonalizes:
-            return [member.index for member in self.active.members for _ in range(member.num_matrices)]
+            return [member.index for member in self.active.members for _ in range(member.batch_size)]
         return [entry.index for entry in entries]
 
     def _backend(self, active: Operands, group: Group, cache: BucketCache, mask: Tensor | None) -> UpdateBackend:
@@ -384,8 +384,8 @@ class BucketStep:
                 param = self.group.params[unit.index]
                 state = self._context.state[param][NEURON_MOMENT]
                 blocks = second_moments(state, param.shape, self.group.view)
-                for kind, (block, matrix) in enumerate(unit.unit.matrices):
-                    moments[kind].append(blocks[block][matrix : matrix + 1])
+                for of_kind, matrix in zip(moments, unit.matrices, strict=True):
+                    of_kind.append(take_matrices(blocks, (matrix,)))
             return moments
 
         return self.cache.cached("moments", None, make)
@@ -408,7 +408,7 @@ class BucketStep:
 
     def _matrix_state(
         self,
-        members: Sequence[BucketMember],
+        members: Sequence[Piece],
         batches: Mapping[str, Tensor],
         moments: Sequence[Tensor] | None,
         kind: int = 0,
@@ -503,7 +503,7 @@ class BucketStep:
 
     def compute_update(
         self,
-        members: Sequence[BucketMember],
+        members: Sequence[Piece],
         directions: Tensor,
         form: Form | None,
         scales: Tensor,
@@ -549,22 +549,12 @@ def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group:
     return apply_function(directions, group.orthogonalizer, bucket.name)
 
 
-def _numbers_of(members: Sequence[BucketMember]) -> list[tuple[int]]:
-    """Return for each matrix its position among the matrices of its parameter, alone in a tuple."""
-    return [(member.first_matrix + i,) for member in members for i in range(member.num_matrices)]
-
-
-def _numbers_of_units(units: Sequence[ParameterUnit]) -> list[tuple[int, ...]]:
-    """Return for each unit the positions of its matrices, kind by kind, among the matrices of its parameter."""
-    return [unit.first_matrices for unit in units]
-
-
 def _present(active: Operands, flags: Sequence[int]) -> list[bool]:
     """Return for each member whether all of its matrices are stepped, given a flag for each matrix."""
     # A list of all flags of a member is made first: `all` alone would stop at a zero, and the next member would read
     # the flags that were left.
     of_matrices = iter(flags)
-    return [all([*islice(of_matrices, member.num_matrices)]) for member in active.members]
+    return [all([*islice(of_matrices, member.batch_size)]) for member in active.members]
 
 
 def _those_stepped(active: Operands, mask: Tensor) -> Operands:

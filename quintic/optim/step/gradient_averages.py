@@ -113,7 +113,7 @@ class GradientAverages:
                 writable_gradient(param)  # PyTorch counts changes in place only of such gradients
             shards = [shard for shard in self._shards if shard.bucket.group == number]
             numels = [0] * len(params)
-            for shard in chain.from_iterable(shard.bucket.local for shard in shards):
+            for shard in chain.from_iterable(shard.bucket.members for shard in shards):
                 numels[shard.index] += shard.numel
             own = {param: param.new_zeros(numel) for param, numel in zip(params, numels, strict=True)}
             averages[number] = GroupAverages(params, {}, own)

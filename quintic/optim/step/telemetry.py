@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quintic.optim.layout.pieces import Piece
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import BucketMember
 
 __all__ = ["Counts", "MatrixTelemetry", "Measured", "StepReport", "collected", "measure", "report_of"]
 
@@ -107,7 +107,7 @@ class MatrixTelemetry:
 class Measured(NamedTuple):
     """Measurements of the matrices of one shape in a bucket, on their device."""
 
-    members: Sequence[BucketMember]
+    members: Sequence[Piece]
     # The values that `measure` returned for the matrices of these members.
     values: Tensor
     # () or (matrices,) int32: 0 for matrices that the step left as they were; None if it stepped all.
@@ -122,7 +122,7 @@ def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[
         flags = repeat(1) if step_mask is None else iter(step_mask.expand(len(values)).tolist())
         rows = iter(values.tolist())
         for member in members:
-            for number in range(member.first_matrix, member.first_matrix + member.num_matrices):
+            for number in member.matrices:
                 rms, mean, spread, rank = next(rows)
                 # A matrix that was not stepped is consumed like the others, to keep rows and flags aligned.
                 if next(flags):

@@ -33,8 +33,8 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Box
 from quintic.optim.layout.packing import MemorySpan, Packing, span_of
+from quintic.optim.layout.pieces import Piece
 from quintic.optim.plan.bucket import Gathered, Sharded, Units
-from quintic.optim.plan.members import BucketMember
 from quintic.optim.rules.device import host_tensor, upload
 from quintic.optim.rules.rule import EXP_AVG, STEP
 from quintic.optim.rules.update import second_moment_shape
@@ -190,7 +190,7 @@ class Shard:
         places = {index: place for place, index in enumerate(names)}
         self._params = [params[index] for index in names]
         # Whole parameters without state, which lies with the owners.
-        members = tuple(BucketMember(name=name, index=index) for index, name in names.items())
+        members = tuple(Piece(name, index) for index, name in names.items())
         self._local = Operands(members, self._params, [], [{}] * len(members), bucket.num_matrices)
         self._contiguous = all(param.is_contiguous() for param in self._params)
         # For each rank the ranges of parameters that it owns: (place, start, stop).
@@ -250,7 +250,7 @@ class Shard:
         # Everything but the gradients follows from the plan, and is made once: views of weights and state, and for each
         # gradient its shape, its strides, and its start in `mean`.
         def make() -> tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]]:
-            owned = [(shard, group.params[shard.index]) for shard in self.bucket.local]
+            owned = [(shard, group.params[shard.index]) for shard in self.bucket.members]
             pieces = [
                 view_as_shard(span_of(param.detach(), shard.start, shard.numel), shard, param) for shard, param in owned
             ]

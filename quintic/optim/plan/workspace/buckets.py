@@ -125,7 +125,7 @@ def stages_of_shards(bucket: Sharded, group: Group, *, worst_case: bool = False)
         counts = {len(bucket.shards[owned]) for owned in (bucket.of_owners if worst_case else [bucket.local_slice])}
         work = max(_units_bytes(count, bucket.units, spec, in_order) for count in counts)
     else:
-        shards = bucket.shards if worst_case else bucket.local
+        shards = bucket.shards if worst_case else bucket.members
         work = adamw_workspace_bytes(
             max((shard.numel for shard in shards), default=0), group, dtype, bucket.device, kernels
         )
