@@ -26,7 +26,7 @@ from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, numel_of, size_of
 from quintic.optim.layout.pieces import Piece
 from quintic.optim.muon import Muon
-from quintic.optim.plan.bucket import Gathered, Local
+from quintic.optim.plan.bucket import Bucket, Gathered
 from quintic.optim.plan.exchange import ExchangeBytes, traffic_of
 from quintic.optim.plan.gathered import SharedBucket, gathered_buckets, shared_buckets
 from quintic.optim.plan.order import order_buckets
@@ -354,7 +354,7 @@ def _local_loads(
             yield _local_load(bucket, present)
 
 
-def _local_load(bucket: Local, present: Tensor) -> BucketLoad:
+def _local_load(bucket: Bucket, present: Tensor) -> BucketLoad:
     zeros = torch.zeros(len(present), dtype=torch.int64)
     is_muon = bucket.shape is not None
     return BucketLoad(

@@ -1,6 +1,6 @@
 """Buckets: the matrices or parameters that one batched computation updates. There are three kinds.
 
-Local       this rank has weights, gradients and state whole, and sends no messages
+Bucket      this rank has weights, gradients and state whole, and sends no messages
 Gathered    matrices lie in pieces on several ranks, or every rank has them and ranks divide the work: directions go to
             an owner, updates go back to the pieces (FSDP2, tensor parallelism, `comms="averaged"`)
 Sharded     every rank has the weights and its own gradient, and state lies with owners: gradients go to the
@@ -14,7 +14,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TypeAlias
 
 import torch
 
@@ -30,7 +29,7 @@ from quintic.optim.polar.forms import Form
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.state.shards import StateShard
 
-__all__ = ["Bucket", "Gathered", "Local", "Sharded", "ShardedMatrices", "ShardedTable", "Units"]
+__all__ = ["Bucket", "Gathered", "Sharded", "Units"]
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,13 @@ class Units:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _BucketBase:
-    """The properties that all kinds of buckets have, on this rank."""
+class Bucket:
+    """A bucket that this rank has whole: matrices, or with AdamW parameters. The other kinds build on it."""
 
     # The update rule of the bucket's group.
     rule: UpdateRule
+    # The global ranks that step it together, in the order of their process group; () if this rank has it whole.
+    ranks: tuple[int, ...] = ()
     # Position of the parameter group in `optimizer.param_groups`.
     group: int
     # The matrices, pieces or whole parameters that this rank holds, or owns where state is sharded.
@@ -116,12 +117,26 @@ class _BucketBase:
     kernels: Kernels
     # How the matrices, with units of their first kind, are orthogonalised; None for AdamW and for a user's function.
     form: Form | None = None
+    # The units with the matrices, where every unit has an owner among several ranks.
+    units: Units | None = None
     # The number of entries in the bucket, on all ranks together.
     numel: int
     # Floating-point operations of this rank's orthogonalisation, matrix products only; 0 for AdamW.
     flops: int = 0
+    # Upper bounds of this rank's temporary bytes, by stage (`schedule.py`). Without messages there is only one stage.
+    stages: Stages
     # The size of the state that is in host memory; None without `offload=True`.
     offloaded: Offloaded | None = None
+
+    @cached_property
+    def needs_comm(self) -> bool:
+        """Whether its step sends messages."""
+        return bool(self.ranks)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Return an upper bound of the temporary bytes at any time of the bucket's step."""
+        return self.stages.most
 
     @cached_property
     def direction_dtype(self) -> torch.dtype:
@@ -162,47 +177,18 @@ class _BucketBase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local(_BucketBase):
-    """A bucket that this rank has whole: matrices, or with AdamW parameters."""
-
-    # Upper bound of the temporary bytes of the bucket's step.
-    workspace_bytes: int
-    # No messages.
-    needs_comm = False
-    ranks = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shared(_BucketBase):
-    """A bucket that several ranks step together, in three stages with a message between each two (`schedule.py`)."""
-
-    # Upper bounds of this rank's temporary bytes, by stage.
-    stages: Stages
-    # The largest bounds of any rank. All ranks know these, and decide by them how many buckets are under way at a time.
-    shared_stages: Stages
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Return an upper bound of the temporary bytes at any time of the bucket's step."""
-        return self.stages.most
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gathered(_Shared):
+class Gathered(Bucket):
     """Matrices that lie in pieces on several ranks; `members` are this rank's pieces: one of each unit, or none."""
 
     units: Units
     exchange: Exchange
+    # The largest `stages` of any rank. All ranks know these, and decide by them how many buckets are under way at once.
+    shared_stages: Stages
 
     @cached_property
     def needs_comm(self) -> bool:
         """Whether its step sends messages; if not, this rank holds and owns all units whole."""
         return not self.exchange.is_local
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """The global ranks that hold pieces or own units, in the order of their process group."""
-        return self.exchange.ranks
 
     @property
     def num_matrices(self) -> int:
@@ -222,19 +208,20 @@ class Gathered(_Shared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharded(_Shared):
-    """Pieces of parameters, each with an owner that has its state; `members` are the pieces that this rank owns."""
+class Sharded(Bucket):
+    """Pieces of parameters, each with an owner that has its state; with Muon each piece is a unit."""
 
-    # The global ranks with these parameters, in the order of their process group.
-    ranks: tuple[int, ...]
-    # This rank's position among them.
+    # The largest `stages` of any rank, as `Gathered.shared_stages`.
+    shared_stages: Stages
+    # This rank's position among `ranks`.
     position: int
     members: tuple[StateShard, ...]
     # The pieces of all ranks, in the order of their owners; `members` are this rank's.
     shards: tuple[StateShard, ...]
     # Whether the pieces are one whole parameter in the order of its memory, so that messages need no packing.
     is_direct: bool
-    needs_comm = True
+    # The rows of an embedding table that sends only touched rows of its gradient (`comms="sharded_sparse"`), or None.
+    rows: RowSharding | None = None
 
     @cached_property
     def of_owners(self) -> list[slice]:
@@ -260,29 +247,12 @@ class Sharded(_Shared):
         """Return the name of each piece's parameter, for the pieces of all ranks."""
         return tuple(shard.name for shard in self.shards)
 
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedMatrices(Sharded):
-    """Sharded parameters of a Muon group. Each piece is a unit, since whole matrices need one owner."""
-
-    units: Units
-
     @property
     def num_parts(self) -> int:
-        """Return the number of units in the bucket."""
-        return len(self.units.all)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedTable(Sharded):
-    """A sharded embedding table that sends only touched rows of its gradient (`comms="sharded_sparse"`)."""
-
-    rows: RowSharding
+        """Return the number of units of all ranks, or of ranges of AdamW's parameters that this rank owns."""
+        return len(self.members if self.units is None else self.shards)
 
     @property
     def method(self) -> str:
-        """Return the name of its update, "adamw, sparse"."""
-        return f"{super().method}, sparse"
-
-
-Bucket: TypeAlias = Local | Gathered | Sharded
+        """Return the name of the bucket's update; "adamw, sparse" for a table that sends touched rows."""
+        return super().method if self.rows is None else f"{super().method}, sparse"

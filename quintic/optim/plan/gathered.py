@@ -234,6 +234,7 @@ def gathered_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], ran
         shared_stages=shared.most,
         units=replace(units, local_slice=exchange.local_slice),
         exchange=exchange,
+        ranks=exchange.ranks,
     )
 
 

@@ -20,13 +20,14 @@ from quintic.kernels.dispatch import Kernels, choose_kernels, is_dense
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, local_tensor
 from quintic.optim.layout.pieces import Piece
-from quintic.optim.plan.bucket import Bucket, Local
+from quintic.optim.plan.bucket import Bucket, Gathered, Sharded
 from quintic.optim.plan.gathered import gathered_buckets, shared_buckets
 from quintic.optim.plan.members import Kind, form_of
 from quintic.optim.plan.offload_size import POOL_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.order import Orders, order_buckets
 from quintic.optim.plan.plan import Plan
 from quintic.optim.plan.replicas import ReplicaChoice
+from quintic.optim.plan.schedule import NO_STAGES
 from quintic.optim.plan.sharded import sharded_buckets
 from quintic.optim.plan.workspace.buckets import adamw_workspace_bytes, batch_bytes, is_put_in_order
 from quintic.optim.plan.workspace.matrices import WorkspaceSpec
@@ -71,19 +72,19 @@ def build_plan(
         here = [index for index, layout in enumerate(of_group) if layout is None and index not in group.idle]
         buckets += local_buckets(number, group, here)
     # A shared bucket whose owner holds all of its units whole needs no messages, and comes among the local ones.
-    moving = [bucket for bucket in buckets if not isinstance(bucket, Local) and bucket.needs_comm]
+    moving = [bucket for bucket in buckets if isinstance(bucket, Gathered | Sharded) and bucket.needs_comm]
     in_order, schedule = order_buckets(moving, param_groups, orders or Orders())
     still = [bucket for bucket in buckets if not bucket.needs_comm]
     return Plan((*in_order, *still), balance, schedule, choices=tuple(choices))
 
 
-def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Local]:
+def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Bucket]:
     """Return the local buckets of a validated group, for the parameters at positions `indices`."""
     build = _muon_buckets if group.rule.orthogonalizes else _adamw_buckets
     return list(build(group_index, group, indices))
 
 
-def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Local]:
+def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Bucket]:
     # Parameters that one launch of a kernel can handle: of one dtype and device, and with gaps in memory or without.
     members: dict[tuple[torch.dtype, torch.device, Kernels, bool], list[Piece]] = {}
     for index in indices:
@@ -93,7 +94,7 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> It
     # One bucket each: AdamW's temporary memory does not grow with the number of parameters.
     for (dtype, device, kernels, dense), alike in members.items():
         numels = [local_tensor(group.params[member.index]).numel() for member in alike]
-        yield Local(
+        yield Bucket(
             rule=group.rule,
             group=group_index,
             members=tuple(alike),
@@ -101,11 +102,13 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> It
             device=device,
             kernels=kernels,
             numel=sum(numels),
-            workspace_bytes=adamw_workspace_bytes(max(numels), group, dtype, device, kernels, dense=dense),
+            stages=NO_STAGES._replace(
+                computing=adamw_workspace_bytes(max(numels), group, dtype, device, kernels, dense=dense)
+            ),
         )
 
 
-def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Local]:
+def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Bucket]:
     # Matrices that one launch of a kernel can handle: of one shape, strides, dtype and device. A view's block has shape
     # (b, g, r, n), or (b, g, r, c, k) for filters in channels_last.
     by_kind: dict[tuple[Any, ...], list[Piece]] = {}
@@ -142,7 +145,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
         for chunk in _member_chunks(members, at_a_time):
             counts = [member.batch_size for member in chunk]
             count = sum(counts)
-            yield Local(
+            yield Bucket(
                 rule=group.rule,
                 group=group_index,
                 members=tuple(chunk),
@@ -153,7 +156,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
                 form=form,
                 numel=count * m * n,
                 flops=count * Kind((m, n), form).flops,
-                workspace_bytes=batch_bytes(count, max(counts), (m, n), form, spec, is_copied),
+                stages=NO_STAGES._replace(computing=batch_bytes(count, max(counts), (m, n), form, spec, is_copied)),
             )
 
 

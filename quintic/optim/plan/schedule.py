@@ -29,7 +29,7 @@ Schedule = Sequence[int | None]
 
 
 class Stages(NamedTuple):
-    """Bytes that a bucket with collectives holds on this rank, by stage; neighbours overlap."""
+    """Bytes that a bucket holds on this rank, by stage; neighbours with collectives overlap."""
 
     # In the order of a bucket's life: started, computed, finished.
     # From its start until its first message has arrived.

@@ -24,7 +24,7 @@ from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import size_of
 from quintic.optim.layout.views import View
-from quintic.optim.plan.bucket import Sharded, ShardedMatrices, ShardedTable, Units
+from quintic.optim.plan.bucket import Sharded, Units
 from quintic.optim.plan.members import kinds_of
 from quintic.optim.plan.offload_size import offloaded_entries
 from quintic.optim.plan.row_sharding import RowSharding, sharded_rows
@@ -63,23 +63,19 @@ def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
     for (kind, dtype, device, kernels, direct), alike in together.items():
         chunks = [alike] if direct is not None else _chunks(alike, group, len(ranks), dtype)
         for shards in chunks:
-            # This rank's pieces, and the class of bucket: AdamW's, Muon's, or a table.
             own = [shard for shard in shards if ranks[shard.owner] == rank]
-            of_kind: type[Sharded] = Sharded
-            more: dict[str, Any] = {}
-            if kind is not None:
-                units = _units(shards, group, ranks.index(rank), *kind)
-                of_kind, first = ShardedMatrices, units.kinds[0]
-                more = {"shape": first.shape, "form": first.form, "flops": len(own) * units.flops, "units": units}
-            elif direct in shardings:
-                of_kind, more = ShardedTable, {"rows": shardings[direct]}
-            bucket = of_kind(
+            units = None if kind is None else _units(shards, group, ranks.index(rank), *kind)
+            bucket = Sharded(
                 rule=group.rule,
                 group=number,
                 members=tuple(own),
+                shape=None if units is None else units.kinds[0].shape,
                 dtype=dtype,
                 device=device,
                 kernels=kernels,
+                form=None if units is None else units.kinds[0].form,
+                units=units,
+                flops=0 if units is None else len(own) * units.flops,
                 numel=sum(shard.numel for shard in shards),
                 stages=NO_STAGES,
                 shared_stages=NO_STAGES,
@@ -87,7 +83,7 @@ def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
                 position=ranks.index(rank),
                 shards=tuple(shards),
                 is_direct=direct is not None,
-                **more,
+                rows=None if direct is None else shardings.get(direct),
             )
             # Memory follows from the bucket itself.
             of_all, of_this = stages_of_shards(bucket, group, worst_case=True), stages_of_shards(bucket, group)

@@ -40,7 +40,7 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.group import Group
 from quintic.optim.groups.ties import Tie
 from quintic.optim.layout.pieces import Piece, take_matrices
-from quintic.optim.plan.bucket import Bucket, Gathered, Sharded, ShardedMatrices
+from quintic.optim.plan.bucket import Bucket, Sharded
 from quintic.optim.plan.members import update_dtype
 from quintic.optim.plan.schedule import Schedule, prefetch_one_schedule
 from quintic.optim.polar.forms import Form
@@ -124,8 +124,8 @@ class BucketStep:
         self._rule = rule = bucket.rule
         self._orthogonalizes = rule.orthogonalizes
         # The units of all ranks; None if this rank has the matrices whole, and for AdamW.
-        self.units = bucket.units if isinstance(bucket, Gathered | ShardedMatrices) else None
-        # The (m, n) of the matrices of a `Local` bucket; AdamW's (0, 0) is never used.
+        self.units = bucket.units
+        # The (m, n) of the matrices that this rank has whole; AdamW's (0, 0) is never used.
         self._shapes = [bucket.shape or (0, 0)]
         is_offloaded = context.offload is not None and context.offload.is_offloaded(number)
         self._offload = context.offload if is_offloaded else None
@@ -313,9 +313,9 @@ class BucketStep:
     def _step_mask(self, apply_mask: Tensor | None) -> Tensor | None:
         """Return the mask of the step, int32 on the device; None if everything is stepped.
 
-        Its shape is (), or (n,) with one flag for each matrix of a `Local` bucket, each AdamW parameter, each piece of
-        a `Sharded` bucket, or each unit; pieces and units of all ranks have flags. Where a flag is 0, weights and state
-        keep their bits.
+        Its shape is (), or (n,) with one flag for each matrix that this rank has whole, each AdamW parameter, each unit
+        or each piece of a `Sharded` bucket; pieces and units of all ranks have flags. Where a flag is 0, weights and
+        state keep their bits.
         """
         if not self.is_guarded:
             apply_mask = None  # the group propagates gradients that are not finite

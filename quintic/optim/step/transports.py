@@ -1,7 +1,7 @@
 """The messages of a bucket while it is stepped, and the shapes in which matrices travel.
 
-`bucket_step.py` has the algorithm; this file brings its tensors from one rank to another. A `Local` bucket, which this
-rank has whole, needs no transport. The two other kinds of buckets have one each:
+`bucket_step.py` has the algorithm; this file brings its tensors from one rank to another. A bucket that this rank has
+whole needs no transport. The two other kinds of buckets have one each:
 
     Gather      matrices lie in pieces on several ranks (FSDP2, tensor parallelism), or every rank has them and ranks
                 divide the work (`comms="averaged"`). Parameters and state stay where they are.
