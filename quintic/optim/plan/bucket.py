@@ -164,8 +164,8 @@ class Bucket:
         return self.names[0]
 
     @property
-    def num_parts(self) -> int:
-        """Return the number of members, which the table of the plan prints after the first name."""
+    def num_pieces(self) -> int:
+        """Return the number of members; of more than one the table of the plan prints the first name and a number."""
         return len(self.members)
 
     @property
@@ -202,7 +202,7 @@ class Gathered(Bucket):
         return tuple(unit.name for unit in self.units.all)
 
     @property
-    def num_parts(self) -> int:
+    def num_pieces(self) -> int:
         """Return the number of units in the bucket."""
         return len(self.units.all)
 
@@ -248,7 +248,7 @@ class Sharded(Bucket):
         return tuple(shard.name for shard in self.shards)
 
     @property
-    def num_parts(self) -> int:
+    def num_pieces(self) -> int:
         """Return the number of units of all ranks, or of ranges of AdamW's parameters that this rank owns."""
         return len(self.members if self.units is None else self.shards)
 

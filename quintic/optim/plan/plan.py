@@ -148,5 +148,5 @@ def _cells(bucket: Bucket, has_host: bool) -> tuple[list[str], list[str], str, s
     costs.append(f"{bucket.workspace_bytes / 2**20:.1f}")
     if has_host:
         costs.append("-" if bucket.offloaded is None else f"{bucket.offloaded.num_bytes / 2**20:.1f}")
-    others = f" (+{bucket.num_parts - 1})" if bucket.num_parts > 1 else ""
+    others = f" (+{bucket.num_pieces - 1})" if bucket.num_pieces > 1 else ""
     return [bucket.method, matrices], costs, bucket.name, others

@@ -351,7 +351,7 @@ class BucketStep:
         if bucket.kernels == "torch":
             flags = [] if mask is None or mask.ndim == 0 else mask.tolist()
             present = None if all(flags) else _present(active, flags)
-            return TorchBackend(bucket, group, active, present, cache.places)
+            return TorchBackend(bucket, group, active, present, cache)
         hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
         return TritonBackend(bucket, group, active, cache, hyperparameters, mask)
 
@@ -367,7 +367,7 @@ class BucketStep:
             if bucket.kernels == "torch":
                 operands = piece.active
                 if own_mask is not None and own_mask.ndim and not bool(own_mask.all()):
-                    operands = _those_stepped(operands, own_mask)
+                    operands = _stepped_operands(operands, own_mask)
                 step_adamw(bucket, group, operands)
             else:
                 hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
@@ -394,7 +394,7 @@ class BucketStep:
         """Return copies, (b, m, n) by name, of state that stages on whole matrices need, in the order of directions."""
         with nullcontext() if self._offload is None else self._offload.reachable():
             return {
-                spec.name: self.cache.places.read(
+                spec.name: self.cache.read_matrices(
                     active, self.group.view, [state[spec.name] for state in active.states]
                 )
                 for spec in self._rule.matrix_state
@@ -404,7 +404,7 @@ class BucketStep:
         """Store batches from `_read_state` that owners advanced: (b, m, n), or for pieces (units, *piece shape)."""
         with nullcontext() if self._offload is None else self._offload.reachable():
             for name, batch in batches.items():
-                self.cache.places.write(active, self.group.view, [state[name] for state in active.states], batch)
+                self.cache.write_matrices(active, self.group.view, [state[name] for state in active.states], batch)
 
     def _matrix_state(
         self,
@@ -557,7 +557,7 @@ def _present(active: Operands, flags: Sequence[int]) -> list[bool]:
     return [all([*islice(of_matrices, member.batch_size)]) for member in active.members]
 
 
-def _those_stepped(active: Operands, mask: Tensor) -> Operands:
+def _stepped_operands(active: Operands, mask: Tensor) -> Operands:
     """Return the operands whose flag in the mask, (members,), is not zero; the host waits for the device."""
     rows = zip(active.gradients, mask.tolist(), strict=True)
     return active.present([gradient if flag else None for gradient, flag in rows])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # needs Triton
     from quintic.kernels.programs import TilePrograms
     from quintic.kernels.update.matrix_layout import MatrixLayout
 
-__all__ = ["GRADIENT", "BlockPlaces", "BucketCache", "Operands", "State", "are_contiguous", "dense_gradient"]
+__all__ = ["GRADIENT", "BucketCache", "Operands", "State", "are_contiguous", "dense_gradient"]
 
 GRADIENT = attrgetter("grad")
 """Return the gradient of a parameter."""
@@ -73,64 +73,6 @@ class Operands(NamedTuple):
         return None if key is None else [state[key] for state in self.states]
 
 
-class BlockPlaces:
-    """Finds each member's matrices in tensors that are like its parameter.
-
-    Shape, strides and offset of the matrices follow from the plan, and are kept from the first time. Views are not
-    kept, because the memory of a parameter with views cannot be exchanged (`torch.utils.swap_tensors`).
-    """
-
-    def __init__(self) -> None:
-        self._members: tuple[Piece, ...] = ()
-        self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []
-
-    def blocks(self, active: "Operands", view: View, *lists: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Return for each list the members' matrices, (b, g, r, n), as views; a list has a tensor for each member."""
-        # The tuple itself is the key: it is the plan's own as long as every member has a gradient.
-        if self._members is not active.members:
-            pairs = [
-                (param, block_of(param.detach(), member, view))
-                for param, member in zip(active.params, active.members, strict=True)
-            ]
-            self._places = [(b.shape, b.stride(), int(b.storage_offset()) - int(p.storage_offset())) for p, b in pairs]
-            # From now on these places are valid for these members.
-            self._members = active.members
-        of_lists: list[Sequence[Tensor]] = []
-        for tensors in lists:
-            blocks: list[Tensor] = []
-            rows = zip(tensors, active.params, active.members, self._places, strict=True)
-            for tensor, param, member, (shape, stride, offset) in rows:
-                # Of a tensor with other strides than its parameter the view finds the matrices, which takes longer.
-                if tensor.stride() == param.stride():
-                    blocks.append(tensor.as_strided(shape, stride, tensor.storage_offset() + offset))
-                else:
-                    blocks.append(block_of(tensor, member, view))
-            of_lists.append(blocks)
-        return of_lists
-
-    def read(self, active: "Operands", view: View, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a copy (b, m, n) of all matrices in some tensors, contiguous, on the parameters' device.
-
-        The tensors are like the members' parameters, one for each, but may be in host memory.
-        """
-        (blocks,) = self.blocks(active, view, tensors)
-        shape = blocks[0].shape[1:]  # (groups, rows, columns...)
-        size = (sum(map(len, blocks)), shape[:2].numel(), shape[2:].numel())
-        batch = torch.empty(size, dtype=blocks[0].dtype, device=active.params[0].device)
-        # State in host memory is pinned: the host does not wait for the copies.
-        torch._foreach_copy_(self._split(batch, blocks), list(blocks), non_blocking=True)
-        return batch
-
-    def write(self, active: "Operands", view: View, tensors: Sequence[Tensor], batch: Tensor) -> None:
-        """Copy a batch that `read` returned back to the tensors that it was read from."""
-        (blocks,) = self.blocks(active, view, tensors)
-        torch._foreach_copy_(list(blocks), self._split(batch, blocks), non_blocking=True)
-
-    @staticmethod
-    def _split(batch: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
-        return list(batch.view(len(batch), *blocks[0].shape[1:]).split(list(map(len, blocks))))
-
-
 _T = TypeVar("_T")
 
 # Names of cached values that share memory with state or weights, or depend on where state is.
@@ -152,7 +94,9 @@ class BucketCache:
         self._contiguous = self._are_sharded = False
         self._kept: dict[str, tuple[object, Any]] = {}
         """Name -> (key, value); the value is made again when the key changes."""
-        self.places = BlockPlaces()
+        self._block_members: tuple[Piece, ...] = ()
+        self._blocks: list[tuple[torch.Size, tuple[int, ...], int]] = []
+        """Shape, strides and offset of the matrices of `_block_members` in tensors like their parameters."""
         # Addresses of the members' tensors for kernels, and of AdamW's counts of steps.
         self.table, self.steps_table = AddressTable(), AddressTable()
         self.runs: list[tuple[MatrixLayout, int]] | None = None
@@ -163,7 +107,7 @@ class BucketCache:
     def invalidate_views(self) -> None:
         """Forget where weights and state are, because their memory may have changed."""
         self.everything = None
-        self.places = BlockPlaces()
+        self._block_members, self._blocks = (), []
         for name in _PLACED:
             self._kept.pop(name, None)
 
@@ -196,9 +140,9 @@ class BucketCache:
         # The usual case: every gradient is there and lies as its parameter does.
         if self._contiguous and are_contiguous(gradients):
             return everything._replace(gradients=gradients)
-        return self.of_those(everything, gradients)
+        return self.with_gradients(everything, gradients)
 
-    def of_those(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
+    def with_gradients(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
         """Return the members in `everything` that have a gradient, with gradients; None stands for a missing one.
 
         If the cache fills missing gradients, all members are returned, some with zeros.
@@ -215,6 +159,57 @@ class BucketCache:
         # Fewer members have fewer matrices.
         present = everything.present(gradients)
         return present._replace(num_matrices=sum(member.batch_size for member in present.members))
+
+    def blocks(self, active: Operands, view: View, *lists: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """Return for each list the members' matrices, (b, g, r, n), as views; a list has a tensor for each member.
+
+        The tensors are like the members' parameters. Shape, strides and offset of matrices in them are kept from the
+        first time. Views are not, because the memory of a parameter with views cannot be exchanged
+        (`torch.utils.swap_tensors`).
+        """
+        # The tuple itself is the key: it is the plan's own as long as every member has a gradient.
+        if self._block_members is not active.members:
+            pairs = [
+                (param, block_of(param.detach(), member, view))
+                for param, member in zip(active.params, active.members, strict=True)
+            ]
+            self._blocks = [(b.shape, b.stride(), int(b.storage_offset()) - int(p.storage_offset())) for p, b in pairs]
+            # From now on these blocks are valid for these members.
+            self._block_members = active.members
+        of_lists: list[Sequence[Tensor]] = []
+        for tensors in lists:
+            blocks: list[Tensor] = []
+            rows = zip(tensors, active.params, active.members, self._blocks, strict=True)
+            for tensor, param, member, (shape, stride, offset) in rows:
+                # Of a tensor with other strides than its parameter the view finds the matrices, which takes longer.
+                if tensor.stride() == param.stride():
+                    blocks.append(tensor.as_strided(shape, stride, tensor.storage_offset() + offset))
+                else:
+                    blocks.append(block_of(tensor, member, view))
+            of_lists.append(blocks)
+        return of_lists
+
+    def read_matrices(self, active: Operands, view: View, tensors: Sequence[Tensor]) -> Tensor:
+        """Return a copy (b, m, n) of all matrices in some tensors, contiguous, on the parameters' device.
+
+        The tensors are like the members' parameters, one for each, but may be in host memory.
+        """
+        (blocks,) = self.blocks(active, view, tensors)
+        shape = blocks[0].shape[1:]  # (groups, rows, columns...)
+        size = (sum(map(len, blocks)), shape[:2].numel(), shape[2:].numel())
+        batch = torch.empty(size, dtype=blocks[0].dtype, device=active.params[0].device)
+        # State in host memory is pinned: the host does not wait for the copies.
+        torch._foreach_copy_(self._split(batch, blocks), list(blocks), non_blocking=True)
+        return batch
+
+    def write_matrices(self, active: Operands, view: View, tensors: Sequence[Tensor], batch: Tensor) -> None:
+        """Copy a batch that `read_matrices` returned back to the tensors that it was read from."""
+        (blocks,) = self.blocks(active, view, tensors)
+        torch._foreach_copy_(list(blocks), self._split(batch, blocks), non_blocking=True)
+
+    @staticmethod
+    def _split(batch: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
+        return list(batch.view(len(batch), *blocks[0].shape[1:]).split(list(map(len, blocks))))
 
     def scales(
         self, bucket: Bucket, group: Group, pieces: tuple[Piece, ...], shapes: Sequence[tuple[int, int]]

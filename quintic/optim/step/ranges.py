@@ -50,4 +50,4 @@ def ranges_of(number: int, bucket: Bucket) -> Ranges:
     if bucket.rule.orthogonalizes:
         return _BucketRanges(f"bucket {number} muon {bucket.num_matrices} matrices")
     kind = "parts" if isinstance(bucket, Sharded) else "parameters"
-    return _BucketRanges(f"bucket {number} adamw {bucket.num_parts} {kind}")
+    return _BucketRanges(f"bucket {number} adamw {bucket.num_pieces} {kind}")

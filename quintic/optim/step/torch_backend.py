@@ -18,7 +18,7 @@ from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import adamw_entries
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 from quintic.optim.rules.update import adamw_, decay_and_step_, in_pieces, momentum_
-from quintic.optim.step.operands import BlockPlaces, Operands
+from quintic.optim.step.operands import BucketCache, Operands
 
 __all__ = ["TorchBackend", "UpdateBackend", "step_adamw"]
 
@@ -52,22 +52,22 @@ class TorchBackend:
         group: Group,
         active: Operands,
         present: Sequence[bool] | None = None,
-        places: BlockPlaces | None = None,
+        cache: BucketCache | None = None,
     ) -> None:
         self._bucket, self._group, self._active = bucket, group, active
         self._present = None if present is None or all(present) else present
-        self._places = BlockPlaces() if places is None else places
+        self._cache = BucketCache() if cache is None else cache
 
-    def _those_stepped(self, *lists: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+    def _select_stepped(self, *lists: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
         assert self._present is not None
-        return [[part for part, present in zip(parts, self._present, strict=True) if present] for parts in lists]
+        return [[one for one, present in zip(each, self._present, strict=True) if present] for each in lists]
 
     def directions(self) -> Tensor:
         """Advance the momentum; return the directions (b, m, n)."""
         group, active, bucket = self._group, self._active, self._bucket
         # For each member (b, g, r, n) views of its momentum and its gradient.
         averages = list(map(_MOMENTUM, active.states))
-        momenta, gradients = self._places.blocks(active, group.view, averages, active.gradients)
+        momenta, gradients = self._cache.blocks(active, group.view, averages, active.gradients)
         counts = list(map(len, momenta))
         shape = momenta[0].shape[1:]
         # Members that are left out have directions, too: zeros, whose updates are not applied.
@@ -75,19 +75,18 @@ class TorchBackend:
         # (g, r, n) of one matrix -> (b of all members, m, n)
         size = (sum(counts), shape[:2].numel(), shape[2:].numel())
         directions = new(size, dtype=bucket.direction_dtype, device=bucket.device)
-        parts: Sequence[Tensor] = directions.view(size[0], *shape).split(counts)
+        # One for each member, as `momenta`.
+        outputs: Sequence[Tensor] = directions.view(size[0], *shape).split(counts)
         if self._present is not None:
-            momenta, gradients, parts = self._those_stepped(momenta, gradients, parts)
-        momentum_(momenta, gradients, mu=float(group.momentum), nesterov=group.nesterov, out=parts)
+            momenta, gradients, outputs = self._select_stepped(momenta, gradients, outputs)
+        momentum_(momenta, gradients, mu=float(group.momentum), nesterov=group.nesterov, out=outputs)
         return directions
 
     def apply(self, update: Tensor, factors: Tensor) -> None:
         """Step the weights."""
         group, active = self._group, self._active
         whole = active.masters()
-        blocks = self._places.blocks(
-            active, group.view, *([active.params] if whole is None else [active.params, whole])
-        )
+        blocks = self._cache.blocks(active, group.view, *([active.params] if whole is None else [active.params, whole]))
         # Without masters both are the weights, and None is passed for each master below.
         weights, masters = blocks[0], blocks[-1]
         counts = list(map(len, weights))
@@ -102,7 +101,7 @@ class TorchBackend:
         scales: Sequence[Tensor] = everything[: len(update)].split(counts)
         decays: Sequence[Tensor] = everything[-len(update) :].split(counts)
         if self._present is not None:
-            stepped = self._those_stepped(weights, updates, scales, decays, masters)
+            stepped = self._select_stepped(weights, updates, scales, decays, masters)
             weights, updates, scales, decays, masters = stepped
         decay_and_step_(
             weights,
