@@ -16,7 +16,7 @@ from quintic.errors import ConfigError
 from quintic.optim.comms.sharing import gather_layouts
 from quintic.optim.layout.layouts import mesh_layout
 from quintic.optim.plan.exchange import traffic_of
-from quintic.optim.plan.members import direction_dtype, update_dtype
+from quintic.optim.plan.kinds import direction_dtype, update_dtype
 from quintic.optim.plan.planning import build_plan
 from quintic.optim.plan.replicas import choose_replica_strategies, layouts_for_work
 from quintic.optim.plan.schedule import overlapping_bytes

@@ -21,7 +21,7 @@ from quintic.kernels.dispatch import Kernels
 from quintic.optim.layout.pieces import Piece
 from quintic.optim.layout.views import View, is_plain, is_transposed
 from quintic.optim.plan.exchange import Exchange
-from quintic.optim.plan.members import Kind, direction_dtype, update_dtype
+from quintic.optim.plan.kinds import Kind, direction_dtype, update_dtype
 from quintic.optim.plan.offload_size import Offloaded
 from quintic.optim.plan.row_sharding import RowSharding
 from quintic.optim.plan.schedule import Stages
@@ -140,7 +140,7 @@ class Bucket:
 
     @cached_property
     def direction_dtype(self) -> torch.dtype:
-        """The dtype of update directions before they are orthogonalised, see `members.direction_dtype`."""
+        """The dtype of update directions before they are orthogonalised, see `kinds.direction_dtype`."""
         return direction_dtype(self.form, self.dtype)
 
     @property

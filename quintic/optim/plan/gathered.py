@@ -26,7 +26,7 @@ from quintic.optim.layout.pieces import Piece, positions_in
 from quintic.optim.layout.views import Unit, View
 from quintic.optim.plan.bucket import Gathered, Units
 from quintic.optim.plan.exchange import Exchange, ExchangeBytes
-from quintic.optim.plan.members import kinds_of
+from quintic.optim.plan.kinds import kinds_of
 from quintic.optim.plan.offload_size import POOL_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.schedule import Stages
 from quintic.optim.plan.workspace.buckets import distinct_by_memory, piece_entries, stages_of_units

@@ -22,7 +22,7 @@ from quintic.optim.layout.layouts import Layout, local_tensor
 from quintic.optim.layout.pieces import Piece
 from quintic.optim.plan.bucket import Bucket, Gathered, Sharded
 from quintic.optim.plan.gathered import gathered_buckets, shared_buckets
-from quintic.optim.plan.members import Kind, form_of
+from quintic.optim.plan.kinds import Kind, form_of
 from quintic.optim.plan.offload_size import POOL_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.order import Orders, order_buckets
 from quintic.optim.plan.plan import Plan

@@ -25,7 +25,7 @@ from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import size_of
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Sharded, Units
-from quintic.optim.plan.members import kinds_of
+from quintic.optim.plan.kinds import kinds_of
 from quintic.optim.plan.offload_size import offloaded_entries
 from quintic.optim.plan.row_sharding import RowSharding, sharded_rows
 from quintic.optim.plan.schedule import NO_STAGES

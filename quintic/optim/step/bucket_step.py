@@ -41,7 +41,7 @@ from quintic.optim.groups.group import Group
 from quintic.optim.groups.ties import Tie
 from quintic.optim.layout.pieces import Piece, take_matrices
 from quintic.optim.plan.bucket import Bucket, Sharded
-from quintic.optim.plan.members import update_dtype
+from quintic.optim.plan.kinds import update_dtype
 from quintic.optim.plan.schedule import Schedule, prefetch_one_schedule
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.matrix_stages import NO_STATE, MatrixState, apply_stages

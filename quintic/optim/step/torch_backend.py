@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.group import Group
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import adamw_entries
+from quintic.optim.plan.kinds import adamw_entries
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 from quintic.optim.rules.update import adamw_, decay_and_step_, in_pieces, momentum_
 from quintic.optim.step.operands import BucketCache, Operands

@@ -25,7 +25,7 @@ from quintic.optim.layout.layouts import size_of
 from quintic.optim.layout.views import is_transposed
 from quintic.optim.plan.bucket import Sharded, Units
 from quintic.optim.plan.exchange import Exchange
-from quintic.optim.plan.members import adamw_entries, direction_dtype
+from quintic.optim.plan.kinds import adamw_entries, direction_dtype
 from quintic.optim.plan.row_sharding import MARK_BYTES
 from quintic.optim.plan.schedule import Stages
 from quintic.optim.plan.workspace.matrices import (
