@@ -10,7 +10,7 @@ when groups are added, or options change or are loaded, since state is never sen
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ __all__ = [
     "state_of_shard",
     "view_as_shard",
 ]
+
+StateSharding: TypeAlias = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...], tuple[int, ...]]
+"""The owner of every entry of a parameter: ranks, then (position of an owner, start, stop) for each range of memory,
+and the order of memory. Only to be compared, as flat state is valid only for the owners that it was made for."""
 
 # AdamW parameters with fewer entries per rank than this have one owner: smaller ranges are not worth a message.
 _LEAST_ENTRIES = 1024
@@ -66,16 +70,6 @@ class StateShard(Piece):
         return self.stop - self.start
 
 
-class StateSharding(NamedTuple):
-    """The owner of every entry of a parameter; flat state is only valid for the sharding that it was made for."""
-
-    ranks: tuple[int, ...]
-    runs: tuple[tuple[int, int, int], ...]
-    """(owner, start, stop): the position of an owner among the ranks, and a range of entries in the order of memory."""
-    strides: tuple[int, ...]
-    """The order of memory: strides of the parameter's dimensions of more than one entry."""
-
-
 class ShardedState(NamedTuple):
     """How the ranks shard the state of one parameter."""
 
@@ -96,8 +90,9 @@ class ShardedState(NamedTuple):
             if runs and runs[-1][0] == shard.owner and runs[-1][2] == start:
                 _, start, _ = runs.pop()
             runs.append((shard.owner, start, shard.stop))
+        # The order of memory: strides of the dimensions of more than one entry.
         strides = tuple(stride for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1)
-        return StateSharding(self.ranks, tuple(runs), strides)
+        return self.ranks, tuple(runs), strides
 
 
 def sharded_parameters(groups: Sequence[Group]) -> dict[Tensor, ShardedState]:
