@@ -279,7 +279,8 @@ def _comm_load(
     sent = received = between = torch.zeros_like(counts)
     if exchange_bytes is not None:
         sent, received = traffic_of(exchange_bytes)
-        between = traffic_of(exchange_bytes, torch.tensor(renumbered(nodes[rank] for rank in exchange.ranks))).sent
+        hosts = torch.tensor(renumbered(nodes[rank] for rank in exchange.ranks))
+        between, _ = traffic_of(exchange_bytes, hosts)
     units = {(shared.key.group, unit) for unit in shared.units.all} - counted
     counted |= units
     return BucketLoad(

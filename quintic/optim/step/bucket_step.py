@@ -537,7 +537,7 @@ class BucketStep:
             update, factors = apply_stages(rule.after, polar, scales, state, group, mask, self.ranges)
         if self._is_sampled:
             values = measure(directions, polar, update, factors)
-            self._context.measured[self.number][kind] = Measured(list(members), values, mask)
+            self._context.measured[self.number][kind] = list(members), values, mask
         return update, factors
 
 

@@ -7,7 +7,7 @@ on the steps that are sampled and wait for nothing; numbers reach the host when 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -104,14 +104,9 @@ class MatrixTelemetry:
     """(tr G)^2 / tr(G^2) of the direction's Gram matrix G before orthogonalisation: between 1 and the short side."""
 
 
-class Measured(NamedTuple):
-    """Measurements of the matrices of one shape in a bucket, on their device."""
-
-    members: Sequence[Piece]
-    # The values that `measure` returned for the matrices of these members.
-    values: Tensor
-    # () or (matrices,) int32: 0 for matrices that the step left as they were; None if it stepped all.
-    step_mask: Tensor | None
+Measured: TypeAlias = tuple[Sequence[Piece], Tensor, Tensor | None]
+"""Measurements of the matrices of one shape in a bucket, on their device: pieces with these matrices; the results of
+`measure`; () or (matrices,) int32, 0 for matrices that the step left as they were, None if it stepped all."""
 
 
 def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[MatrixTelemetry]]:
