@@ -28,7 +28,10 @@ class Piece:
 
     @property
     def batch_size(self) -> int:
-        """Return the number of matrices that it is in a batch (b, m, n): a box is one, whatever it has entries of."""
+        """Return the number of matrices that it is in a batch (b, m, n), each with a flag in the mask of a step.
+
+        A box is one, whatever it has entries of.
+        """
         return len(self.matrices) if self.box is None else 1
 
 

@@ -323,23 +323,16 @@ class BucketStep:
             apply_mask = apply_mask.to(self.bucket.device, non_blocking=True)
         if self._context.is_single_rank:
             return apply_mask
-        entries: Sequence[Piece] = self.active.members
+        pieces: Sequence[Piece] = self.active.members
         if isinstance(self.bucket, Sharded):
-            entries = self.bucket.shards
+            pieces = self.bucket.shards
         elif self.units is not None:
-            entries = self.units.all
+            pieces = self.units.all
         # (n,) int32: 1 if enough ranks have a gradient for the parameter to be stepped (`consensus.py`).
-        present = self._context.consensus.step_mask(self.number, self.bucket, entries, self._flagged)
+        present = self._context.consensus.step_mask(self.number, self.bucket, pieces)
         if present is None or apply_mask is None:
             return apply_mask if present is None else present
         return present * apply_mask
-
-    def _flagged(self, entries: Sequence[Piece]) -> list[int]:
-        """Return for each flag of the mask the position of its parameter in the group."""
-        # Kernels read one flag for each matrix, so a parameter with several matrices has as many flags.
-        if self.transport is None and self._orthogonalizes:
-            return [member.index for member in self.active.members for _ in range(member.batch_size)]
-        return [entry.index for entry in entries]
 
     def _backend(self, active: Operands, group: Group, cache: BucketCache, mask: Tensor | None) -> UpdateBackend:
         """Return the element-wise passes over operands whose state is on the device; the mask is () or (matrices,).

@@ -7,7 +7,7 @@
 The count stays on the device: the host of a step waits for nothing here, but for errors about Partial gradients.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TypeAlias
 
@@ -194,33 +194,27 @@ class RankConsensus:
         """
         return (presence.any_present() for presence in self._presence.values())
 
-    def step_mask(
-        self,
-        number: int,
-        bucket: Bucket,
-        pieces: Sequence[Piece],
-        indices_of: Callable[[Sequence[Piece]], Iterable[int]],
-    ) -> Tensor | None:
-        """Return (parameters,) int32 on the device: 1 if it is stepped, else 0; None if no other rank has any.
+    def step_mask(self, number: int, bucket: Bucket, pieces: Sequence[Piece]) -> Tensor | None:
+        """Return (flags,) int32 on the device: 1 for what is stepped, else 0; None if no other rank has any.
+
+        A box has one flag, and so has each matrix of a piece that has whole matrices.
 
         Args:
             number: the number of the bucket.
-            bucket: whose parameters they are.
-            pieces: of these parameters, in the order of the bucket.
-            indices_of: returns for each flag the position of its parameter in the group; called only if the pieces are
-                others than in the last step.
+            bucket: whose pieces they are.
+            pieces: the pieces that have flags, in order.
         """
         # The parameters of a bucket hardly ever change: their indices are uploaded once.
         key, size, selected = self._selections.get(number, (None, 0, []))
         if key != pieces:
-            places = [(bucket.group, index) for index in indices_of(pieces)]
+            places = [(bucket.group, piece.index) for piece in pieces for _ in range(piece.batch_size)]
             size, selected = len(places), self._select(places, bucket.device)
             self._selections[number] = pieces, size, selected
         result: Tensor | None = None
         for ranks, positions, numbers in selected:
             presence = self._presence[ranks]
             of_these = (presence.last_mask if presence.pending is None else presence.has_required_grads())[numbers]
-            # (parameters of the bucket that these ranks share,); mostly all of them.
+            # (flags of the parameters that these ranks share,); mostly all of them.
             if len(numbers) == size:
                 return of_these
             if result is None:
