@@ -20,7 +20,7 @@ travel as units, (units, *unit shape), and are orthogonalised kind by kind, (uni
 first shape to the second, and `join_units` back.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import accumulate
 from math import prod
@@ -39,8 +39,8 @@ from quintic.optim.rules.device import host_tensor, upload
 from quintic.optim.rules.rule import EXP_AVG, STEP
 from quintic.optim.rules.update import second_moment_shape
 from quintic.optim.state.shards import state_of_shard, view_as_shard
-from quintic.optim.step.averaging import PrecomputedAverages, ReduceScatterPlan
 from quintic.optim.step.operands import GRADIENT, BucketCache, Operands, State, are_contiguous
+from quintic.optim.step.reduce_scatter import ReduceScatter
 from quintic.optim.step.sparse_rows import Table, start_mean_of_rows
 
 __all__ = ["Gather", "Shard", "Transport", "as_rows", "factors_of_pieces", "join_units", "split_units"]
@@ -170,7 +170,6 @@ class Shard:
         table: with `comms="sharded_sparse"` knows which rows of the bucket's one parameter travel; otherwise None.
         cache: the bucket's tensors that are kept between steps.
         communicators: the optimizer's process groups.
-        precomputed: averages that clipping made before the step; if it has the group's, no gradients are sent.
     """
 
     def __init__(
@@ -180,10 +179,12 @@ class Shard:
         table: Table | None,
         cache: BucketCache,
         communicators: Communicators,
-        precomputed: PrecomputedAverages,
     ) -> None:
         self.bucket, self.table, self._cache = bucket, table, cache
-        self._communicators, self._precomputed = communicators, precomputed
+        self._of_group, self._communicators = params, communicators
+        # Within a step: averages of the group's gradients if clipping has made them, (entries,) of this rank for each
+        # parameter (`reduction.py`). Then no gradients are sent.
+        self.averages: Mapping[Tensor, Tensor | None] | None = None
         # A parameter may have several pieces in the bucket, but is listed once here; `places` are positions in this
         # list.
         names = {shard.index: shard.name for shard in bucket.shards}
@@ -194,7 +195,7 @@ class Shard:
         self._local = Operands(members, self._params, [], [{}] * len(members), bucket.num_matrices)
         self._contiguous = all(param.is_contiguous() for param in self._params)
         # For each rank the ranges of parameters that it owns: (place, start, stop).
-        self._reduce_scatter = ReduceScatterPlan(
+        self._reduce_scatter = ReduceScatter(
             [[(places[p.index], p.start, p.stop) for p in bucket.shards[owned]] for owned in bucket.of_owners],
             bucket.position,
             bucket.dtype,
@@ -221,10 +222,11 @@ class Shard:
 
         Nothing is sent if clipping has averaged already; of a sparse table only touched rows are sent.
         """
-        # All ranks have precomputed averages of the same groups, so all of them leave this message out, or none does.
-        averages = self._precomputed.of_step.get(self.bucket.group)
-        if averages is not None:
-            mean = averages.of_bucket(self.bucket)
+        # All ranks have averages of the same groups, so all of them leave this message out, or none does.
+        if self.averages is not None:
+            # The empty tensor is for ranks that own nothing of the bucket.
+            empty = torch.empty(0, dtype=self.bucket.dtype, device=self.bucket.device)
+            mean = torch.cat([empty, *self._owned(self.averages)])
             return lambda: mean
         if self.table is not None and self.table.is_sparse():
             return start_mean_of_rows(self.bucket, self.table, self.process_group)
@@ -240,6 +242,30 @@ class Shard:
             by_param = dict(zip(local.params, local.gradients, strict=True))
             gradients = [by_param.get(param) for param in self._params]
         return self._reduce_scatter.start_mean(gradients, self.process_group)
+
+    def average(self, averages: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
+        """Write the means of owned entries to averages like those of the attribute; yields while they are under way.
+
+        All ranks must call it.
+        """
+        wait_for_mean = self.start_mean(self.local_operands())
+        yield
+        mean = wait_for_mean()
+        del wait_for_mean  # and the gradients that were sent
+        # Copied into the flat averages: the memory of the mean is free again.
+        targets = self._owned(averages)
+        for target, values in zip(targets, mean.split([target.numel() for target in targets]), strict=True):
+            target.copy_(values)
+        yield
+
+    def _owned(self, averages: Mapping[Tensor, Tensor | None]) -> list[Tensor]:
+        """Return the ranges of flat averages that belong to the pieces of the bucket that this rank owns, in order."""
+        owned = []
+        for shard in self.bucket.local:
+            average = averages[self._of_group[shard.index]]
+            assert average is not None
+            owned.append(average[shard.offset : shard.offset + shard.numel])
+        return owned
 
     def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
         """Return the pieces of weights and state that this rank owns, with their mean gradients.
