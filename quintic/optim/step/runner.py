@@ -141,6 +141,8 @@ class Runner:
         """Make the next step look up weights and state again, because their memory may have changed."""
         for step in self._steps:
             step.cache.invalidate_views()
+            if isinstance(step.transport, Shard):
+                step.transport.invalidate_views()
 
     def reachable_state(self) -> AbstractContextManager[None]:
         """Return a context in which the current streams may copy state in host memory with `non_blocking=True`."""
@@ -244,7 +246,7 @@ class Runner:
             params = context.groups[bucket.group].params
             # None unless the bucket is a table that sends only touched rows.
             table = self._rows.tables.get(params[bucket.shards[0].index])
-            transport = Shard(bucket, params, table, cache, context.communicators)
+            transport = Shard(bucket, params, table, context.communicators)
         return BucketStep(number, bucket, transport, cache, context)
 
     def _nonfinite_policies(self, steps_waited: Sequence[int]) -> list[str]:

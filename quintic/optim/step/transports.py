@@ -39,7 +39,7 @@ from quintic.optim.rules.device import host_tensor, upload
 from quintic.optim.rules.rule import EXP_AVG, STEP
 from quintic.optim.rules.update import second_moment_shape
 from quintic.optim.state.shards import state_of_shard, view_as_shard
-from quintic.optim.step.operands import GRADIENT, BucketCache, Operands, State, are_contiguous
+from quintic.optim.step.operands import GRADIENT, Operands, State, are_contiguous
 from quintic.optim.step.reduce_scatter import ReduceScatter
 from quintic.optim.step.sparse_rows import Table, start_mean_of_rows
 
@@ -168,7 +168,6 @@ class Shard:
         bucket: its pieces are ranges of parameters, or units of matrices, each with an owner.
         params: the parameters of the bucket's group.
         table: with `comms="sharded_sparse"` knows which rows of the bucket's one parameter travel; otherwise None.
-        cache: the bucket's tensors that are kept between steps.
         communicators: the optimizer's process groups.
     """
 
@@ -177,10 +176,9 @@ class Shard:
         bucket: Sharded,
         params: Sequence[Tensor],
         table: Table | None,
-        cache: BucketCache,
         communicators: Communicators,
     ) -> None:
-        self.bucket, self.table, self._cache = bucket, table, cache
+        self.bucket, self.table = bucket, table
         self._of_group, self._communicators = params, communicators
         # Within a step: averages of the group's gradients if clipping has made them, (entries,) of this rank for each
         # parameter (`reduction.py`). Then no gradients are sent.
@@ -203,6 +201,14 @@ class Shard:
             bucket.kernels,
             is_direct=bucket.is_direct,
         )
+        self.invalidate_views()
+
+    def invalidate_views(self) -> None:
+        """Forget where weights and state are, because their memory may have changed."""
+        # This rank's pieces without gradients, and for each gradient its shape, its strides, and its start in the mean.
+        self._owned: tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]] | None = None
+        # Counts of steps of parameters whose moments are on other ranks, and the flags of these parameters in a mask.
+        self._elsewhere: tuple[list[Tensor], Tensor] | None = None
 
     @cached_property
     def process_group(self) -> ProcessGroup:
@@ -226,7 +232,7 @@ class Shard:
         if self.averages is not None:
             # The empty tensor is for ranks that own nothing of the bucket.
             empty = torch.empty(0, dtype=self.bucket.dtype, device=self.bucket.device)
-            mean = torch.cat([empty, *self._owned(self.averages)])
+            mean = torch.cat([empty, *self._ranges_in(self.averages)])
             return lambda: mean
         if self.table is not None and self.table.is_sparse():
             return start_mean_of_rows(self.bucket, self.table, self.process_group)
@@ -253,12 +259,12 @@ class Shard:
         mean = wait_for_mean()
         del wait_for_mean  # and the gradients that were sent
         # Copied into the flat averages: the memory of the mean is free again.
-        targets = self._owned(averages)
+        targets = self._ranges_in(averages)
         for target, values in zip(targets, mean.split([target.numel() for target in targets]), strict=True):
             target.copy_(values)
         yield
 
-    def _owned(self, averages: Mapping[Tensor, Tensor | None]) -> list[Tensor]:
+    def _ranges_in(self, averages: Mapping[Tensor, Tensor | None]) -> list[Tensor]:
         """Return the ranges of flat averages that belong to the pieces of the bucket that this rank owns, in order."""
         owned = []
         for shard in self.bucket.local:
@@ -272,10 +278,8 @@ class Shard:
 
         `mean`, (entries,), has the mean gradients of these pieces one after the other.
         """
-
-        # Everything but the gradients follows from the plan, and is made once: views of weights and state, and for each
-        # gradient its shape, its strides, and its start in `mean`.
-        def make() -> tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]]:
+        # Everything but the gradients follows from the plan, and is made once.
+        if self._owned is None:
             owned = [(shard, group.params[shard.index]) for shard in self.bucket.local]
             pieces = [
                 view_as_shard(span_of(param.detach(), shard.start, shard.numel), shard, param) for shard, param in owned
@@ -283,9 +287,8 @@ class Shard:
             states: list[Mapping[str, Tensor]] = [state_of_shard(state[param], shard, param) for shard, param in owned]
             starts = accumulate((shard.numel for shard, _ in owned), initial=0)
             spans = [(p.shape, p.stride(), start) for p, start in zip(pieces, starts, strict=False)]
-            return Operands(self.bucket.members, pieces, [], states, len(owned)), spans
-
-        operands, spans = self._cache.cached("owned", None, make)
+            self._owned = Operands(self.bucket.members, pieces, [], states, len(owned)), spans
+        operands, spans = self._owned
         first = mean.storage_offset()
         return operands._replace(gradients=[mean.as_strided(shape, stride, first + at) for shape, stride, at in spans])
 
@@ -295,9 +298,8 @@ class Shard:
         This rank updates none of their entries, but all ranks must save the same counts. `mask`, (pieces of all ranks,)
         int32, is 1 for pieces that are stepped and 0 for the others.
         """
-        bucket, params = self.bucket, group.params
-
-        def make() -> tuple[list[Tensor], Tensor]:
+        if self._elsewhere is None:
+            bucket, params = self.bucket, group.params
             # A parameter may have pieces in several buckets, but must be counted once: with the piece at its start.
             rows = [
                 (number, state[params[shard.index]]) for number, shard in enumerate(bucket.shards) if shard.start == 0
@@ -305,9 +307,8 @@ class Shard:
             # Parameters with moments here are counted by the update itself.
             others = [(number, values[STEP]) for number, values in rows if not values[EXP_AVG].numel()]
             numbers = upload(host_tensor([number for number, _ in others], torch.int64), bucket.device)
-            return [step for _, step in others], numbers
-
-        steps, numbers = self._cache.cached("elsewhere", None, make)
+            self._elsewhere = [step for _, step in others], numbers
+        steps, numbers = self._elsewhere
         if steps:
             torch._foreach_add_(steps, list(mask[numbers].to(steps[0].dtype).unbind()))
 
