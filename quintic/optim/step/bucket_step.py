@@ -539,7 +539,10 @@ class BucketStep:
 
 
 def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Group) -> Tensor:
-    """Return the polar factors (b, m, n) of a bucket's directions: a new tensor, in `update_dtype`."""
+    """Return the polar factors (b, m, n) of a bucket's directions, in `update_dtype`.
+
+    A form makes a new tensor. What a user's function returns is the user's: nothing may change it in place.
+    """
     if form is not None:
         return apply_form(directions, form, bucket.kernels)
     assert callable(group.orthogonalizer)
