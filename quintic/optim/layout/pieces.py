@@ -23,7 +23,8 @@ class Piece:
     # The matrices that it has, or has some entries of: their positions among all matrices of the parameter, which are
     # numbered through all blocks of the view; () for AdamW.
     matrices: tuple[int, ...] = ()
-    # The box of a tensor that it is; () for all of the tensor. None: it is the matrices, which the view finds.
+    # The box that it is: of this rank's tensors in `Bucket.members`, of the whole parameter in `Units`; () for all of
+    # it. None: it is whole matrices, which the view finds.
     box: Box | None = ()
 
     @property
