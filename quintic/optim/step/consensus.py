@@ -95,8 +95,8 @@ class RankConsensus:
         self._communicators.connect(self._groups, self._layouts)
         self._partial_params, self._partial_presence = [], []
         problem = None
-        # One set of ranks after the other, in the same order everywhere: ranks in two of them wait for both. Differences
-        # are raised at the end: ranks of other sets wait for this rank before that.
+        # One set of ranks after the other, in the same order everywhere: ranks in two of them wait for both. A problem
+        # is raised at the end, since ranks of other sets wait for this rank before that.
         for ranks, shared in described(self._groups, self._layouts).items():
             differs = self._compare(ranks, shared)
             problem = problem or differs
