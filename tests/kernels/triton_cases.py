@@ -544,7 +544,7 @@ def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
             apply_mask = None if flags is None else torch.tensor(flags, dtype=torch.int32, device=DEVICE)
             passes = TritonBackend(bucket, group, active, BucketCache(), hyperparameters, apply_mask)
         else:
-            passes = TorchBackend(bucket, group, active, flags)
+            passes = TorchBackend(bucket, group, active, BucketCache(), flags)
         directions = passes.directions()
         decays = torch.arange(60, device=DEVICE).view(5, 12, 1) / 6 if group.scale_decay else factors[:0]
         passes.apply(update, torch.cat([factors, decays]))
