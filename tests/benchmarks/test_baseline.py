@@ -3,7 +3,6 @@
 import math
 import random
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -45,11 +44,6 @@ def test_settings_lie_in_the_space_and_are_options(name: str) -> None:
     baseline.vary(default, name, rng)  # the default is in the space, too
 
 
-def test_an_unknown_option_is_named() -> None:
-    with pytest.raises(SystemExit, match="--set dpeth: no such option"):
-        workers.with_values(Config(), {"dpeth": 3})
-
-
 def job(config: Config, dataset: Dataset, *, seconds: float = 100) -> dict[str, Any]:
     end = time.time() + seconds
     return {"config": to_dict(config), "data": str(dataset.path), "deadline": end, "start_by": end}
@@ -66,34 +60,6 @@ def test_a_job_is_a_run_of_the_harness(tiny_dataset: Dataset, tmp_path: Path) ->
     diverging = tiny_config(tiny_dataset, tmp_path, optimizer="adamw", **high)
     assert workers.train(job(diverging, tiny_dataset))["bpb"] is None
     assert "at step 0 of 6" in workers.train(job(config, tiny_dataset, seconds=-1))["cut"]
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_is_told_and_replaced(
-    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny_config(tiny_dataset, tmp_path)
-    worker = workers.Worker("cpu", 1)
-    start = worker._start
-    worker._start = lambda: dying(start)  # type: ignore[method-assign]
-
-    def dying(start: Any) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "executable", str(tmp_path / "python"))
-            return start()
-
-    (tmp_path / "python").write_text("#!/bin/sh\necho out of memory >&2\nread line\nkill -9 $$\n")
-    (tmp_path / "python").chmod(0o755)
-    answer = worker.run(job(config, tiny_dataset))
-    assert answer == {"failed": "the worker on cpu died with exit code -9: out of memory"}
-    worker._start = start  # type: ignore[method-assign]
-    assert math.isfinite(worker.run(job(config, tiny_dataset))["bpb"])
-    bad = {**job(config, tiny_dataset), "data": str(tmp_path / "nothing")}
-    assert "nothing" in worker.run(bad)["failed"]
-    assert math.isfinite(worker.run(job(config, tiny_dataset))["bpb"])  # the same process goes on
-    late = {**bad, "start_by": time.time() - 1}
-    assert "not started" in worker.run(late)["cut"]
-    worker.close()
 
 
 def result() -> dict[str, Any]:

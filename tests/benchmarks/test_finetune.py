@@ -1,9 +1,6 @@
 """Models, optimizers, the choice of rates and the page of `benchmarks.finetune`."""
 
-import argparse
-import json
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.finetune import __main__ as finetune
 from benchmarks.finetune import page as finetune_page
 from benchmarks.finetune import run
-from benchmarks.training.workers import Runs
 from quintic.data.dataset import Dataset
 
 # What peft asks of transformers.
@@ -128,32 +123,3 @@ def test_the_page_compares_seeds_with_their_twins() -> None:
     assert "2 of 74 runs were not trained" in page  # both base models; a run of another rate counts for none
     empty = finetune_page.page(result([]))
     assert "74 of 74 runs were not trained" in empty
-
-
-def test_a_study_fine_tunes_what_is_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["finetune", "--out", str(tmp_path), "--seeds", "1", "2"])
-    options: argparse.Namespace = finetune.arguments()
-    runs = Runs(tmp_path / "runs.jsonl", {})
-    taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    monkeypatch.setattr(runs, "train", lambda pool, jobs: taken.extend(jobs))
-    study = finetune.Study(options, {"pretrain": "first", "finetune": "second"}, runs, None, 1e12)  # type: ignore[dict-item]
-    assert list(study.final_cells()) == []  # no rate is known yet
-    study.pretrain()
-    assert [(job["optimizer"], job["rate"], job["data"], job["other"]) for _, job in taken] == [
-        (name, rate, "first", "second") for name in ("muon", "adamw") for rate in (0.004, 0.012)
-    ]
-    json.dumps(taken)  # they travel
-    taken.clear()
-    study.tune(list(study.search_cells()))
-    assert taken == []  # there are no weights
-    for rate, loss in ((0.004, 3.0), (0.012, 2.0), (0.05, None)):
-        cell = {"part": "pretrain", "pretrained": "muon", "rate": rate}
-        runs.rows[str(rate)] = {"cell": cell, "loss": loss}
-    study.tune(list(study.search_cells()))
-    assert len(taken) == 2 * 2 * (5 + 4)  # optimizers, seeds, rates of one pretrained model
-    assert {job["weights"] for _, job in taken} == {str(study.weights("muon", 0.012))}
-    assert {(job["data"], job["steps"]) for _, job in taken} == {("second", options.steps)}
-    runs.rows = {str(number): one for number, one in enumerate(rows())}
-    finals = list(study.final_cells())
-    assert len(finals) == 8 * 2
-    assert {cell["rate"] for cell in finals} == {0.2}

@@ -42,33 +42,6 @@ def measured(**changes: object) -> dict[str, object]:
     return {**row, **changes}
 
 
-def test_a_row_of_the_table():
-    line = dict(zip(optimizer_step.HEADS, optimizer_step.cells(measured()), strict=True))
-    assert line == {
-        "optimizer": "quintic", "step (ms)": "12.3", "quartiles": "12 to 13 (n 30)", "device (ms)": "12.3",
-        "host (ms)": "1.23", "replay (ms)": "12.3", "first step (s)": "3.2*", "state (MiB)": "1,234",
-        "peak (MiB)": "10 / 20", "work (MiB)": "5", "syncs": "none",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"error": "OSError: no /home/me/thing.py | really"}, "failed: OSError: no FOLDER / really"),
-        ({"syncs": "called a synchronizing operation"}, "**yes**"),
-        ({"replay_follows_lr": False}, "12.3 (**learning rate ignored**)"),
-        ({"graph_error": "RuntimeError: x"}, "no"),
-        ({"within_bound": False, "workspace_bound_mib": 4.0}, "5 (bound 4: **broken**)"),
-        ({"within_bound": True, "workspace_bound_mib": 2048.0}, "5 (bound 2,048: kept)"),
-        ({"finite": False}, "quintic (**weights not finite**)"),
-    ],
-)
-def test_what_went_wrong_is_in_the_table(changes, expected):
-    line = optimizer_step.cells(measured(**changes))
-    assert expected in line
-    assert len(line) == len(optimizer_step.HEADS)
-
-
 def test_the_page_tells_why():
     rows = [measured(), measured(contestant="torch-muon", graph_error="RuntimeError: not capturable")]
     text = optimizer_step.page(rows, "python x.py", "abc")

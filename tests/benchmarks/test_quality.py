@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import statistics
-import xml.etree.ElementTree as ET
 
 import pytest
 
@@ -70,17 +69,6 @@ def test_the_best_rate_is_chosen_by_the_tuning_seeds_alone():
 def test_a_band_has_the_steps_that_all_runs_have():
     runs = [run("muon", 0.1, 1, [4.0, 3.0, 2.0]), run("muon", 0.1, 2, [5.0, math.inf, 2.5])]
     assert quality_page.band(runs) == [(20, 4.0, 4.5, 5.0), (60, 2.0, 2.25, 2.5)]
-
-
-def test_the_figure_is_an_svg_with_a_line_and_a_band_for_each_variant():
-    root = ET.fromstring(quality_page.figure(some_results()))
-    names = [path.get("class") for path in root.iter("{http://www.w3.org/2000/svg}path")]
-    for index in range(len(quality_page.VARIANTS)):
-        assert names.count(f"band c{index}") == 1
-        assert names.count(f"line c{index}") == 2  # the curve and its sign in the legend
-    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "+ cautious decay: 2.605" in texts
-    assert quality_page.figure([]) == ""
 
 
 def test_the_table_has_means_and_ranges():

@@ -3,7 +3,6 @@
 import math
 import sys
 import time
-import xml.etree.ElementTree as ET
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.training import transfer, transfer_page
-from benchmarks.training.workers import Runs, given_values, with_values
+from benchmarks.training.workers import Runs, with_values
 from quintic.train.config import Config
 from quintic.train.recipe import model_config
 
@@ -117,35 +116,6 @@ def test_warm_ups_are_compared_with_their_twins() -> None:
     ]
 
 
-def test_the_page_says_what_is_missing() -> None:
-    partly = line("width", "width 32", 0.03)
-    del partly["losses"]["0.08"]
-    del partly["losses"]["0.02"]["2"]
-    partly["losses"]["0.04"]["1"] = None  # diverged
-    empty = {**line("batch", "batch 8", 0.1), "losses": {}}
-    page = transfer_page.page(result([partly, empty]), "name")
-    cells = cells_of(page, "width 32")
-    assert cells[2].endswith(", n=2")
-    assert "inf" in cells[3]
-    assert cells[4:] == ["-", "-", "3"]
-    assert cells_of(page, "batch 8")[1:] == ["-"] * 5 + ["0"]
-    assert "8 runs were trained." in page
-    assert "16 runs were not trained" in page
-
-
-def test_lines_of_the_figure_differ_without_colour(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    lines = [line("width", f"width {width}", 0.03, width=width) for width in range(5)]
-    lines += [line("batch", "batch 8", 0.1)]
-    transfer_page.draw(tmp_path / "figure.svg", result(lines))
-    root = ET.parse(tmp_path / "figure.svg").getroot()
-    texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"Muon, width", "Muon, batch", "width 4", "batch 8", "learning rate of the matrices"} <= texts
-    assert len({style.lstrip("-.:") for style in transfer_page._STYLES}) == len(transfer_page._STYLES)
-    transfer_page.draw(tmp_path / "nothing.svg", result([{**lines[0], "losses": {}}]))
-    assert not (tmp_path / "nothing.svg").exists()
-
-
 class FakePool:
     """Answers at once; `cut` after a number of jobs."""
 
@@ -193,7 +163,3 @@ def test_losses_are_found_by_rate_and_seed(tmp_path: Path, monkeypatch: pytest.M
     assert transfer.losses_by_rate(middle, [1, 2], runs, base) == {"0.1": {"2": 3.0}}
     assert transfer.losses_by_rate(lines["warm-up"], [1, 2], runs, base) == {"0.1": {"2": 3.0}}  # the default's share
     assert transfer.losses_by_rate(lines["AdamW, width"], [1, 2], runs, base) == {}
-
-
-def test_set_reads_numbers_and_words() -> None:
-    assert given_values(["depth=3", "data=text", "clip_norm=null"]) == {"depth": 3, "data": "text", "clip_norm": None}

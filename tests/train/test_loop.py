@@ -99,21 +99,6 @@ def test_a_run_that_diverges_with_a_high_weight_decay_is_told_of_it(
         run(tiny_config(tiny_dataset, tmp_path, run="run", **changes), tiny_dataset)
 
 
-@pytest.mark.slow
-def test_the_last_good_checkpoint_of_a_diverged_run_can_be_used(
-    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = run(tiny_config(tiny_dataset, tmp_path, run="whole"), tiny_dataset)
-    config = tiny_config(tiny_dataset, tmp_path, run="run", keep=1)
-    with monkeypatch.context() as patch:
-        spoil(patch, 5, math.nan, before=True)
-        with pytest.raises(DivergedError, match="step 5 is nan"):
-            run(config, tiny_dataset)
-    resumed = run(config, tiny_dataset, resume=True)
-    assert final_weights(resumed.run_dir) == final_weights(whole.run_dir)
-    assert course(resumed.run_dir) == course(whole.run_dir)
-
-
 def test_a_run_that_diverges_in_its_first_step_has_a_report(
     tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
