@@ -96,17 +96,3 @@ def test_shares_are_those_of_a_line_between_evaluations() -> None:
     expected = [100 * (40 + 20 * 0.8 / fall) / 60 for fall in (2.0, 1.5, 1.0)] + [math.inf] * 2
     assert baseline_page.shares(muon, 2.2) == pytest.approx(expected)
     assert baseline_page.shares(muon._replace(diverged=1), 2.2)[-1] == math.inf
-
-
-def test_the_page_has_the_figures() -> None:
-    page = baseline_page.page(result())
-    assert "| AdamW, searched | 5 | 2.2000 | 2.0000 | 2.4000 |" in page
-    assert "| AdamW, default | 5 | 2.5000 | 2.5000 | 2.5000 |" in page
-    assert "| Muon, default | 5 | 2.0000 | 1.0000 | 3.0000 |" in page
-    assert "Muon, searched" not in page  # it is the default
-    assert "| median of AdamW, searched | 2.2000 | Muon, default | 93.3 | 80.0 | never |" in page
-    assert "| best seed of AdamW, searched | 2.0000 | Muon, default | 100.0 | 83.3 | never |" in page
-    assert "- Muon, random, seed 9: it broke" in page
-    assert "in this version of Python" in page
-    assert page.count("At the edge of its range: `muon_lr`.") == page.count("At the edge") == 1
-    assert "20 runs were planned, 15 made" in page

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from benchmarks.kernels import __main__ as bench_kernels
 from benchmarks.kernels.cases import SUBJECTS
@@ -42,17 +41,3 @@ def test_everything_once_on_the_cpu(tmp_path, capsys):
     assert {line.count("|") for line in lines} == {7}
     assert str(tmp_path) not in page
     assert len(capsys.readouterr().out.splitlines()) == len(rows)
-
-
-def test_a_row_of_the_table():
-    row = {
-        "subject": "loss", "name": "x", "moved": 4_000_000, "flops": 10**12,
-        "ms": {"median": 2.0, "p10": 1.5, "p90": 2.5, "n": 50}, "peak_mib": 1234.5, "errors": [0.001, 0.02],
-    }  # fmt: skip
-    assert bench_kernels.cells(row, 4.0) == [
-        "x", "2 (1.5 to 2.5; n 50)", "2 (50 %)", "500", "1,234", "0.02",
-    ]  # fmt: skip
-    assert bench_kernels.cells({**row, "moved": 0, "flops": 0, "errors": []}, 4.0)[2:] == ["", "", "1,234", ""]
-    with pytest.raises(ValueError, match="1 results, 2 exact ones"):
-        bench_kernels.errors([torch.ones(1)], [torch.ones(1)] * 2)
-    assert bench_kernels.errors([torch.tensor([3.0, 4.5])], [torch.tensor([3.0, 4.0])]) == [0.1]

@@ -161,7 +161,7 @@ def test_floors_are_at_the_rate_that_was_measured_in_the_run():
     assert page.Summary([row("quintic", 0.4)]).multiples(SHAPE) == (None, pytest.approx(nominal))
 
 
-def test_percentiles():
+def test_percentiles_are_interpolated():
     found = results.percentiles([float(value) for value in range(11)])
     assert found == {"median": 5.0, "p10": 1.0, "p90": 9.0, "least": 0.0, "n": 11}
     assert results.percentiles([3.0]) == {"median": 3.0, "p10": 3.0, "p90": 3.0, "least": 3.0, "n": 1}

@@ -96,30 +96,3 @@ def test_the_search_chooses_the_rate() -> None:
     late = [*rows(), row(*case.values(), "search", 0.8, 11, 0.1)]  # one seed of two
     assert 0.8 not in finetune_page.search_means(late, case)
     assert finetune_page.search_means([], case) == {}
-
-
-def result(found: list[dict[str, Any]]) -> dict[str, Any]:
-    text = {"train_tokens": 1000, "val_tokens": 100}
-    lists = {"seeds": [1, 2, 3], "search_seeds": [11, 12], "full_rates": [0.1, 0.2, 0.4], "lora_rates": [0.1, 0.2, 0.4]}
-    lists |= {"pretrain_muon_rates": [0.5], "pretrain_adamw_rates": [0.5]}
-    return {
-        "command": "c", "commit": "abc", "devices": ["cpu"], "at_once": 1, "failures": [], "rows": found,
-        "sizes": {"width": 16, "depth": 1, "pretrain_steps": 50, "steps": 5, "rows": 4, "seq_len": 16, **lists},
-        "texts": {"pretrain": text, "finetune": text},
-    }  # fmt: skip
-
-
-def test_the_page_compares_seeds_with_their_twins() -> None:
-    page = finetune_page.page(result(rows()))
-    line = next(text for text in page.splitlines() if text.startswith("| Muon | LoRA |"))
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[2:6] == [
-        "4.0000 (3.0000 to 5.0000)",
-        "3.9000 (3.0000 to 4.8000)",
-        "-0.1000 (-0.2000 to +0.0000)",
-        "2 of 3",
-    ]
-    assert "- Pretrained with AdamW, LoRA, Muon: 0.1: 3.0000, **0.2: 2.0000**, 0.4: inf\n" in page
-    assert "2 of 74 runs were not trained" in page  # both base models; a run of another rate counts for none
-    empty = finetune_page.page(result([]))
-    assert "74 of 74 runs were not trained" in empty

@@ -1,6 +1,5 @@
 """The arithmetic, the page and the figure of `benchmarks.training.quality`, whose runs take hours."""
 
-import argparse
 import json
 import math
 import statistics
@@ -8,10 +7,6 @@ import statistics
 import pytest
 
 from benchmarks.training import quality_page
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def run(variant: str, rate: float, seed: int, losses: list[float]) -> quality_page.Run:
@@ -69,15 +64,6 @@ def test_the_best_rate_is_chosen_by_the_tuning_seeds_alone():
 def test_a_band_has_the_steps_that_all_runs_have():
     runs = [run("muon", 0.1, 1, [4.0, 3.0, 2.0]), run("muon", 0.1, 2, [5.0, math.inf, 2.5])]
     assert quality_page.band(runs) == [(20, 4.0, 4.5, 5.0), (60, 2.0, 2.25, 2.5)]
-
-
-def test_the_table_has_means_and_ranges():
-    wanted = argparse.Namespace(tuning_seeds=[11], seeds=[21, 22], name="quality", base="")
-    text = quality_page.page(some_results(), wanted, {"computing": "", "command": "python x.py", "commit": "abc"})
-    lines = [cells(line) for line in text.splitlines() if line.startswith("|")]
-    # Both curves fall by 1 in 20 steps, so 0.1 less at the end is 2 steps sooner.
-    assert lines[2] == ["AdamW", "0.02", "3.005 (3.000 to 3.010)", "1.5025 (1.5000 to 1.5050)", "-"]
-    assert lines[3] == ["Muon", "0.02", "2.905 (2.900 to 2.910)", "1.4525 (1.4500 to 1.4550)", "58 (58 to 58), 97 %"]
 
 
 def test_a_run_that_diverged_is_the_worst():

@@ -55,67 +55,6 @@ def test_a_best_rate_at_the_end_of_the_grid_is_no_vertex() -> None:
     assert transfer_page.rate_shown(math.inf, rates) == "> 0.04"
 
 
-def line(study: str, label: str, best: float, *, seeds: int = 3, **values: Any) -> dict[str, Any]:
-    rates = [0.01, 0.02, 0.04, 0.08]
-    losses = {
-        f"{rate:g}": {str(seed): parabola(rate, best * 1.1 ** (seed - 1)) for seed in range(seeds)} for rate in rates
-    }
-    return {"study": study, "label": label, "values": {"label": label, **values}, "rates": rates, "losses": losses}
-
-
-def result(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "command": "c", "commit": "abc", "devices": ["cpu"], "at_once": 2, "changed": {"depth": 3}, "tokens": 4096,
-        "seeds": [0, 1, 2], "failures": [], "lines": lines,
-        "machine": {"cpu": "a CPU", "device": "CPU", "cores": 2, "dtype": "float32", "attention": "sdpa"},
-        "versions": {"python": "3.12.3", "torch": "2"},
-        "data": {"source": "python", "train_tokens": 5, "val_tokens": 4},
-    }  # fmt: skip
-
-
-def cells_of(page: str, label: str) -> list[str]:
-    row = next(text for text in page.splitlines() if text.startswith(f"| {label} |"))
-    return [cell.strip() for cell in row.strip("|").split("|")]
-
-
-def test_the_page_has_medians_and_best_rates() -> None:
-    lines = [line("width", "width 32", 0.03), line("width", "width 64", 0.5)]
-    again = {**lines[0], "study": "warm-up", "label": "warm-up 2 %", "rates": [0.01, 0.02]}
-    again["losses"] = {rate: again["losses"][rate] for rate in ("0.01", "0.02")}
-    page = transfer_page.page(result([*lines, again]), "name")
-    cells = cells_of(page, "width 32")
-    values = sorted(parabola(0.04, 0.03 * factor) for factor in (1 / 1.1, 1, 1.1))
-    assert cells[3] == f"**{values[1]:.3f} ({values[0]:.3f} to {values[2]:.3f})**"
-    assert sum("**" in cell for cell in cells) == 1
-    assert cells[-2:] == ["0.03 (0.027 to 0.033)", "3"]
-    assert cells_of(page, "width 64")[-2] == "> 0.08 (> 0.08 to > 0.08)"
-    assert cells_of(page, "warm-up 2 %")[1:] == [
-        cells[1],
-        f"**{cells[2].strip('*')}**",
-        "3",
-    ]  # nothing lies between two
-    assert "24 runs were trained." in page  # the same run in two studies is one
-    assert "not trained" not in page
-    assert "![Loss by learning rate](name.svg)" in page
-
-
-def test_warm_ups_are_compared_with_their_twins() -> None:
-    first, second = line("warm-up", "warm-up 0 %", 0.03), line("warm-up", "warm-up 10 %", 0.03)
-    for number, seed in enumerate(("0", "1", "2")):
-        second["losses"]["0.02"][seed] += (0.5, -0.25, 0.125)[number]
-    del second["losses"]["0.04"]["0"]
-    first["losses"]["0.04"]["1"] = None
-    del second["losses"]["0.08"]
-    page = transfer_page.page(result([first, second]), "name").split("same seed |")[1]
-    cells = cells_of(page, "warm-up 10 %")
-    assert cells[1:] == [
-        "+0.000 (+0.000 to +0.000), n=3",
-        "+0.125 (-0.250 to +0.500), n=3",
-        "+0.000 (+0.000 to +0.000), n=1",
-        "-",
-    ]
-
-
 class FakePool:
     """Answers at once; `cut` after a number of jobs."""
 

@@ -105,15 +105,6 @@ def test_a_file_is_one_source(tmp_path: Path) -> None:
     assert list(opened(path).documents()) == ["one\r\ntwo\n"]  # without the byte order mark, else as it is
 
 
-def test_parquet_rows_are_documents(tmp_path: Path) -> None:
-    texts = [f"row {index} é" for index in range(3000)]
-    table = arrow.table({"id": list(range(3001)), "text": [*texts, None]})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700, compression="zstd")
-    large = arrow.table({"text": arrow.array(["large"], type=arrow.large_string())})
-    pyarrow.parquet.write_table(large, tmp_path / "b.parquet")
-    assert list(opened(tmp_path).documents()) == [*texts, "large"]
-
-
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
 def test_long_lines_cross_blocks(tmp_path: Path, ending: str) -> None:
     rng = random.Random(1)
@@ -196,12 +187,6 @@ def test_a_pipe_is_an_error(tmp_path: Path, option: str) -> None:
     assert run.returncode == 2
     assert run.stderr.startswith(f"quintic: error: {tmp_path}/pipe.txt: a pipe or a device, not a file; ")
     assert run.stderr.count("\n") == 1
-
-
-def test_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(r'{"text": "a\ud83d b \ud83d\ude42"}')
-    assert texts_in(path) == ["a\ufffd b \U0001f642"]
 
 
 def test_fingerprint_follows_names_and_content(tmp_path: Path) -> None:
@@ -334,5 +319,5 @@ def test_appended_text_moves_no_earlier_cut() -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [("FineWeb-Edu", "fineweb-edu"), ("a/b c", "a-b-c"), ("漢", "text")])
-def test_slug(name: str, expected: str) -> None:
+def test_a_slug_is_a_plain_name(name: str, expected: str) -> None:
     assert slug(name) == expected

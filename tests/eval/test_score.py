@@ -42,7 +42,7 @@ def score(batches: list[Batch]) -> Score:
     return score_from_sums(document_sums(Fake(), batches, TOKEN_BYTES, CPU))
 
 
-def test_against_numpy() -> None:
+def test_sums_are_those_of_numpy() -> None:
     made = [random_batch(), random_batch(3, 20)]
     result = score(made)
     inputs = np.concatenate([b.inputs.numpy().ravel() for b in made]).astype(np.float64)

@@ -7,10 +7,17 @@ cases. The answers are the same: only built-in functions matter to it, and these
 import functools
 import inspect
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from case_shares import cases_of_share
+
+
+@pytest.fixture
+def own_triton_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache of Triton's: what is compiled is compiled here."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

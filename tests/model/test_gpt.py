@@ -101,7 +101,7 @@ def test_rotary_products_depend_on_the_distance_only():
     torch.testing.assert_close(rotated_q.norm(dim=-1), q.norm().expand(20))
 
 
-def test_rms_norm():
+def test_rms_norm_is_its_formula():
     x = torch.randn(3, 50)
     torch.testing.assert_close(rms_norm(x).square().mean(dim=-1), torch.ones(3), rtol=1e-4, atol=1e-4)
 

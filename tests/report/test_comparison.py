@@ -113,7 +113,6 @@ def write_text_curve(folder: Path, data: dict[str, Any] | None, ends: list[tuple
     return folder
 
 
-@pytest.mark.usefixtures("no_drawings")
 def test_bits_per_byte_decide_between_tokenizers(tmp_path: Path) -> None:
     # Small tokens are easy ones: 2 nats of a byte each are 2.9 bits per byte, 4 nats of four bytes each 1.4.
     good = write_text_curve(tmp_path / "good", {**TEXT, "key": "large"}, [(6.0, 2.25), (4.0, 1.5)])

@@ -235,7 +235,7 @@ def test_deterministic_algorithms_are_passed_on(name, wanted, install):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch's compiler, after a break
 @pytest.mark.parametrize("name", ["fa3", "fa4", "varlen"])
-def test_compiled(name, install):
+def test_attention_compiles_as_one_graph(name, install):
     install(name)
     inputs, starts, q, k, v = case()
 

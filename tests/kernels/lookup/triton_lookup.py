@@ -86,7 +86,7 @@ def test_rows_of_absent_tokens_have_no_gradient():
     assert touched.nonzero().flatten().tolist() == [*range(12, 16), *range(28, 32)]
 
 
-def test_no_positions():
+def test_no_positions_give_no_gradient():
     offsets = torch.tensor([0, 2, 5], dtype=torch.int32, device=DEVICE)
     plan = plan_lookup(torch.empty(0, dtype=torch.int64, device=DEVICE), offsets, 5)
     x = torch.randn(0, 16, device=DEVICE, requires_grad=True)

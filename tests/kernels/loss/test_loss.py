@@ -276,7 +276,7 @@ def fp8_problem(dtype=torch.float32, transposed=False):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_8_bits(dtype, transposed, reduction):
+def test_8_bits_are_close_to_the_definition(dtype, transposed, reduction):
     x, weight, targets, scales = fp8_problem(dtype, transposed)
     options = {"softcap": 15.0, "transposed": transposed}
     loss = softcap_cross_entropy(x, weight, targets, reduction=reduction, fp8=scales, **options)
@@ -439,7 +439,7 @@ def test_operators_keep_their_promises(fp8, transposed):
         ),
     ],
 )
-def test_mistakes(change, error, match):
+def test_mistakes_are_named(change, error, match):
     arguments = {
         "x": torch.randn(6, 8),
         "weight": torch.randn(30, 8),

@@ -116,7 +116,7 @@ def compare(x, weight, targets, **options):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("softcap", CAPS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_one_target(sizes, dtype, softcap, reduction):
+def test_one_target_is_as_exact_as_pytorch(sizes, dtype, softcap, reduction):
     x, weight, targets = make(sizes, dtype)
     found = compare(x, weight, targets, softcap=softcap, vocab_size=sizes[3], reduction=reduction)
     assert not found[2][sizes[3] :].any()
@@ -126,7 +126,7 @@ def test_one_target(sizes, dtype, softcap, reduction):
 @pytest.mark.parametrize("softcap", CAPS)
 @pytest.mark.parametrize("num_targets", [1, 2, 5])
 @pytest.mark.parametrize("weighted", ["no", "shared", "each"])
-def test_several_targets(dtype, softcap, num_targets, weighted):
+def test_several_targets_are_as_exact_as_pytorch(dtype, softcap, num_targets, weighted):
     x, weight, targets = make((10, 16, 520, 515), dtype, num_targets)
     # One target twice in a token, and tokens with some targets ignored.
     targets[::3] = targets[::3, :1]
@@ -145,7 +145,7 @@ def test_several_targets(dtype, softcap, num_targets, weighted):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_chunks_and_subchunks(dtype, transposed, reduction, monkeypatch):
+def test_chunks_and_subchunks_do_not_show(dtype, transposed, reduction, monkeypatch):
     if DEVICE == "cpu":
         monkeypatch.setattr(chunks, "_TOKEN_MULTIPLE", 4)
     multiple = chunks._TOKEN_MULTIPLE
@@ -189,7 +189,7 @@ def test_any_strides_and_mixed_dtypes(transposed):
 
 
 @pytest.mark.parametrize("softcap", CAPS)
-def test_nothing_to_learn(softcap):
+def test_nothing_to_learn_is_zero(softcap):
     for tokens in (0, 6):
         x, weight, targets = make((tokens, 8, 30, 30), torch.float32)
         targets.fill_(-100)
@@ -212,7 +212,7 @@ def test_evaluation_is_the_training_loss(dtype, softcap):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:divide by zero")  # NumPy, in the interpreter
 @pytest.mark.parametrize("softcap", [15.0, 30.0, 50.0])
-def test_extreme_logits(softcap):
+def test_extreme_logits_stay_exact(softcap):
     x, weight, targets = make((10, 16, 300, 300), torch.float32, spread=1e4)
     compare(x, weight, targets, softcap=softcap)
     # Every logit at the negative end of the cap but one: nothing underflows.
@@ -272,7 +272,7 @@ def test_compiled_and_recorded(reduction, monkeypatch):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("num_targets", [None, 3])
 @pytest.mark.parametrize("kept", [True, False])
-def test_8_bits(dtype, softcap, transposed, reduction, num_targets, kept, monkeypatch):
+def test_8_bits_agree_with_the_twin(dtype, softcap, transposed, reduction, num_targets, kept, monkeypatch):
     keep_rows(monkeypatch, kept)
     monkeypatch.setattr(chunks, "_chunk_bytes_in_8_bits", lambda device: 256 * 512 * 2)
     x, weight, targets = make((603, 64, 512, 509), dtype, num_targets, transposed)
@@ -313,7 +313,7 @@ def keep_rows(monkeypatch, kept):
 @pytest.mark.parametrize(
     "sizes", [(16, 3), (4080, 4080), (4096, 4095), (12304, 12303), (50304, 50257), (151936, 151669)]
 )
-def test_gradients_of_rows_in_8_bits(sizes, dtype, softcap, kept, monkeypatch):
+def test_gradients_of_rows_in_8_bits_are_close(sizes, dtype, softcap, kept, monkeypatch):
     from quintic.kernels.loss import fp8_rows
     from quintic.kernels.loss.problem import Problem
 

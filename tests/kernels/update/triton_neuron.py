@@ -204,7 +204,7 @@ def test_second_moments_that_were_far_off(beta):
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 20), (3, 20, 40)], ids=str)
-def test_tiny_updates_and_none(shape):
+def test_tiny_updates_and_zeros_have_finite_factors(shape):
     update, scale = made(shape) * torch.tensor([1e-7, 0.0, 1.0], device=DEVICE).view(3, 1, 1), scale_of(3)
     update[2].select(int(shape[1] < shape[2]), 5).zero_()  # a neuron
     moments = torch.zeros_like(moments_of(shape)[1][0])
@@ -260,7 +260,7 @@ def test_not_a_number_stays_in_its_matrix(shape, bad):
 
 @from_numpy
 @pytest.mark.parametrize("shape", [(0, 5, 3), (0, 3, 5), (2, 0, 0), (2, 0, 4), (2, 4, 0)], ids=str)
-def test_without_entries(shape):
+def test_matrices_without_entries_are_accepted(shape):
     _, m, n = shape
     update, scale = torch.zeros(shape, device=DEVICE), scale_of(shape[0])
     moments = torch.ones(shape[0], *second_moment_shape(m, n), device=DEVICE)

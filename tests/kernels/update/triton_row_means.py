@@ -30,7 +30,7 @@ def test_means_of_rows_are_those_of_the_twin_and_of_whole_gradients(num_ranks, n
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_large_tables(dtype):
+def test_rows_of_large_tables_are_averaged(dtype):
     check(8, 31440, 768, dtype, 0.1)
     # More than 2^31 entries.
     places = torch.full((1, 2**21 + 2**18), -1, dtype=torch.int32, device=DEVICE)
