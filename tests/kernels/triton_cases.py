@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
+from on_device import DEVICE, DTYPES
 from torch import nn
 
 from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.products import normalize
 from quintic.kernels.products.normalize import can_normalize, normalize_matrices
 from quintic.kernels.products.symmetric import can_multiply, symmetric_multiply
@@ -26,10 +26,6 @@ from quintic.optim.step import bucket_step
 from quintic.optim.step.operands import BucketCache, Operands
 from quintic.optim.step.torch_backend import TorchBackend
 from quintic.optim.step.triton_backend import TritonBackend
-
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
-# The interpreter has no reliable bfloat16.
-DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
 
 VIEWS = [
     (Matrix(), (37, 21)),

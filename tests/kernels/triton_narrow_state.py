@@ -7,12 +7,11 @@ device rounds, so there the averages themselves have no more bits than bfloat16.
 
 import pytest
 import torch
+from on_device import DEVICE
 from torch import nn
 
 from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split
-from quintic.kernels.dispatch import triton_is_interpreted
 
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
 DTYPES = [torch.float32] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
 LARGEST, COEFFICIENT, STEPS = (3, 0.5, 3) if DEVICE == "cpu" else (60, 0.75, 6)

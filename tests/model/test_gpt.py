@@ -209,21 +209,6 @@ def test_low_precision_activations_stay_near():
     assert low.head.weight.dtype == torch.float32
 
 
-def test_a_tiny_model_learns_a_pattern():
-    built = build_model(sizes(), device=torch.device("cpu"), dtype=torch.float32, attention="sdpa", seed=0)
-    import quintic
-
-    optimizer = quintic.Muon(quintic.param_groups(built), lr=0.02, adamw_lr=0.01)
-    row = torch.cat([torch.tensor([BOS]), torch.arange(1, 9).repeat(4)])
-    inputs, targets = row[None, :-1].expand(2, -1), row[None, 1:].expand(2, -1)
-    for _ in range(25):
-        loss = built(inputs, targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert float(loss.detach()) < 0.2
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the compiler
 def test_compiled_parts_compute_what_the_model_computes(monkeypatch):

@@ -3,15 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from on_device import DEVICE, poison_new_tensors
 
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.linear import fp8_quantize, relu2
 from quintic.kernels.linear.fp8 import fp8_linear
 from quintic.kernels.linear.fp8_quantize import LARGEST, quantized_layouts
 from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.kernels.linear.relu2 import QuantizedProduct, product_relu2
 
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
 DTYPES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 HAS_FP8 = DEVICE == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
@@ -29,22 +28,7 @@ if DEVICE == "cuda":
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Fill every new tensor of the kernels with values that no result has."""
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poison(getattr(torch, name)))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
-
-
-def poison(function):
-    def poisoned(*args, **kwargs):
-        out = function(*args, **kwargs)
-        if out.dtype in LARGEST:
-            out.view(torch.uint8).fill_(0x7F)
-        elif out.is_floating_point():
-            out.fill_(float("nan"))
-        return out
-
-    return poisoned
+    poison_new_tensors(monkeypatch)
 
 
 def error(found, exact):

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from on_device import DEVICE
 
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.linear.transpose import transpose_add_, transpose_copy_
 
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16, and no float8 on older versions.
 SUMMED = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
 CONVERTED = SUMMED if DEVICE == "cpu" else [*SUMMED, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -3,14 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from on_device import DEVICE, DTYPES, poison_new_tensors
 
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.loss import chunks, rows
 from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
 
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
-# The interpreter has no reliable bfloat16.
-DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
 HAS_FP8 = DEVICE == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
 
 needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="8-bit products, and rounding to 8 bits, need a recent CUDA device")
@@ -26,22 +23,7 @@ CAPS = [15.0, 50.0, SigmoidCap(23.0, 5.0, 7.5), SigmoidCap(70.0, -3.0, 20.0), No
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Fill every new tensor with values that no result has."""
-
-    def poison(function):
-        def poisoned(*args, **kwargs):
-            out = function(*args, **kwargs)
-            if out.element_size() == 1:
-                out.view(torch.uint8).fill_(0x7F)
-            elif out.is_floating_point():
-                out.fill_(float("nan"))
-            return out
-
-        return poisoned
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poison(getattr(torch, name)))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+    poison_new_tensors(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -4,15 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_device import DEVICE, poison_new_tensors
 from torch import nn
 
 from quintic import Experts, Muon, Split
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.update import neuron
 from quintic.kernels.update.neuron import advance_neuron_factors_
 from quintic.optim.rules.update import neuron_factors_, second_moment_shape
 
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
 DTYPES = [torch.float32, torch.float64, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 LAYOUTS = ["rows", "columns", "slice"]
@@ -47,14 +46,7 @@ from_numpy = pytest.mark.filterwarnings("ignore:invalid value encountered")  # t
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Fill every new tensor with values that no result has."""
-    empty = torch.empty
-
-    def poison(*args, **kwargs):
-        out = empty(*args, **kwargs)
-        return out.fill_(float("nan")) if out.is_floating_point() else out
-
-    monkeypatch.setattr(torch, "empty", poison)
+    poison_new_tensors(monkeypatch)
 
 
 def made(shape, dtype=torch.float32, layout="rows"):
