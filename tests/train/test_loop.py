@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import course, error_of, final_weights, tiny_config, tiny_options
+from tiny_runs import Killed, course, error_of, final_weights, tiny_config, tiny_options
 
 from quintic.cli import main
 from quintic.data.dataset import Dataset
@@ -225,9 +225,6 @@ def test_the_final_record_and_the_report_are_there_before_samples(
 ) -> None:
     """Also where the process does not live to the end of sampling."""
 
-    class Killed(BaseException):
-        pass
-
     def kill(self: Trainer) -> None:
         raise Killed
 
@@ -342,9 +339,6 @@ def test_a_run_that_went_back_and_was_killed_continues_from_there(
     killed_at: int, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not from the checkpoints of later steps, whose records in the log are gone."""
-
-    class Killed(BaseException):
-        pass
 
     config = tiny_config(tiny_dataset, tmp_path, run="run", save_every=1, keep=9)
     whole = run(config, tiny_dataset)

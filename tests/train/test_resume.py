@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import course, final_weights, start, tiny_config, tiny_options
+from tiny_runs import Killed, course, final_weights, start, tiny_config, tiny_options
 
 from quintic import stopping
 from quintic.cli import main
@@ -31,10 +31,6 @@ from quintic.train.runs import create_run
 from quintic.train.trainer import Trainer
 
 STEPS = 6
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: no code catches it."""
 
 
 def run(config: Config, dataset: Dataset, *, resume: Path | None = None, said: list[str] | None = None) -> Path:
