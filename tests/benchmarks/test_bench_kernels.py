@@ -1,4 +1,4 @@
-"""The benchmark of kernels: its arithmetic and tables, and one round of it on the CPU, with tiny sizes."""
+"""The benchmark of kernels: one round of it on the CPU, with tiny sizes."""
 
 import gc
 import json

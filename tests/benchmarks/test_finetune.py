@@ -1,4 +1,4 @@
-"""Models, optimizers, the choice of rates and the page of `benchmarks.finetune`."""
+"""Models, optimizers and jobs of `benchmarks.finetune`."""
 
 import math
 import time
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.finetune import page as finetune_page
 from benchmarks.finetune import run
 from quintic.data.dataset import Dataset
 
@@ -72,27 +71,3 @@ def test_a_job_pretrains_and_fine_tunes(tiny_dataset: Dataset, tmp_path: Path) -
         assert "at step 0 of 8" in run.train(job(tiny_dataset, deadline=0.0))["cut"]
     finally:
         torch.set_num_threads(threads)
-
-
-def row(pretrained: str, mode: str, name: str, part: str, rate: float, seed: int, loss: float | None) -> dict[str, Any]:
-    cell = {"part": part, "pretrained": pretrained, "mode": mode, "optimizer": name, "rate": rate, "seed": seed}
-    return {"cell": cell, "loss": loss, "before": 5.0, "other": 4.0, "trained": 10}
-
-
-def rows() -> list[dict[str, Any]]:
-    found = []
-    for case in finetune_page.cases():
-        for rate, loss in ((0.1, 3.0), (0.2, 2.0), (0.4, None)):
-            found += [row(*case.values(), "search", rate, seed, loss) for seed in (11, 12)]
-        lower = 0.1 if case["optimizer"] == "muon" else 0.0
-        found += [row(*case.values(), "final", 0.2, seed, 2.0 + seed - lower * (seed - 1)) for seed in (1, 2, 3)]
-        found.append(row(*case.values(), "final", 0.1, 1, 99.0))  # of another rate
-    return found
-
-
-def test_the_search_chooses_the_rate() -> None:
-    case = {"pretrained": "muon", "mode": "lora", "optimizer": "adamw"}
-    assert finetune_page.search_means(rows(), case) == {0.1: 3.0, 0.2: 2.0, 0.4: math.inf}
-    late = [*rows(), row(*case.values(), "search", 0.8, 11, 0.1)]  # one seed of two
-    assert 0.8 not in finetune_page.search_means(late, case)
-    assert finetune_page.search_means([], case) == {}

@@ -1,4 +1,4 @@
-"""The arithmetic and tables of `benchmarks.optimizer_step`; what it measures is in benchmarks/results."""
+"""The arithmetic of `benchmarks.optimizer_step`; what it measures is in benchmarks/results."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The arithmetic, the page and the figure of `benchmarks.training.quality`, whose runs take hours."""
+"""The arithmetic of `benchmarks.training.quality`, whose runs take hours."""
 
 import json
 import math
@@ -40,25 +40,6 @@ def test_steps_are_compared_with_the_same_seed():
     runs = [run("muon", 0.1, 2, [3.0, 2.0]), run("muon", 0.1, 1, [3.5, 2.5])]
     assert quality_page.steps_to_baseline(runs, baseline) == [30.0, 30.0]
     assert quality_page.steps_to_baseline([run("muon", 0.1, 1, [4.0, 3.5])], baseline) is None
-
-
-def some_results() -> list[quality_page.Result]:
-    runs = []
-    for number, variant in enumerate(quality_page.VARIANTS):
-        for rate, excess in ((0.01, 0.2), (0.02, 0.0), (0.03, 0.1)):
-            for seed in (11, 21, 22):
-                end = 3.0 - 0.1 * number + excess + 0.01 * (seed - 21)
-                runs.append(run(variant.name, rate, seed, [end + 2.0, end + 1.0, end]))
-    return quality_page.summarize(runs, [11], [21, 22])
-
-
-def test_the_best_rate_is_chosen_by_the_tuning_seeds_alone():
-    results = some_results()
-    assert [result.variant for result in results] == list(quality_page.VARIANTS)
-    for result in results:
-        assert result.rate == 0.02
-        assert not result.at_edge
-        assert [one.seed for one in result.runs] == [21, 22]
 
 
 def test_a_band_has_the_steps_that_all_runs_have():
