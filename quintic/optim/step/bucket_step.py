@@ -55,7 +55,13 @@ from quintic.optim.step.offload.offload import Offload, OffloadedPart
 from quintic.optim.step.operands import BucketCache, Operands, State
 from quintic.optim.step.ranges import NO_RANGES, Ranges, ranges_of
 from quintic.optim.step.telemetry import Counts, Measured, measure
-from quintic.optim.step.torch_backend import TorchBackend, UpdateBackend, step_adamw
+from quintic.optim.step.torch_backend import (
+    TorchBackend,
+    UpdateBackend,
+    read_matrices,
+    step_adamw,
+    write_matrices,
+)
 from quintic.optim.step.transports import Gather, Shard, Transport, as_rows, factors_of_pieces, join_units, split_units
 from quintic.optim.step.triton_backend import TritonBackend, step_adamw_triton
 
@@ -341,7 +347,7 @@ class BucketStep:
         if bucket.kernels == "torch":
             flags = [] if mask is None or mask.ndim == 0 else mask.tolist()
             present = None if all(flags) else _present(active, flags)
-            return TorchBackend(bucket, group, active, present, cache)
+            return TorchBackend(bucket, group, active, cache, present)
         hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
         return TritonBackend(bucket, group, active, cache, hyperparameters, mask)
 
@@ -383,18 +389,15 @@ class BucketStep:
     def _read_state(self, active: Operands) -> dict[str, Tensor]:
         """Return copies, (b, m, n) by name, of state that stages on whole matrices need, in the order of directions."""
         with nullcontext() if self._offload is None else self._offload.reachable():
-            return {
-                spec.name: self.cache.read_matrices(
-                    active, self.group.view, [state[spec.name] for state in active.states]
-                )
-                for spec in self._rule.matrix_state
-            }
+            of_names = {spec.name: [state[spec.name] for state in active.states] for spec in self._rule.matrix_state}
+            return {n: read_matrices(active, self.group.view, self.cache, tensors) for n, tensors in of_names.items()}
 
     def _write_state(self, active: Operands, batches: Mapping[str, Tensor]) -> None:
         """Store batches from `_read_state` that owners advanced: (b, m, n), or for pieces (units, *piece shape)."""
         with nullcontext() if self._offload is None else self._offload.reachable():
             for name, batch in batches.items():
-                self.cache.write_matrices(active, self.group.view, [state[name] for state in active.states], batch)
+                tensors = [state[name] for state in active.states]
+                write_matrices(active, self.group.view, self.cache, tensors, batch)
 
     def _matrix_state(
         self,
