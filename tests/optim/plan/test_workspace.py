@@ -13,7 +13,7 @@ from torch import nn
 
 from quintic import Experts, Heads, Matrix, Muon, Rows
 from quintic.kernels.products.choose_products import choose_products
-from quintic.optim.plan.members import direction_dtype
+from quintic.optim.plan.kinds import direction_dtype
 from quintic.optim.plan.plan import SMALL_BYTES
 from quintic.optim.plan.workspace.matrices import WorkspaceSpec, directions_bytes, polar_work
 from quintic.optim.polar.cpu_orthogonalize import _is_the_same_alone

@@ -23,9 +23,9 @@ from quintic.kernels.dispatch import Kernels
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import size_of
 from quintic.optim.layout.views import is_transposed
-from quintic.optim.plan.bucket import Sharded, ShardedMatrices, ShardedTable, Units
+from quintic.optim.plan.bucket import Sharded, Units
 from quintic.optim.plan.exchange import Exchange
-from quintic.optim.plan.members import adamw_entries, direction_dtype
+from quintic.optim.plan.kinds import adamw_entries, direction_dtype
 from quintic.optim.plan.row_sharding import MARK_BYTES
 from quintic.optim.plan.schedule import Stages
 from quintic.optim.plan.workspace.matrices import (
@@ -119,18 +119,19 @@ def stages_of_shards(bucket: Sharded, group: Group, *, worst_case: bool = False)
     """
     dtype, kernels = bucket.dtype, bucket.kernels
     # The memory of the owner's step.
-    if isinstance(bucket, ShardedMatrices):
+    units = bucket.units
+    if units is not None:
         in_order = all(group.params[shard.index].is_contiguous() for shard in bucket.shards)
         spec = WorkspaceSpec.of_group(group, dtype, bucket.device, kernels)._replace(worst_case=worst_case)
         counts = {len(bucket.shards[owned]) for owned in (bucket.of_owners if worst_case else [bucket.local_slice])}
-        work = max(_units_bytes(count, bucket.units, spec, in_order) for count in counts)
+        work = max(_units_bytes(count, units, spec, in_order) for count in counts)
     else:
-        shards = bucket.shards if worst_case else bucket.local
+        shards = bucket.shards if worst_case else bucket.members
         work = adamw_workspace_bytes(
             max((shard.numel for shard in shards), default=0), group, dtype, bucket.device, kernels
         )
     # The memory of messages; marks of touched rows are held beside gradients.
-    marks = MARK_BYTES * bucket.rows.padded_rows if isinstance(bucket, ShardedTable) else 0
+    marks = 0 if bucket.rows is None else MARK_BYTES * bucket.rows.padded_rows
     own = max(bucket.entries) if worst_case else bucket.entries[bucket.position]
     stages = averaging_stages(bucket.entries, own, dtype, kernels, is_direct=bucket.is_direct, work=work)
     # If touched rows are sent, the rows sent and received fit into the memory of whole gradients.

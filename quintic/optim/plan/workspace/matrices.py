@@ -24,7 +24,7 @@ from quintic.kernels.products.choose_products import queued_matrices
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.views import View, is_plain
 from quintic.optim.plan.bucket import Units
-from quintic.optim.plan.members import direction_dtype, update_dtype
+from quintic.optim.plan.kinds import direction_dtype, update_dtype
 from quintic.optim.polar.cpu_orthogonalize import iterates_on_cpu, iteration_bytes
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.products import ALIGNMENT, SMALL_PRODUCT, padded_side
