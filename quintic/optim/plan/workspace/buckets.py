@@ -35,7 +35,7 @@ from quintic.optim.plan.workspace.matrices import (
     factor_bytes,
     factors_of_pieces_bytes,
     matrices_bytes,
-    stages_work,
+    matrices_work,
     units_work,
     width_of,
 )
@@ -102,7 +102,7 @@ def batch_bytes(
     """
     m, n = shape
     direction = direction_dtype(form, spec.dtype)
-    work = stages_work(form, count, m, n, spec, copied=count * m * n * direction.itemsize if is_copied else 0)
+    work = matrices_work(form, count, m, n, spec, copied=count * m * n * direction.itemsize if is_copied else 0)
     # With `scale_decay`, factors of decay stand beside them.
     factors = factor_bytes(count, m, n, spec) * (3 if spec.scales_decay else 1)
     return matrices_bytes(count * m * n, min(count, largest) * m * n, direction, work, factors, spec, in_order=True)
