@@ -65,7 +65,7 @@ class _Counting(TorchDispatchMode):
     """Adds up the storages of new tensors, for as long as they live."""
 
     def __init__(self, operands: Iterable[Tensor], device_type: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._is_cpu = device_type == "cpu"
         self._operands = {operand.untyped_storage()._cdata for operand in operands}

@@ -45,6 +45,7 @@ __all__ = [
     "matrices_bytes",
     "matrices_work",
     "polar_work",
+    "stages_work",
     "units_work",
     "width_of",
 ]
@@ -189,7 +190,7 @@ def matrices_work(form: Form | None, batch: int, m: int, n: int, spec: Workspace
     """
     polar = polar_work(form, batch, m, n, spec)
     before, after = (
-        _stages_work(stages, m, n, given, spec._replace(worst_case=False))
+        stages_work(stages, m, n, given, spec._replace(worst_case=False))
         for stages, given in (
             (spec.rule.before, direction_dtype(form, spec.dtype)),
             (spec.rule.after, update_dtype(form, spec.dtype)),
@@ -201,7 +202,7 @@ def matrices_work(form: Form | None, batch: int, m: int, n: int, spec: Workspace
 
 
 @lru_cache(maxsize=1024)
-def _stages_work(stages: tuple[MatrixStage, ...], m: int, n: int, given: torch.dtype, spec: WorkspaceSpec) -> Footprint:
+def stages_work(stages: tuple[MatrixStage, ...], m: int, n: int, given: torch.dtype, spec: WorkspaceSpec) -> Footprint:
     """Return the memory that some stages need for one (m, n) matrix; `kept` is the result's, 0 if it is not new."""
     if not stages:
         return Footprint(0, 0)
