@@ -58,20 +58,6 @@ class Program(NamedTuple):
     num_squares: int
     """How many (side, side) buffers there are."""
 
-    def peak_bytes(self, whole: int, square: int) -> int:
-        """Return the most bytes of matrices that `run_products` holds at a time, x included.
-
-        `whole` and `square` are the bytes of (batch, m, n) and (batch, side, side).
-        """
-        sizes = {0: whole}
-        peak = whole
-        for number, product in enumerate(self.products):
-            # The result beside every matrix that this product or a later one reads.
-            sizes[number + 1] = whole if product.kind == "apply" else square
-            peak = max(peak, sum(sizes.values()))
-            sizes = {matrix: size for matrix, size in sizes.items() if self.last_uses[matrix] != number}
-        return peak
-
 
 @functools.lru_cache(maxsize=64)
 def products_of(segments: tuple[tuple[int, int], ...], coefficients: Coefficients, norm: float) -> Program:

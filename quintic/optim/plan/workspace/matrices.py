@@ -5,8 +5,7 @@ on top (see `plan.SMALL_BYTES`), as do copies of gradients whose dtype or stride
 bytes follow from
 
     stages of a rule    the stages themselves, which run once on tensors without memory (`counting.py`)
-    polar step          the list of products (`Program.peak_bytes`), and what one product or a library needs beside it;
-                        on a CPU see `cpu_orthogonalize.py`
+    polar step          its products, counted in the same way; on a CPU see `cpu_orthogonalize.py`
     momentum, weights   a number of tensors for each case of `momentum_` and `decay_and_step_` (`update.py`)
 
 Directions belong to the caller, and are not counted unless they are copied.
@@ -31,7 +30,8 @@ from quintic.optim.plan.workspace.counting import Footprint, count_bytes
 from quintic.optim.polar.cpu_orthogonalize import iterates_on_cpu, iteration_bytes
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.matrix_stages import MatrixState, apply_stages
-from quintic.optim.polar.products import ALIGNMENT, padded_side
+from quintic.optim.polar.orthogonalize import apply_form
+from quintic.optim.polar.products import ALIGNMENT
 from quintic.optim.polar.program import products_of
 from quintic.optim.rules.rule import MatrixStage, UpdateRule
 from quintic.optim.rules.update import CPU_PIECE, second_moment_shape
@@ -121,17 +121,15 @@ def polar_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpe
         return Footprint((work + 8 * item) * size, item * size)
     if spec.device.type == "cpu" and spec.kernels == "torch" and iterates_on_cpu(form, m, n):
         return Footprint(iteration_bytes(form, batch, m, n, direction), item * size)
-    rows, columns = (padded_side(side, form.compute_dtype, spec.device) for side in (m, n))
-    if (rows, columns) != (m, n):
-        # Padded directions beside the computation of the padded matrices, then the result without padding beside it.
-        padded = polar_work(form, batch, rows, columns, spec)
-        copied = direction.itemsize * batch * rows * columns
-        return Footprint(copied + max(padded.peak, padded.kept + item * size), item * size)
-    # The norm of the entries does not change which products there are.
-    program, side = products_of(tuple(form.segments), form.coefficients, 1.0), min(m, n)
-    normalised = _normalised_bytes(form, batch, m, n, spec)
-    one_by_one = program.peak_bytes(item * size, item * batch * side**2) + _beside_products(form, batch, m, n, spec)
-    most = Footprint(max(normalised, one_by_one), item * size)
+    one, copies = _counted_work(form, m, n, direction, spec.kernels, spec.device.type), 0
+    # Plain PyTorch has aligned copies of one matrix at a time, unless all matrices of a batch are aligned anyway.
+    width = item if spec.device.type != "cpu" else max(item, 4)
+    if batch > 1 and any(numel * width % ALIGNMENT for numel in (m * n, min(m, n) ** 2)):
+        copies = width * (2 * m * n + min(m, n) ** 2)
+    if spec.device.type == "cpu" and form.compute_dtype == torch.bfloat16:
+        # oneDNN has padded copies of one matrix at a time.
+        copies += 6 * -(-m // 64) * -(-n // 64) * 64**2 + 2**14
+    most = Footprint(batch * one.peak + copies, item * size)
     # The largest batch that a kernel of this device computes as a queue, 0 for none.
     queued = 0
     if spec.kernels == "triton":
@@ -140,47 +138,18 @@ def polar_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpe
     count = batch if batch <= queued else queued if spec.worst_case else 0
     if not count:
         return most
-    # A queue has two (m, n) matrices, of which the result is one, and small ones from the first product to the last.
-    pair = 2 * item * count * m * n
-    squares = item * program.num_squares * count * side**2 + 4 * count * -(-side // 128)
-    scratch = _normalised_bytes(form, count, m, n, spec) - pair // 2
-    return Footprint(max(most.peak, pair + max(squares, scratch)), max(most.kept, pair))
+    # A queue has two (m, n) matrices, of which the result is one, small ones, and counters, from the first product on.
+    pair, side = 2 * item * count * m * n, min(m, n)
+    num_squares = products_of(tuple(form.segments), form.coefficients, 1.0).num_squares
+    squares = item * num_squares * count * side**2 + 4 * count * -(-side // 128)
+    return Footprint(max(most.peak, pair + squares), max(most.kept, pair))
 
 
-def _normalised_bytes(form: Form, batch: int, m: int, n: int, spec: WorkspaceSpec) -> int:
-    """Return the bytes that normalisation allocates, its result included."""
-    item, direction = form.compute_dtype.itemsize, direction_dtype(form, spec.dtype)
-    is_double = torch.float64 in (form.compute_dtype, direction)
-    if spec.kernels == "triton" and not is_double and m * n < 2**31:
-        from quintic.kernels.products.normalize import scratch_bytes
-
-        return batch * (m * n * item + scratch_bytes(m, n))
-    # Plain PyTorch has the quotients, then beside these either widened directions on a CPU, or squares on a GPU, or the
-    # rounded result.
-    work = 8 if is_double else 4
-    widens = spec.device.type != "cpu" or direction.itemsize < work
-    beside = max(work * widens, item * (item != work))
-    return batch * (m * n * (work + beside) + (m + 4) * work)
-
-
-def _beside_products(form: Form, batch: int, m: int, n: int, spec: WorkspaceSpec) -> int:
-    """Return the most bytes that `products.multiply` allocates beside the result of one product."""
-    item, whole, square = form.compute_dtype.itemsize, m * n, min(m, n) ** 2
-    # The diagonal, which is computed separately, and the scalar that stands in for a missing addend.
-    diagonal = 16 * batch * min(m, n) + 8
-    if item == 2 and spec.device.type != "cpu":
-        return diagonal
-    # Aligned copies of one matrix at a time, unless all matrices of a batch are aligned anyway.
-    width = max(item, 4)
-    aligned = all(numel * width % ALIGNMENT == 0 for numel in (whole, square))
-    copies = 0 if batch == 1 or aligned else width * (2 * whole + square)
-    if item == 2:
-        # CPUs multiply in float32: operands and result of a product with the whole matrices, or of small ones with an
-        # addend. Of a few bfloat16 products oneDNN makes padded copies, one matrix at a time.
-        copies += 4 * batch * max(2 * whole + square, 4 * square)
-        padded = -(-m // 64) * -(-n // 64) * 64**2
-        copies += 6 * padded + 2**14 if form.compute_dtype == torch.bfloat16 else 0
-    return copies + diagonal
+@lru_cache(maxsize=1024)
+def _counted_work(form: Form, m: int, n: int, direction: torch.dtype, kernels: Kernels, device_type: str) -> Footprint:
+    """Return the memory for the polar factor of one (m, n) matrix, computed product by product."""
+    x = torch.empty((1, m, n), dtype=direction, device="meta")
+    return count_bytes(lambda: apply_form(x, form, kernels), [x], device_type)
 
 
 def matrices_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpec, copied: int = 0) -> Footprint:
