@@ -207,12 +207,12 @@ class Decorrelated(MatrixStage):
 
 
 @pytest.mark.parametrize("given", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("state_dtype", [None, "bf16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("stages", [NORMUON.after, ADAMUON.before, ADAMUON.after, (Decorrelated(),)])
-def test_what_stages_allocate(stages, shape, narrow, given):
+def test_what_stages_allocate(stages, shape, state_dtype, given):
     # No stage says what it needs.
-    count, spec = 3, WorkspaceSpec(torch.float32, CPU, "torch", MUON, narrow=narrow)
+    count, spec = 3, WorkspaceSpec(torch.float32, CPU, "torch", MUON, state_dtype=state_dtype)
     matrices, scales = torch.randn(count, *shape).to(given), torch.ones(count, 1, 1)
     state = {one.name: (one.shape, one.dtype_for(torch.float32, spec.state_dtype)) for s in stages for one in s.state}
     batches = {
@@ -257,7 +257,7 @@ def test_what_plain_directions_allocate(dtype, state, direction, nesterov):
         return momentum_([momentum], [gradient], mu=0.9, nesterov=nesterov, out=out)
 
     peak = peak_bytes(run)
-    spec = WorkspaceSpec(dtype, CPU, "torch", MUON, narrow=state == torch.bfloat16)
+    spec = WorkspaceSpec(dtype, CPU, "torch", MUON, state_dtype="bf16" if state == torch.bfloat16 else None)
     planned = directions_bytes(gradient.numel(), direction, spec)
     # Without looking ahead nothing is new but what is widened.
     assert peak <= planned == peak + (0 if nesterov else 4 * gradient.numel())

@@ -63,8 +63,8 @@ class WorkspaceSpec(NamedTuple):
     worst_case: bool = False
     """Bound the worst case over all devices of this type and over smaller batches, so that all ranks compute the same
     number, which grows with the batch size."""
-    narrow: bool = False
-    """Whether moments are in bfloat16, so that plain PyTorch makes float32 copies of them."""
+    state_dtype: Literal["bf16"] | None = None
+    """The group's option: plain PyTorch makes float32 copies of moments in bfloat16."""
     has_masters: bool = False
     cautious: bool = False
     scales_decay: bool = False
@@ -73,11 +73,6 @@ class WorkspaceSpec(NamedTuple):
     def normalizes(self) -> bool:
         """Return whether the rule normalises neurons, as NorMuon does."""
         return self.rule.neuron_state is not None
-
-    @property
-    def state_dtype(self) -> Literal["bf16"] | None:
-        """Return the group's option of this name."""
-        return "bf16" if self.narrow else None
 
     @property
     def state_width(self) -> int:
@@ -92,7 +87,7 @@ class WorkspaceSpec(NamedTuple):
             device,
             kernels,
             group.rule,
-            narrow=group.state_dtype is not None,
+            state_dtype=group.state_dtype,
             has_masters=group.master is not None and dtype.itemsize < 4,
             cautious=bool(group.cautious),
             scales_decay=group.scale_decay and group.rule.orthogonalizes,
@@ -263,7 +258,7 @@ def directions_bytes(numel: int, direction: torch.dtype, spec: WorkspaceSpec, *,
         # Directions in another order are copied into row order.
         return numel * direction.itemsize * (1 if in_order else 2)
     # For the entries at a time: directions before rounding, and widened gradients and moments of less than float32.
-    wide = 1 + (spec.dtype.itemsize < 4) + spec.narrow
+    wide = 1 + (spec.dtype.itemsize < 4) + (spec.state_dtype is not None)
     return numel * direction.itemsize + at_a_time(numel, spec) * wide * width_of(spec.dtype)
 
 
