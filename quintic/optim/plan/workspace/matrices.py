@@ -117,9 +117,10 @@ def polar_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpe
     if spec.device.type == "cpu" and spec.kernels == "torch" and iterates_on_cpu(form, m, n):
         return Footprint(iteration_bytes(form, batch, m, n, direction), item * size)
     one, copies = _counted_work(form, m, n, direction, spec.kernels, spec.device.type), 0
-    # Plain PyTorch has aligned copies of one matrix at a time, unless all matrices of a batch are aligned anyway.
+    # Plain PyTorch has aligned copies of one matrix at a time, unless all matrices of a batch are aligned anyway, as
+    # padded 16-bit ones are on GPUs. CPUs multiply in float32 at least.
     width = item if spec.device.type != "cpu" else max(item, 4)
-    if batch > 1 and any(numel * width % ALIGNMENT for numel in (m * n, min(m, n) ** 2)):
+    if batch > 1 and width > 2 and any(numel * width % ALIGNMENT for numel in (m * n, min(m, n) ** 2)):
         copies = width * (2 * m * n + min(m, n) ** 2)
     if spec.device.type == "cpu" and form.compute_dtype == torch.bfloat16:
         # oneDNN has padded copies of one matrix at a time.
