@@ -258,17 +258,16 @@ def _results(units: Units, exchange: Exchange, kept: int, spec: WorkspaceSpec) -
     else:
         besides, message, arriving = kept, sum(exchange.scattering.sends) * item + pieces, 0
     factors = factors_of_pieces_bytes(units, exchange.piece_shape, exchange.num_units, spec)
-    most_neurons = 0
-    if spec.normalizes:
-        # Factors and second moments of each unit, side by side in one message.
-        size = 2 * width_of(spec.dtype) * units.num_neurons
-        own = exchange.num_owned * size
-        neurons = (0, own, own) if exchange.is_local else _all_gather(exchange, size, own)
-        most_neurons = max(neurons[1:])
-        besides, message = besides + neurons[0] + own, message + neurons[1]
-        factors += exchange.num_units * size // 2
-    applying = pieces + factors + applied_bytes(math.prod(exchange.piece_shape), spec)
-    return besides, message, max(arriving, applying) + most_neurons
+    applied = factors + applied_bytes(math.prod(exchange.piece_shape), spec)
+    if not spec.normalizes:
+        return besides, message, max(arriving, pieces + applied)
+    # Factors and second moments of each unit travel side by side in one more message.
+    size = 2 * width_of(spec.dtype) * units.num_neurons
+    own, everything = exchange.num_owned * size, exchange.num_units * size
+    beside_neurons, neurons, arriving_neurons = (0, own, 0) if exchange.is_local else _all_gather(exchange, size, own)
+    # Factors are copied from the message before they are spread over the pieces.
+    finishing = pieces + max(arriving_neurons, everything + everything // 2 + applied)
+    return besides + beside_neurons + own, message + neurons, max(arriving + neurons, finishing)
 
 
 def _all_gather(exchange: Exchange, size: int, kept: int, *, copied: int = 0) -> tuple[int, int, int]:
