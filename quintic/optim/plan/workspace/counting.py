@@ -86,12 +86,18 @@ class _Counting(TorchDispatchMode):
     ) -> Any:
         options = kwargs or {}
         results = func(*args, **options)
+        widened = self._widened_bytes(func, args, options)
+        is_known = not widened
         for result in results if isinstance(results, list | tuple) else (results,):
             if isinstance(result, Tensor):
                 storage = result.untyped_storage()
-                if storage._cdata not in self._operands:
-                    self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.live_bytes() + self._widened_bytes(func, args, options))
+                key, known = storage._cdata, self._storages.get(storage._cdata)
+                if key not in self._operands and (known is None or known[0].expired()):
+                    self._storages[key] = StorageWeakRef(storage), storage.nbytes()
+                    is_known = False
+        # Most operations make views, or write to tensors that there are.
+        if not is_known:
+            self.peak = max(self.peak, self.live_bytes() + widened)
         return results
 
     def _widened_bytes(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> int:

@@ -116,7 +116,9 @@ def polar_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpe
         return Footprint((work + 8 * item) * size, item * size)
     if spec.device.type == "cpu" and spec.kernels == "torch" and iterates_on_cpu(form, m, n):
         return Footprint(iteration_bytes(form, batch, m, n, direction), item * size)
-    one, copies = _counted_work(form, m, n, direction, spec.kernels, spec.device.type), 0
+    # A matrix needs as much as its transpose, but for the norms of its rows.
+    tall = max(m, n), min(m, n)
+    one, copies = _counted_work(form, *tall, direction, spec.kernels, spec.device.type), 0
     # Plain PyTorch has aligned copies of one matrix at a time, unless all matrices of a batch are aligned anyway, as
     # padded 16-bit ones are on GPUs. CPUs multiply in float32 at least.
     width = item if spec.device.type != "cpu" else max(item, 4)
