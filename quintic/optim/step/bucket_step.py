@@ -30,7 +30,7 @@ What holds throughout:
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
@@ -41,6 +41,7 @@ from quintic.optim.groups.group import Group
 from quintic.optim.groups.ties import Tie
 from quintic.optim.plan.bucket import Bucket, Gathered, ParameterUnit, Sharded, ShardedMatrices
 from quintic.optim.plan.members import BucketMember, update_dtype
+from quintic.optim.plan.offload_size import DIRECTIONS, WEIGHTS
 from quintic.optim.plan.schedule import Schedule, prefetch_one_schedule
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.matrix_stages import NO_STATE, MatrixState, apply_stages
@@ -52,7 +53,8 @@ from quintic.optim.state.shards import StateShard
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.averaging import PrecomputedAverages
 from quintic.optim.step.consensus import RankConsensus
-from quintic.optim.step.offload.offload import Offload, OffloadedPart
+from quintic.optim.step.offload.offload import Offload
+from quintic.optim.step.offload.pieces import BLOCKS, BucketPiece
 from quintic.optim.step.operands import BucketCache, Operands, State
 from quintic.optim.step.ranges import NO_RANGES, Ranges, ranges_of
 from quintic.optim.step.telemetry import Counts, Measured, measure
@@ -64,6 +66,9 @@ __all__ = ["NO_OPERANDS", "BucketStep", "StepContext", "orthogonalized", "run_ov
 
 # A bucket has these operands between steps, so that it keeps no gradient alive.
 NO_OPERANDS = Operands((), [], [], [], 0)
+
+# The context of computations whose state is on the device anyway.
+_ON_DEVICE = nullcontext()
 
 
 @dataclass(slots=True)
@@ -217,23 +222,29 @@ class BucketStep:
         if not self._orthogonalizes:
             if active.params:
                 with self.ranges["update"]:
-                    self._step_adamw(active, own_mask)
+                    if self._offload is None:
+                        self._step_adamw(active, self.cache, own_mask)
+                    else:
+                        self._step_adamw_pieces(self._offload, active, own_mask)
             if isinstance(transport, Shard) and mask is not None:
                 transport.count_elsewhere(group, context.state, mask)
         elif active.params or isinstance(transport, Gather):
             # momentum. A rank without pieces has no backend but sends and receives messages, since it may own units.
             backend: UpdateBackend | None = None
+            piece: BucketPiece | None = None
             if active.params and self._offload is None:
                 backend = self._backend(active, group, self.cache, own_mask)
             elif active.params and self._offload is not None:
-                backend = self._offload.backend(self.number, active, group, own_mask, self._backend)
+                (piece,) = self._offload.pieces(self.number)
+                on_blocks = replace(group, view=BLOCKS)
+                backend = self._backend(piece.operands(active), on_blocks, piece.cache, own_mask)
             directions: Tensor | None = None
             # Name -> state of the parameter's shape that a stage on whole matrices needs. It goes to the owner and
             # comes back in messages like the ones of directions and updates.
             batches: dict[str, Tensor] = {}
             wait_for_state: Callable[[], dict[str, Tensor]] | None = None
             if backend is not None:
-                with self.ranges["momentum"]:
+                with self.ranges["momentum"], _ON_DEVICE if piece is None else piece.loaded(DIRECTIONS):
                     directions = backend.directions()  # (b, m, n), or pieces of units (units, rows, columns)
                     if units is not None:
                         directions = directions.contiguous()
@@ -292,8 +303,8 @@ class BucketStep:
                         self._write_state(active, batches)
                     if units is not None or group.scale_decay:
                         update = update if update.ndim == 3 else as_rows(update)
-                        backend.apply(update, self._factors_of_pieces(factors, scales))
-                    else:
+                        factors = [self._factors_of_pieces(factors, scales)]
+                    with _ON_DEVICE if piece is None else piece.loaded(WEIGHTS):
                         backend.apply(update, factors[0])
             del backend, update, factors, batches
 
@@ -344,8 +355,8 @@ class BucketStep:
     def _backend(self, active: Operands, group: Group, cache: BucketCache, mask: Tensor | None) -> UpdateBackend:
         """Return the element-wise passes over operands whose state is on the device; the mask is () or (matrices,).
 
-        Offload calls this with operands on the device, and with a group and a cache made for them, since their tensors
-        have another view than the parameters.
+        Group and cache are the bucket's own, or with offload made for the operands, which have another view than the
+        parameters.
         """
         bucket = self.bucket
         if bucket.kernels == "torch":
@@ -355,23 +366,24 @@ class BucketStep:
         hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
         return TritonBackend(bucket, group, active, cache, hyperparameters, mask)
 
-    def _step_adamw(self, active: Operands, mask: Tensor | None) -> None:
-        """Step AdamW parameters, or pieces of them; the mask is () or (members,)."""
+    def _step_adamw(self, active: Operands, cache: BucketCache, mask: Tensor | None) -> None:
+        """Step AdamW parameters, or a piece of them, whose state is on the device; the mask is () or (members,)."""
         bucket, group = self.bucket, self.group
-        pieces: Iterable[OffloadedPart] = [OffloadedPart(active, self.cache, slice(None))]
-        # State in host memory is loaded in pieces of bounded size, each updated while the next is loaded.
-        if self._offload is not None:
-            pieces = self._offload.parts(self.number, active)
-        for piece in pieces:
+        if bucket.kernels == "triton":
+            hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
+            step_adamw_triton(bucket, group, active, cache, hyperparameters, mask)
+            return
+        if mask is not None and mask.ndim and not bool(mask.all()):
+            active = _unmasked(active, mask)
+        step_adamw(bucket, group, active)
+
+    def _step_adamw_pieces(self, offload: Offload, active: Operands, mask: Tensor | None) -> None:
+        """Step AdamW parameters with state in host memory; the mask is () or (members,)."""
+        # Each piece is updated while the next is loaded and the one before is stored.
+        for piece in offload.pieces(self.number):
             own_mask = mask if mask is None or mask.ndim == 0 else mask[piece.members]
-            if bucket.kernels == "torch":
-                operands = piece.active
-                if own_mask is not None and own_mask.ndim and not bool(own_mask.all()):
-                    operands = _those_stepped(operands, own_mask)
-                step_adamw(bucket, group, operands)
-            else:
-                hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
-                step_adamw_triton(bucket, group, piece.active, piece.cache, hyperparameters, own_mask)
+            with piece.loaded(DIRECTIONS):
+                self._step_adamw(piece.operands(active), piece.cache, own_mask)
 
     def _unit_moments(self) -> list[list[Tensor]]:
         """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), as views of the state."""
@@ -567,7 +579,7 @@ def _present(active: Operands, flags: Sequence[int]) -> list[bool]:
     return [all([*islice(of_matrices, member.num_matrices)]) for member in active.members]
 
 
-def _those_stepped(active: Operands, mask: Tensor) -> Operands:
+def _unmasked(active: Operands, mask: Tensor) -> Operands:
     """Return the operands whose flag in the mask, (members,), is not zero; the host waits for the device."""
     rows = zip(active.gradients, mask.tolist(), strict=True)
     return active.present([gradient if flag else None for gradient, flag in rows])

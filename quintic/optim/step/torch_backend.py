@@ -58,9 +58,12 @@ class TorchBackend:
         self._present = None if present is None or all(present) else present
         self._places = BlockPlaces() if places is None else places
 
-    def _those_stepped(self, *lists: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+    def _only_present(self, *lists: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """Return each list without members that are not stepped."""
         assert self._present is not None
-        return [[part for part, present in zip(parts, self._present, strict=True) if present] for parts in lists]
+        return [
+            [one for one, present in zip(of_members, self._present, strict=True) if present] for of_members in lists
+        ]
 
     def directions(self) -> Tensor:
         """Advance the momentum; return the directions (b, m, n)."""
@@ -77,7 +80,7 @@ class TorchBackend:
         directions = new(size, dtype=bucket.direction_dtype, device=bucket.device)
         parts: Sequence[Tensor] = directions.view(size[0], *shape).split(counts)
         if self._present is not None:
-            momenta, gradients, parts = self._those_stepped(momenta, gradients, parts)
+            momenta, gradients, parts = self._only_present(momenta, gradients, parts)
         momentum_(momenta, gradients, mu=float(group.momentum), nesterov=group.nesterov, out=parts)
         return directions
 
@@ -102,7 +105,7 @@ class TorchBackend:
         scales: Sequence[Tensor] = everything[: len(update)].split(counts)
         decays: Sequence[Tensor] = everything[-len(update) :].split(counts)
         if self._present is not None:
-            stepped = self._those_stepped(weights, updates, scales, decays, masters)
+            stepped = self._only_present(weights, updates, scales, decays, masters)
             weights, updates, scales, decays, masters = stepped
         decay_and_step_(
             weights,

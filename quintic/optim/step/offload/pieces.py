@@ -1,0 +1,137 @@
+"""The pieces of a bucket with state in host memory: the tensors that are loaded and computed at a time.
+
+    Muon     one piece, the bucket's matrices, with a batch for each pass: momentum to compute directions, and masters,
+             if there are any, to write weights
+    AdamW    the ranges that the plan decided (`offload_size.adamw_pieces`), with one batch of moments and masters for
+             the whole update
+
+A bucket often has only some matrices of a parameter, of a bank or of heads. Its computation then gets blocks of
+weights, gradients and state instead of whole tensors, so that no more state is loaded than is stepped.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quintic.optim.groups.group import Group
+from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.layout.views import View
+from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.members import BucketMember, block_of
+from quintic.optim.plan.offload_size import DIRECTIONS, WEIGHTS, MemberEntries
+from quintic.optim.rules.rule import STEP, UpdateRule
+from quintic.optim.state.state import master_key
+from quintic.optim.step.offload.transfers import BufferPool, TransferBatch
+from quintic.optim.step.operands import BucketCache, Operands
+from quintic.optim.step.triton_backend import with_one_gradient_dtype
+
+__all__ = ["BLOCKS", "BucketPiece"]
+
+
+class _Blocks(View):
+    """The view of tensors that are blocks already."""
+
+    def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensor."""
+        return (tensor,)
+
+
+BLOCKS = _Blocks()
+"""The view of the operands of a piece of matrices."""
+
+
+class BucketPiece:
+    """Members of a bucket, or ranges of them, that are computed at a time, and the batches of their state.
+
+    It is kept as long as the same members are stepped and their state stays where it is.
+
+    Args:
+        bucket: the bucket.
+        group: its group.
+        entries: the members, by position in the lists below, and the range of each; consecutive members.
+        members: the members that are stepped.
+        states: their state in host memory.
+        pools: by pass the buffers for batches; they need not exist before the piece is used.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        group: Group,
+        entries: Sequence[MemberEntries],
+        members: Sequence[BucketMember],
+        states: Sequence[Mapping[str, Tensor]],
+        pools: Mapping[int, BufferPool],
+    ) -> None:
+        self._is_matrices, self._has_kernels = bucket.rule.orthogonalizes, bucket.kernels == "triton"
+        self._view, self._entries, self._pools = group.view, entries, pools
+        # Where the members are: positions, and the members themselves, which find blocks in whole tensors.
+        self.members = slice(entries[0][0], entries[-1][0] + 1)
+        self._stepped = members[self.members]
+        # Lookups and tables for the piece's operands; other tensors are in the bucket's own cache.
+        self.cache = BucketCache()
+        # Names of the state that each pass needs, and the batch of it, member by member.
+        self._names = _names_by_pass(bucket.rule, states[0])
+        self.batches: dict[int, TransferBatch] = {}
+        for of_pass, names in self._names.items():
+            columns = [self._taken([state[name] for state in states]) for name in names]
+            self.batches[of_pass] = TransferBatch([tensor for row in zip(*columns, strict=True) for tensor in row])
+        # The members of the operands, whose tensors are the blocks; the same objects in every step, for caches.
+        self._members = tuple(replace(member, block=0, start=0, piece=None) for member in self._stepped)
+        # Position -> count of steps for a range that does not begin its member, see `operands`; the addresses stay.
+        self._later_steps = {
+            n: torch.empty_like(states[n][STEP]) for n, run in entries if run is not None and run.start
+        }
+
+    def operands(self, active: Operands) -> Operands:
+        """Return the piece of a bucket's operands, with state in buffers; `loaded` brings the values."""
+        # Gradients are cast as whole tensors, since blocks would not keep their strides.
+        if self._is_matrices and self._has_kernels:
+            active = with_one_gradient_dtype(active)
+        states: list[dict[str, Tensor]] = [{} for _ in self._entries]
+        for of_pass, names in self._names.items():
+            # The tensors of a batch, member by member.
+            device_views = iter(self._pools[of_pass].device_views(self.batches[of_pass]))
+            for state in states:
+                state.update((name, next(device_views)) for name in names)
+        for (number, _), state in zip(self._entries, states, strict=True):
+            if STEP in active.states[number]:
+                state[STEP] = self._step_of(number, active.states[number])
+        num_matrices = sum(member.num_matrices for member in self._members)
+        return Operands(
+            self._members, self._taken(active.params), self._taken(active.gradients), [*states], num_matrices
+        )
+
+    def loaded(self, of_pass: int) -> AbstractContextManager[None]:
+        """Return a context with the state of a pass on the device; afterwards it is stored in the background."""
+        batch = self.batches.get(of_pass)
+        # Without masters the weights need no state.
+        return nullcontext() if batch is None else self._pools[of_pass].use(batch)
+
+    def _taken(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the piece of each member's tensor: its block of matrices, or its range of entries."""
+        if self._is_matrices:
+            return [block_of(tensor, member, self._view) for tensor, member in zip(tensors, self._stepped, strict=True)]
+        return [
+            tensors[number] if run is None else in_memory_order(tensors[number])[run] for number, run in self._entries
+        ]
+
+    def _step_of(self, number: int, state: Mapping[str, Tensor]) -> Tensor:
+        """Return the count of steps that the update of a range reads and increases."""
+        # The update of a member's first range increases its count. Later ranges get a copy that is one less, so that
+        # they compute with the same count.
+        if number in self._later_steps:
+            return torch.sub(state[STEP], 1, out=self._later_steps[number])
+        return state[STEP]
+
+
+def _names_by_pass(rule: UpdateRule, state: Mapping[str, Tensor]) -> dict[int, list[str]]:
+    """Return by pass the names of the offloaded state that it needs; passes that need none are left out."""
+    names = [spec.name for spec in rule.direction.state if spec.shape == "param"]
+    master = master_key(state)
+    if master is None:
+        return {DIRECTIONS: names}
+    return {DIRECTIONS: names, WEIGHTS: [master]} if rule.orthogonalizes else {DIRECTIONS: [*names, master]}
