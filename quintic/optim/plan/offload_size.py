@@ -55,7 +55,7 @@ class Offloaded(NamedTuple):
     directions: int
     """On the device at a time while directions are computed; with AdamW, during its whole update."""
     weights: int
-    """On the device at a time while weights are written: masters."""
+    """On the device at a time while weights are written: masters, and state that stages on whole matrices advanced."""
     pieces: tuple[tuple[MemberEntries, ...], ...]
     """The entries that are loaded at a time. Matrices are one piece; none where this rank has no members."""
 
@@ -105,11 +105,13 @@ def adamw_pieces(
 
 
 def offloaded_bytes(group: Group, dtype: torch.dtype) -> int:
-    """Return the bytes of state in host memory per entry of a parameter; 0 without offload."""
+    """Return the bytes of buffers that one loaded entry of a parameter needs in all passes; 0 without offload."""
     if not group.offload:
         return 0
     # State of the parameter's shape; smaller state stays on the device. A master needs a 16-bit weight.
     specs = [spec for spec in group.rule.state if spec.shape == "param"]
+    # Loaded in one pass, for the stages on whole matrices, and stored in the other.
+    specs += group.rule.matrix_state
     if dtype.itemsize < 4 and group.master is not None:
         specs.append(MASTER_SPECS[group.master])
     return sum(spec.dtype_for(dtype, group.state_dtype).itemsize for spec in specs)

@@ -39,6 +39,7 @@ from torch import Tensor
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.group import Group
 from quintic.optim.groups.ties import Tie
+from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket, Gathered, ParameterUnit, Sharded, ShardedMatrices
 from quintic.optim.plan.members import BucketMember, update_dtype
 from quintic.optim.plan.offload_size import DIRECTIONS, WEIGHTS
@@ -55,7 +56,7 @@ from quintic.optim.step.averaging import PrecomputedAverages
 from quintic.optim.step.consensus import RankConsensus
 from quintic.optim.step.offload.offload import Offload
 from quintic.optim.step.offload.pieces import BLOCKS, BucketPiece
-from quintic.optim.step.operands import BucketCache, Operands, State
+from quintic.optim.step.operands import BlockPlaces, BucketCache, Operands, State
 from quintic.optim.step.ranges import NO_RANGES, Ranges, ranges_of
 from quintic.optim.step.telemetry import Counts, Measured, measure
 from quintic.optim.step.torch_backend import TorchBackend, UpdateBackend, step_adamw
@@ -68,7 +69,7 @@ __all__ = ["NO_OPERANDS", "BucketStep", "StepContext", "orthogonalized", "run_ov
 NO_OPERANDS = Operands((), [], [], [], 0)
 
 # The context of computations whose state is on the device anyway.
-_ON_DEVICE = nullcontext()
+_ON_DEVICE = nullcontext[Sequence[Mapping[str, Tensor]]](())
 
 
 @dataclass(slots=True)
@@ -232,24 +233,25 @@ class BucketStep:
             # momentum. A rank without pieces has no backend but sends and receives messages, since it may own units.
             backend: UpdateBackend | None = None
             piece: BucketPiece | None = None
-            if active.params and self._offload is None:
-                backend = self._backend(active, group, self.cache, own_mask)
-            elif active.params and self._offload is not None:
-                (piece,) = self._offload.pieces(self.number)
-                on_blocks = replace(group, view=BLOCKS)
-                backend = self._backend(piece.operands(active), on_blocks, piece.cache, own_mask)
+            operands, own_group, cache = active, group, self.cache
+            if active.params:
+                if self._offload is not None:
+                    (piece,) = self._offload.pieces(self.number)
+                    operands, own_group, cache = piece.operands(active), replace(group, view=BLOCKS), piece.cache
+                backend = self._backend(operands, own_group, cache, own_mask)
+            places = cache.places
             directions: Tensor | None = None
             # Name -> state of the parameter's shape that a stage on whole matrices needs. It goes to the owner and
             # comes back in messages like the ones of directions and updates.
             batches: dict[str, Tensor] = {}
             wait_for_state: Callable[[], dict[str, Tensor]] | None = None
             if backend is not None:
-                with self.ranges["momentum"], _ON_DEVICE if piece is None else piece.loaded(DIRECTIONS):
+                with self.ranges["momentum"], _ON_DEVICE if piece is None else piece.loaded(DIRECTIONS) as states:
                     directions = backend.directions()  # (b, m, n), or pieces of units (units, rows, columns)
                     if units is not None:
                         directions = directions.contiguous()
-                if self._rule.matrix_state:
-                    batches = self._read_state(active)
+                    if self._rule.matrix_state:
+                        batches = self._read_state(operands, own_group.view, places, states or operands.states)
             # gather
             if isinstance(transport, Gather):
                 with self.ranges["send directions"]:
@@ -299,14 +301,15 @@ class BucketStep:
             # write
             if backend is not None:
                 with self.ranges["update weights"]:
-                    if batches:
-                        self._write_state(active, batches)
                     if units is not None or group.scale_decay:
                         update = update if update.ndim == 3 else as_rows(update)
                         factors = [self._factors_of_pieces(factors, scales)]
-                    with _ON_DEVICE if piece is None else piece.loaded(WEIGHTS):
+                    with _ON_DEVICE if piece is None else piece.loaded(WEIGHTS) as states:
+                        for name, batch in batches.items():
+                            written = [state[name] for state in states or operands.states]
+                            places.write(operands, own_group.view, written, batch)
                         backend.apply(update, factors[0])
-            del backend, update, factors, batches
+            del backend, operands, update, factors, batches
 
         # publish
         if isinstance(transport, Shard):
@@ -402,21 +405,12 @@ class BucketStep:
 
         return self.cache.cached("moments", None, make)
 
-    def _read_state(self, active: Operands) -> dict[str, Tensor]:
+    def _read_state(
+        self, operands: Operands, view: View, places: BlockPlaces, states: Sequence[Mapping[str, Tensor]]
+    ) -> dict[str, Tensor]:
         """Return copies, (b, m, n) by name, of state that stages on whole matrices need, in the order of directions."""
-        with nullcontext() if self._offload is None else self._offload.reachable():
-            return {
-                spec.name: self.cache.places.read(
-                    active, self.group.view, [state[spec.name] for state in active.states]
-                )
-                for spec in self._rule.matrix_state
-            }
-
-    def _write_state(self, active: Operands, batches: Mapping[str, Tensor]) -> None:
-        """Store batches from `_read_state` that owners advanced: (b, m, n), or for pieces (units, *piece shape)."""
-        with nullcontext() if self._offload is None else self._offload.reachable():
-            for name, batch in batches.items():
-                self.cache.places.write(active, self.group.view, [state[name] for state in active.states], batch)
+        names = [spec.name for spec in self._rule.matrix_state]
+        return {name: places.read(operands, view, [state[name] for state in states]) for name in names}
 
     def _matrix_state(
         self,

@@ -31,7 +31,7 @@ from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.plan.bucket import Bucket, Sharded
-from quintic.optim.plan.members import BucketMember, block_of
+from quintic.optim.plan.members import BucketMember
 from quintic.optim.plan.offload_size import DIRECTIONS, WEIGHTS, MemberEntries, Offloaded, adamw_pieces, buffers
 from quintic.optim.plan.plan import Plan
 from quintic.optim.rules.device import is_capturing
@@ -216,14 +216,8 @@ def _planned(bucket: Bucket, group: Group, sharded: Mapping[Tensor, ShardedState
     directions, weights = (
         [piece.batches[of_pass] for piece in made if of_pass in piece.batches] for of_pass in (DIRECTIONS, WEIGHTS)
     )
-    # State that stages on whole matrices need uses no buffer: the step itself copies it to the device and back.
-    whole = sum(
-        block_of(state[spec.name], member, group.view).nbytes
-        for spec in group.rule.matrix_state
-        for member, state in zip(bucket.members, states, strict=True)
-    )
     return Offloaded(
-        num_bytes=sum(batch.num_bytes for batch in [*directions, *weights]) + whole,
+        num_bytes=sum(batch.num_bytes for batch in [*directions, *weights]),
         directions=max((batch.size for batch in directions), default=0),
         weights=max((batch.size for batch in weights), default=0),
         pieces=tuple(pieces),

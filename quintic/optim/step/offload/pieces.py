@@ -5,12 +5,15 @@
     AdamW    the ranges that the plan decided (`offload_size.adamw_pieces`), with one batch of moments and masters for
              the whole update
 
+State that stages on whole matrices advance (AdaMuon's second moment) is loaded with momentum, and the step copies it
+for the stages. Their results are stored with masters, and need no load.
+
 A bucket often has only some matrices of a parameter, of a bank or of heads. Its computation then gets blocks of
 weights, gradients and state instead of whole tensors, so that no more state is loaded than is stepped.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -24,7 +27,7 @@ from quintic.optim.plan.members import BucketMember, block_of
 from quintic.optim.plan.offload_size import DIRECTIONS, WEIGHTS, MemberEntries
 from quintic.optim.rules.rule import STEP, UpdateRule
 from quintic.optim.state.state import master_key
-from quintic.optim.step.offload.transfers import BufferPool, TransferBatch
+from quintic.optim.step.offload.transfers import BufferPool, CopyDirection, TransferBatch
 from quintic.optim.step.operands import BucketCache, Operands
 from quintic.optim.step.triton_backend import with_one_gradient_dtype
 
@@ -73,43 +76,53 @@ class BucketPiece:
         self._stepped = members[self.members]
         # Lookups and tables for the piece's operands; other tensors are in the bucket's own cache.
         self.cache = BucketCache()
-        # Names of the state that each pass needs, and the batch of it, member by member.
-        self._names = _names_by_pass(bucket.rule, states[0])
+        # The state that each pass needs by name, and the batch of it, name by name.
+        self._copied = _copied_state(bucket.rule, states[0])
         self.batches: dict[int, TransferBatch] = {}
-        for of_pass, names in self._names.items():
-            columns = [self._taken([state[name] for state in states]) for name in names]
-            self.batches[of_pass] = TransferBatch([tensor for row in zip(*columns, strict=True) for tensor in row])
+        for of_pass, copied in self._copied.items():
+            columns = [(self._taken([state[name] for state in states]), how) for name, how in copied.items()]
+            self.batches[of_pass] = TransferBatch([(tensor, how) for tensors, how in columns for tensor in tensors])
         # The members of the operands, whose tensors are the blocks; the same objects in every step, for caches.
         self._members = tuple(replace(member, block=0, start=0, piece=None) for member in self._stepped)
-        # Position -> count of steps for a range that does not begin its member, see `operands`; the addresses stay.
-        self._later_steps = {
-            n: torch.empty_like(states[n][STEP]) for n, run in entries if run is not None and run.start
-        }
+        # Position of a member that begins in an earlier piece -> its count of steps here, see `_step_of`.
+        later = [number for number, run in entries if run is not None and run.start]
+        self._later_steps = {number: torch.empty_like(states[number][STEP]) for number in later}
 
     def operands(self, active: Operands) -> Operands:
         """Return the piece of a bucket's operands, with state in buffers; `loaded` brings the values."""
         # Gradients are cast as whole tensors, since blocks would not keep their strides.
         if self._is_matrices and self._has_kernels:
             active = with_one_gradient_dtype(active)
-        states: list[dict[str, Tensor]] = [{} for _ in self._entries]
-        for of_pass, names in self._names.items():
-            # The tensors of a batch, member by member.
-            device_views = iter(self._pools[of_pass].device_views(self.batches[of_pass]))
-            for state in states:
-                state.update((name, next(device_views)) for name in names)
-        for (number, _), state in zip(self._entries, states, strict=True):
+        # All state of each member, although the values of the two passes are not there at the same time.
+        passes = list(map(self._device_states, self.batches))
+        states: list[Mapping[str, Tensor]] = []
+        for place, (number, _) in enumerate(self._entries):
+            state = {name: value for of_pass in passes for name, value in of_pass[place].items()}
             if STEP in active.states[number]:
                 state[STEP] = self._step_of(number, active.states[number])
+            states.append(state)
+        params, gradients = self._taken(active.params), self._taken(active.gradients)
         num_matrices = sum(member.num_matrices for member in self._members)
-        return Operands(
-            self._members, self._taken(active.params), self._taken(active.gradients), [*states], num_matrices
-        )
+        return Operands(self._members, params, gradients, states, num_matrices)
 
-    def loaded(self, of_pass: int) -> AbstractContextManager[None]:
-        """Return a context with the state of a pass on the device; afterwards it is stored in the background."""
-        batch = self.batches.get(of_pass)
-        # Without masters the weights need no state.
-        return nullcontext() if batch is None else self._pools[of_pass].use(batch)
+    @contextmanager
+    def loaded(self, of_pass: int) -> Iterator[Sequence[Mapping[str, Tensor]]]:
+        """Provide each member's state for a pass on the device within the block; afterwards it is stored.
+
+        Loads and stores run in the background. Without masters, for example, there may be no state for a pass.
+        """
+        if of_pass not in self.batches:
+            yield ()
+            return
+        with self._pools[of_pass].use(self.batches[of_pass]):
+            yield self._device_states(of_pass)
+
+    def _device_states(self, of_pass: int) -> list[dict[str, Tensor]]:
+        """Return each member's state for a pass, as it is in a buffer when it is loaded."""
+        device_views = iter(self._pools[of_pass].device_views(self.batches[of_pass]))
+        # The batch has all tensors of the first name, then all of the next.
+        columns = [[next(device_views) for _ in self._entries] for _ in self._copied[of_pass]]
+        return [dict(zip(self._copied[of_pass], row, strict=True)) for row in zip(*columns, strict=True)]
 
     def _taken(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the piece of each member's tensor: its block of matrices, or its range of entries."""
@@ -128,10 +141,15 @@ class BucketPiece:
         return state[STEP]
 
 
-def _names_by_pass(rule: UpdateRule, state: Mapping[str, Tensor]) -> dict[int, list[str]]:
-    """Return by pass the names of the offloaded state that it needs; passes that need none are left out."""
-    names = [spec.name for spec in rule.direction.state if spec.shape == "param"]
+def _copied_state(rule: UpdateRule, state: Mapping[str, Tensor]) -> dict[int, dict[str, CopyDirection]]:
+    """Return by pass the offloaded state that it needs, by name; passes that need none are left out."""
+    passes: dict[int, dict[str, CopyDirection]] = {DIRECTIONS: {}, WEIGHTS: {}}
+    for spec in rule.direction.state:
+        if spec.shape == "param":
+            passes[DIRECTIONS][spec.name] = "both"
+    for spec in rule.matrix_state:
+        passes[DIRECTIONS][spec.name], passes[WEIGHTS][spec.name] = "load", "store"
     master = master_key(state)
-    if master is None:
-        return {DIRECTIONS: names}
-    return {DIRECTIONS: names, WEIGHTS: [master]} if rule.orthogonalizes else {DIRECTIONS: [*names, master]}
+    if master is not None:
+        passes[WEIGHTS if rule.orthogonalizes else DIRECTIONS][master] = "both"
+    return {of_pass: copied for of_pass, copied in passes.items() if copied}
