@@ -100,8 +100,9 @@ class Offload:
                 self._prepare(number, operands[number])
             for of_pass in (DIRECTIONS, WEIGHTS):
                 if stage == stages[of_pass]:
-                    batches = [piece.batches[of_pass] for piece in self._pieces[number] if of_pass in piece.batches]
-                    sequences.setdefault((bucket.device, of_pass), []).extend(batches)
+                    for piece in self._pieces[number]:
+                        if of_pass in piece.batches:
+                            sequences.setdefault((bucket.device, of_pass), []).append(piece.batches[of_pass])
         for device, of_pass in sequences:
             if of_pass not in self._pools.setdefault(device, {}):
                 self._pools[device][of_pass] = self._new_pool(device, of_pass)
