@@ -19,7 +19,7 @@ from quintic.optim.step.offload import offload
 
 EXACT = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
 
-# So little that a bucket has a matrix or two, and AdamW's state comes in many parts.
+# So little that a bucket has a matrix or two, and AdamW's state comes in many pieces.
 SMALL = 4000
 
 RULES = {

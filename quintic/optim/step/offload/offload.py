@@ -200,17 +200,18 @@ def _planned(bucket: Bucket, group: Group, sharded: Mapping[Tensor, ShardedState
     """Return a bucket's pieces, and the sizes of its offloaded state, from meta tensors in place of state."""
     # State on the meta device has shapes and strides, and no memory.
     params = [group.params[member.index] for member in bucket.members]
-    of_params = {
-        param: planned_state(param, group, sharded[param].local if param in sharded else None) for param in params
+    state = {
+        param: planned_state(param, group, sharded[param].local if param in sharded else None)
+        for param in dict.fromkeys(params)
     }
-    states = _states_of(bucket, group.params, of_params)
+    states = _states_of(bucket, group.params, state)
     pieces: list[tuple[MemberEntries, ...]] = []
     if bucket.rule.orthogonalizes and params:
         pieces = [tuple((number, None) for number, _ in enumerate(params))]
     elif params:
         # Sharded parameters have no gaps: a rank owns ranges of their memory.
         has_gaps = not isinstance(bucket, Sharded) and not all(is_dense(local_tensor(param)) for param in params)
-        numels = [state[EXP_AVG].numel() for state in states]
+        numels = [of_member[EXP_AVG].numel() for of_member in states]
         pieces = list(adamw_pieces(group, bucket.dtype, numels, has_gaps=has_gaps))
     # Make the batches as a step would, and measure them.
     made = [BucketPiece(bucket, group, piece, bucket.members, states, {}) for piece in pieces]
