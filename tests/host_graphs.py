@@ -16,9 +16,9 @@ class HostGraph:
     It reads the gradients, and the averages that clipping made of them, that it was captured with.
     """
 
-    def __init__(self, work, outcome, gradients, precomputed, averages):
+    def __init__(self, work, outcome, gradients, reduction, averages):
         self._work, self._outcome, self._gradients = work, outcome, gradients
-        self._precomputed, self._averages = precomputed, averages
+        self._reduction, self._averages = reduction, averages
         self.replays = 0
         GRAPHS.append(self)
 
@@ -26,7 +26,7 @@ class HostGraph:
         now = {param: param.grad for param in self._gradients}
         for param, gradient in self._gradients.items():
             param.grad = gradient
-        with mock.patch.object(self._precomputed, "fresh", return_value=dict(self._averages)):
+        with mock.patch.object(self._reduction, "valid", return_value=dict(self._averages)):
             outcome = self._work()
         if outcome.apply_mask is not None:  # a graph writes to the same memory each time
             self._outcome.apply_mask.copy_(outcome.apply_mask)
@@ -48,8 +48,8 @@ def capture_on_hosts(patch, optimizer):
     params = [param for group in optimizer.param_groups for param in group["params"]]
 
     def captured(work):
-        precomputed, gradients = optimizer._plans.precomputed, {param: param.grad for param in params}
-        averages = precomputed.fresh()
+        reduction, gradients = optimizer._plans.reduction, {param: param.grad for param in params}
+        averages = reduction.valid()
         tensors = [*params, *(gradient for gradient in gradients.values() if gradient is not None)]
         tensors += [value for param in params for value in optimizer.state[param].values()]
         before = [tensor.detach().clone() for tensor in tensors]
@@ -61,7 +61,7 @@ def capture_on_hosts(patch, optimizer):
                 tensor.copy_(kept)
         if counted is not None:
             optimizer._step_history._skipped.copy_(counted)
-        return HostGraph(work, outcome, gradients, precomputed, averages), outcome
+        return HostGraph(work, outcome, gradients, reduction, averages), outcome
 
     GRAPHS.clear()
     patch.setattr(captured_step, "capture", captured)

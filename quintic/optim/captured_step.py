@@ -25,7 +25,7 @@ from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.layout.tables import MOST_GRAPHS
 from quintic.optim.muon import Muon
 from quintic.optim.rules.dynamo import disable_dynamo
-from quintic.optim.step.averaging import GroupAverages
+from quintic.optim.step.reduction import Averages
 from quintic.optim.step.runner import StepOutcome
 
 __all__ = ["CapturedStep"]
@@ -48,7 +48,7 @@ class _Recorded(NamedTuple):
     # (name, parameter, gradient) for all gradients that it reads.
     gradients: list[tuple[str, Tensor, Tensor | None]]
     # By group the averages that clipping had made, which it reads, too.
-    precomputed: dict[int, GroupAverages]
+    averages: dict[int, Averages]
     # The outcome of the step, on the device; every replay writes it again.
     outcome: StepOutcome
 
@@ -137,20 +137,20 @@ class CapturedStep:
         outside = [pending or int(number not in sparse) for number, pending in enumerate(steps_waited)]
         due = tuple(pending == 0 for pending in steps_waited)
         # Averages of clipping, which the graph must have been captured with or without.
-        precomputed = {number: one for number, one in plans.precomputed.fresh().items() if inside[number] == 0}
+        averages = {number: one for number, one in plans.reduction.valid().items() if inside[number] == 0}
         recorded = self._graphs.get(due)
-        is_other = recorded is not None and recorded.precomputed.keys() != precomputed.keys()
+        is_other = recorded is not None and recorded.averages.keys() != averages.keys()
         if 0 not in inside or self._num_eager[due] < _EAGER_STEPS or is_other:
             optimizer.step()
             self._num_eager[due] += 1
             return
         # Capture, or bring everything that a replay reads to the captured addresses.
         if recorded is None:
-            recorded = self._graphs[due] = self._capture(inside, precomputed)
+            recorded = self._graphs[due] = self._capture(inside, averages)
         else:
             _bring_gradients(recorded.gradients)
-            for number, averages in precomputed.items():
-                recorded.precomputed[number].copy_from(averages)
+            for number, of_group in averages.items():
+                _bring_averages(recorded.averages[number], of_group)
             optimizer.upload_hyperparameters()
         recorded.graph.replay()
         # The sparse tables, then the host's record of both.
@@ -160,7 +160,7 @@ class CapturedStep:
         optimizer._record_step(outcome, steps_waited, is_replayed=True)
         plans.rows.check(wait=False)
 
-    def _capture(self, steps_waited: Sequence[int], precomputed: dict[int, GroupAverages]) -> _Recorded:
+    def _capture(self, steps_waited: Sequence[int], averages: dict[int, Averages]) -> _Recorded:
         """Capture a step of the groups whose pending steps are 0; capturing records the step and does not make it."""
         self._check()
         optimizer = self._optimizer
@@ -173,7 +173,7 @@ class CapturedStep:
             return outcome
 
         graph, outcome = capture(work)
-        return _Recorded(graph, gradients, precomputed, outcome)
+        return _Recorded(graph, gradients, averages, outcome)
 
     def _step_groups(self, steps_waited: Sequence[int]) -> StepOutcome:
         """Step the groups that wait for 0 more steps, without any record of it on the host."""
@@ -266,6 +266,17 @@ def _bring_gradients(captured: Sequence[tuple[str, Tensor, Tensor | None]]) -> N
             moved.append((local_tensor(target), local_tensor(gradient)))
     if moved:
         torch._foreach_copy_([target for target, _ in moved], [source for _, source in moved])
+
+
+def _bring_averages(captured: Averages, averages: Averages) -> None:
+    """Copy averages to the captured ones, except those in `p.grad`, which `_bring_gradients` brings."""
+    pairs = [
+        (captured[param], average)
+        for param, average in averages.items()
+        if average is not None and average is not param.grad
+    ]
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs if target is not None], [source for _, source in pairs])
 
 
 def _check_devices(optimizer: Muon, params: Iterable[Tensor]) -> None:

@@ -11,7 +11,7 @@ Only squared norms are sent between ranks, one number per parameter, (n,).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import ProcessGroup, group_ranks, has_process_group, start_all_gather
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.comms.sharing import AVERAGING, layouts_of, sharding_ranks
 from quintic.optim.layout.layouts import (
     local_tensor,
     placed_as,
@@ -32,7 +31,6 @@ from quintic.optim.rules.batches import group_by_device_dtype, scale_
 from quintic.optim.rules.device import host_tensor, upload
 from quintic.optim.rules.dynamo import disable_dynamo
 from quintic.optim.rules.numbers import is_number
-from quintic.optim.step.averaging import GroupAverages
 
 if TYPE_CHECKING:  # importing it takes a second; avoid it when DTensor is unused
     from torch.distributed.device_mesh import DeviceMesh
@@ -135,7 +133,7 @@ def clip_grad_norm_(
         of_shards = [shard for shards in sharded.values() for shard in shards]
         pieces = [one.local for one in (*gradients, *of_shards) if one.local is not None]
         scale_(pieces, (max_norm / (norm + _NORM_EPS)).clamp(max=1.0))
-        plans.precomputed.accept_gradients()
+        plans.reduction.accept_gradients()
     return norm.float()
 
 
@@ -170,13 +168,11 @@ def _collect_gradients(optimizer: Muon, scope: str) -> tuple[list[_Gradient], di
         if steps_waited[tie.head_group] == 0:
             tie.add_gradient()  # the head's gradient then includes its copy's, as in the step
     # Drop averages of gradients that have changed since, before this function changes gradients itself.
-    plans.precomputed.fresh()
+    plans.reduction.valid()
     if has_process_group():
         runner.consensus.reduce_partial_gradients(numbers)
-    # Averages by group number, for the groups that the optimizer averages.
-    averages: Mapping[int, GroupAverages] = {}
-    if any(group.comms in AVERAGING for group in due):
-        averages = runner.precompute_averages(numbers)
+    # By group number, for the groups that the optimizer averages.
+    averages = plans.reduction.precompute(numbers)
     for group in due:
         # The gradient is final on this rank.
         if group.number not in averages:
@@ -184,9 +180,9 @@ def _collect_gradients(optimizer: Muon, scope: str) -> tuple[list[_Gradient], di
             gradients += [_Gradient(name, param, _own_gradient(name, param)) for name, param in rows]
             continue
         # An average, whole on every rank ("replicated") or sharded over `ranks`.
-        averaged = zip(group.param_names, averages[group.number].tensors(), strict=True)
-        ranks = sharding_ranks(group, layouts_of(group))
-        target = sharded.setdefault(ranks, []) if ranks else gradients
+        averaged = zip(group.param_names, averages[group.number].items(), strict=True)
+        ranks = plans.reduction.ranks[group.number]
+        target = gradients if group.comms == "replicated" else sharded.setdefault(ranks, [])
         target += [_Gradient(name, param, average) for name, (param, average) in averaged]
     return gradients, sharded
 

@@ -442,7 +442,7 @@ class Muon(Optimizer):
         super().zero_grad(set_to_none)
         for param, gradient in waiting:
             param.grad = gradient
-        self._plans.precomputed.invalidate(n for n, group in enumerate(self.param_groups) if not group["pending_steps"])
+        self._plans.reduction.invalidate(n for n, group in enumerate(self.param_groups) if not group["pending_steps"])
 
     @disable_dynamo
     @torch.no_grad()

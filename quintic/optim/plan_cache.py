@@ -28,7 +28,7 @@ from quintic.optim.plan.order import Orders
 from quintic.optim.qk_clip.step import QKStep
 from quintic.optim.state.parameters import Parameter, connected_parameters
 from quintic.optim.state.sync import Change, ParamFingerprint, StateSync
-from quintic.optim.step.averaging import PrecomputedAverages
+from quintic.optim.step.reduction import Reduction
 from quintic.optim.step.runner import Runner
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.validate import CHECKED_OPTIONS, check_group, check_scheduled
@@ -65,7 +65,7 @@ class PlanCache:
         """The groups at the last refresh. Empty while there is neither plan nor state, to keep no parameter alive."""
         self.communicators = Communicators()
         self.rows = AnnouncedRows(self.communicators)
-        self.precomputed = PrecomputedAverages()
+        self.reduction = Reduction(self.communicators)
         self.runner: Runner | None = None
         """The plan, with the objects that step it; None if there is no plan now."""
         self._state_sync = StateSync()
@@ -97,6 +97,7 @@ class PlanCache:
         if self.runner is not None:
             self.runner.finish()
         self.runner = None
+        self.reduction.use_plan((), (), ())
         self._qk_step = None
 
     def current_groups(self) -> Sequence[Group]:
@@ -109,7 +110,7 @@ class PlanCache:
         self.refresh()
         if self.runner is None:
             self.runner = Runner(
-                self.groups, self._home["state"], self.communicators, self.orders, self.rows, self.precomputed
+                self.groups, self._home["state"], self.communicators, self.orders, self.rows, self.reduction
             )
             self._num_planned_hosts = len(self.communicators.hosts)
             self._take_fingerprint()
@@ -154,7 +155,7 @@ class PlanCache:
     def advance(self, steps_waited: Sequence[int]) -> None:
         """Update each group's count of pending steps, after a step that was made or rejected."""
         # Only tied copies and averages of clipping have something to forget.
-        if self.runner is not None and (self.runner.ties or self.precomputed.groups):
+        if self.runner is not None and (self.runner.ties or self.reduction.cached):
             self.runner.end_step(steps_waited)
         for dictionary, pending in zip(self._home["param_groups"], steps_waited, strict=True):
             dictionary["pending_steps"] = pending % dictionary["step_every"]

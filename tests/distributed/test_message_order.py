@@ -14,7 +14,7 @@ from trajectories import fused_adamw_tolerance
 import quintic
 from quintic.optim.plan import sharded
 from quintic.optim.state import shards
-from quintic.optim.step import averaging
+from quintic.optim.step import reduce_scatter
 
 # Matrices of different shapes are different buckets.
 ON_ALL_RANKS = {"first": (6, 4), "third": (6, 10), "fifth": (6, 6)}
@@ -86,7 +86,7 @@ def steps(comms, rank, world_size, *, dtype=torch.float32, least_alone=2**20, mi
     with (
         mock.patch.object(sharded, "_LEAST_DIRECT", least_alone),
         mock.patch.object(shards, "_LEAST_ENTRIES", 16),
-        mock.patch.object(averaging, "_LEAST_DIRECT", least_alone),
+        mock.patch.object(reduce_scatter, "_LEAST_DIRECT", least_alone),
     ):
         optimizer = quintic.Muon(groups, lr=0.1, adamw_lr=0.1, compute_dtype=torch.float32, comms=comms, **options)
         for step in range(4):

@@ -15,7 +15,7 @@ import quintic
 from quintic.optim.comms.collectives import Pending
 from quintic.optim.plan import exchange
 from quintic.optim.plan.plan import SMALL_BYTES
-from quintic.optim.step import averaging
+from quintic.optim.step import reduce_scatter
 from quintic.optim.step.bucket_step import BucketStep
 from quintic.optim.step.transports import Gather
 
@@ -67,7 +67,7 @@ def messages_alone():
     fakes = {"start_all_to_all": all_to_all, "start_all_gather": all_gather, "start_broadcasts": broadcasts}
     with contextlib.ExitStack() as stack:
         for name, fake in fakes.items():
-            for module in (averaging, exchange):
+            for module in (reduce_scatter, exchange):
                 stack.enter_context(mock.patch.object(module, name, fake))
         yield
 

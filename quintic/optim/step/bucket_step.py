@@ -52,7 +52,6 @@ from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.rules.update import second_moment_shape
 from quintic.optim.state.shards import StateShard
 from quintic.optim.state.state import second_moments
-from quintic.optim.step.averaging import PrecomputedAverages
 from quintic.optim.step.consensus import RankConsensus
 from quintic.optim.step.offload.offload import Offload
 from quintic.optim.step.offload.pieces import BLOCKS, BucketPiece
@@ -81,8 +80,6 @@ class StepContext:
     state: State
     communicators: Communicators
     consensus: RankConsensus
-    # Averages of gradients that clipping made before the step; a group with averages here sends no gradients.
-    precomputed: PrecomputedAverages
     # Loads state from host memory and stores it there; None if no group has `offload=True`.
     offload: Offload | None = None
     # Whether this rank steps without gradients or decisions of other ranks; False until ranks have compared plans.
@@ -548,7 +545,10 @@ class BucketStep:
 
 
 def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Group) -> Tensor:
-    """Return the polar factors (b, m, n) of a bucket's directions: a new tensor, in `update_dtype`."""
+    """Return the polar factors (b, m, n) of a bucket's directions, in `update_dtype`.
+
+    A form makes a new tensor. What a user's function returns is the user's: nothing may change it in place.
+    """
     if form is not None:
         return apply_form(directions, form, bucket.kernels)
     assert callable(group.orthogonalizer)

@@ -67,6 +67,8 @@ class RankConsensus:
         self._layouts, self._gathered, self._choices = layouts, gathered, choices
         self.plans_validated = False
         """Whether ranks have compared their plans."""
+        self.is_single_rank = False
+        """Whether plans are compared, and a step of this rank depends on no other rank."""
         self.partial = PartialGradients()
         """The gradients that ranks know to be Partial."""
         self.connected = Connected({this_rank(): local_rank_info(groups, layouts)}, groups, communicators)
@@ -80,11 +82,6 @@ class RankConsensus:
         """Shared parameter -> (sharing ranks, index in their count vector)."""
         self._selections: dict[int, tuple[object, int, _Selected]] = {}
         """Number of a bucket -> (its parts, their number, where their counts are), as of the last step."""
-
-    @property
-    def is_single_rank(self) -> bool:
-        """Return whether plans are compared, and a step of this rank depends on no other rank."""
-        return self.plans_validated and not self._presence and self.connected.is_single_rank
 
     def validate_plans(self) -> None:
         """Compare plans before the first step. All ranks that share parameters must call it.
@@ -134,6 +131,7 @@ class RankConsensus:
         self.connected = Connected(infos, self._groups, self._communicators)
         self.connected.connect()
         self.plans_validated = True
+        self.is_single_rank = not self._presence and self.connected.is_single_rank
 
     def check_partial(self, steps_waited: Sequence[int]) -> None:
         """Check before a step sends anything that no gradient is Partial that ranks do not know as such.

@@ -134,9 +134,6 @@ class BlockPlaces:
 _P = TypeVar("_P")
 _T = TypeVar("_T")
 
-# Names of cached values that share memory with state or weights, or depend on where state is.
-_PLACED = ("moments", "owned", "elsewhere")
-
 
 class BucketCache:
     """Lookups, tables and small tensors of one bucket that are kept between steps; no state and no gradients."""
@@ -165,8 +162,7 @@ class BucketCache:
         """Forget where weights and state are, because their memory may have changed."""
         self.everything = None
         self.places = BlockPlaces()
-        for name in _PLACED:
-            self._kept.pop(name, None)
+        self._kept.pop("moments", None)
 
     def cached(self, name: str, key: object, make: Callable[[], _T]) -> _T:
         """Return the value that is kept under a name, made by `make` if there is none or the key has changed."""

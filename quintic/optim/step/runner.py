@@ -4,7 +4,7 @@ The phases of a step:
 
     copies      gradients of tied copies (`Muon.tie`) are added to the gradients of their originals
     presence    ranks start to count which gradients each of them has (`consensus.py`)
-    averages    `comms="replicated"`: whole gradients become averages (`gradient_averages.py`)
+    averages    `comms="replicated"`: whole gradients become averages (`reduction.py`)
     tensors     every bucket finds its gradients, weights and state
     policy      on_nonfinite="skip" or "raise": connected ranks find out whether all of their gradients are finite
     buckets     each is a generator (`bucket_step.py`): buckets with messages take turns by the plan's schedule, and the
@@ -18,7 +18,7 @@ Invariant: every error that can be foreseen is raised before the first bucket ru
 their bits.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -40,13 +40,12 @@ from quintic.optim.plan.replicas import choose_replica_strategies, layouts_for_w
 from quintic.optim.plan.schedule import Schedule, filter_schedule
 from quintic.optim.rules.device import is_capturing
 from quintic.optim.rules.non_finite import all_finite, first_non_finite
-from quintic.optim.step.averaging import GroupAverages, PrecomputedAverages
 from quintic.optim.step.bucket_step import NO_OPERANDS, BucketStep, StepContext, run_overlapping
 from quintic.optim.step.consensus import RankConsensus
-from quintic.optim.step.gradient_averages import GradientAverages
 from quintic.optim.step.offload.offload import Offload
 from quintic.optim.step.operands import BucketCache, State
 from quintic.optim.step.ranges import is_profiled
+from quintic.optim.step.reduction import Reduction
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.step.telemetry import Counts
 from quintic.optim.step.transports import Gather, Shard, Transport
@@ -77,7 +76,7 @@ class Runner:
         communicators: the optimizer's process groups.
         orders: the names of parameters whose buckets the user wants first.
         rows: the optimizer's tables that send only touched rows; they outlive the plan.
-        precomputed: the averages that clipping made before a step; they outlive the plan.
+        reduction: averages gradients over ranks; it outlives the plan, with averages that clipping made before a step.
 
     Raises:
         ValueError: an order names a parameter that no group has.
@@ -90,7 +89,7 @@ class Runner:
         communicators: Communicators,
         orders: Orders,
         rows: AnnouncedRows,
-        precomputed: PrecomputedAverages,
+        reduction: Reduction,
     ) -> None:
         # Which parameters need messages, and between which ranks.
         orders = orders.resolved(groups)
@@ -107,7 +106,7 @@ class Runner:
         # Make the objects that step the plan's buckets.
         self._rows = rows
         rows.sync_tables(self.plan, groups)
-        self.context = StepContext(groups, state, communicators, self.consensus, precomputed)
+        self.context = StepContext(groups, state, communicators, self.consensus)
         if any(group.offload for group in groups):
             self.context.offload = Offload(self.plan, groups, state)
             self.plan = self.context.offload.plan
@@ -121,8 +120,9 @@ class Runner:
         for tie in self.ties:
             of_head = [s for s in self._steps if s.bucket.group == tie.head_group and tie.head_name in s.bucket.names]
             (of_head[0].copies if len(of_head) == 1 else self.written).append(tie)
-        self._averages = GradientAverages(shards, groups, layouts, communicators, precomputed)
-        self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
+        self._reduction = reduction
+        reduction.use_plan(groups, layouts, shards)
+        self.plan = replace(self.plan, averaging_bytes=reduction.workspace_bytes)
         # Numbers of the buckets with messages in a step -> the plan's schedule without all other buckets.
         self._schedules: dict[tuple[int, ...], Schedule] = {}
         log_plan(self.plan, groups, this_rank())
@@ -141,6 +141,8 @@ class Runner:
         """Make the next step look up weights and state again, because their memory may have changed."""
         for step in self._steps:
             step.cache.invalidate_views()
+            if isinstance(step.transport, Shard):
+                step.transport.invalidate_views()
 
     def reachable_state(self) -> AbstractContextManager[None]:
         """Return a context in which the current streams may copy state in host memory with `non_blocking=True`."""
@@ -168,12 +170,11 @@ class Runner:
         # A step on one rank has nothing to count or average with others.
         if self.context.is_single_rank:
             return self._step(steps_waited)
-        # `of_step` also ends the use of averages that clipping made, maybe for an earlier plan.
-        has_averages = self._averages.has_whole or self.context.precomputed.groups
-        averaged = self._averages.of_step(steps_waited) if has_averages else nullcontext()
+        reduction = self._reduction
+        averaged = reduction.of_step(steps_waited) if reduction.whole or reduction.cached else nullcontext()
         with self.consensus.of_step(steps_waited), averaged:
             # The first step learns this, when ranks have compared their plans.
-            self.context.is_single_rank = self.consensus.is_single_rank and not self._averages.ranks
+            self.context.is_single_rank = self.consensus.is_single_rank and not reduction.ranks
             return self._step(steps_waited)
 
     def end_step(self, steps_waited: Sequence[int]) -> None:
@@ -181,16 +182,7 @@ class Runner:
         for tie in self.ties:
             if steps_waited[tie.head_group] == 0:
                 tie.end_step()
-        self.context.precomputed.forget(number for number, pending in enumerate(steps_waited) if pending == 0)
-
-    def precompute_averages(self, numbers: Iterable[int]) -> Mapping[int, GroupAverages]:
-        """Return averages of some groups' gradients, by group number; the next step uses them and makes none.
-
-        All ranks with common parameters must call it. A second call makes averages anew only if gradients have changed.
-        Groups whose gradients need no average have none.
-        """
-        self.consensus.validate_plans()
-        return self._averages.precompute(numbers)
+        self._reduction.forget(number for number, pending in enumerate(steps_waited) if pending == 0)
 
     def _step(self, steps_waited: Sequence[int]) -> StepOutcome:
         """Step the groups that are due; the phases from `tensors` on."""
@@ -255,7 +247,7 @@ class Runner:
             params = context.groups[bucket.group].params
             # None unless the bucket is a table that sends only touched rows.
             table = self._rows.tables.get(params[bucket.shards[0].index])
-            transport = Shard(bucket, params, table, cache, context.communicators, context.precomputed)
+            transport = Shard(bucket, params, table, context.communicators)
         return BucketStep(number, bucket, transport, cache, context)
 
     def _nonfinite_policies(self, steps_waited: Sequence[int]) -> list[str]:

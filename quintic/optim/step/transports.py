@@ -20,7 +20,7 @@ travel as units, (units, *unit shape), and are orthogonalised kind by kind, (uni
 first shape to the second, and `join_units` back.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import accumulate
 from math import prod
@@ -39,8 +39,8 @@ from quintic.optim.rules.device import host_tensor, upload
 from quintic.optim.rules.rule import EXP_AVG, STEP
 from quintic.optim.rules.update import second_moment_shape
 from quintic.optim.state.shards import state_of_shard, view_as_shard
-from quintic.optim.step.averaging import PrecomputedAverages, ReduceScatterPlan
-from quintic.optim.step.operands import GRADIENT, BucketCache, Operands, State, are_contiguous
+from quintic.optim.step.operands import GRADIENT, Operands, State, are_contiguous
+from quintic.optim.step.reduce_scatter import ReduceScatter
 from quintic.optim.step.sparse_rows import Table, start_mean_of_rows
 
 __all__ = ["Gather", "Shard", "Transport", "as_rows", "factors_of_pieces", "join_units", "split_units"]
@@ -168,9 +168,7 @@ class Shard:
         bucket: its pieces are ranges of parameters, or units of matrices, each with an owner.
         params: the parameters of the bucket's group.
         table: with `comms="sharded_sparse"` knows which rows of the bucket's one parameter travel; otherwise None.
-        cache: the bucket's tensors that are kept between steps.
         communicators: the optimizer's process groups.
-        precomputed: averages that clipping made before the step; if it has the group's, no gradients are sent.
     """
 
     def __init__(
@@ -178,12 +176,13 @@ class Shard:
         bucket: Sharded,
         params: Sequence[Tensor],
         table: Table | None,
-        cache: BucketCache,
         communicators: Communicators,
-        precomputed: PrecomputedAverages,
     ) -> None:
-        self.bucket, self.table, self._cache = bucket, table, cache
-        self._communicators, self._precomputed = communicators, precomputed
+        self.bucket, self.table = bucket, table
+        self._of_group, self._communicators = params, communicators
+        # Within a step: averages of the group's gradients if clipping has made them, (entries,) of this rank for each
+        # parameter (`reduction.py`). Then no gradients are sent.
+        self.averages: Mapping[Tensor, Tensor | None] | None = None
         # A parameter may have several pieces in the bucket, but is listed once here; `places` are positions in this
         # list.
         names = {shard.index: shard.name for shard in bucket.shards}
@@ -194,7 +193,7 @@ class Shard:
         self._local = Operands(members, self._params, [], [{}] * len(members), bucket.num_matrices)
         self._contiguous = all(param.is_contiguous() for param in self._params)
         # For each rank the ranges of parameters that it owns: (place, start, stop).
-        self._reduce_scatter = ReduceScatterPlan(
+        self._reduce_scatter = ReduceScatter(
             [[(places[p.index], p.start, p.stop) for p in bucket.shards[owned]] for owned in bucket.of_owners],
             bucket.position,
             bucket.dtype,
@@ -202,6 +201,14 @@ class Shard:
             bucket.kernels,
             is_direct=bucket.is_direct,
         )
+        self.invalidate_views()
+
+    def invalidate_views(self) -> None:
+        """Forget where weights and state are, because their memory may have changed."""
+        # This rank's pieces without gradients, and for each gradient its shape, its strides, and its start in the mean.
+        self._owned: tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]] | None = None
+        # Counts of steps of parameters whose moments are on other ranks, and the flags of these parameters in a mask.
+        self._elsewhere: tuple[list[Tensor], Tensor] | None = None
 
     @cached_property
     def process_group(self) -> ProcessGroup:
@@ -221,10 +228,11 @@ class Shard:
 
         Nothing is sent if clipping has averaged already; of a sparse table only touched rows are sent.
         """
-        # All ranks have precomputed averages of the same groups, so all of them leave this message out, or none does.
-        averages = self._precomputed.of_step.get(self.bucket.group)
-        if averages is not None:
-            mean = averages.of_bucket(self.bucket)
+        # All ranks have averages of the same groups, so all of them leave this message out, or none does.
+        if self.averages is not None:
+            # The empty tensor is for ranks that own nothing of the bucket.
+            empty = torch.empty(0, dtype=self.bucket.dtype, device=self.bucket.device)
+            mean = torch.cat([empty, *self._ranges_in(self.averages)])
             return lambda: mean
         if self.table is not None and self.table.is_sparse():
             return start_mean_of_rows(self.bucket, self.table, self.process_group)
@@ -241,15 +249,37 @@ class Shard:
             gradients = [by_param.get(param) for param in self._params]
         return self._reduce_scatter.start_mean(gradients, self.process_group)
 
+    def average(self, averages: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
+        """Write the means of owned entries to averages like those of the attribute; yields while they are under way.
+
+        All ranks must call it.
+        """
+        wait_for_mean = self.start_mean(self.local_operands())
+        yield
+        mean = wait_for_mean()
+        del wait_for_mean  # and the gradients that were sent
+        # Copied into the flat averages: the memory of the mean is free again.
+        targets = self._ranges_in(averages)
+        for target, values in zip(targets, mean.split([target.numel() for target in targets]), strict=True):
+            target.copy_(values)
+        yield
+
+    def _ranges_in(self, averages: Mapping[Tensor, Tensor | None]) -> list[Tensor]:
+        """Return the ranges of flat averages that belong to the pieces of the bucket that this rank owns, in order."""
+        owned = []
+        for shard in self.bucket.local:
+            average = averages[self._of_group[shard.index]]
+            assert average is not None
+            owned.append(average[shard.offset : shard.offset + shard.numel])
+        return owned
+
     def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
         """Return the pieces of weights and state that this rank owns, with their mean gradients.
 
         `mean`, (entries,), has the mean gradients of these pieces one after the other.
         """
-
-        # Everything but the gradients follows from the plan, and is made once: views of weights and state, and for each
-        # gradient its shape, its strides, and its start in `mean`.
-        def make() -> tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]]:
+        # Everything but the gradients follows from the plan, and is made once.
+        if self._owned is None:
             owned = [(shard, group.params[shard.index]) for shard in self.bucket.local]
             pieces = [
                 view_as_shard(span_of(param.detach(), shard.start, shard.numel), shard, param) for shard, param in owned
@@ -257,9 +287,8 @@ class Shard:
             states: list[Mapping[str, Tensor]] = [state_of_shard(state[param], shard, param) for shard, param in owned]
             starts = accumulate((shard.numel for shard, _ in owned), initial=0)
             spans = [(p.shape, p.stride(), start) for p, start in zip(pieces, starts, strict=False)]
-            return Operands(self.bucket.members, pieces, [], states, len(owned)), spans
-
-        operands, spans = self._cache.cached("owned", None, make)
+            self._owned = Operands(self.bucket.members, pieces, [], states, len(owned)), spans
+        operands, spans = self._owned
         first = mean.storage_offset()
         return operands._replace(gradients=[mean.as_strided(shape, stride, first + at) for shape, stride, at in spans])
 
@@ -269,9 +298,8 @@ class Shard:
         This rank updates none of their entries, but all ranks must save the same counts. `mask`, (pieces of all ranks,)
         int32, is 1 for pieces that are stepped and 0 for the others.
         """
-        bucket, params = self.bucket, group.params
-
-        def make() -> tuple[list[Tensor], Tensor]:
+        if self._elsewhere is None:
+            bucket, params = self.bucket, group.params
             # A parameter may have pieces in several buckets, but must be counted once: with the piece at its start.
             rows = [
                 (number, state[params[shard.index]]) for number, shard in enumerate(bucket.shards) if shard.start == 0
@@ -279,9 +307,8 @@ class Shard:
             # Parameters with moments here are counted by the update itself.
             others = [(number, values[STEP]) for number, values in rows if not values[EXP_AVG].numel()]
             numbers = upload(host_tensor([number for number, _ in others], torch.int64), bucket.device)
-            return [step for _, step in others], numbers
-
-        steps, numbers = self._cache.cached("elsewhere", None, make)
+            self._elsewhere = [step for _, step in others], numbers
+        steps, numbers = self._elsewhere
         if steps:
             torch._foreach_add_(steps, list(mask[numbers].to(steps[0].dtype).unbind()))
 

@@ -40,8 +40,8 @@ from quintic.optim.rules.update import adamw_, decay_and_step_, momentum_
 from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.placement import state_on_device
 from quintic.optim.state.state import master_of, second_moments
-from quintic.optim.step.averaging import GroupAverages
 from quintic.optim.step.partial_gradients import PartialSpec, partial_spec, zero_addend
+from quintic.optim.step.reduction import Averages
 
 __all__ = ["Rounding", "Roundings", "largest", "reference_step", "run_reference"]
 
@@ -94,7 +94,7 @@ def reference_step(optimizer: torch.optim.Optimizer) -> None:
     muon = muon_in(optimizer, "reference_step")
     run_reference(muon, None)
     # Averages made for this step by clipping are used up, as after `optimizer.step()`.
-    muon._plans.precomputed.forget(n for n, group in enumerate(muon.param_groups) if group["pending_steps"] == 0)
+    muon._plans.reduction.forget(n for n, group in enumerate(muon.param_groups) if group["pending_steps"] == 0)
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
     for tie in ties:
         tie.add_gradient()
     runner.consensus.check_partial(steps_waited)
-    everything, precomputed = plans.parameters(), plans.precomputed.fresh()
+    everything, averages = plans.parameters(), plans.reduction.valid()
     # All ranks of a process group go through their common parameters in the same order, so collectives match.
     parameters = [parameter for parameter in everything if steps_waited[parameter.group.number] == 0]
     is_finite = _all_finite(optimizer, everything, parameters)
@@ -118,7 +118,7 @@ def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
         partial = _partial_spec_of(parameter)
         is_stepped = _is_stepped(parameter, partial is not None and not partial.has_copies(parameter.param))
         if is_stepped and (is_finite or parameter.group.on_nonfinite == "propagate"):
-            gradient = _gradient_of(parameter, partial, precomputed.get(parameter.group.number))
+            gradient = _gradient_of(parameter, partial, averages.get(parameter.group.number))
             with state_on_device(parameter.param, states[parameter.param]) as state:
                 _step_parameter(parameter, gradient, state, roundings)
     for group, pending in zip(optimizer.param_groups, steps_waited, strict=True):
@@ -194,10 +194,10 @@ def _is_stepped(parameter: Parameter, may_lack_addends: bool) -> bool:
     return bool(flag) is not one_is_enough
 
 
-def _gradient_of(parameter: Parameter, partial: PartialSpec | None, precomputed: GroupAverages | None) -> Tensor:
+def _gradient_of(parameter: Parameter, partial: PartialSpec | None, averages: Averages | None) -> Tensor:
     """Return this rank's box of the gradient, averaged over ranks if the optimizer averages this group's gradients.
 
-    `cut` is how the gradient is `Partial` on some rank; `early` are the averages that clipping made for the group.
+    `cut` is how the gradient is `Partial` on some rank; `averages` are those that clipping made for the group.
     """
     # Other ranks have a Partial gradient: take part in its reduction with zeros.
     if partial is not None and parameter.param.grad is None:
@@ -210,10 +210,10 @@ def _gradient_of(parameter: Parameter, partial: PartialSpec | None, precomputed:
         assert gradient is not None
         return gradient
     # Averaged already: sharded over ranks, in place, or in memory of its own where this rank had no gradient.
-    if precomputed is not None and precomputed.local is not None:
-        return parameter.whole_of_shards(precomputed.local[parameter.param])
-    if precomputed is not None:
-        return precomputed.zero_filled[parameter.param] if gradient is None else gradient
+    if averages is not None:
+        average = averages[parameter.param]
+        assert average is not None
+        return average if parameter.sharded is None else parameter.whole_of_shards(average)
     # Sum all ranks' gradients in rank order, in float32 or wider, divide, and round once.
     if gradient is None:
         gradient = torch.zeros_like(parameter.param, dtype=gradient_dtype(parameter.param))

@@ -50,7 +50,7 @@ class StepSnapshot:
         self._gradients: dict[Tensor, Tensor | None] = {}
         # Averages that `clip_grad_norm_` made ahead of the step, and whether ranks have compared their plans.
         self._plans_validated = optimizer._plans.planned().consensus.plans_validated
-        self._precomputed = optimizer._plans.precomputed.fresh()
+        self._averages = optimizer._plans.reduction.valid()
 
     def keep_gradients(self) -> None:
         """Add the gradients that a step changes to the snapshot."""
@@ -83,7 +83,7 @@ class StepSnapshot:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.copy_(gradient)
-        optimizer._plans.precomputed.keep(self._precomputed)
+        optimizer._plans.reduction.keep(self._averages)
         if not self._plans_validated:
             # Ranks must exchange again before the first real step, since random gradients do not tell which gradients
             # are Partial in training.

@@ -1,16 +1,14 @@
-"""Averages of gradients that differ among ranks: each entry has an owner, who averages it and may send it to all.
+"""One message of gradients to the owners of their entries, and one of the owners' entries back to all ranks.
 
-    gradients    -> the owners of their entries        as in a reduce-scatter
-    mean         sums in the order of the ranks, in float32 or wider, divided and rounded once
-    averages     -> all ranks                          `comms="replicated"`; sharded state sends weights instead
+    gradients            -> the owners of their entries    as in a reduce-scatter
+    mean                 summed in the order of the ranks, in float32 or wider, divided and rounded once
+    averages or weights  -> all ranks                      as in an all-gather
 
-The bits of an average are the same on all ranks and in every layout; a library's own reduction promises neither.
-
-With sharded state a bucket averages by way of its transport (`transports.Shard`), within the step; or earlier, for the
-norm of the gradients, and then the step takes what `PrecomputedAverages` has.
+The bits of a mean are the same on all ranks and in every layout; a library's own reduction promises neither.
+`reduction.py` says which gradients are averaged, and when.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -19,9 +17,8 @@ from torch import Tensor
 from quintic.kernels.dispatch import Kernels
 from quintic.optim.comms.collectives import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
 from quintic.optim.layout.packing import MemorySpan, Packing, in_memory_order, mean_of_ranks
-from quintic.optim.plan.bucket import Sharded
 
-__all__ = ["Entries", "GroupAverages", "PrecomputedAverages", "ReduceScatterPlan", "messages_of"]
+__all__ = ["Entries", "ReduceScatter", "messages_of"]
 
 # From this number of entries on a tensor is sent from its own memory, and received there. Smaller ones are packed into
 # one buffer.
@@ -37,8 +34,8 @@ _MULTIPLE = 64
 Entries = tuple[int, int, int]
 
 
-class ReduceScatterPlan:
-    """One message of gradients to the owners of their entries, and one of the owners' entries to all ranks.
+class ReduceScatter:
+    """The plan of two messages: gradients to the owners of their entries, and the owners' entries to all ranks.
 
     Args:
         owned: for each rank the entries that it owns, of dense tensors.
@@ -154,109 +151,6 @@ class ReduceScatterPlan:
         del mean
         yield
         wait_for_others()
-
-
-class GroupAverages:
-    """The averages of one parameter group's gradients.
-
-    With `comms="replicated"` they stand in `p.grad`, or in `zero_filled` for parameters without a gradient on this
-    rank. Where state is sharded, `local` has for each parameter the average of this rank's shards, flat like its state.
-    """
-
-    def __init__(
-        self, params: Sequence[Tensor], zero_filled: Mapping[Tensor, Tensor], own: Mapping[Tensor, Tensor] | None = None
-    ) -> None:
-        self.zero_filled, self.local = zero_filled, own
-        self._params = params
-        self._seen: list[tuple[Tensor | None, int]] = []
-        self.accept_gradients()
-
-    def copy_from(self, other: "GroupAverages") -> None:
-        """Copy averages of the next gradients to the place of these, where `p.grad` has none: for CUDA graphs."""
-        mine, theirs = (self.zero_filled, other.zero_filled) if self.local is None else (self.local, other.local or {})
-        # A CUDA graph reads the averages at the addresses that it was captured with.
-        if theirs:
-            torch._foreach_copy_([mine[param] for param in theirs], list(theirs.values()))
-
-    @property
-    def is_fresh(self) -> bool:
-        """Return whether no gradient was replaced, or changed in place, since they were averaged."""
-        # The same tensor with the same version: PyTorch counts every change in place.
-        rows = zip(self._seen, self._gradients(), strict=True)
-        return all(before is now and seen == version for (before, seen), (now, version) in rows)
-
-    def accept_gradients(self) -> None:
-        """Note that the averages belong to the gradients as they are now."""
-        self._seen = self._gradients()
-
-    def _gradients(self) -> list[tuple[Tensor | None, int]]:
-        """Return the gradients, and how often each was changed in place."""
-        gradients = [param.grad for param in self._params]
-        return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
-
-    def tensors(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield each parameter and its average: whole, or of this rank's pieces; None for frozen parameters."""
-        if self.local is not None:
-            yield from self.local.items()
-            return
-        for param in self._params:
-            yield param, self.zero_filled.get(param) if param.grad is None else param.grad
-
-    def of_bucket(self, bucket: Sharded) -> Tensor:
-        """Return the averages of the pieces of a bucket that this rank owns, one after the other, (entries,)."""
-        # The empty tensor is for ranks that own nothing of the bucket.
-        return torch.cat([torch.empty(0, dtype=bucket.dtype, device=bucket.device), *self._runs(bucket)])
-
-    def keep_bucket(self, bucket: Sharded, mean: Tensor) -> None:
-        """Keep the averages of a bucket's pieces, (entries,), which `of_bucket` then returns."""
-        runs = list(self._runs(bucket))
-        for run, shard in zip(runs, mean.split([run.numel() for run in runs]), strict=True):
-            run.copy_(shard)
-
-    def _runs(self, bucket: Sharded) -> Iterator[Tensor]:
-        assert self.local is not None
-        for shard in bucket.local:
-            yield self.local[self._params[shard.index]][shard.offset : shard.offset + shard.numel]
-
-
-class PrecomputedAverages:
-    """The averages that clipping has made for an optimizer's next step, by the position of the parameter group."""
-
-    def __init__(self) -> None:
-        # All cached averages, stale ones included.
-        self.groups: dict[int, GroupAverages] = {}
-        # The averages that the running step uses in place of messages.
-        self.of_step: Mapping[int, GroupAverages] = {}
-
-    def fresh(self) -> dict[int, GroupAverages]:
-        """Return the averages that are still valid.
-
-        If gradients of one group were touched, all are dropped: a rank without gradients in that group cannot see it,
-        and must decide as the others do.
-        """
-        if self.groups and not all(averages.is_fresh for averages in self.groups.values()):
-            self.groups = {}
-        return dict(self.groups)
-
-    def keep(self, groups: Mapping[int, GroupAverages]) -> None:
-        """Keep averages for the next step, for gradients as they are now."""
-        self.groups = dict(groups)
-        self.accept_gradients()
-
-    def accept_gradients(self) -> None:
-        """Note that the averages belong to the gradients as they are now."""
-        for averages in self.groups.values():
-            averages.accept_gradients()
-
-    def invalidate(self, numbers: Iterable[int]) -> None:
-        """Drop the averages: all ranks change gradients of these groups, which a rank without any cannot detect."""
-        if not self.groups.keys().isdisjoint(numbers):
-            self.groups = {}
-
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Drop the averages of some groups."""
-        for number in numbers:
-            self.groups.pop(number, None)
 
 
 def messages_of(
