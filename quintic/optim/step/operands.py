@@ -109,22 +109,21 @@ class BlockPlaces:
         return of_lists
 
     def read(self, active: "Operands", view: View, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a copy (b, m, n) of all matrices in some tensors, contiguous, on the parameters' device.
+        """Return a copy (b, m, n) of all matrices in some tensors, contiguous.
 
-        The tensors are like the members' parameters, one for each, but may be in host memory.
+        The tensors are like the members' parameters, one for each.
         """
         (blocks,) = self.blocks(active, view, tensors)
         shape = blocks[0].shape[1:]  # (groups, rows, columns...)
         size = (sum(map(len, blocks)), shape[:2].numel(), shape[2:].numel())
-        batch = torch.empty(size, dtype=blocks[0].dtype, device=active.params[0].device)
-        # State in host memory is pinned: the host does not wait for the copies.
-        torch._foreach_copy_(self._split(batch, blocks), list(blocks), non_blocking=True)
+        batch = torch.empty(size, dtype=blocks[0].dtype, device=blocks[0].device)
+        torch._foreach_copy_(self._split(batch, blocks), list(blocks))
         return batch
 
     def write(self, active: "Operands", view: View, tensors: Sequence[Tensor], batch: Tensor) -> None:
         """Copy a batch that `read` returned back to the tensors that it was read from."""
         (blocks,) = self.blocks(active, view, tensors)
-        torch._foreach_copy_(list(blocks), self._split(batch, blocks), non_blocking=True)
+        torch._foreach_copy_(list(blocks), self._split(batch, blocks))
 
     @staticmethod
     def _split(batch: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
