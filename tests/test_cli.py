@@ -74,7 +74,7 @@ def test_help_lists_every_option_with_its_default(command: str, capsys: pytest.C
         assert (" --resume, --no-resume " in text) == (command in ("train", "compare"))
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quintic.__version__", "1.2.3")
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == "quintic 1.2.3\n"

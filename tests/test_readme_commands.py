@@ -73,13 +73,13 @@ def check_training(printed: str, seconds: float) -> None:
     assert seconds < MOST_SECONDS
 
 
-def test_make_train(clone: Path) -> None:
+def test_make_train_trains(clone: Path) -> None:
     printed, seconds = command(clone, ["make", f"PYTHON={sys.executable}", "train"], "train")
     check_training(printed, seconds)
     assert 'make train ARGS="--data path/to/my/texts"' in printed
 
 
-def test_make_compare(clone: Path) -> None:
+def test_make_compare_compares(clone: Path) -> None:
     printed, seconds = command(clone, ["make", f"PYTHON={sys.executable}", "compare"], "compare")
     found = re.search(r"Muon reached AdamW's final validation loss after (\d+) of (\d+) steps", printed)
     assert found is not None, printed[-2000:]

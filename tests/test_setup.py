@@ -66,41 +66,25 @@ def test_torch_of_the_machine_is_used_whatever_else_there_is(pick, system, gpu):
     assert plan == ["host"]
 
 
-def test_too_old_torch_of_the_machine_is_not_used(pick):
-    assert chosen(pick, host_torch="2.10.1") == ["cpu-index", "index!"]
+CPU_BUILD, CUDA_BUILD = ("2.13.0+cpu", False), ("2.14.1", True)
 
 
-def test_an_offered_cpu_build_comes_before_every_download(pick):
-    assert chosen(pick, offers=(offer(pick, "2.13.0+cpu"),)) == ["2.13.0+cpu", "cpu-index", "index!"]
-
-
-def test_without_gpu_an_offered_cuda_build_comes_after_the_cpu_wheels(pick):
-    offers = (offer(pick, "2.13.0+cpu"), offer(pick, "2.14.1", cuda=True))
-    assert chosen(pick, offers=offers) == ["2.13.0+cpu", "cpu-index", "2.14.1!", "index!"]
-
-
-def test_without_gpu_the_order_of_offers_does_not_matter(pick):
-    offers = (offer(pick, "2.14.1", cuda=True), offer(pick, "2.13.0+cpu"))
-    assert chosen(pick, offers=offers)[0] == "2.13.0+cpu"
-
-
-def test_without_gpu_and_offers_the_cpu_index_comes_first_and_the_large_one_warns(pick):
-    assert chosen(pick) == ["cpu-index", "index!"]
-
-
-def test_with_gpu_the_ordinary_package_is_taken(pick):
-    assert chosen(pick, nvidia_gpu=True) == ["index"]
-
-
-def test_with_gpu_an_offered_cuda_build_comes_first_and_a_cpu_build_last(pick):
-    offers = (offer(pick, "2.13.0+cpu"), offer(pick, "2.14.1", cuda=True))
-    assert chosen(pick, nvidia_gpu=True, offers=offers) == ["2.14.1", "index", "2.13.0+cpu!"]
-
-
-@pytest.mark.parametrize("system", ["Darwin", "Windows"])
-def test_elsewhere_pip_decides_after_what_is_offered(pick, system):
-    assert chosen(pick, system=system) == ["index"]
-    assert chosen(pick, system=system, offers=(offer(pick, "2.13.0"),)) == ["2.13.0", "index"]
+@pytest.mark.parametrize(
+    ("facts", "offers", "expected"),
+    [
+        ({"host_torch": "2.10.1"}, [], ["cpu-index", "index!"]),  # too old
+        ({}, [], ["cpu-index", "index!"]),
+        ({}, [CPU_BUILD], ["2.13.0+cpu", "cpu-index", "index!"]),
+        ({}, [CPU_BUILD, CUDA_BUILD], ["2.13.0+cpu", "cpu-index", "2.14.1!", "index!"]),
+        ({}, [CUDA_BUILD, CPU_BUILD], ["2.13.0+cpu", "cpu-index", "2.14.1!", "index!"]),
+        ({"nvidia_gpu": True}, [], ["index"]),
+        ({"nvidia_gpu": True}, [CPU_BUILD, CUDA_BUILD], ["2.14.1", "index", "2.13.0+cpu!"]),
+        ({"system": "Darwin"}, [], ["index"]),
+        ({"system": "Windows"}, [("2.13.0", False)], ["2.13.0", "index"]),
+    ],
+)
+def test_offers_of_this_machine_come_before_downloads_that_fit_it(pick, facts, offers, expected):
+    assert chosen(pick, **facts, offers=tuple(offer(pick, *one) for one in offers)) == expected
 
 
 @pytest.mark.parametrize(

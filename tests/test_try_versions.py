@@ -41,18 +41,6 @@ def outcome(trial: ModuleType, **changed: object) -> object:
     return trial.Outcome(**{**facts, "seconds": 301.6, **changed})
 
 
-def test_the_table_has_a_row_for_each_version(trial, environments, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(trial, "run_tests", lambda python, log, options: outcome(trial, torch=log.stem))
-    assert trial.main(["2.8", "2.14.1", "--folder", str(tmp_path)]) == 0
-    assert environments == ["2.8", "2.14.1"]
-    assert capsys.readouterr().out.splitlines() == [
-        "| PyTorch | Triton | Python | passed | failed | skipped | seconds |",
-        "|---|---|---|---|---|---|---|",
-        "| torch-2.8 | 3.4.0 | 3.11.7 | 4,000 | 0 | 7 | 302 |",
-        "| torch-2.14.1 | 3.4.0 | 3.11.7 | 4,000 | 0 | 7 | 302 |",
-    ]
-
-
 @pytest.mark.usefixtures("environments")
 def test_a_failure_is_a_row_and_a_status_and_what_stops_keeps_the_rows_before(trial, monkeypatch, tmp_path, capsys):
     def run_tests(python: Path, log: Path, options: list[str]) -> object:
@@ -67,26 +55,6 @@ def test_a_failure_is_a_row_and_a_status_and_what_stops_keeps_the_rows_before(tr
     output = capsys.readouterr()
     assert len(output.out.splitlines()) == 3
     assert "pytest stopped with status 4" in output.err
-
-
-@pytest.mark.usefixtures("environments")
-@pytest.mark.parametrize(
-    ("options", "there", "stays"), [([], False, False), (["--keep"], False, True), ([], True, True)]
-)
-def test_an_environment_goes_unless_it_was_there_or_shall_stay(trial, options, there, stays, monkeypatch, tmp_path):
-    given: list[list[str]] = []
-
-    def run_tests(python: Path, log: Path, options: list[str]) -> object:
-        assert python.is_relative_to(tmp_path / "torch-2.8")
-        given.append(options)
-        return outcome(trial)
-
-    monkeypatch.setattr(trial, "run_tests", run_tests)
-    if there:
-        (tmp_path / "torch-2.8").mkdir()
-    trial.main(["2.8", *options, "--folder", str(tmp_path), "--", "-x", "--lf"])
-    assert (tmp_path / "torch-2.8").exists() is stays
-    assert given == [["-x", "--lf"]]
 
 
 @pytest.mark.parametrize("version", ["2", "new", "2.8.0rc1", "2.8.0+cpu", "../2.8"])

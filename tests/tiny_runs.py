@@ -21,6 +21,10 @@ ROOT = Path(quintic.errors.__file__).parents[1]
 VOCAB_SIZE, VAL_FRAC = 300, 0.15
 
 
+class Killed(BaseException):
+    """Stands for SIGKILL: no code catches it."""
+
+
 def write_text_folder(folder: Path, *, documents: int = 80, lines: int = 70) -> Path:
     """Write lines that look like Python; returns the folder."""
     rng = random.Random(0)

@@ -135,6 +135,7 @@ def test_the_page_of_errors(tiny, monkeypatch, capsys):
     assert made_up[labels[0]][1] == "0.093 / 0.000"
 
 
+@pytest.mark.slow
 def test_the_page_of_losses(tiny, monkeypatch, capsys):
     monkeypatch.setattr(aol_error, "TRAINED", ("five", "aol-last-four"))
     monkeypatch.setattr(sys, "argv", ["aol_error.py", "--loss", "--seeds", "1", "2", "--base", tiny])

@@ -1,9 +1,8 @@
-"""The search, the workers and the page of `benchmarks.training.baseline`, whose runs take minutes on GPUs."""
+"""The search and the workers of `benchmarks.training.baseline`, whose runs take minutes on GPUs."""
 
 import math
 import random
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_runs import tiny_config
 
-from benchmarks.training import baseline, baseline_page, workers
+from benchmarks.training import baseline, workers
 from quintic.data.dataset import Dataset
 from quintic.train.config import Config
 from quintic.train.loop import train
@@ -45,11 +44,6 @@ def test_settings_lie_in_the_space_and_are_options(name: str) -> None:
     baseline.vary(default, name, rng)  # the default is in the space, too
 
 
-def test_an_unknown_option_is_named() -> None:
-    with pytest.raises(SystemExit, match="--set dpeth: no such option"):
-        workers.with_values(Config(), {"dpeth": 3})
-
-
 def job(config: Config, dataset: Dataset, *, seconds: float = 100) -> dict[str, Any]:
     end = time.time() + seconds
     return {"config": to_dict(config), "data": str(dataset.path), "deadline": end, "start_by": end}
@@ -66,81 +60,3 @@ def test_a_job_is_a_run_of_the_harness(tiny_dataset: Dataset, tmp_path: Path) ->
     diverging = tiny_config(tiny_dataset, tmp_path, optimizer="adamw", **high)
     assert workers.train(job(diverging, tiny_dataset))["bpb"] is None
     assert "at step 0 of 6" in workers.train(job(config, tiny_dataset, seconds=-1))["cut"]
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_is_told_and_replaced(
-    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny_config(tiny_dataset, tmp_path)
-    worker = workers.Worker("cpu", 1)
-    start = worker._start
-    worker._start = lambda: dying(start)  # type: ignore[method-assign]
-
-    def dying(start: Any) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "executable", str(tmp_path / "python"))
-            return start()
-
-    (tmp_path / "python").write_text("#!/bin/sh\necho out of memory >&2\nread line\nkill -9 $$\n")
-    (tmp_path / "python").chmod(0o755)
-    answer = worker.run(job(config, tiny_dataset))
-    assert answer == {"failed": "the worker on cpu died with exit code -9: out of memory"}
-    worker._start = start  # type: ignore[method-assign]
-    assert math.isfinite(worker.run(job(config, tiny_dataset))["bpb"])
-    bad = {**job(config, tiny_dataset), "data": str(tmp_path / "nothing")}
-    assert "nothing" in worker.run(bad)["failed"]
-    assert math.isfinite(worker.run(job(config, tiny_dataset))["bpb"])  # the same process goes on
-    late = {**bad, "start_by": time.time() - 1}
-    assert "not started" in worker.run(late)["cut"]
-    worker.close()
-
-
-def result() -> dict[str, Any]:
-    adamw, muon = {"adamw_lr": 0.004, "clip_norm": None}, {"muon_lr": 0.02}
-    runs = []
-    for seed in range(5):
-        for setting, end in ((adamw, 2.0 + 0.1 * seed), ({"adamw_lr": 0.003, "clip_norm": None}, 2.5)):
-            curve = [[20, 4.0], [40, 3.0], [60, end]]
-            run = {"optimizer": "adamw", "part": "final", "setting": setting, "seed": seed, "curve": curve, "bpb": end}
-            runs.append(run)
-        end = 1.0 + 0.5 * seed
-        curve = [[20, 4.0], [40, 3.0], [60, end]]
-        runs.append({"optimizer": "muon", "part": "final", "setting": muon, "seed": seed, "curve": curve, "bpb": end})
-    runs.append({"optimizer": "muon", "part": "random", "setting": muon, "seed": 9, "failed": "it broke"})
-    return {
-        "command": "c", "commit": "abc", "seconds": 9.0, "planned": 20, "at_once": 3, "devices": ["cpu"], "changed": {},
-        "machine": {"cpu": "a CPU", "device": "CPU", "cores": 2, "dtype": "float32", "attention": "sdpa"},
-        "versions": {"python": "3.12.3", "torch": "2"},
-        "data": {"source": "python", "train_tokens": 5, "val_tokens": 4},
-        "spaces": {
-            "adamw": {"adamw_lr": {"least": 0.001, "most": 0.01}, "clip_norm": [None, 1.0]},
-            "muon": {"muon_lr": {"least": 0.01, "most": 0.021}},
-        },
-        "sizes": {"trials": 1, "variations": 2, "whole": 3, "again": 4, "search_seed": 0},
-        "defaults": {"adamw": {"adamw_lr": 0.003, "clip_norm": None}, "muon": muon},
-        "best": {name: {"setting": best, "chosen_by": "x"} for name, best in (("adamw", adamw), ("muon", muon))},
-        "runs": runs,
-    }  # fmt: skip
-
-
-def test_shares_are_those_of_a_line_between_evaluations() -> None:
-    muon = baseline_page.finals(result(), "muon", "default")
-    # To 2.2, the median of AdamW's ends: from 3.0 at step 40 to 1.0, 1.5, 2.0 at step 60; the others end above it.
-    expected = [100 * (40 + 20 * 0.8 / fall) / 60 for fall in (2.0, 1.5, 1.0)] + [math.inf] * 2
-    assert baseline_page.shares(muon, 2.2) == pytest.approx(expected)
-    assert baseline_page.shares(muon._replace(diverged=1), 2.2)[-1] == math.inf
-
-
-def test_the_page_has_the_figures() -> None:
-    page = baseline_page.page(result())
-    assert "| AdamW, searched | 5 | 2.2000 | 2.0000 | 2.4000 |" in page
-    assert "| AdamW, default | 5 | 2.5000 | 2.5000 | 2.5000 |" in page
-    assert "| Muon, default | 5 | 2.0000 | 1.0000 | 3.0000 |" in page
-    assert "Muon, searched" not in page  # it is the default
-    assert "| median of AdamW, searched | 2.2000 | Muon, default | 93.3 | 80.0 | never |" in page
-    assert "| best seed of AdamW, searched | 2.0000 | Muon, default | 100.0 | 83.3 | never |" in page
-    assert "- Muon, random, seed 9: it broke" in page
-    assert "in this version of Python" in page
-    assert page.count("At the edge of its range: `muon_lr`.") == page.count("At the edge") == 1
-    assert "20 runs were planned, 15 made" in page

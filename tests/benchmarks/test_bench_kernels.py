@@ -1,20 +1,16 @@
-"""The benchmark of kernels: its arithmetic and tables, and one round of it on the CPU, with tiny sizes."""
+"""The benchmark of kernels: one round of it on the CPU, with tiny sizes."""
 
 import gc
 import json
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from benchmarks.kernels import __main__ as bench_kernels
-from benchmarks.kernels.cases import SUBJECTS, both_ways, exactly
-from benchmarks.kernels.optimizer_cases import TINY, Case, Where
-
-CPU = Where(torch.device("cpu"), TINY)
+from benchmarks.kernels.cases import SUBJECTS
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def little_to_collect() -> Iterator[None]:
     """Keep what other tests have left out of the garbage collections, of which there is one for every case."""
     gc.freeze()
@@ -22,7 +18,6 @@ def little_to_collect() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.usefixtures("little_to_collect")
 def test_everything_once_on_the_cpu(tmp_path, capsys):
     assert bench_kernels.main(["--out", str(tmp_path), "--device", "cpu", "--repetitions", "3", "--sets", "2"]) == 0
     result = json.loads((tmp_path / "kernels.json").read_text())
@@ -46,61 +41,3 @@ def test_everything_once_on_the_cpu(tmp_path, capsys):
     assert {line.count("|") for line in lines} == {7}
     assert str(tmp_path) not in page
     assert len(capsys.readouterr().out.splitlines()) == len(rows)
-
-
-@pytest.mark.usefixtures("little_to_collect")
-def test_only_some_subjects(tmp_path, capsys):
-    arguments = ["--out", str(tmp_path), "--device", "cpu", "--repetitions", "2", "--only", "transpose", "--name", "t"]
-    bench_kernels.main(arguments)
-    rows = json.loads((tmp_path / "t.json").read_text())["rows"]
-    assert {row["subject"] for row in rows} == {"copy", "transpose"}
-    with pytest.raises(SystemExit):
-        bench_kernels.main(["--out", str(tmp_path), "--only", "transpose,sums"])
-    assert "'sums': choose from copy, optimizer, loss" in capsys.readouterr().err
-
-
-def test_what_fails_is_a_row(tmp_path, monkeypatch):
-    def broken(where):
-        yield Case(subject="copy", name="bad", make=tuple, run=lambda: 1 / 0)
-        raise RuntimeError("no | such\nkernel in /home/me/thing.py")
-
-    monkeypatch.setitem(SUBJECTS, "copy", broken)
-    bench_kernels.main(["--out", str(tmp_path), "--device", "cpu", "--only", "copy"])
-    page = (tmp_path / "kernels.md").read_text()
-    assert "| bad | failed: ZeroDivisionError: division by zero |" in page
-    assert "| copy | failed: RuntimeError: no / such |" in page
-
-
-def test_a_row_of_the_table():
-    row = {
-        "subject": "loss", "name": "x", "moved": 4_000_000, "flops": 10**12,
-        "ms": {"median": 2.0, "p10": 1.5, "p90": 2.5, "n": 50}, "peak_mib": 1234.5, "errors": [0.001, 0.02],
-    }  # fmt: skip
-    assert bench_kernels.cells(row, 4.0) == [
-        "x", "2 (1.5 to 2.5; n 50)", "2 (50 %)", "500", "1,234", "0.02",
-    ]  # fmt: skip
-    assert bench_kernels.cells({**row, "moved": 0, "flops": 0, "errors": []}, 4.0)[2:] == ["", "", "1,234", ""]
-    with pytest.raises(ValueError, match="1 results, 2 exact ones"):
-        bench_kernels.errors([torch.ones(1)], [torch.ones(1)] * 2)
-    assert bench_kernels.errors([torch.tensor([3.0, 4.5])], [torch.tensor([3.0, 4.0])]) == [0.1]
-
-
-def test_gradients_come_with_the_output():
-    x, weight = torch.randn(3, 4).requires_grad_(), torch.randn(4, 2).requires_grad_()
-    gradient = torch.randn(3, 2)
-    out, grad_x, grad_weight = both_ways(torch.matmul)(x, weight, gradient)
-    torch.testing.assert_close(out, x @ weight)
-    torch.testing.assert_close(grad_x, gradient @ weight.T)
-    torch.testing.assert_close(grad_weight, x.T @ gradient)
-    assert {result.dtype for result in exactly(torch.matmul)(x, weight, gradient)} == {torch.float64}
-
-
-def test_bytes_of_the_passes():
-    numel = 2 * 32 * 32 + 64 * 32
-    moved = {case.name: case.moved for case in SUBJECTS["optimizer"](CPU)}
-    assert moved == {
-        "momentum, torch": 12 * numel,
-        "weights, torch": 6 * numel,
-        "normalisation, torch": 6 * numel,
-        "AdamW, torch": 22 * 2 * 112 * 32,
-    }

@@ -1,12 +1,9 @@
 """The orthogonalisation benchmark: its floor, what it compares with what, and that it survives other libraries."""
 
 import argparse
-import ast
 import json
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +12,7 @@ from benchmarks.common import results
 from benchmarks.orthogonalize import __main__ as bench
 from benchmarks.orthogonalize import contestants, measure, page, shapes
 from benchmarks.orthogonalize.contestants import CONTESTANTS
-from benchmarks.orthogonalize.shapes import LIMITS, PEER_LIMIT, Polynomials, Shape
-
-BENCHMARKS = Path(bench.__file__).parents[1]
+from benchmarks.orthogonalize.shapes import Polynomials, Shape
 
 # -------------------------------------------------------------------------------- shapes and floors
 
@@ -119,56 +114,6 @@ def test_the_speedruns_function_is_taken_out_of_its_script_without_momentum():
     assert torch.equal(x, torch.ones(2, 2))
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("def polar_express(x): return x", "no polar_express with polar_express_coeffs"),
-        ("polar_express_coeffs = []", "no polar_express with polar_express_coeffs"),
-        ("polar_express_coeffs = []\ndef polar_express(x): return x", "does not make X from g"),
-    ],
-)
-def test_another_script_than_the_speedruns_is_refused(source, message):
-    with pytest.raises(ValueError, match=message):
-        contestants.without_momentum(source)
-
-
-def test_tuned_kernels_compile_instead_of_running(monkeypatch):
-    compiled = []
-
-    class Kernel:
-        def run(self, *args: object, grid: object, warmup: bool, **options: object) -> None:
-            pytest.fail("it ran")
-
-        def warmup(self, *args: object, grid: object, **options: object) -> None:
-            compiled.append((args, grid, options))
-
-    class Mode:
-        def __init__(self, pool: object) -> None:
-            self.submit = pool.submit
-
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-    pytest.importorskip("triton")
-    monkeypatch.setattr("triton.runtime._async_compile.AsyncCompileMode", Mode)
-    kernel = Kernel()
-    contestants.precompile({kernel: lambda: kernel.run(1, grid=(9, 9), warmup=False, BLOCK=2)})
-    assert compiled == [((1,), (1,), {"BLOCK": 2})]
-    with pytest.raises(pytest.fail.Exception, match="it ran"):
-        kernel.run(1, grid=(9, 9), warmup=False)
-
-
-def options(tmp_path: Path = Path(), **changes: object) -> argparse.Namespace:
-    values = {
-        "shapes": list(LIMITS), "contestants": None, "all": False, "targets": True, "device": "cuda", "seconds": 0.1,
-        "caches": tmp_path, "peers": [], "limit": 4.0, "no_preload": False,
-    }  # fmt: skip
-    return argparse.Namespace(**{**values, **changes})
-
-
 # -------------------------------------------------------------------------------- tables
 
 
@@ -188,10 +133,6 @@ def ceiling(tflops: float) -> dict[str, object]:
 
 
 SHAPE = Shape(1, 2048, 2048)
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_the_fastest_other_is_the_fastest_whose_result_is_right():
@@ -220,126 +161,13 @@ def test_floors_are_at_the_rate_that_was_measured_in_the_run():
     assert page.Summary([row("quintic", 0.4)]).multiples(SHAPE) == (None, pytest.approx(nominal))
 
 
-def test_a_line_of_the_table():
-    rows = [row("quintic", 0.4), row("eager", 0.5, error_frobenius=0.0234), ceiling(395.0)]
-    header, _, line = page.main_table(page.Summary(rows), [SHAPE])
-    assert dict(zip(cells(header), cells(line), strict=True)) == {
-        "batch x m x n": "1x2048x2048", "floor (ms)": "0.435 (0.217)", "Quintic: device (ms)": "0.4 (0.3 to 0.5)",
-        "idle (ms)": "0.8 (0.3 to 0.5)", "x floor": "0.92 (1.84)", "best other: device (ms)": "0.5", "which": "eager",
-        "Quintic / best": "0.8", "Quintic's error": "1.0e-02", "its error": "2.3e-02",
-    }  # fmt: skip
-
-
-def test_limits_are_kept_or_missed_or_not_known():
-    rows = [row("quintic", 0.36), row("eager", 0.4), ceiling(790.0), row("quintic", 1.0, shape="1x4096x4096")]
-    lines = page.targets_table(page.Summary(rows), [SHAPE, Shape(1, 4096, 4096), Shape(5, 768, 768), Shape(2, 3, 4)])
-    assert [[cells(line)[index] for index in (0, 2, 3, 6, 7)] for line in lines[2:5]] == [
-        ["1x2048x2048", "1.7", "pass", f"{PEER_LIMIT}", "**miss**"],
-        ["1x4096x4096", "1.25", "pass", f"{PEER_LIMIT}", "not measured"],
-        ["5x768x768", "2.6", "not measured", f"{PEER_LIMIT}", "not measured"],
-    ]
-    assert lines[-1] == "2 of 6 limits kept, 3 not measured."
-
-
-def test_everyone_is_listed_with_what_kept_them_from_it():
-    jobs = bench.plan_jobs(options(shapes=[SHAPE], contestants=["quintic", "speedrun", "eager", "dion"]))
-    failed = {**jobs[0], "contestant": "speedrun", "error": "not importable: No module named 'triton_kernels'"}
-    lines = page.details_table(page.Summary([row("quintic", 2.0), row("eager", 1.0), failed]), SHAPE, jobs)
-    found = [cells(line)[:2] for line in lines[2:]]
-    assert found == [
-        ["eager", "1 (0.9 to 1.1)"],
-        ["quintic", "2 (1.9 to 2.1)"],
-        ["speedrun", "not importable: No module named 'triton_kernels'"],
-        ["quintic-polar-express-bf16", "not measured: the time was over"],
-        ["dion-newton-schulz", "not measured: the time was over"],
-        ["dion-polar-express", "not measured: the time was over"],
-    ]
-
-
-def test_percentiles():
+def test_percentiles_are_interpolated():
     found = results.percentiles([float(value) for value in range(11)])
     assert found == {"median": 5.0, "p10": 1.0, "p90": 9.0, "least": 0.0, "n": 11}
     assert results.percentiles([3.0]) == {"median": 3.0, "p10": 3.0, "p90": 3.0, "least": 3.0, "n": 1}
 
 
-def test_the_command_is_recorded_without_folders():
-    words = ["--out", "/home/me/out", "--peers", "/a", "/b", "--shapes", "1x1x1", "1x1x1"]
-    found = results.recorded_command("benchmarks.x", words, {"/home/me/out": "FOLDER", "/a": "PEERS", "/b": "PEERS"})
-    assert found == "python -m benchmarks.x --out FOLDER --peers PEERS --shapes 1x1x1 1x1x1"
-
-
 # -------------------------------------------------------------------------------- processes
-
-# Stands for a library: hangs over one shape, dies over another, cannot take a third.
-LIBRARY = """
-import json, os, sys, time
-jobs = json.loads(sys.stdin.readline() or "[]")
-with open(sys.argv[1] + "/rows.jsonl", "a") as file:
-    def report(row):
-        file.write(json.dumps(row) + "\\n")
-        file.flush()
-    report({"contestant": "ceiling", "shape": jobs[0]["family"], "device": "cuda", "tflops": 700.0})
-    for job in jobs:
-        if job["shape"] == "1x1x1":
-            time.sleep(600)
-        if job["shape"] == "2x2x2":
-            print("Fatal: no luck")
-            sys.exit(3)
-        report({**job, **({"error": "too large"} if job["shape"] == "3x3x3" else {"first_s": 0.0})})
-"""
-
-
-@pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "benchmarks" / "orthogonalize"
-    folder.mkdir(parents=True)
-    for name, source in {"../__init__": "", "__init__": "", "measure": LIBRARY}.items():
-        (folder / f"{name}.py").write_text(source)
-    monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
-    return tmp_path
-
-
-@pytest.mark.slow
-def test_a_library_that_hangs_or_dies_costs_its_own_rows_only(library):
-    shapes = [Shape(size, size, size) for size in (4, 1, 2, 3, 5)]
-    chosen = options(library, shapes=shapes, contestants=["gram-ns-compiled", "eager"], device="cpu")
-    jobs = [job for job in bench.plan_jobs(chosen) if (job["contestant"], job["shape"]) != ("eager", "1x1x1")]
-    rows = list(bench.run_jobs(jobs, chosen, time.monotonic() + 100))
-    found = [bench.key(row)[:2] for row in rows if row["contestant"] != "ceiling"]
-    assert found == [bench.key(job)[:2] for job in jobs]
-    expected = {
-        "4x4x4": None,
-        "1x1x1": "took more than 4 s",
-        "2x2x2": "its process ended: exit status 3, Fatal: no luck",
-        "3x3x3": "too large",
-        "5x5x5": None,
-    }
-    for name in ("gram-ns-compiled", "eager"):
-        errors = {row["shape"]: row.get("error") for row in rows if row["contestant"] == name}
-        assert errors.items() <= expected.items()
-        assert len(errors) == (5 if name == "gram-ns-compiled" else 4)
-
-
-def test_a_second_call_measures_what_is_missing(library, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "write_results", lambda rows, jobs, options: None)
-    monkeypatch.setattr(bench, "short_line", str)
-    command = ["bench", "--out", str(library), "--device", "cpu", "--contestants", "eager", "--shapes"]
-    for asked, expected in (
-        (["4x4x4", "3x3x3"], "2 to measure, 0 done before"),
-        (["4x4x4", "3x3x3", "5x5x5"], "3 to measure, 1 done before"),
-        (["4x4x4", "5x5x5"], "2 to measure, 2 done before"),
-    ):
-        monkeypatch.setattr(sys, "argv", [*command, *asked])
-        assert bench.main() == 0
-        assert capsys.readouterr().out.startswith(expected + "\n")
-    rows = results.read_rows(library / "orthogonalize.jsonl")
-    assert [row["shape"] for row in rows if row["contestant"] == "eager"] == ["4x4x4", "3x3x3", "3x3x3", "5x5x5"]
-
-
-def test_when_the_time_is_over_the_rest_is_left(library, capsys):
-    chosen = options(library, shapes=[Shape(1, 1, 1), Shape(4, 4, 4)], contestants=["eager"], device="cpu", limit=600.0)
-    assert list(bench.run_jobs(bench.plan_jobs(chosen), chosen, time.monotonic() - 1)) == []
-    assert "the time is over: 2 not measured" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -365,8 +193,3 @@ def test_a_run_on_a_cpu(tmp_path):
     text = (tmp_path / "orthogonalize.md").read_text()
     assert "at commit abc" in text
     assert str(tmp_path) not in text
-
-
-def test_the_benchmark_is_syntax_for_the_oldest_python():
-    for path in BENCHMARKS.rglob("*.py"):
-        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 11))

@@ -1,7 +1,6 @@
 """The table of clients: what it says of results, and two rows run on the CPU."""
 
 import json
-from argparse import Namespace
 
 import pytest
 
@@ -29,32 +28,6 @@ def test_resumed_losses_are_compared_with_the_end_of_the_whole_run():
     assert clients.judged(result(whole, (2.0, 1.0)), PLAIN)["resumed"] == "same bits"
     assert clients.judged(result(whole, (4.0, 3.0), (2.0, 1.1)), PLAIN)["resumed"] == "1e-01"
     assert clients.judged(result(whole, (*whole, 1.0)), PLAIN)["resumed"] == "5 steps beside 4"
-
-
-def test_the_error_is_that_of_the_example_and_not_of_torchrun():
-    stderr = """\
-[rank1]: Traceback (most recent call last):
-[rank1]:   File "x.py", line 3, in main
-[rank1]: ValueError: weight: no such layout
-Traceback (most recent call last):
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-"""
-    assert clients.last_error(stderr) == "ValueError: weight: no such layout"
-    assert clients.last_error("killed\n") == "no error was told"
-
-
-def test_the_page_has_a_line_for_every_row():
-    missing = result(missing=["trl"])
-    del missing["losses"]
-    failed = {**missing, "error": "ValueError: a | b"}
-    del failed["missing"]
-    results = [{**result(), **PLAIN}, missing, failed]
-    text = clients.page(results, Namespace(ranks=2, commit="abc"))
-    lines = [line for line in text.splitlines() if line.startswith("| torch")]
-    assert len(lines) == 3
-    assert {line.count("|") for line in lines} == {9}
-    assert "not installed: trl" in lines[1]
-    assert "ValueError: a / b" in lines[2]
 
 
 @pytest.mark.slow

@@ -4,15 +4,12 @@ import json
 import math
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.end_to_end import __main__ as command
-from benchmarks.end_to_end import training
 from benchmarks.end_to_end.training import Training
 
 # Stands for a library whose optimizer cannot be made on one of the ranks.
@@ -83,37 +80,3 @@ def test_the_norm_of_the_gradients():
 def test_gradients_of_nothing_are_refused(gradient):
     with pytest.raises(ArithmeticError, match="1 parameters without a proper gradient, such as 1"):
         some_training(torch.ones(3), gradient).check_gradients()
-
-
-def test_times_between_marks():
-    start = time.perf_counter()
-    assert training.elapsed(start, start + 0.25) == pytest.approx(250)
-    event = SimpleNamespace(elapsed_time=lambda end: end.at - 2.0)
-    assert training.elapsed(event, SimpleNamespace(at=9.0)) == 7.0
-
-
-def test_without_transformers_it_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"install transformers 4\.51 or newer, it is not importable"):
-        command.main(["--out", "x"])
-
-
-def test_one_window_has_no_quartiles(capsys):
-    with pytest.raises(SystemExit):
-        command.parse(["--out", "x", "--windows", "1"])
-    assert "--windows and --steps: at least 2 each" in capsys.readouterr().err
-
-
-def test_a_row_of_the_table():
-    times = {"median": 200.0, "q1": 198.0, "q3": 203.5, "least": 197.0, "n": 6}
-    row = {
-        "contestant": "quintic", "step_ms": times, "single_ms": times, "first_step_s": 1.234, "peak_mib": 51234.0,
-        "optimizer_ms": {**times, "median": 9.0, "q1": 8.9, "q3": 9.25, "n": 48}, "state_mib": 950.4,
-        "losses": [10.5, 10.4],
-    }  # fmt: skip
-    assert dict(zip(command.HEADS, command.cells(row), strict=True)) == {
-        "contestant": "quintic", "step (ms)": "200 (198 to 203.5; n 6)", "single steps (ms)": "200 (198 to 203.5; n 6)",
-        "optimizer (ms)": "9 (8.9 to 9.25; n 48)", "share": "4.5%", "first step (s)": "1.23", "peak (MiB)": "51,234",
-        "state (MiB)": "950", "loss": "10.40",
-    }  # fmt: skip
-    assert command.cells({"contestant": "x", "error": "a | b"}) == ["x", "a / b", *[""] * 7]

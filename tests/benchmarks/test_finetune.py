@@ -1,9 +1,6 @@
-"""Models, optimizers, the choice of rates and the page of `benchmarks.finetune`."""
+"""Models, optimizers and jobs of `benchmarks.finetune`."""
 
-import argparse
-import json
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.finetune import __main__ as finetune
-from benchmarks.finetune import page as finetune_page
 from benchmarks.finetune import run
-from benchmarks.training.workers import Runs
 from quintic.data.dataset import Dataset
 
 # What peft asks of transformers.
@@ -77,83 +71,3 @@ def test_a_job_pretrains_and_fine_tunes(tiny_dataset: Dataset, tmp_path: Path) -
         assert "at step 0 of 8" in run.train(job(tiny_dataset, deadline=0.0))["cut"]
     finally:
         torch.set_num_threads(threads)
-
-
-def row(pretrained: str, mode: str, name: str, part: str, rate: float, seed: int, loss: float | None) -> dict[str, Any]:
-    cell = {"part": part, "pretrained": pretrained, "mode": mode, "optimizer": name, "rate": rate, "seed": seed}
-    return {"cell": cell, "loss": loss, "before": 5.0, "other": 4.0, "trained": 10}
-
-
-def rows() -> list[dict[str, Any]]:
-    found = []
-    for case in finetune_page.cases():
-        for rate, loss in ((0.1, 3.0), (0.2, 2.0), (0.4, None)):
-            found += [row(*case.values(), "search", rate, seed, loss) for seed in (11, 12)]
-        lower = 0.1 if case["optimizer"] == "muon" else 0.0
-        found += [row(*case.values(), "final", 0.2, seed, 2.0 + seed - lower * (seed - 1)) for seed in (1, 2, 3)]
-        found.append(row(*case.values(), "final", 0.1, 1, 99.0))  # of another rate
-    return found
-
-
-def test_the_search_chooses_the_rate() -> None:
-    case = {"pretrained": "muon", "mode": "lora", "optimizer": "adamw"}
-    assert finetune_page.search_means(rows(), case) == {0.1: 3.0, 0.2: 2.0, 0.4: math.inf}
-    late = [*rows(), row(*case.values(), "search", 0.8, 11, 0.1)]  # one seed of two
-    assert 0.8 not in finetune_page.search_means(late, case)
-    assert finetune_page.search_means([], case) == {}
-
-
-def result(found: list[dict[str, Any]]) -> dict[str, Any]:
-    text = {"train_tokens": 1000, "val_tokens": 100}
-    lists = {"seeds": [1, 2, 3], "search_seeds": [11, 12], "full_rates": [0.1, 0.2, 0.4], "lora_rates": [0.1, 0.2, 0.4]}
-    lists |= {"pretrain_muon_rates": [0.5], "pretrain_adamw_rates": [0.5]}
-    return {
-        "command": "c", "commit": "abc", "devices": ["cpu"], "at_once": 1, "failures": [], "rows": found,
-        "sizes": {"width": 16, "depth": 1, "pretrain_steps": 50, "steps": 5, "rows": 4, "seq_len": 16, **lists},
-        "texts": {"pretrain": text, "finetune": text},
-    }  # fmt: skip
-
-
-def test_the_page_compares_seeds_with_their_twins() -> None:
-    page = finetune_page.page(result(rows()))
-    line = next(text for text in page.splitlines() if text.startswith("| Muon | LoRA |"))
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[2:6] == [
-        "4.0000 (3.0000 to 5.0000)",
-        "3.9000 (3.0000 to 4.8000)",
-        "-0.1000 (-0.2000 to +0.0000)",
-        "2 of 3",
-    ]
-    assert "- Pretrained with AdamW, LoRA, Muon: 0.1: 3.0000, **0.2: 2.0000**, 0.4: inf\n" in page
-    assert "2 of 74 runs were not trained" in page  # both base models; a run of another rate counts for none
-    empty = finetune_page.page(result([]))
-    assert "74 of 74 runs were not trained" in empty
-
-
-def test_a_study_fine_tunes_what_is_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["finetune", "--out", str(tmp_path), "--seeds", "1", "2"])
-    options: argparse.Namespace = finetune.arguments()
-    runs = Runs(tmp_path / "runs.jsonl", {})
-    taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    monkeypatch.setattr(runs, "train", lambda pool, jobs: taken.extend(jobs))
-    study = finetune.Study(options, {"pretrain": "first", "finetune": "second"}, runs, None, 1e12)  # type: ignore[dict-item]
-    assert list(study.final_cells()) == []  # no rate is known yet
-    study.pretrain()
-    assert [(job["optimizer"], job["rate"], job["data"], job["other"]) for _, job in taken] == [
-        (name, rate, "first", "second") for name in ("muon", "adamw") for rate in (0.004, 0.012)
-    ]
-    json.dumps(taken)  # they travel
-    taken.clear()
-    study.tune(list(study.search_cells()))
-    assert taken == []  # there are no weights
-    for rate, loss in ((0.004, 3.0), (0.012, 2.0), (0.05, None)):
-        cell = {"part": "pretrain", "pretrained": "muon", "rate": rate}
-        runs.rows[str(rate)] = {"cell": cell, "loss": loss}
-    study.tune(list(study.search_cells()))
-    assert len(taken) == 2 * 2 * (5 + 4)  # optimizers, seeds, rates of one pretrained model
-    assert {job["weights"] for _, job in taken} == {str(study.weights("muon", 0.012))}
-    assert {(job["data"], job["steps"]) for _, job in taken} == {("second", options.steps)}
-    runs.rows = {str(number): one for number, one in enumerate(rows())}
-    finals = list(study.final_cells())
-    assert len(finals) == 8 * 2
-    assert {cell["rate"] for cell in finals} == {0.2}

@@ -1,10 +1,9 @@
-"""The arithmetic and tables of `benchmarks.optimizer_step`; what it measures is in benchmarks/results."""
+"""The arithmetic of `benchmarks.optimizer_step`; what it measures is in benchmarks/results."""
 
 import pytest
 import torch
 
 from benchmarks.common import results
-from benchmarks.optimizer_step import __main__ as optimizer_step
 from benchmarks.optimizer_step import contestants, measure
 
 # -------------------------------------------------------------------------------- optimizer_step
@@ -29,48 +28,3 @@ def test_state_counts_every_storage_once():
 
 def test_spread_is_median_and_quartiles():
     assert results.spread([5.0, 1.0, 2.0, 4.0, 3.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "least": 1.0, "n": 5}
-
-
-def measured(**changes: object) -> dict[str, object]:
-    times = {"median": 12.34, "q1": 12.0, "q3": 13.0, "least": 11.9, "n": 30}
-    row = {
-        "set": "tiny", "dtype": "fp32", "contestant": "quintic", "caches": "empty", "first_step_s": 3.21,
-        "step_ms": times, "host_ms": {**times, "median": 1.234}, "device_ms": times, "replay_ms": times,
-        "state_mib": 1234.5, "peak_mib": 10.0, "whole_peak_mib": 20.0, "workspace_mib": 5.0, "syncs": "none",
-        "device": "NVIDIA H200", "versions": {"python": "3.12.3"},
-    }  # fmt: skip
-    return {**row, **changes}
-
-
-def test_a_row_of_the_table():
-    line = dict(zip(optimizer_step.HEADS, optimizer_step.cells(measured()), strict=True))
-    assert line == {
-        "optimizer": "quintic", "step (ms)": "12.3", "quartiles": "12 to 13 (n 30)", "device (ms)": "12.3",
-        "host (ms)": "1.23", "replay (ms)": "12.3", "first step (s)": "3.2*", "state (MiB)": "1,234",
-        "peak (MiB)": "10 / 20", "work (MiB)": "5", "syncs": "none",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"error": "OSError: no /home/me/thing.py | really"}, "failed: OSError: no FOLDER / really"),
-        ({"syncs": "called a synchronizing operation"}, "**yes**"),
-        ({"replay_follows_lr": False}, "12.3 (**learning rate ignored**)"),
-        ({"graph_error": "RuntimeError: x"}, "no"),
-        ({"within_bound": False, "workspace_bound_mib": 4.0}, "5 (bound 4: **broken**)"),
-        ({"within_bound": True, "workspace_bound_mib": 2048.0}, "5 (bound 2,048: kept)"),
-        ({"finite": False}, "quintic (**weights not finite**)"),
-    ],
-)
-def test_what_went_wrong_is_in_the_table(changes, expected):
-    line = optimizer_step.cells(measured(**changes))
-    assert expected in line
-    assert len(line) == len(optimizer_step.HEADS)
-
-
-def test_the_page_tells_why():
-    rows = [measured(), measured(contestant="torch-muon", graph_error="RuntimeError: not capturable")]
-    text = optimizer_step.page(rows, "python x.py", "abc")
-    assert text.startswith("# `optimizer.step()` alone, on one NVIDIA H200\n")
-    assert "- torch-muon, tiny, fp32: RuntimeError: not capturable\n" in text

@@ -1,6 +1,5 @@
 """`benchmarks.optimizer_step --layout`: one round on CPUs, contestants that fail, tables and targets."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from harness import run
 
 from benchmarks.common import peer_files, results
 from benchmarks.optimizer_step import rows
-from benchmarks.optimizer_step.layouts import collectives, invariance, page, targets
+from benchmarks.optimizer_step.layouts import collectives, invariance
 from benchmarks.optimizer_step.layouts import contestants as layouts
 
 MIB = 2**20
@@ -126,17 +125,6 @@ def test_failures_cost_the_others_nothing(outcome):
     assert ("speedrun", "sharded") not in found  # bf16 only
     assert "| dion-muon | failed: rank 1: ValueError: not / made; rank 0: another rank failed |" in text
     assert "tiny       ddp        dion-muon" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_the_page_names_no_folder_of_the_machine(outcome):
-    text = outcome[2]
-    assert text.startswith("# `optimizer.step()` in every layout, on 2 x CPU\n")
-    assert "`python -m benchmarks.optimizer_step --out FOLDER --layout single ddp" in text
-    assert "/tmp" not in text
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in lines} == {len(page.HEADER) + 1}
 
 
 # -------------------------------------------------------------------------------------------------------- collectives
@@ -259,92 +247,3 @@ def test_the_slowest_rank_counts_in_each_step():
     assert merged["mib"] == 7
     assert merged["p"] == [1, 2]
     assert not {"x", "times", "worst"} & merged.keys()
-
-
-def test_the_first_to_fail_is_named_first_and_equal_errors_once():
-    failed = [{"error": "late", "when": 2.0}, {"error": "early", "when": 1.0}]
-    assert rows.merge_ranks([{**one, "times": {}} for one in failed])["error"] == "rank 1: early; rank 0: late"
-    assert rows.merge_ranks([{"error": "same", "times": {}}] * 2)["error"] == "same"
-    assert rows.merge_ranks([{"part": "done", "times": {}}, {"part": "graph", "error": "x"}])["part"] == "graph"
-
-
-def measured(contestant: str, layout: str, step: float, **changes: Any) -> dict[str, Any]:
-    def times(value: float) -> dict[str, float]:
-        return {"median": value, "q1": value, "q3": value, "least": value, "n": 10}
-
-    family = contestant.partition("-")[0]
-    row = {
-        "set": "qwen1.7b", "dtype": "bf16", "layout": layout, "ranks": 2, "contestant": contestant, "family": family,
-        "seconds": 1.0, "step_ms": times(step), "device_ms": times(step), "host_ms": times(1.0), "first_step_s": 1.0,
-    }  # fmt: skip
-    return {**row, **{name: times(value) if name.endswith("_ms") else value for name, value in changes.items()}}
-
-
-def verdicts(*found: dict[str, Any]) -> dict[str, bool | None]:
-    return {target.subject: target.met for target in targets.targets(found)}
-
-
-def test_a_step_that_hides_its_communication():
-    parts = {"exchange_device_ms": 6.0, "compute_device_ms": 10.0, "fill_device_ms": 2.0}
-    assert targets.compute_ms(measured("quintic", "ddp", 10.0, **parts)) == 8.0
-    assert targets.hidden(measured("quintic", "ddp", 10.0, **parts)) == 1.25
-    subject = "quintic, qwen1.7b, ddp: step over the larger of its parts on 2"
-    assert verdicts(measured("quintic", "ddp", 10.0, **parts))[subject] is True
-    assert verdicts(measured("quintic", "ddp", 10.1, **parts))[subject] is False
-
-
-def test_work_that_is_divided_well():
-    subject = "quintic, qwen1.7b, ddp: efficiency of orthogonalisation on 2"
-    for here, expected in ((5.5, True), (5.6, False)):
-        row = measured("quintic", "ddp", 1.0, orthogonalization_alone_ms=10.0, orthogonalization_ms=here)
-        assert verdicts(row)[subject] is expected
-
-
-def test_peers_are_compared_in_their_layouts():
-    found = [measured("quintic", "fsdp2", 8.0), measured("dion-muon", "fsdp2", 10.0)]
-    found += [measured("quintic-neuron", "fsdp2", 8.1), measured("dion-normuon", "fsdp2", 10.0)]
-    met = verdicts(*found)
-    pairs = ("quintic over dion-muon", "quintic-neuron over dion-normuon")
-    ours, neurons = (f"{pair}, qwen1.7b, fsdp2 on 2: step" for pair in pairs)
-    for way in ("at its fastest", "without a CUDA graph"):
-        assert met[f"{ours} {way}"] is True
-        assert met[f"{neurons} {way}"] is False
-        assert verdicts(found[0])[f"{ours} {way}"] is None
-    assert not any("sharded" in subject or "ddp" in subject for subject in met)
-    line = next(str(target) for target in targets.targets(found) if "dion-muon" in target.subject)
-    assert line == f"met: {ours} at its fastest: 0.8 [at most 0.8] (8 / 10 ms; with busy devices 0.8)"
-
-
-def test_each_is_compared_with_its_cuda_graph_where_that_is_faster():
-    found = [measured("quintic", "fsdp2", 9.0, replay_ms=7.0), measured("dion-muon", "fsdp2", 10.0, replay_ms=10.5)]
-    compared = [target for target in targets.targets(found) if "dion-muon" in target.subject]
-    of_way = {target.subject.partition(": step ")[2]: target for target in compared}
-    assert (of_way["at its fastest"].value, of_way["at its fastest"].met) == (0.7, True)
-    assert (of_way["without a CUDA graph"].value, of_way["without a CUDA graph"].met) == (0.9, False)
-
-
-def test_other_bits_and_errors_miss_the_target():
-    row = measured("quintic", "tp", 1.0, differing_entries=3, differing_tensors=1)
-    assert verdicts(row)["quintic, qwen1.7b, tp on 2: entries whose bits differ"] is False
-    assert page.differing_cell(row) == "**3 in 1**"
-    failed = verdicts(measured("quintic", "tp", 1.0, error="out of memory"))
-    assert failed == {"quintic, qwen1.7b, tp on 2: runs": False}
-
-
-@pytest.mark.parametrize(
-    ("peaks", "text"),
-    [([90.0, 104.0], "104 / 100"), ([106.0, 90.0], "**106 / 100**"), ([5.0, 7.0], "7 / 100")],
-)
-def test_more_memory_than_planned_is_bold(peaks, text):
-    row = {"temporary_mib": peaks, "planned_mib": [100.0, 100.0]}
-    assert page.temporary(row) == text
-    assert page.temporary({**row, "kept_mib": [30.0, 40.0]}) == f"{text} + 40"
-
-
-def test_a_row_of_the_table():
-    row = measured("quintic", "sharded", 12.34, exchange_device_ms=5.0, bare_exchange_device_ms=4.0, syncs="none")
-    line = dict(zip(page.HEADER, page.cells(json.loads(json.dumps(row))), strict=True))
-    assert line["step (ms)"] == "12.3"
-    assert line["exchange (ms)"] == "5.00 (bare 4.00)"
-    assert line["hidden"] == "-"
-    assert line["syncs"] == "none"

@@ -1,18 +1,12 @@
-"""The arithmetic, the page and the figure of `benchmarks.training.quality`, whose runs take hours."""
+"""The arithmetic of `benchmarks.training.quality`, whose runs take hours."""
 
-import argparse
 import json
 import math
 import statistics
-import xml.etree.ElementTree as ET
 
 import pytest
 
 from benchmarks.training import quality_page
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def run(variant: str, rate: float, seed: int, losses: list[float]) -> quality_page.Run:
@@ -48,48 +42,9 @@ def test_steps_are_compared_with_the_same_seed():
     assert quality_page.steps_to_baseline([run("muon", 0.1, 1, [4.0, 3.5])], baseline) is None
 
 
-def some_results() -> list[quality_page.Result]:
-    runs = []
-    for number, variant in enumerate(quality_page.VARIANTS):
-        for rate, excess in ((0.01, 0.2), (0.02, 0.0), (0.03, 0.1)):
-            for seed in (11, 21, 22):
-                end = 3.0 - 0.1 * number + excess + 0.01 * (seed - 21)
-                runs.append(run(variant.name, rate, seed, [end + 2.0, end + 1.0, end]))
-    return quality_page.summarize(runs, [11], [21, 22])
-
-
-def test_the_best_rate_is_chosen_by_the_tuning_seeds_alone():
-    results = some_results()
-    assert [result.variant for result in results] == list(quality_page.VARIANTS)
-    for result in results:
-        assert result.rate == 0.02
-        assert not result.at_edge
-        assert [one.seed for one in result.runs] == [21, 22]
-
-
 def test_a_band_has_the_steps_that_all_runs_have():
     runs = [run("muon", 0.1, 1, [4.0, 3.0, 2.0]), run("muon", 0.1, 2, [5.0, math.inf, 2.5])]
     assert quality_page.band(runs) == [(20, 4.0, 4.5, 5.0), (60, 2.0, 2.25, 2.5)]
-
-
-def test_the_figure_is_an_svg_with_a_line_and_a_band_for_each_variant():
-    root = ET.fromstring(quality_page.figure(some_results()))
-    names = [path.get("class") for path in root.iter("{http://www.w3.org/2000/svg}path")]
-    for index in range(len(quality_page.VARIANTS)):
-        assert names.count(f"band c{index}") == 1
-        assert names.count(f"line c{index}") == 2  # the curve and its sign in the legend
-    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "+ cautious decay: 2.605" in texts
-    assert quality_page.figure([]) == ""
-
-
-def test_the_table_has_means_and_ranges():
-    wanted = argparse.Namespace(tuning_seeds=[11], seeds=[21, 22], name="quality", base="")
-    text = quality_page.page(some_results(), wanted, {"computing": "", "command": "python x.py", "commit": "abc"})
-    lines = [cells(line) for line in text.splitlines() if line.startswith("|")]
-    # Both curves fall by 1 in 20 steps, so 0.1 less at the end is 2 steps sooner.
-    assert lines[2] == ["AdamW", "0.02", "3.005 (3.000 to 3.010)", "1.5025 (1.5000 to 1.5050)", "-"]
-    assert lines[3] == ["Muon", "0.02", "2.905 (2.900 to 2.910)", "1.4525 (1.4500 to 1.4550)", "58 (58 to 58), 97 %"]
 
 
 def test_a_run_that_diverged_is_the_worst():

@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.common.results import read_rows
 from benchmarks.speedrun.ablations import WHOLE, main, parse, table_rows, the_track
-from quintic.speedrun.presets import switches
 from quintic.speedrun.stages import SPEEDRUN
 
 OPTIONS = ["--preset", "speedrun-tiny", "--shards", "python", "--steps", "8"]
@@ -36,14 +35,6 @@ def test_a_share_divides_batches_alone() -> None:
     assert [track.at(step).batch_tokens for step in track.starts] == [32_768, 65_536, 98_304, 98_304]
     assert track.at(100).windows == SPEEDRUN.scaled(120).at(100).windows
     assert track.eval_every == track.steps == 120
-
-
-def test_features_are_those_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = [name for name in switches() if not name.startswith("fp8")]
-    assert [name for name in parse([*OPTIONS, "--out", "o"]).only if not name.startswith("fp8")] == wanted
-    with pytest.raises(SystemExit):
-        parse([*OPTIONS, "--out", "o", "--only", "smear", "window"])
-    assert "--only window: not a feature here; choose among" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.speedrun import optimizer
-from benchmarks.speedrun.__main__ import against_peer, cells, heads, main, measured, parse, run, summary, the_track
+from benchmarks.speedrun.__main__ import against_peer, cells, heads, parse, summary, the_track
 from benchmarks.speedrun.peer import FILES, write_peer
 from benchmarks.speedrun.shards import main as make_shards
 from quintic.data.tokenizer import Tokenizer
@@ -71,23 +70,6 @@ def test_the_difference_of_losses_comes_with_its_standard_error() -> None:
     assert against_peer({"rows": ours}) == []
 
 
-def test_a_log_that_was_cut_off_is_read_to_its_end(tmp_path: Path) -> None:
-    lines = lines_of("step {step}/8  train time {ms} ms  mean", "step {step}/8  validation {loss}  train time {ms} ms")
-    lines.insert(0, (30.0, "Warm-up took 29.5 s; the clock starts"))
-    log = "".join(f"{seconds:8.2f} {line}\n" for seconds, line in lines)
-    (tmp_path / "n-quintic-1.log").write_text(log[: log.index("step 5/8") + 4], "utf-8")
-    options = parse([*OPTIONS, "--out", str(tmp_path), "--name", "n", "--seeds", "1", "2", "--from-logs"])
-    found = measured("quintic", [], 1, the_track(options), options)
-    assert found["warmup_seconds"] == 29.5
-    assert found["stage_ms"] == [100.0, 100.0, None, None]
-    assert found["error"] == "its log ends after 6 lines"
-    assert measured("quintic", [], 2, the_track(options), options)["error"] == "its log ends after 0 lines"
-    words = [*OPTIONS, "--out", str(tmp_path), "--name", "n", "--seeds", "1", "2", "--from-logs"]
-    assert main(words) == 1
-    assert "| quintic (failed) | 1 | 61.0 | 29.5 | 100.00 | 100.00 | - | - |" in (tmp_path / "n.md").read_text("utf-8")
-    assert "quintic, seed 1" in (tmp_path / "n.svg").read_text("utf-8")
-
-
 def test_the_first_steps_of_a_stage_do_not_count() -> None:
     track = SPEEDRUN.scaled(40)
     times = {step: 10.0 * step + (1000 if step > track.starts[1] else 0) for step in range(1, 41)}
@@ -102,14 +84,6 @@ def test_hosts_that_wait_in_every_second_step_do_not_change_the_times_of_stages(
         times = {step: 10 * step + (late if step % 2 else 9 - late) for step in range(1, 121)}
         lines = [(0.0, f"step {step}/120  train time {ms} ms  mean") for step, ms in times.items()]
         assert summary(lines, track)["stage_ms"] == [10.0] * 4
-
-
-@pytest.mark.slow
-def test_a_contestant_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import time\nprint('one', flush=True)\ntime.sleep(60)"]
-    lines, code = run(command, tmp_path, {}, tmp_path / "log", limit=3)
-    assert [text for _, text in lines] in (["one"], [])
-    assert code != 0
 
 
 CHECKOUT = {
@@ -166,15 +140,6 @@ def test_the_races_script_gets_our_lengths(tmp_path: Path) -> None:
     assert read_shard(linked[-1]).tolist() == [1, 2]
 
 
-def test_another_version_of_the_race_is_refused(tmp_path: Path) -> None:
-    write_checkout(tmp_path / "checkout")
-    (tmp_path / "checkout" / "triton_kernels.py").write_text("", encoding="utf-8")
-    (tmp_path / "out").mkdir()
-    settings = {"shards": tmp_path, "vocabulary": [b"a"], "track": SPEEDRUN, "seed": 5}
-    with pytest.raises(ValueError, match="is there 0 times, not once; check out commit f411b3d3"):
-        write_peer(tmp_path / "checkout", tmp_path / "out", **settings)
-
-
 def test_shards_hold_the_tokens_of_the_text(tmp_path: Path) -> None:
     texts = ["one two three", "four five six seven"]
     tokenizer = Tokenizer.train(texts, 300)
@@ -189,19 +154,3 @@ def test_shards_hold_the_tokens_of_the_text(tmp_path: Path) -> None:
     assert read_shard(tmp_path / "o" / "val_000001.bin").tolist() == expected
     vocabulary = vocabulary_of(str(tmp_path / "o" / "tokenizer.json"), bos_id=tokenizer.bos_id)
     assert [len(token) for token in vocabulary] == tokenizer.token_bytes().tolist()
-
-
-def test_the_optimizers_times_are_compared_with_the_races() -> None:
-    times = {"idle": [2.0, 4.0], "host": [1.0, 1.0], "busy": [1.5, 2.5]}
-    rows = [
-        {"contestant": "quintic", **times},
-        {"contestant": "quintic, captured", "error": "RuntimeError: no"},
-        {"contestant": "race", "idle": [4.0, 8.0], "host": [2.0, 4.0], "busy": [4.0, 6.0]},
-    ]
-    found = optimizer.page(
-        {"rows": rows, "command": "c", "commit": "x", "versions": {}, "machine": "m", "steps": 2}
-    ).splitlines()
-    assert "| quintic | 2.00 | 4.00 | 1.00 | 1.00 | 1.50 | 2.50 | 2.00 |" in found
-    assert "- quintic over the race, idle, mean of even and odd: 0.500" in found
-    assert "- quintic over the race, busy, mean of even and odd: 0.400" in found
-    assert "- quintic, captured: RuntimeError: no" in found

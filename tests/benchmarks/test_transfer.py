@@ -1,26 +1,13 @@
-"""The grid, the best rates and the page of `benchmarks.training.transfer`, whose runs take minutes."""
+"""The widths and the best rates of `benchmarks.training.transfer`, whose runs take minutes."""
 
 import math
-import sys
-import time
-import xml.etree.ElementTree as ET
-from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.training import transfer, transfer_page
-from benchmarks.training.workers import Runs, given_values, with_values
+from benchmarks.training.workers import with_values
 from quintic.train.config import Config
 from quintic.train.recipe import model_config
-
-
-def options(*words: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "argv", ["transfer", "--out", "folder", *words])
-    parsed = transfer.arguments()
-    parsed.depth, parsed.head_dim = 6, 64
-    return parsed
 
 
 @pytest.mark.parametrize(("width", "depth", "head_dim"), [(256, 6, 64), (512, 6, 64), (32, 3, 32), (1024, 6, 128)])
@@ -54,146 +41,3 @@ def test_a_best_rate_at_the_end_of_the_grid_is_no_vertex() -> None:
     assert transfer_page.vertex({0.01: 4.0, 0.02: 3.0, 0.04: math.inf}) == 0.02
     assert transfer_page.rate_shown(0.0, rates) == "< 0.01"
     assert transfer_page.rate_shown(math.inf, rates) == "> 0.04"
-
-
-def line(study: str, label: str, best: float, *, seeds: int = 3, **values: Any) -> dict[str, Any]:
-    rates = [0.01, 0.02, 0.04, 0.08]
-    losses = {
-        f"{rate:g}": {str(seed): parabola(rate, best * 1.1 ** (seed - 1)) for seed in range(seeds)} for rate in rates
-    }
-    return {"study": study, "label": label, "values": {"label": label, **values}, "rates": rates, "losses": losses}
-
-
-def result(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "command": "c", "commit": "abc", "devices": ["cpu"], "at_once": 2, "changed": {"depth": 3}, "tokens": 4096,
-        "seeds": [0, 1, 2], "failures": [], "lines": lines,
-        "machine": {"cpu": "a CPU", "device": "CPU", "cores": 2, "dtype": "float32", "attention": "sdpa"},
-        "versions": {"python": "3.12.3", "torch": "2"},
-        "data": {"source": "python", "train_tokens": 5, "val_tokens": 4},
-    }  # fmt: skip
-
-
-def cells_of(page: str, label: str) -> list[str]:
-    row = next(text for text in page.splitlines() if text.startswith(f"| {label} |"))
-    return [cell.strip() for cell in row.strip("|").split("|")]
-
-
-def test_the_page_has_medians_and_best_rates() -> None:
-    lines = [line("width", "width 32", 0.03), line("width", "width 64", 0.5)]
-    again = {**lines[0], "study": "warm-up", "label": "warm-up 2 %", "rates": [0.01, 0.02]}
-    again["losses"] = {rate: again["losses"][rate] for rate in ("0.01", "0.02")}
-    page = transfer_page.page(result([*lines, again]), "name")
-    cells = cells_of(page, "width 32")
-    values = sorted(parabola(0.04, 0.03 * factor) for factor in (1 / 1.1, 1, 1.1))
-    assert cells[3] == f"**{values[1]:.3f} ({values[0]:.3f} to {values[2]:.3f})**"
-    assert sum("**" in cell for cell in cells) == 1
-    assert cells[-2:] == ["0.03 (0.027 to 0.033)", "3"]
-    assert cells_of(page, "width 64")[-2] == "> 0.08 (> 0.08 to > 0.08)"
-    assert cells_of(page, "warm-up 2 %")[1:] == [
-        cells[1],
-        f"**{cells[2].strip('*')}**",
-        "3",
-    ]  # nothing lies between two
-    assert "24 runs were trained." in page  # the same run in two studies is one
-    assert "not trained" not in page
-    assert "![Loss by learning rate](name.svg)" in page
-
-
-def test_warm_ups_are_compared_with_their_twins() -> None:
-    first, second = line("warm-up", "warm-up 0 %", 0.03), line("warm-up", "warm-up 10 %", 0.03)
-    for number, seed in enumerate(("0", "1", "2")):
-        second["losses"]["0.02"][seed] += (0.5, -0.25, 0.125)[number]
-    del second["losses"]["0.04"]["0"]
-    first["losses"]["0.04"]["1"] = None
-    del second["losses"]["0.08"]
-    page = transfer_page.page(result([first, second]), "name").split("same seed |")[1]
-    cells = cells_of(page, "warm-up 10 %")
-    assert cells[1:] == [
-        "+0.000 (+0.000 to +0.000), n=3",
-        "+0.125 (-0.250 to +0.500), n=3",
-        "+0.000 (+0.000 to +0.000), n=1",
-        "-",
-    ]
-
-
-def test_the_page_says_what_is_missing() -> None:
-    partly = line("width", "width 32", 0.03)
-    del partly["losses"]["0.08"]
-    del partly["losses"]["0.02"]["2"]
-    partly["losses"]["0.04"]["1"] = None  # diverged
-    empty = {**line("batch", "batch 8", 0.1), "losses": {}}
-    page = transfer_page.page(result([partly, empty]), "name")
-    cells = cells_of(page, "width 32")
-    assert cells[2].endswith(", n=2")
-    assert "inf" in cells[3]
-    assert cells[4:] == ["-", "-", "3"]
-    assert cells_of(page, "batch 8")[1:] == ["-"] * 5 + ["0"]
-    assert "8 runs were trained." in page
-    assert "16 runs were not trained" in page
-
-
-def test_lines_of_the_figure_differ_without_colour(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    lines = [line("width", f"width {width}", 0.03, width=width) for width in range(5)]
-    lines += [line("batch", "batch 8", 0.1)]
-    transfer_page.draw(tmp_path / "figure.svg", result(lines))
-    root = ET.parse(tmp_path / "figure.svg").getroot()
-    texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"Muon, width", "Muon, batch", "width 4", "batch 8", "learning rate of the matrices"} <= texts
-    assert len({style.lstrip("-.:") for style in transfer_page._STYLES}) == len(transfer_page._STYLES)
-    transfer_page.draw(tmp_path / "nothing.svg", result([{**lines[0], "losses": {}}]))
-    assert not (tmp_path / "nothing.svg").exists()
-
-
-class FakePool:
-    """Answers at once; `cut` after a number of jobs."""
-
-    def __init__(self, number: int) -> None:
-        self.left, self.jobs = number, []
-
-    def submit(self, job: Any) -> "Future[dict[str, Any]]":
-        done: Future[dict[str, Any]] = Future()
-        made = job()
-        self.jobs.append(made)
-        self.left -= 1
-        computing = {"machine": {"device": "CPU"}, "versions": {"torch": "2"}}
-        if self.left < 0:
-            done.set_result({"cut": "not started: the time was over"})
-        elif made["config"] == "bad":
-            done.set_result({"failed": "it broke"})
-        else:
-            done.set_result({"loss": made["config"], "seconds": time.time(), **computing})
-        return done
-
-
-def test_runs_are_kept_and_not_made_again(tmp_path: Path) -> None:
-    log = tmp_path / "runs.jsonl"
-    jobs = [({"rate": rate}, {"config": loss}) for rate, loss in ((1, 3.5), (2, None), (3, "bad"), (4, 3.0))]
-    runs = Runs(log, {"depth": 2})
-    runs.train(FakePool(3), jobs)  # type: ignore[arg-type]
-    assert [row["loss"] for row in runs.rows.values()] == [3.5, None]
-    assert runs.failures == ["rate=3: it broke"]
-    assert runs.row({"rate": 4}) is None
-    again, pool = Runs(log, {"depth": 2}), FakePool(9)
-    assert again.computing == {"machine": {"device": "CPU"}, "versions": {"torch": "2"}}
-    again.train(pool, jobs[3:] + jobs[:2])  # type: ignore[arg-type]
-    assert [job["config"] for job in pool.jobs] == [3.0]
-    assert Runs(log, {"depth": 3}).rows == {}
-
-
-def test_losses_are_found_by_rate_and_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = options("--warmups", "0.02", "--rates", "0.1", "0.2", "--side-rates", "0.1", monkeypatch=monkeypatch)
-    lines = {line.study: line for line in transfer.lines_of(parsed)}
-    runs, base = Runs(tmp_path / "runs.jsonl", {}), Config()
-    cell = {**lines["width"].values, "muon_lr": 0.1, "seed": 2}
-    middle = next(line for line in transfer.lines_of(parsed) if line.label == "width 128")
-    cell = transfer.with_defaults({**middle.values, "muon_lr": 0.1, "seed": 2}, base)
-    runs.train(FakePool(1), [(cell, {"config": 3.0})])  # type: ignore[arg-type]
-    assert transfer.losses_by_rate(middle, [1, 2], runs, base) == {"0.1": {"2": 3.0}}
-    assert transfer.losses_by_rate(lines["warm-up"], [1, 2], runs, base) == {"0.1": {"2": 3.0}}  # the default's share
-    assert transfer.losses_by_rate(lines["AdamW, width"], [1, 2], runs, base) == {}
-
-
-def test_set_reads_numbers_and_words() -> None:
-    assert given_values(["depth=3", "data=text", "clip_norm=null"]) == {"depth": 3, "data": "text", "clip_norm": None}

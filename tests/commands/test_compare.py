@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import course, error_of, final_weights, tiny_config, tiny_options
+from tiny_runs import Killed, course, error_of, final_weights, tiny_config, tiny_options
 
 from quintic.cli import main
 from quintic.commands import compare as module
@@ -80,10 +80,6 @@ def test_seeds_are_an_option_of_the_command() -> None:
             training_options(["--seeds", wrong], "compare")
     with pytest.raises(ConfigError, match="--seeds"):
         training_options(["--seeds", "3"], "train")
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: no code catches it."""
 
 
 def act_at(monkeypatch: pytest.MonkeyPatch, optimizer: str, step: int, act: Callable[[], None]) -> None:

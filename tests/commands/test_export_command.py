@@ -28,7 +28,7 @@ def test_a_run_becomes_a_folder(mine: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["eval", "--runs-dir", str(mine.parent), "--tokens", "256"]) == 0  # the run is none the worse
 
 
-def test_mistakes(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs_dir = str(mine.parent)
     message = error_of(capsys, "export", "absent", "--runs-dir", runs_dir)
     assert message == f"{mine.parent / 'absent'} is not a run: it has no config.json; check --run and --runs-dir"

@@ -13,7 +13,7 @@ from tiny_runs import tiny_config
 
 from quintic.cli import main
 from quintic.commands.plan import _peak, planned_vocabulary, prepared_text, training_memory
-from quintic.commands.presets import gpu_preset, with_recipe
+from quintic.commands.presets import gpu_preset
 from quintic.commands.text import prepared
 from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.errors import DataError
@@ -183,11 +183,3 @@ def test_activations_are_predicted_within_a_tenth(depth: int, seq_len: int, rows
     gradients_of_the_head = 4 * model.head.weight.numel()  # the loss computes them on the way
     predicted = training_memory(model, build_optimizer(model, config), rows=rows, on_gpu=False)["activations"]
     assert predicted == pytest.approx(counted - gradients_of_the_head, rel=0.1)
-
-
-def test_a_plan_of_nanochats_recipe_names_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    assert with_recipe(gpu_preset(), "nanochat").schedule.tokens_per_param == 12
-    assert main(["plan", "--preset", "gpu", "--recipe", "nanochat"]) == 0
-    printed = capsys.readouterr().out
-    assert "x0 scales 0.5, smear 0.2, backout 0.2" in printed
-    assert "by --tokens-per-param 12" in printed

@@ -62,7 +62,7 @@ def cut_up(text: str, rng: random.Random, longest: int) -> Iterator[str]:
 @given(
     signs=st.lists(st.sampled_from(SIGNS) | st.characters(exclude_categories=["Cs"]), max_size=300), seed=st.integers()
 )
-def test_random_text(tokenizers: dict[str, Tokenizer], name: str, signs: list[str], seed: int) -> None:
+def test_random_text_is_encoded_whole(tokenizers: dict[str, Tokenizer], name: str, signs: list[str], seed: int) -> None:
     text, rng = "".join(signs), random.Random(seed)
     tokenizer = tokenizers[name]
     parts = tokenizer.encode_parts(cut_up(text, rng, rng.choice([1, 5, 40, 200])))

@@ -6,7 +6,6 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as arrow
@@ -15,7 +14,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from text_samples import make_text, write_folder
+from text_samples import data_error_of, make_text, write_folder
 
 import quintic.errors
 from quintic.data import preparation, survey
@@ -25,7 +24,6 @@ from quintic.data.open_source import open_source
 from quintic.data.preparation import Dataset, prepare
 from quintic.data.survey import limited_sample, text_hash
 from quintic.data.tokenizer import Tokenizer
-from quintic.errors import DataError
 
 ROOT = Path(quintic.errors.__file__).parents[1]
 # With what JSON spells in several ways, quotes and commas of CSV, and signs of one to four bytes.
@@ -35,13 +33,6 @@ Texts = st.lists(Text.filter(bool), min_size=1, max_size=6)
 
 def texts_in(path: Path, field: str = "text") -> list[str]:
     return [str(text, "utf-8") for text in read_documents(path, field)]
-
-
-def message(act: Callable[[], object]) -> str:
-    with pytest.raises(DataError) as error:
-        act()
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 # --------------------------------------------------------------------------------------- formats
@@ -125,7 +116,7 @@ def test_unusable_json_is_named(
 ) -> None:
     monkeypatch.setattr(json_records, "_SCANNED_BYTES", scanned)
     (tmp_path / name).write_text(data)
-    assert message(lambda: texts_in(tmp_path / name)).startswith(f"{tmp_path}/{expected}")
+    assert data_error_of(lambda: texts_in(tmp_path / name)).startswith(f"{tmp_path}/{expected}")
 
 
 @given(texts=Texts)
@@ -151,7 +142,7 @@ def test_any_text_in_csv(tmp_path_factory: pytest.TempPathFactory, texts: list[s
 )
 def test_unusable_csv_is_named(tmp_path: Path, data: str, expected: str) -> None:
     (tmp_path / "a.csv").write_text(data)
-    assert message(lambda: texts_in(tmp_path / "a.csv")).startswith(f"{tmp_path}/{expected}")
+    assert data_error_of(lambda: texts_in(tmp_path / "a.csv")).startswith(f"{tmp_path}/{expected}")
 
 
 @pytest.mark.parametrize("kind", [arrow.string(), arrow.large_string()])
@@ -160,13 +151,13 @@ def test_parquet_gives_the_column_that_is_asked_for(tmp_path: Path, kind: arrow.
     columns = {"text": arrow.array(["no"] * 3000), "body": arrow.array(texts, type=kind)}
     pyarrow.parquet.write_table(arrow.table(columns), tmp_path / "a.parquet", row_group_size=1100)
     assert texts_in(tmp_path / "a.parquet", "body") == [text for text in texts if text]
-    assert message(lambda: texts_in(tmp_path / "a.parquet", "boby")) == (
+    assert data_error_of(lambda: texts_in(tmp_path / "a.parquet", "boby")) == (
         f"{tmp_path}/a.parquet: no field 'boby' (its fields are text, body); choose the one that holds the text with "
         "--text-field"
     )
     twice = arrow.Table.from_arrays([columns["text"], columns["body"]], names=["text", "text"])
     pyarrow.parquet.write_table(twice, tmp_path / "b.parquet")
-    assert "b.parquet: 2 columns named 'text'; rename" in message(lambda: texts_in(tmp_path / "b.parquet"))
+    assert "b.parquet: 2 columns named 'text'; rename" in data_error_of(lambda: texts_in(tmp_path / "b.parquet"))
 
 
 def test_the_field_makes_another_dataset_and_is_in_the_command(tmp_path: Path) -> None:
@@ -233,7 +224,7 @@ def test_what_a_folder_leaves_out_is_counted_and_named(tmp_path: Path) -> None:
 def test_a_folder_whose_files_lack_the_field_lists_those_there_are(tmp_path: Path) -> None:
     root = write(tmp_path / "text", {"a.json.gz": "", "b.csv": "id,body\n1,x\n"})
     (root / "a.json.gz").write_bytes(gzip.compress(b'{"content": "x", "url": "y"}\n'))
-    text = message(lambda: open_source(str(root), cache_dir=tmp_path))
+    text = data_error_of(lambda: open_source(str(root), cache_dir=tmp_path))
     assert text.startswith(f"{root}: a.json.gz: no field 'text' (its fields are content, url); choose the one")
     source = open_source(str(root), cache_dir=tmp_path, text_field="content")
     assert list(source.documents()) == ["x"]
@@ -267,7 +258,7 @@ def test_what_quintic_has_written_is_no_text(tmp_path: Path) -> None:
     for place in ("elsewhere/cache/ (downloads)", "elsewhere/project-", "(prepared text)", *runs):
         assert place in note
     for own, kind in (("out/first", "a run"), ("elsewhere/stopped", "text that is being prepared")):
-        text = message(lambda own=own: open_source(str(root / own), cache_dir=tmp_path))
+        text = data_error_of(lambda own=own: open_source(str(root / own), cache_dir=tmp_path))
         assert text == f"{root / own}: is {kind}, not a folder of text; name the text that it was made from"
 
 
@@ -300,7 +291,7 @@ def test_a_tokenizer_that_loses_text_of_the_user_is_refused(tmp_path: Path) -> N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tokenizer, "encode_batch", losing)
-        text = message(
+        text = data_error_of(
             lambda: prepare(str(folder), data_dir=tmp_path / "d", tokenizer=str(tmp_path / "t.json"), val_frac=0.3)
         )
     assert text.startswith(
@@ -359,7 +350,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of memory in KiB")
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.parquet", "a.txt"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("a.json.gz", "a.parquet", "a.txt"))]
+)
 def test_a_long_document_is_read_in_little_memory(tmp_path: Path, name: str) -> None:
     text = "🙂" + make_text(1, 20_000) * 250  # one wide character makes all of a string wide
     path, size = tmp_path / name, len(text.encode())

@@ -125,47 +125,6 @@ def test_a_saved_state_resumes_exactly(
             assert loader.cropped_frac == other.cropped_frac
 
 
-def test_prefetching_changes_nothing(dataset: Dataset) -> None:
-    with load(dataset, prefetch=0) as plain, load(dataset, prefetch=5) as ahead:
-        for _ in range(800):
-            assert equal(next(plain), next(ahead))
-            assert plain.state_dict() == ahead.state_dict()
-        assert plain.state_dict()["position"]["epoch"] > 0
-
-
-def test_resuming_in_another_process(dataset: Dataset, tmp_path: Path) -> None:
-    with load(dataset) as loader:
-        for _ in range(7):
-            next(loader)
-        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
-        expected = next(loader).inputs.tolist()
-    code = f"""
-import json
-from quintic.data.loader import Loader
-from quintic.data.preparation import Dataset
-loader = Loader(Dataset.open({str(dataset.path)!r}), "train", rows=3, seq_len=32, buffer_documents=50)
-loader.load_state_dict(json.load(open({str(tmp_path / "state.json")!r})))
-print(json.dumps(next(loader).inputs.tolist()))
-loader.close()
-"""
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(run.stdout) == expected
-
-
-def test_an_epoch_has_each_document_once(dataset: Dataset) -> None:
-    # Rows of the longest document: none is cut in pieces, so its beginning tells which one it is.
-    split = dataset.split("train")
-    documents = [split.document(index).tolist() for index in range(split.num_documents)]
-    known = 12
-    assert len({tuple(document[:known]) for document in documents}) == len(documents)
-    seen: list[tuple[int, ...]] = []
-    with load(dataset, rows=1, seq_len=max(map(len, documents))) as loader:
-        while (batch := next(loader)).epoch == 0:
-            seen += [tuple(piece[:known]) for piece in sections_of(batch) if len(piece) >= known]
-    assert len(seen) == len(set(seen))
-    assert len(seen) > 0.8 * len(documents)
-
-
 def test_epochs_and_seeds_differ(dataset: Dataset) -> None:
     def first(loader: Loader) -> list[int]:
         with loader:
@@ -355,6 +314,7 @@ def test_the_thread_ends_with_the_loader(dataset: Dataset) -> None:
     assert running() == before
 
 
+@pytest.mark.slow
 def test_a_process_ends_without_closing(dataset: Dataset) -> None:
     code = f"""
 from quintic.data.loader import Loader

@@ -3,25 +3,16 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from text_samples import make_text
+from text_samples import data_error_of, make_text
 
 from quintic.data import preparation
 from quintic.data.loader import Batch, Loader, validation_rows
 from quintic.data.mixture import parse_mixture
 from quintic.data.preparation import Dataset, prepare
-from quintic.errors import DataError
-
-
-def message(act: Callable[[], object]) -> str:
-    with pytest.raises(DataError) as error:
-        act()
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def folder(path: Path, mark: str, documents: int, seed: int) -> Path:
@@ -134,11 +125,11 @@ def test_a_state_of_other_text_is_refused(mixed: Dataset) -> None:
     loader = Loader(mixed, "train", rows=3, seq_len=48, prefetch=0)
     state = loader.state_dict()
     fewer = {**state, "positions": state["positions"][:1]}
-    assert "has 1 sources, the text has 2" in message(lambda: loader.load_state_dict(fewer))
+    assert "has 1 sources, the text has 2" in data_error_of(lambda: loader.load_state_dict(fewer))
     damaged = {**state, "positions": [1, 2]}
-    assert "has no 'position'" in message(lambda: loader.load_state_dict(damaged))
+    assert "has no 'position'" in data_error_of(lambda: loader.load_state_dict(damaged))
     del state["positions"]
-    assert "has no 'position'" in message(lambda: loader.load_state_dict(state))
+    assert "has no 'position'" in data_error_of(lambda: loader.load_state_dict(state))
 
 
 def test_validation_text_of_ones_own(specs: dict[str, str], tmp_path: Path) -> None:
@@ -158,7 +149,7 @@ def test_validation_text_of_ones_own(specs: dict[str, str], tmp_path: Path) -> N
 
 def test_validation_text_that_cannot_be_is_refused(specs: dict[str, str], tmp_path: Path) -> None:
     def refused(spec: str, val_data: str) -> str:
-        return message(lambda: prepare(spec, data_dir=tmp_path / "data", val_data=val_data, **OPTIONS))
+        return data_error_of(lambda: prepare(spec, data_dir=tmp_path / "data", val_data=val_data, **OPTIONS))
 
     large, small, held = specs["large"], specs["small"], specs["held"]
     mixture = f"{large}=1 {small}=2"
@@ -168,7 +159,9 @@ def test_validation_text_that_cannot_be_is_refused(specs: dict[str, str], tmp_pa
     (tmp_path / "empty.txt").touch()
     empty = f"--val-data {tmp_path / 'empty.txt'}: there is no text in it; give a source with text"
     assert refused(large, str(tmp_path / "empty.txt")) == empty
-    assert message(lambda: prepare(held, data_dir=tmp_path, val_data="none.txt", **OPTIONS)).startswith("'none.txt': ")
+    assert data_error_of(lambda: prepare(held, data_dir=tmp_path, val_data="none.txt", **OPTIONS)).startswith(
+        "'none.txt': "
+    )
     assert not list((tmp_path / "data").glob("[!.]*/manifest.json"))
 
 
@@ -226,12 +219,12 @@ def test_a_mixture_goes_on_after_a_stop_in_any_source(
     ],
 )
 def test_a_mixture_that_cannot_be_read_is_named(spec: str, expected: str) -> None:
-    assert message(lambda: parse_mixture(spec)).startswith(f"--data {spec!r}: {expected}")
+    assert data_error_of(lambda: parse_mixture(spec)).startswith(f"--data {spec!r}: {expected}")
 
 
 @pytest.mark.parametrize("spec", ["a.txt b.txt", "a.txt=0.7", "my notes/"])
 def test_what_may_be_meant_as_a_mixture_is_told_how_to_write_one(spec: str, tmp_path: Path) -> None:
-    said = message(lambda: prepare(spec, data_dir=tmp_path, **OPTIONS))
+    said = data_error_of(lambda: prepare(spec, data_dir=tmp_path, **OPTIONS))
     assert said.startswith(f"{spec!r}: no such file or folder; ")
     assert said.endswith("; `quintic train` and `prepare` take several as one value, 'SOURCE=WEIGHT SOURCE=WEIGHT'")
 

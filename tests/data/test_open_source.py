@@ -19,14 +19,13 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from text_samples import make_text, write_folder
+from text_samples import data_error_of, make_text, write_folder
 
 import quintic.errors
 from quintic.data.files import blocks, documents
 from quintic.data.files.documents import MAX_DOCUMENT_BYTES, read_documents, sections_of
 from quintic.data.open_source import open_source
 from quintic.data.source import Source, slug
-from quintic.errors import DataError
 
 ROOT = Path(quintic.errors.__file__).parents[1]
 
@@ -41,13 +40,6 @@ def opened(path: Path) -> Source:
 
 def zst(data: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(data)
-
-
-def message(act: Callable[[], object]) -> str:
-    with pytest.raises(DataError) as error:
-        act()
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def test_python_yields_the_standard_library() -> None:
@@ -73,7 +65,7 @@ def test_python_without_sources_is_an_error(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "_sysconfigdata.py").write_text("")
     for stdlib in (tmp_path, tmp_path / "python311.zip"):
         monkeypatch.setattr(sysconfig, "get_paths", lambda stdlib=stdlib: {"stdlib": str(stdlib)})
-        text = message(lambda: open_source("python", cache_dir=tmp_path))
+        text = data_error_of(lambda: open_source("python", cache_dir=tmp_path))
         assert text.startswith(f"python: the standard library's sources are not in {stdlib}")
 
 
@@ -113,15 +105,6 @@ def test_a_file_is_one_source(tmp_path: Path) -> None:
     assert list(opened(path).documents()) == ["one\r\ntwo\n"]  # without the byte order mark, else as it is
 
 
-def test_parquet_rows_are_documents(tmp_path: Path) -> None:
-    texts = [f"row {index} é" for index in range(3000)]
-    table = arrow.table({"id": list(range(3001)), "text": [*texts, None]})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700, compression="zstd")
-    large = arrow.table({"text": arrow.array(["large"], type=arrow.large_string())})
-    pyarrow.parquet.write_table(large, tmp_path / "b.parquet")
-    assert list(opened(tmp_path).documents()) == [*texts, "large"]
-
-
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
 def test_long_lines_cross_blocks(tmp_path: Path, ending: str) -> None:
     rng = random.Random(1)
@@ -148,7 +131,9 @@ def test_a_large_text_file_is_read_in_documents(tmp_path: Path, monkeypatch: pyt
     assert "".join(found) == text
     assert 6 <= len(found) == sum(len(piece.encode()) <= 100_000 for piece in found)
     (tmp_path / "a.txt").write_bytes(text.encode() + b"\xff")
-    assert f"not UTF-8 at byte offset {len(text.encode())} " in message(lambda: list(opened(tmp_path).documents()))
+    assert f"not UTF-8 at byte offset {len(text.encode())} " in data_error_of(
+        lambda: list(opened(tmp_path).documents())
+    )
 
 
 def bomb(path: Path, gibibytes: int) -> Path:
@@ -204,12 +189,6 @@ def test_a_pipe_is_an_error(tmp_path: Path, option: str) -> None:
     assert run.stderr.count("\n") == 1
 
 
-def test_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(r'{"text": "a\ud83d b \ud83d\ude42"}')
-    assert texts_in(path) == ["a\ufffd b \U0001f642"]
-
-
 def test_fingerprint_follows_names_and_content(tmp_path: Path) -> None:
     path = tmp_path / "text" / "a.txt"
     path.parent.mkdir()
@@ -228,7 +207,7 @@ def test_fingerprint_follows_names_and_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spec", ["no/such/place", "", "pythn"])
 def test_a_source_that_does_not_exist(tmp_path: Path, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = message(lambda: open_source(spec, cache_dir=tmp_path))
+    text = data_error_of(lambda: open_source(spec, cache_dir=tmp_path))
     assert text.startswith(f"{spec!r}: no such file or folder; a text source is a path, 'python' or 'hf:")
 
 
@@ -256,12 +235,12 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: py
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", closed)
-    assert message(lambda: opened(tmp_path)) == f"{tmp_path / 'closed'}: cannot be read (Permission denied)"
+    assert data_error_of(lambda: opened(tmp_path)) == f"{tmp_path / 'closed'}: cannot be read (Permission denied)"
 
 
 def test_a_folder_without_text_lists_the_endings(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"")
-    text = message(lambda: opened(tmp_path))
+    text = data_error_of(lambda: opened(tmp_path))
     assert text.startswith(f"{tmp_path}: no file with a supported ending")
     assert all(ending in text for ending in (".txt", ".jsonl", ".ndjson", ".json", ".csv", ".gz", ".zst", ".parquet"))
     assert "1 file left out for other endings (1 .png)" in text
@@ -270,10 +249,10 @@ def test_a_folder_without_text_lists_the_endings(tmp_path: Path) -> None:
 
 def test_an_unknown_ending_lists_the_endings(tmp_path: Path) -> None:
     (tmp_path / "a.doc").write_bytes(b"")
-    text = message(lambda: opened(tmp_path / "a.doc"))
+    text = data_error_of(lambda: opened(tmp_path / "a.doc"))
     assert "a.doc: unknown ending; supported are .txt, .md, .rst, .jsonl" in text
     assert text.endswith("; copy other plain text, source code for example, to names in .txt")
-    assert "a.doc: unknown ending" in message(lambda: list(read_documents(tmp_path / "a.doc")))
+    assert "a.doc: unknown ending" in data_error_of(lambda: list(read_documents(tmp_path / "a.doc")))
 
 
 @pytest.mark.parametrize(
@@ -297,18 +276,18 @@ def test_an_unknown_ending_lists_the_endings(tmp_path: Path) -> None:
 )
 def test_unusable_files_are_named(tmp_path: Path, name: str, data: bytes, expected: str) -> None:
     (tmp_path / name).write_bytes(data)
-    assert f"{tmp_path}/{expected}" in message(lambda: list(opened(tmp_path).documents()))
+    assert f"{tmp_path}/{expected}" in data_error_of(lambda: list(opened(tmp_path).documents()))
 
 
 def test_parquet_without_text_lists_its_columns(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(arrow.table({"id": [1], "body": ["x"]}), tmp_path / "a.parquet")
-    text = message(lambda: list(opened(tmp_path).documents()))
+    text = data_error_of(lambda: list(opened(tmp_path).documents()))
     assert (
         "a.parquet: no field 'text' (its fields are id, body); choose the one that holds the text with --text-field"
         in text
     )
     pyarrow.parquet.write_table(arrow.table({"text": [1]}), tmp_path / "a.parquet")
-    text = message(lambda: list(opened(tmp_path).documents()))
+    text = data_error_of(lambda: list(opened(tmp_path).documents()))
     assert "a.parquet: column 'text' holds int64, not strings" in text
 
 
@@ -317,8 +296,8 @@ def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:
     path.write_text("text")
     source = opened(tmp_path)
     path.unlink()
-    assert "a.txt: cannot be read (No such file" in message(lambda: list(source.documents()))
-    assert "a.txt: cannot be read (No such file" in message(source.fingerprint)
+    assert "a.txt: cannot be read (No such file" in data_error_of(lambda: list(source.documents()))
+    assert "a.txt: cannot be read (No such file" in data_error_of(source.fingerprint)
 
 
 @given(st.text(st.sampled_from("ab\né漢🙂"), max_size=200), st.integers(4, 40))
@@ -340,5 +319,5 @@ def test_appended_text_moves_no_earlier_cut() -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [("FineWeb-Edu", "fineweb-edu"), ("a/b c", "a-b-c"), ("漢", "text")])
-def test_slug(name: str, expected: str) -> None:
+def test_a_slug_is_a_plain_name(name: str, expected: str) -> None:
     assert slug(name) == expected

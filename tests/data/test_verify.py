@@ -36,7 +36,7 @@ def flip(path: Path, place: int = 100, *, same_time: bool = False) -> None:
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + (0 if same_time else 1)))
 
 
-def message(dataset: Dataset, *, once: bool) -> str:
+def damage_found(dataset: Dataset, *, once: bool) -> str:
     with pytest.raises(DataError) as error:
         dataset.verify(once=once)
     return str(error.value)
@@ -64,7 +64,7 @@ def test_a_flipped_bit_is_found_and_named(made: Dataset, name: str) -> None:
     path = made.path / name
     flip(path)
     for _ in range(2):  # what was found wrong is not remembered as whole
-        text = message(Dataset.open(made.path), once=True)
+        text = damage_found(Dataset.open(made.path), once=True)
         assert text.startswith(f"{path}: damaged, wrong checksum; delete it and run again: quintic prepare --data ")
     path.unlink()
     prepare(str(made.manifest["source"]["spec"]), data_dir=made.path.parent, **OPTIONS).verify()
@@ -75,8 +75,8 @@ def test_a_change_that_keeps_the_time_is_found_by_a_full_check(made: Dataset) ->
     path = made.path / "train_00001.bin"
     flip(path, same_time=True)
     assert bytes_read(made, once=True) == 0
-    assert str(path) in message(made, once=False)
-    assert str(path) in message(made, once=True)  # and from then on by the quick one
+    assert str(path) in damage_found(made, once=False)
+    assert str(path) in damage_found(made, once=True)  # and from then on by the quick one
 
 
 def test_only_what_changed_is_read_again(made: Dataset) -> None:
@@ -92,7 +92,7 @@ def test_an_index_that_points_elsewhere(made: Dataset) -> None:
     offsets = np.fromfile(path, dtype="<i8")
     offsets[1] += 1  # still ascending, which is all that opening checks
     offsets.tofile(path)
-    text = message(Dataset.open(made.path), once=True)
+    text = damage_found(Dataset.open(made.path), once=True)
     assert text.startswith(f"{path}: damaged, not the starts of documents; delete it and run again: quintic prepare")
 
 
@@ -113,7 +113,7 @@ def with_wrong_id(made: Dataset, name: str) -> Dataset:
 
 def test_an_id_outside_the_vocabulary_is_found_when_checked(made: Dataset) -> None:
     opened = with_wrong_id(made, "train_00000.bin")
-    text = message(opened, once=True)
+    text = damage_found(opened, once=True)
     assert text.startswith(f"{made.path}/train_00000.bin: token id 300 is outside the vocabulary of 300; delete it")
 
 
@@ -135,12 +135,12 @@ def test_a_vocabulary_that_is_not_the_tokenizers(made: Dataset) -> None:
     for field in ("vocab_size", "bos_id"):
         changed = {**manifest, field: manifest[field] + 1}
         (made.path / "manifest.json").write_text(json.dumps(changed))
-        assert "manifest.json: does not go with tokenizer.json, which has 300 ids" in message(
+        assert "manifest.json: does not go with tokenizer.json, which has 300 ids" in damage_found(
             Dataset.open(made.path), once=True
         )
     (made.path / "manifest.json").write_text(json.dumps(manifest))
     Tokenizer.train(["other"], 257).save(made.path / "tokenizer.json")
-    assert "tokenizer.json: changed since the text was prepared" in message(Dataset.open(made.path), once=True)
+    assert "tokenizer.json: changed since the text was prepared" in damage_found(Dataset.open(made.path), once=True)
 
 
 def test_marks_that_cannot_be_kept_or_read(made: Dataset) -> None:

@@ -1,7 +1,12 @@
-"""Reproducible text to prepare datasets from."""
+"""Reproducible text to prepare datasets from, and the messages of text that cannot be used."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+
+from quintic.errors import DataError
 
 _TEXT = (
     "the optimizer keeps a matrix of momentum and turns it into an orthogonal update before each step of training "
@@ -25,3 +30,11 @@ def write_folder(folder: Path, documents: int, *, seed: int = 0) -> Path:
         text = make_text(seed * 1000 + index, rng.randint(10, 1000))
         (folder / f"{index:03d}.txt").write_text(text, encoding="utf-8")
     return folder
+
+
+def data_error_of(act: Callable[[], object]) -> str:
+    """Return the one line of the `DataError` that a call raises."""
+    with pytest.raises(DataError) as error:
+        act()
+    assert "\n" not in str(error.value)
+    return str(error.value)

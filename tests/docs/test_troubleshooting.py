@@ -33,7 +33,7 @@ class Net(nn.Module):
         self.conv = nn.Conv2d(3, 8, 3)
 
 
-def test_warnings():
+def test_warnings_are_those_of_the_page():
     fused = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"qkv_proj": nn.Linear(8, 24)})])})
     messages = []
     for model in (fused, Net()):

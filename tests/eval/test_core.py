@@ -199,8 +199,17 @@ def exported(tiny_dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) ->
         return read, transformers.AutoTokenizer.from_pretrained(folder / "model", trust_remote_code=True)
 
 
-@pytest.mark.parametrize("shots", [0, 2])
-@pytest.mark.parametrize("kind", ["multiple_choice", "schema", "language_modeling"])
+@pytest.mark.parametrize(
+    ("kind", "shots"),
+    [
+        ("multiple_choice", 0),
+        pytest.param("multiple_choice", 2, marks=pytest.mark.slow),
+        ("schema", 2),
+        pytest.param("schema", 0, marks=pytest.mark.slow),
+        ("language_modeling", 0),
+        ("language_modeling", 2),
+    ],
+)
 def test_answers_are_those_of_a_plain_loop_over_transformers(
     kind: TaskKind, shots: int, model: GPT, exported: tuple[Any, Any], tiny_dataset: Dataset
 ) -> None:

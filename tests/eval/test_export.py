@@ -21,12 +21,7 @@ from quintic.eval.generate import generate_batch
 from quintic.model.gpt import GPT, GPTConfig
 
 transformers = pytest.importorskip("transformers")
-
-
-@pytest.fixture(autouse=True)
-def own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies the code of a folder; not to the user's cache."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+pytestmark = pytest.mark.usefixtures("own_module_cache")
 
 
 def load(folder: Path, **options: Any) -> Any:

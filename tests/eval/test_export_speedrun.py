@@ -18,6 +18,7 @@ from quintic.speedrun.presets import BYTES_BOS, switches, without
 from quintic.speedrun.shards import byte_tokenizer
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("own_module_cache")
 
 SIZES = SpeedrunConfig(
     vocab_size=264,
@@ -32,12 +33,6 @@ SIZES = SpeedrunConfig(
 )
 # What a trained model does, and not how it is trained.
 FEATURES = sorted({*switches()} - {"multi-token", "prefix-tokens", "tied", "fp8-head", "fp8-mlp", "fp8-mlp-backward"})
-
-
-@pytest.fixture(autouse=True)
-def own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies the code of a folder; not to the user's cache."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
 def model_of(sizes: SpeedrunConfig = SIZES, dtype: torch.dtype = torch.float32) -> BatchedSpeedrun:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintic.data.dataset import Dataset
-from quintic.data.loader import Batch, validation_rows
+from quintic.data.loader import Batch
 from quintic.eval.score import Score, bits_per_byte, document_sums, score_from_sums
 
 CPU = torch.device("cpu")
@@ -42,7 +41,7 @@ def score(batches: list[Batch]) -> Score:
     return score_from_sums(document_sums(Fake(), batches, TOKEN_BYTES, CPU))
 
 
-def test_against_numpy() -> None:
+def test_sums_are_those_of_numpy() -> None:
     made = [random_batch(), random_batch(3, 20)]
     result = score(made)
     inputs = np.concatenate([b.inputs.numpy().ravel() for b in made]).astype(np.float64)
@@ -128,16 +127,3 @@ def test_nothing_to_score() -> None:
 def test_a_byte_at_a_loss_of_ln_2_costs_one_bit() -> None:
     assert bits_per_byte(math.log(2), 1) == 1.0
     assert bits_per_byte(8 * math.log(2), 4) == 2.0
-
-
-def test_a_model_that_knows_nothing_needs_the_bits_of_a_uniform_token(tiny_dataset: Dataset) -> None:
-    batches = validation_rows(tiny_dataset, rows=4, seq_len=32)
-    uniform = math.log(tiny_dataset.vocab_size)
-
-    def model(inputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        return torch.full(targets.shape, uniform)
-
-    result = score_from_sums(document_sums(model, batches, tiny_dataset.tokenizer.token_bytes(), CPU))
-    text = b"".join(tiny_dataset.tokenizer.decode_bytes(b.targets.reshape(-1).tolist()) for b in batches)
-    assert result.num_bytes == len(text)
-    assert result.bpb == pytest.approx(result.num_tokens * math.log2(tiny_dataset.vocab_size) / len(text), rel=1e-6)

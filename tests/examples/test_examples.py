@@ -20,7 +20,7 @@ def check_falls(losses: list[float], by: float) -> None:
     assert losses[-1] < losses[0] - by, losses
 
 
-def test_plain_loop(plain):
+def test_the_plain_loop_learns(plain):
     check_falls(plain, by=2.0)
 
 

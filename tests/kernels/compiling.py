@@ -14,6 +14,14 @@ from quintic.versions import release
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
+MARKS = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
+    pytest.mark.usefixtures("own_triton_cache"),
+]
+"""Marks of a file of tests that compile kernels."""
+
 
 def compile_kernel(kernel, constants, types, num_warps=8, num_stages=3, aligned=(), **options):
     """Compile a jitted function, of Triton or Gluon.

@@ -7,11 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from case_shares import cases_of_share
 
 SETTINGS = Path(__file__).parents[2] / "pyproject.toml"
 CASES = sorted(Path(__file__).parent.rglob("triton_*.py"))
 
-of_every_file = pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
+# Files whose cases take longest, mostly to compile: workers of xdist share them.
+SHARES = {"triton_loss": 4, "triton_lookup": 4, "triton_neuron": 4, "triton_linear": 4}
+
+of_every_share = pytest.mark.parametrize(
+    ("cases", "share"),
+    [
+        pytest.param(
+            path, f"{number}/{shares}", id=path.stem if shares == 1 else f"{path.stem}-{number + 1}-of-{shares}"
+        )
+        for path in CASES
+        for shares in [SHARES.get(path.stem, 1)]
+        for number in range(shares)
+    ],
+)
 
 
 def run_cases(cases, **environment):
@@ -25,39 +39,25 @@ def run_cases(cases, **environment):
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-@pytest.fixture
-def noisy_plugin(tmp_path, monkeypatch):
-    """An installed plugin that warns as soon as pytest starts, where xdist is in the environment or not."""
-    (tmp_path / "noisy.py").write_text(
-        "import warnings\ndef pytest_configure(config):\n    warnings.warn('noise', stacklevel=1)\n"
-    )
-    info = tmp_path / "noisy-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: noisy\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[pytest11]\nnoisy = noisy\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    monkeypatch.setenv("PYTEST_ADDOPTS", "--of-this-run-alone")
-    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
-    probe = tmp_path / "probe.py"
-    probe.write_text("import os\ndef test_a(): assert not [name for name in os.environ if 'XDIST' in name]\n")
-    return probe
+def test_every_case_is_in_one_share():
+    cases = [f"file::test_{test}[{number}]" for test, count in enumerate((1, 1, 7, 3, 12)) for number in range(count)]
+    for shares in (1, 2, 4):
+        parts = [cases_of_share(cases, number, shares) for number in range(shares)]
+        assert sorted(case for part in parts for case in part) == sorted(cases)
+        assert max(map(len, parts)) <= len(cases) // shares + 3
 
 
-def test_cases_run_beside_any_plugin(noisy_plugin):
-    run_cases(noisy_plugin)
-
-
-@of_every_file
+@of_every_share
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_kernels_agree_with_their_twins_in_the_interpreter(cases):
+def test_kernels_agree_with_their_twins_in_the_interpreter(cases, share):
     pytest.importorskip("triton")
-    run_cases(cases, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    run_cases(cases, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", QUINTIC_TEST_SHARE=share)
 
 
-@of_every_file
+@of_every_share
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timeout(600)
-def test_kernels_agree_with_their_twins_on_the_device(cases):
-    run_cases(cases, TRITON_INTERPRET="0")
+def test_kernels_agree_with_their_twins_on_the_device(cases, share):
+    run_cases(cases, TRITON_INTERPRET="0", QUINTIC_TEST_SHARE=share)

@@ -11,11 +11,7 @@ from quintic.kernels import spans  # noqa: E402
 from quintic.kernels.products import normalize, symmetric  # noqa: E402
 from quintic.kernels.update import adamw, matrix_update, neuron, row_means  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
-    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
-]
+pytestmark = compiling.MARKS
 
 # Types of what a kernel gets besides integers and constants.
 POINTERS = {
@@ -45,14 +41,9 @@ def compile_kernel(kernel, constants, num_warps=8, num_stages=3, aligned=(), **t
     return compiling.compile_kernel(kernel, constants, POINTERS | types, num_warps, num_stages, aligned)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
 @pytest.mark.parametrize(("weight", "master"), PRECISIONS, ids=str)
 @pytest.mark.parametrize(("contiguous", "grouped"), [(True, False), (False, True), (False, False)])
-def test_matrices(weight, master, contiguous, grouped):
+def test_passes_over_matrices_compile(weight, master, contiguous, grouped):
     flags = {"CONTIGUOUS": contiguous, "GROUPED": grouped, "ALIGNED": contiguous, "HAS_MASK": grouped}
     where = flags | {"BLOCK": matrix_update._BLOCK}
     for momentum in (tl.float32, tl.bfloat16):
@@ -67,7 +58,7 @@ def test_matrices(weight, master, contiguous, grouped):
 
 @pytest.mark.parametrize(("weight", "master"), PRECISIONS, ids=str)
 @pytest.mark.parametrize("alone", [True, False])
-def test_adamw(weight, master, alone):
+def test_adamw_compiles(weight, master, alone):
     indices = {"LR": 0, "WEIGHT_DECAY": 1, "BETA1": 3, "BETA2": 4, "EPS": 5}
     flags = {
         "ONE_TENSOR": alone,
@@ -86,7 +77,7 @@ def test_adamw(weight, master, alone):
 
 
 @pytest.mark.parametrize(("given", "made"), [("*bf16", "*fp16"), ("*fp32", "*bf16"), ("*fp32", "*fp32")])
-def test_normalisation(given, made):
+def test_normalisation_compiles(given, made):
     block, combine, num_warps = normalize._BLOCK, normalize._COMBINE_BLOCK, normalize._NUM_WARPS
     compile_kernel(normalize._tile_kernel, {"BLOCK": block}, num_warps, x=given)
     compile_kernel(normalize._combine_kernel, {"BLOCK": combine}, num_warps=4)
@@ -98,11 +89,11 @@ def test_normalisation(given, made):
 @pytest.mark.parametrize("update", ["*bf16", "*fp16", "*fp32", "*fp64"])
 @pytest.mark.parametrize("side_by_side", ["entry_stride", "neuron_stride"])
 @pytest.mark.parametrize("aligned", [True, False])
-def test_sums_of_neurons(update, side_by_side, aligned):
+def test_sums_of_neurons_compile(update, side_by_side, aligned):
     compile_sums_of_neurons(update, {side_by_side: 1}, aligned)
 
 
-def test_sums_of_one_entry():
+def test_sums_of_one_entry_compile():
     compile_sums_of_neurons("*fp32", dict.fromkeys(("neurons", "entries", "neuron_stride", "entry_stride"), 1), False)
 
 
@@ -117,7 +108,7 @@ def compile_sums_of_neurons(update, known, aligned):
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("block", [neuron._MIN_FACTOR_BLOCK, neuron._MAX_FACTOR_BLOCK])
 @pytest.mark.parametrize("known", [{}, {"neurons": 1, "segments": 1, "scale_stride": 1}], ids=["many", "one"])
-def test_factors_of_neurons(guarded, block, known):
+def test_factors_of_neurons_compile(guarded, block, known):
     flags = {"HAS_MASK": guarded, "LOG_SEGMENTS": neuron._LOG_SEGMENTS, "LOG_BLOCK": block.bit_length() - 1}
     types = {"moments": "*i64", "scale": "*fp32", **dict.fromkeys(("entries", "rest", "eps"), "fp32")}
     compile_kernel(neuron._factor_kernel, flags | known, block // neuron._NEURONS_PER_WARP, **types)
@@ -126,7 +117,7 @@ def test_factors_of_neurons(guarded, block, known):
 @pytest.mark.parametrize("dtype", ["*fp16", "*bf16"])
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("add", [True, False])
-def test_symmetric_products(dtype, even, add):
+def test_symmetric_products_compile(dtype, even, add):
     sizes = {"BLOCK": symmetric._BLOCK, "BLOCK_K": symmetric._BLOCK_K}
     # X times its transpose.
     strides = {"a_column": 1, "b_row": 1}
@@ -142,7 +133,7 @@ def test_symmetric_products(dtype, even, add):
 
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("packs", [True, False])
-def test_spans(packs, aligned):
+def test_spans_compile(packs, aligned):
     for alone in (True, False):
         constants = {"ONE_TENSOR": alone, "DTYPE": tl.float32, "PACKS": packs, "ALIGNED": aligned, "BLOCK": 4096}
         compile_kernel(spans._copy_kernel, constants, num_warps=4, buffer="*bf16")
@@ -150,20 +141,20 @@ def test_spans(packs, aligned):
 
 @pytest.mark.parametrize("dtype", ["*fp32", "*bf16", "*fp16"])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_means(ranks, dtype):
+def test_means_compile(ranks, dtype):
     constants = {"RANKS": ranks, "BLOCK": 2048}
     compile_kernel(spans._mean_kernel, constants, num_warps=4, received=dtype, mean=dtype)
 
 
 @pytest.mark.parametrize("dtype", ["*fp32", "*bf16", "*fp16"])
 @pytest.mark.parametrize(("rows", "columns"), [(2, 1024), (128, 16)])
-def test_means_of_rows(rows, columns, dtype):
+def test_means_of_rows_compile(rows, columns, dtype):
     for ranks in (1, 2, 8):
         constants = {"RANKS": ranks, "ROWS": rows, "COLUMNS": columns}
         compile_kernel(row_means._rows_kernel, constants, num_warps=4, received=dtype, mean=dtype, places="*i32")
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_counts_of_steps(guarded):
+def test_counts_of_steps_compile(guarded):
     constants = {"BETA1": 3, "BETA2": 4, "HAS_MASK": guarded, "BLOCK": adamw._COUNT_BLOCK}
     compile_kernel(adamw._count_kernel, constants, num_warps=4)

@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
+from on_device import DEVICE, DTYPES
 from torch import nn
 
 from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.products import normalize
 from quintic.kernels.products.normalize import can_normalize, normalize_matrices
 from quintic.kernels.products.symmetric import can_multiply, symmetric_multiply
@@ -26,10 +26,6 @@ from quintic.optim.step import bucket_step
 from quintic.optim.step.operands import BucketCache, Operands
 from quintic.optim.step.torch_backend import TorchBackend
 from quintic.optim.step.triton_backend import TritonBackend
-
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
-# The interpreter has no reliable bfloat16.
-DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
 
 VIEWS = [
     (Matrix(), (37, 21)),
@@ -118,7 +114,7 @@ def assert_alike(params, optimizers, tolerance):
     ],
     ids=str,
 )
-def test_matrices(view, shape, options):
+def test_matrices_step_as_their_twins(view, shape, options):
     params, optimizers = pair(view, shape, torch.float32, compute_dtype=torch.float32, **options)
     for _ in range(2):
         give_gradients(params)
@@ -131,7 +127,7 @@ def test_matrices(view, shape, options):
 
 
 @pytest.mark.parametrize(("view", "shape"), VIEWS, ids=str)
-def test_other_memory_formats(view, shape):
+def test_memory_formats_do_not_matter(view, shape):
     memory = "channels_last" if isinstance(view, Flatten) else "transposed"
     params, optimizers = pair(view, shape, torch.float32, memory, compute_dtype=torch.float32, cautious=True)
     for _ in range(2):
@@ -144,7 +140,7 @@ def test_other_memory_formats(view, shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("master", [None, "fp32"])
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
-def test_dtypes_and_masters(dtype, master, algorithm):
+def test_every_dtype_steps_with_and_without_masters(dtype, master, algorithm):
     params, optimizers = [], []
     values = torch.randn(33, 50)
     for kernels in ("triton", "torch"):
@@ -213,7 +209,7 @@ def test_mantissa_is_the_float32_master_bit_for_bit(options):
     ],
     ids=str,
 )
-def test_adamw(shape, options):
+def test_adamw_steps_as_its_twin(shape, options):
     params, optimizers = [], []
     values = [torch.randn(shape), torch.randn(70, 80)]
     for kernels in ("triton", "torch"):
@@ -342,7 +338,7 @@ def test_a_layout_of_memory_in_order_is_recognised():
 @pytest.mark.parametrize("scale", [1e-35, 1.0, 1e35])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("combined", [False, True])
-def test_normalisation(shape, dtype, scale, transposed, combined, monkeypatch):
+def test_normalisation_is_that_of_the_twin(shape, dtype, scale, transposed, combined, monkeypatch):
     monkeypatch.setattr(normalize, "_MAX_TILES", 0 if combined else 1024)
     x = torch.randn(shape) * scale
     x[0, 0, 0] = 0
@@ -374,7 +370,7 @@ def test_normalisation_does_not_depend_on_the_batch():
     ("count", "side", "inner"),
     [(2, 256, 384), (1, 300, 200), (3, 130, 70), (2, 128, 64), (3, 16, 200), (2, 40, 80), (2, 3, 5)],
 )
-def test_symmetric_products(dtype, count, side, inner):
+def test_symmetric_products_are_those_of_the_twin(dtype, count, side, inner):
     x = (torch.randn(count, side, inner) / inner**0.5).to(DEVICE, dtype)
     tolerance = torch.finfo(dtype).eps
     exact = x.double() @ x.double().mT
@@ -544,7 +540,7 @@ def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
             apply_mask = None if flags is None else torch.tensor(flags, dtype=torch.int32, device=DEVICE)
             passes = TritonBackend(bucket, group, active, BucketCache(), hyperparameters, apply_mask)
         else:
-            passes = TorchBackend(bucket, group, active, flags)
+            passes = TorchBackend(bucket, group, active, BucketCache(), flags)
         directions = passes.directions()
         decays = torch.arange(60, device=DEVICE).view(5, 12, 1) / 6 if group.scale_decay else factors[:0]
         passes.apply(update, torch.cat([factors, decays]))

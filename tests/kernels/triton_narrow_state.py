@@ -7,12 +7,11 @@ device rounds, so there the averages themselves have no more bits than bfloat16.
 
 import pytest
 import torch
+from on_device import DEVICE
 from torch import nn
 
 from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split
-from quintic.kernels.dispatch import triton_is_interpreted
 
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
 DTYPES = [torch.float32] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
 LARGEST, COEFFICIENT, STEPS = (3, 0.5, 3) if DEVICE == "cpu" else (60, 0.75, 6)
@@ -63,7 +62,7 @@ def assert_same_state(params, optimizers, keys, step):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(("view", "shape", "memory"), VIEWS, ids=str)
-def test_momentum(view, shape, memory, nesterov, dtype):
+def test_momentum_is_that_of_the_twin(view, shape, memory, nesterov, dtype):
     params = twins(shape, dtype, memory)
     options = {"momentum": COEFFICIENT, "nesterov": nesterov, "normalize": "neuron", "compute_dtype": torch.float32}
     optimizers = [
@@ -84,7 +83,7 @@ def test_momentum(view, shape, memory, nesterov, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("master", [None, "fp32"])
 @pytest.mark.parametrize("shape", [(1,), (5000,), (3, 7), ()], ids=str)
-def test_moments(shape, master, dtype):
+def test_moments_are_those_of_the_twin(shape, master, dtype):
     params = twins(shape, dtype)
     options = {"betas": (COEFFICIENT, 0.5), "adamw_weight_decay": 0.1, "master": master}
     optimizers = [
@@ -118,7 +117,7 @@ def test_a_skipped_step_leaves_every_bit(bad):
         assert all(unchanged) if step == 1 else not any(unchanged)
 
 
-def test_state_in_host_memory():
+def test_state_in_host_memory_has_the_same_bits():
     found = []
     for offload in (False, True):
         torch.manual_seed(0)

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from on_device import DEVICE
 from torch import nn
 
 from quintic import Experts, Heads, Matrix, Muon, Rows, Split
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.optim.layout import tables
 from quintic.optim.step import operands
 
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
 LOW = torch.float16 if DEVICE == "cpu" else torch.bfloat16
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_device import DEVICE
 
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.optim.layout.packing import MemorySpan, Packing, mean_of_ranks
 
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 LARGE = [(3, 2**21 + 5)] if DEVICE == "cuda" else []

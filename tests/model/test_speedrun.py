@@ -429,7 +429,7 @@ def test_banks_are_pairs_of_heads_and_whole_matrices():
     assert quintic.Rows(4 * width).shapes(model.mlp_bank.shape) == ((22, 4 * width, width),)
 
 
-def test_initial_values():
+def test_initial_values_are_the_races():
     config = sizes(vocab_size=2048, width=256, num_heads=4, head_dim=64, gate_channels=64, bigram_sign_rows=64)
     with torch.device("meta"):
         model = SpeedrunGPT(config)

@@ -82,6 +82,7 @@ def test_comparison_figures_by_hand(tmp_path: Path) -> None:
     assert " seed " not in page.text[page.text.index("Settings in which they differ") :]
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_comparison_without_times_or_settings(tmp_path: Path) -> None:
     runs = {}
     for name, losses in (("a", (4.0, 3.0)), ("<b>", (3.5, 2.5))):
@@ -139,6 +140,7 @@ def test_bits_per_byte_decide_between_tokenizers(tmp_path: Path) -> None:
     assert "in bits per byte" in found["good"]["sentence"]
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_medians_of_two_tokenizers_are_compared_in_bits_per_byte(tmp_path: Path) -> None:
     def runs(name: str, nats: float, bits: tuple[float, ...]) -> list[Path]:
         folders = []
@@ -155,6 +157,7 @@ def test_medians_of_two_tokenizers_are_compared_in_bits_per_byte(tmp_path: Path)
     assert found["sentence"] == "b reached a's median final validation loss in bits per byte in 1 of 3 runs only"
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_losses_of_other_texts_or_without_bits_per_byte_are_said_not_to_compare(tmp_path: Path) -> None:
     def sentence(a: dict[str, Any] | None, b: dict[str, Any] | None, bpb: float | None = 1.0) -> str:
         number = len(list(tmp_path.iterdir()))
@@ -192,6 +195,7 @@ def test_losses_of_other_texts_or_without_bits_per_byte_are_said_not_to_compare(
     assert sentence(one, {**one, "key": "two"}, None) == lacking
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_comparisons_that_cannot_be_made_are_errors(tmp_path: Path) -> None:
     run = write_curve(tmp_path / "a", {1: 2.0})
     lost = write_curve(tmp_path / "lost", {1: math.nan})
@@ -205,6 +209,7 @@ def test_comparisons_that_cannot_be_made_are_errors(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_a_comparison_has_what_was_measured(tmp_path: Path) -> None:
     runs = {}
     for name, mfu in (("a", 0.25), ("b", None)):
@@ -257,6 +262,7 @@ def test_several_seeds_are_a_median_and_a_range(tmp_path: Path) -> None:
     assert page.words.count("1.5 (1.45 to 1.7)") == 3
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_most_seeds_must_reach_the_loss(tmp_path: Path) -> None:
     runs = {"a": [write_curve(tmp_path / "a", {10: 2.0})]}
     runs["b"] = [write_curve(tmp_path / f"b{end}", {10: end}) for end in (1.0, 3.0, 4.0)]
@@ -268,6 +274,7 @@ def test_most_seeds_must_reach_the_loss(tmp_path: Path) -> None:
         write_comparison(runs, tmp_path / "page.html", title="Seeds")
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_one_run_each_shows_the_error_over_documents(tmp_path: Path) -> None:
     runs: dict[str, Any] = {}
     for name in ("a", "b"):
@@ -297,6 +304,7 @@ def test_one_run_each_shows_the_error_over_documents(tmp_path: Path) -> None:
     assert "±" not in read(tmp_path / "page.html").text  # it would be taken for a range of seeds
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_medians_are_those_of_runs_that_differ_in_their_seeds_only(tmp_path: Path) -> None:
     def group(*configs: dict[str, Any]) -> dict[str, Any]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -323,6 +331,7 @@ def test_medians_are_those_of_runs_that_differ_in_their_seeds_only(tmp_path: Pat
     )
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_medians_are_those_of_runs_on_one_text(tmp_path: Path) -> None:
     runs = {}
     for name, seed, key in (("a", 0, "x"), ("b", 1, "x"), ("c", 2, "y")):
@@ -334,6 +343,7 @@ def test_medians_are_those_of_runs_on_one_text(tmp_path: Path) -> None:
         write_comparison({"a": runs["a"], "b": [runs["b"], runs["c"]]}, tmp_path / "page.html", title="")
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_steps_since_the_last_validation_count(tmp_path: Path) -> None:
     runs = {}
     for name, losses in (("stopped", {0: 5.0, 8: 3.0}), ("other", {0: 5.0, 8: 4.0, 11: 2.0})):

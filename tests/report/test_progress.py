@@ -240,16 +240,6 @@ def test_a_spike_is_told_whether_or_not_a_line_is_due(action: str, more: str) ->
     assert expected in screen(output.getvalue())
 
 
-def test_past_evaluations_stay_on_a_terminal() -> None:
-    progress, output = live()
-    with progress:
-        for step in (100, 200):
-            progress.evaluation({"step": step, "loss": 3.0, "bpb": 1 + step / 1000})
-    lines = [line.rstrip() for line in screen(output.getvalue()).splitlines()]
-    for step, bpb in ((100, "1.1000"), (200, "1.2000")):
-        assert f"step {step}/1,000  validation: loss 3.000, {bpb} bits per byte" in lines
-
-
 def shown(text: str, width: int) -> list[str]:
     """The screen of a terminal of this width after such output: cursor movements, erased lines and wrapping happen."""
     lines, row, column = [""], 0, 0

@@ -51,6 +51,7 @@ def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
     assert sum(attributes.get("class") == "chart" for _, attributes in page.tags) == 11
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_pages_survive_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second")
     events = disk_events(monkeypatch)
@@ -59,6 +60,7 @@ def test_pages_survive_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert durable_names(events) == [path.name, "comparison.html"]
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_an_unfinished_run_says_so_and_uses_what_there_is(tmp_path: Path) -> None:
     write_run(tmp_path, steps=25, final=False)
     page = read(write_report(tmp_path))
@@ -69,6 +71,7 @@ def test_an_unfinished_run_says_so_and_uses_what_there_is(tmp_path: Path) -> Non
     assert "waiting for data 10.0 %" in page.text
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_a_resumed_run_names_the_step(tmp_path: Path) -> None:
     write_run(tmp_path, steps=20)
     with MetricsLog(tmp_path / "metrics.jsonl", resume_step=10) as log:
@@ -113,6 +116,7 @@ def test_everything_lost_still_gives_a_page(tmp_path: Path) -> None:
     assert "– bits per byte: no validation result yet" in page.text
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_a_run_that_was_lost_at_the_end_shows_no_older_result(tmp_path: Path) -> None:
     write_run(tmp_path, final=False)
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
@@ -144,6 +148,7 @@ def test_folders_that_cannot_be_reported_are_named(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_what_the_machine_did_is_on_the_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", final=False)
     with MetricsLog(folder / "metrics.jsonl") as log:
@@ -171,6 +176,7 @@ def test_what_the_machine_did_is_on_the_page(tmp_path: Path) -> None:
         assert expected in text, expected
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_the_least_score_and_tokens_per_parameter_are_among_the_figures(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         log.write("run", name="n", model={"parameters": 5000, "parameters_blocks": 600, "parameters_head": 400})
@@ -190,6 +196,7 @@ def test_the_least_score_and_tokens_per_parameter_are_among_the_figures(tmp_path
     assert "at the least" not in text
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_the_source_that_ran_is_on_the_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     assert "The source that ran" not in read(write_report(folder)).text
@@ -230,6 +237,7 @@ def test_standard_errors_are_said_and_drawn(tmp_path: Path) -> None:
     assert height == pytest.approx(192 * 0.5 / 1.5, abs=0.1)  # the axis goes from 1.5 to 3
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_names_are_in_words(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         log.write(
@@ -254,6 +262,7 @@ def test_names_are_in_words(tmp_path: Path) -> None:
         assert words in text, words
 
 
+@pytest.mark.usefixtures("no_drawings")
 @pytest.mark.parametrize(
     ("ranks", "command", "device"),
     [
@@ -289,6 +298,7 @@ def test_the_command_starts_as_many_ranks_as_the_run_had(
     )
 
 
+@pytest.mark.usefixtures("no_drawings")
 @pytest.mark.parametrize(("milliseconds", "words"), [(999.0, "999 milliseconds"), (22_140.0, "22.1 seconds")])
 def test_the_time_of_a_step_is_written_out(milliseconds: float, words: str, tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl") as log:

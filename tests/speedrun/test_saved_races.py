@@ -287,7 +287,7 @@ def test_a_batch_has_the_losses_and_logits_of_its_rows(finished: Path) -> None:
     torch.testing.assert_close(following[:, -1], torch.stack([logits[0, 5], logits[1, 10], logits[2, 10]]))
 
 
-def test_mistakes(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = error_of(capsys, "train", "--resume", "--run", "race", "--runs-dir", str(finished.parent))
     assert "race is a speedrun, which cannot be resumed or repeated" in message
 

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from durability import Synced, as_it_is, disk_events, durable_names
 from safetensors import SafetensorError
+from tiny_runs import Killed
 from torch import nn
 
 import quintic
@@ -249,10 +250,6 @@ def test_a_saved_step_survives_a_crash(first: bool, tmp_path: Path, monkeypatch:
 
 
 # -- failures while saving --------------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing after it runs."""
 
 
 class Writes:

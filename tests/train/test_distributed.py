@@ -286,7 +286,7 @@ def test_a_rank_that_is_killed_in_a_step_costs_no_bit(tiny_dataset: Dataset, tmp
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_hosts(tiny_dataset: Dataset, tmp_path: Path) -> None:
+def test_two_hosts_train_one_run(tiny_dataset: Dataset, tmp_path: Path) -> None:
     """Two agents that find each other through torchrun's rendezvous, the text prepared by the first that comes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -218,6 +218,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
 def test_freed_memory_is_kept_on_a_cpu() -> None:
     kept, given_back = (

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import course, error_of, final_weights, tiny_config
+from tiny_runs import Killed, course, error_of, final_weights, tiny_config
 
 from quintic.cli import main
 from quintic.data.dataset import Dataset
@@ -17,10 +17,6 @@ from quintic.train.loop import train
 from quintic.train.runs import create_run
 from quintic.train.saved_config import load_config
 from quintic.train.trainer import Trainer
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: no code catches it."""
 
 
 def run(config: Config, dataset: Dataset, *, into: Path | None = None, step: int | None = None) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import course, error_of, final_weights, tiny_config, tiny_options
+from tiny_runs import Killed, course, error_of, final_weights, tiny_config, tiny_options
 
 from quintic.cli import main
 from quintic.data.dataset import Dataset
@@ -97,21 +97,6 @@ def test_a_run_that_diverges_with_a_high_weight_decay_is_told_of_it(
     changes = {"optimizer": optimizer, option[2:].replace("-", "_"): 50.0}
     with pytest.raises(DivergedError, match=rf"--scalar-lr\), a lower weight decay \({option}\) or a longer warm-up"):
         run(tiny_config(tiny_dataset, tmp_path, run="run", **changes), tiny_dataset)
-
-
-@pytest.mark.slow
-def test_the_last_good_checkpoint_of_a_diverged_run_can_be_used(
-    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = run(tiny_config(tiny_dataset, tmp_path, run="whole"), tiny_dataset)
-    config = tiny_config(tiny_dataset, tmp_path, run="run", keep=1)
-    with monkeypatch.context() as patch:
-        spoil(patch, 5, math.nan, before=True)
-        with pytest.raises(DivergedError, match="step 5 is nan"):
-            run(config, tiny_dataset)
-    resumed = run(config, tiny_dataset, resume=True)
-    assert final_weights(resumed.run_dir) == final_weights(whole.run_dir)
-    assert course(resumed.run_dir) == course(whole.run_dir)
 
 
 def test_a_run_that_diverges_in_its_first_step_has_a_report(
@@ -240,9 +225,6 @@ def test_the_final_record_and_the_report_are_there_before_samples(
 ) -> None:
     """Also where the process does not live to the end of sampling."""
 
-    class Killed(BaseException):
-        pass
-
     def kill(self: Trainer) -> None:
         raise Killed
 
@@ -357,9 +339,6 @@ def test_a_run_that_went_back_and_was_killed_continues_from_there(
     killed_at: int, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not from the checkpoints of later steps, whose records in the log are gone."""
-
-    class Killed(BaseException):
-        pass
 
     config = tiny_config(tiny_dataset, tmp_path, run="run", save_every=1, keep=9)
     whole = run(config, tiny_dataset)

@@ -5,8 +5,6 @@ import os
 import random
 import re
 import select
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import course, final_weights, start, tiny_config, tiny_options
+from tiny_runs import Killed, course, final_weights, start, tiny_config, tiny_options
 
 from quintic import stopping
 from quintic.cli import main
 from quintic.data.dataset import Dataset
-from quintic.errors import CheckpointError, ConfigError
+from quintic.errors import CheckpointError
 from quintic.eval.core import CoreScore
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.checkpoint import checkpoints
@@ -33,10 +31,6 @@ from quintic.train.runs import create_run
 from quintic.train.trainer import Trainer
 
 STEPS = 6
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: no code catches it."""
 
 
 def run(config: Config, dataset: Dataset, *, resume: Path | None = None, said: list[str] | None = None) -> Path:
@@ -477,6 +471,7 @@ main(["train", *sys.argv[1:]])
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_writes_keeps_the_checkpoint_before(
     whole: Path, tiny_dataset: Dataset, tmp_path: Path
 ) -> None:
@@ -492,27 +487,6 @@ def test_a_process_killed_while_it_writes_keeps_the_checkpoint_before(
     assert final_weights(run_dir) == final_weights(whole)
     assert course(run_dir) == course(whole)
     assert [path.name for path in folder.iterdir()] == ["step-000006"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("same_threads")
-def test_ctrl_c_in_a_terminal_saves_and_resumes_exactly(long_run: tuple[Path, Dataset], tmp_path: Path) -> None:
-    whole, dataset = long_run
-    process = start(["train", *tiny_options(dataset, tmp_path, run="run", **LONG)], tmp_path)
-    wait_for_step(process, tmp_path / "run", 5)
-    os.kill(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "")
-    [line] = re.findall(r"continue with:\n    (.+)\n", output)
-    python, *words = shlex.split(line)
-    assert Path(shutil.which(python)) == Path(sys.executable)
-    assert words == ["-m", "quintic", "train", "--resume", "--run", "run", "--runs-dir", str(tmp_path)]
-    saved = checkpoints(tmp_path / "run")[0].name
-    assert int(saved.removeprefix("step-")) == course(tmp_path / "run")[-1]["step"]
-    # Resumed in this process, on the one thread that the run was started with: more would add in another order.
-    assert main(["train", "--resume", "--run", "run", "--runs-dir", str(tmp_path), "--keep", "1"]) == 0
-    assert final_weights(tmp_path / "run") == final_weights(whole)
-    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000060"]
 
 
 @pytest.mark.slow
@@ -576,10 +550,3 @@ def test_a_closed_terminal_saves(tiny_dataset: Dataset, tmp_path: Path) -> None:
     last = RunHistory.load(run_dir).train[-1]["step"]
     assert [path.name for path in checkpoints(run_dir)] == [f"step-{last:06d}"]
     assert "not finished" in (run_dir / "report.html").read_text(encoding="utf-8")
-
-
-def test_resuming_needs_a_run(tmp_path: Path) -> None:
-    from quintic.commands.options import training_options
-
-    with pytest.raises(ConfigError, match="holds no run yet; start one with: quintic train"):
-        training_options(["--resume", "--runs-dir", str(tmp_path)], command="train")

@@ -45,7 +45,7 @@ def test_the_learning_rate_rises_stays_and_falls(total: int, warmup: float, rest
     assert rates[-1] >= final - 1e-12 or round(warmdown * total) == 0
 
 
-def test_the_momentum() -> None:
+def test_the_momentum_rises_and_falls() -> None:
     def course(end: float | None, warmup: int = 4) -> list[float]:
         return [
             momentum_at(step, 10, start=0.85, peak=0.95, end=end, warmup_steps=warmup, warmdown_frac=0.4)

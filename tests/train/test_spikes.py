@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_resume import Killed, after_step
+from test_resume import after_step
 from test_saving import late_writes  # noqa: F401
-from tiny_runs import course, error_of, final_weights, tiny_config, tiny_options
+from tiny_runs import Killed, course, error_of, final_weights, tiny_config, tiny_options
 
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError, DivergedError

@@ -237,13 +237,6 @@ def test_tasks_of_core_are_answered_on_the_way_and_at_the_end(
         make(tiny_dataset, tmp_path, core=str(tmp_path))
 
 
-def test_too_little_text_is_an_error_before_training(tiny_dataset: Dataset, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"too little text .* lower --seq-len or --rows, or give more text"):
-        make(tiny_dataset, tmp_path, rows=10_000, batch_tokens=320_000)
-    with pytest.raises(DataError, match=r"the val split .* raise --val-frac or give more text"):
-        make(tiny_dataset, tmp_path, rows=600, batch_tokens=19_200)
-
-
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
 def test_a_missing_tracker_is_found_before_the_run(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

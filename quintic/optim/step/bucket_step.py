@@ -55,10 +55,16 @@ from quintic.optim.state.state import second_moments
 from quintic.optim.step.consensus import RankConsensus
 from quintic.optim.step.offload.offload import Offload
 from quintic.optim.step.offload.pieces import BLOCKS, BucketPiece
-from quintic.optim.step.operands import BlockPlaces, BucketCache, Operands, State
+from quintic.optim.step.operands import BucketCache, Operands, State
 from quintic.optim.step.ranges import NO_RANGES, Ranges, ranges_of
 from quintic.optim.step.telemetry import Counts, Measured, measure
-from quintic.optim.step.torch_backend import TorchBackend, UpdateBackend, step_adamw
+from quintic.optim.step.torch_backend import (
+    TorchBackend,
+    UpdateBackend,
+    read_matrices,
+    step_adamw,
+    write_matrices,
+)
 from quintic.optim.step.transports import Gather, Shard, Transport, as_rows, factors_of_pieces, join_units, split_units
 from quintic.optim.step.triton_backend import TritonBackend, step_adamw_triton
 
@@ -236,7 +242,6 @@ class BucketStep:
                     (piece,) = self._offload.pieces(self.number)
                     operands, own_group, cache = piece.operands(active), replace(group, view=BLOCKS), piece.cache
                 backend = self._backend(operands, own_group, cache, own_mask)
-            places = cache.places
             directions: Tensor | None = None
             # Name -> state of the parameter's shape that a stage on whole matrices needs. It goes to the owner and
             # comes back in messages like the ones of directions and updates.
@@ -248,7 +253,7 @@ class BucketStep:
                     if units is not None:
                         directions = directions.contiguous()
                     if self._rule.matrix_state:
-                        batches = self._read_state(operands, own_group.view, places, states or operands.states)
+                        batches = self._read_state(operands, own_group.view, cache, states or operands.states)
             # gather
             if isinstance(transport, Gather):
                 with self.ranges["send directions"]:
@@ -304,7 +309,7 @@ class BucketStep:
                     with _ON_DEVICE if piece is None else piece.loaded(WEIGHTS) as states:
                         for name, batch in batches.items():
                             written = [state[name] for state in states or operands.states]
-                            places.write(operands, own_group.view, written, batch)
+                            write_matrices(operands, own_group.view, cache, written, batch)
                         backend.apply(update, factors[0])
             del backend, operands, update, factors, batches
 
@@ -362,7 +367,7 @@ class BucketStep:
         if bucket.kernels == "torch":
             flags = [] if mask is None or mask.ndim == 0 else mask.tolist()
             present = None if all(flags) else _present(active, flags)
-            return TorchBackend(bucket, group, active, present, cache.places)
+            return TorchBackend(bucket, group, active, cache, present)
         hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
         return TritonBackend(bucket, group, active, cache, hyperparameters, mask)
 
@@ -403,11 +408,11 @@ class BucketStep:
         return self.cache.cached("moments", None, make)
 
     def _read_state(
-        self, operands: Operands, view: View, places: BlockPlaces, states: Sequence[Mapping[str, Tensor]]
+        self, operands: Operands, view: View, cache: BucketCache, states: Sequence[Mapping[str, Tensor]]
     ) -> dict[str, Tensor]:
         """Return copies, (b, m, n) by name, of state that stages on whole matrices need, in the order of directions."""
         names = [spec.name for spec in self._rule.matrix_state]
-        return {name: places.read(operands, view, [state[name] for state in states]) for name in names}
+        return {name: read_matrices(operands, view, cache, [state[name] for state in states]) for name in names}
 
     def _matrix_state(
         self,

@@ -95,31 +95,11 @@ class RankConsensus:
         self._communicators.connect(self._groups, self._layouts)
         self._partial_params, self._partial_presence = [], []
         problem = None
-        # One set of ranks after the other, in the same order everywhere: ranks in two of them wait for both.
+        # One set of ranks after the other, in the same order everywhere: ranks in two of them wait for both. A problem
+        # is raised at the end, since ranks of other sets wait for this rank before that.
         for ranks, shared in described(self._groups, self._layouts).items():
-            process_group, places = self._communicators[ranks], [place for place, _ in shared]
-            params = [self._groups[group].params[index] for group, index in places]
-            names = [self._groups[group].param_names[index] for group, index in places]
-            # Only gradients of `DTensor`s can be Partial.
-            watched = {param: name for param, name in zip(params, names, strict=True) if is_dtensor(param)}
-            strategy = self._choices[ranks].strategy if ranks in self._choices else None
-            everything = [*(text for _, text in shared), str(self._orders), f"replicas={strategy}"]
-            differs = difference(everything, ranks, process_group)
-            if differs is None and watched:
-                differs = self.partial.exchange(watched, process_group)
-            if differs is not None:
-                # Raised at the end: ranks of other sets wait for this rank before that.
-                problem = problem or differs
-                continue
-            # One rank's gradient is enough where the optimizer averages: zeros stand for the others.
-            needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for group, _ in places]
-            self._partial_params += [
-                (param, group) for param, (group, _) in zip(params, places, strict=True) if param in watched
-            ]
-            self._presence[ranks] = _GradientPresence(params, needed, process_group, self.partial)
-            if any(map(self.partial.is_partial, params)):
-                self._partial_presence.append(self._presence[ranks])
-            self._places |= {place: (ranks, number) for number, place in enumerate(places)}
+            differs = self._compare(ranks, shared)
+            problem = problem or differs
         # Now every rank hears of the ranks that it shares parameters with through other ranks, and of their problems.
         infos = gather_rank_info(local_rank_info(self._groups, self._layouts, problem), self._communicators)
         for rank, info in sorted(infos.items()):
@@ -132,6 +112,36 @@ class RankConsensus:
         self.connected.connect()
         self.plans_validated = True
         self.is_single_rank = not self._presence and self.connected.is_single_rank
+
+    def _compare(self, ranks: tuple[int, ...], shared: Sequence[tuple[Place, str]]) -> str | None:
+        """Compare the parameters that some ranks share, and get ready to count their gradients; return a difference.
+
+        Args:
+            ranks: the ranks, all of which must call it.
+            shared: each parameter, and its description.
+        """
+        process_group, places = self._communicators[ranks], [place for place, _ in shared]
+        params = [self._groups[group].params[index] for group, index in places]
+        names = [self._groups[group].param_names[index] for group, index in places]
+        # Only gradients of `DTensor`s can be Partial.
+        watched = {param: name for param, name in zip(params, names, strict=True) if is_dtensor(param)}
+        strategy = self._choices[ranks].strategy if ranks in self._choices else None
+        everything = [*(text for _, text in shared), str(self._orders), f"replicas={strategy}"]
+        differs = difference(everything, ranks, process_group)
+        if differs is None and watched:
+            differs = self.partial.exchange(watched, process_group)
+        if differs is not None:
+            return differs
+        # One rank's gradient is enough where the optimizer averages: zeros stand for the others.
+        needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for group, _ in places]
+        self._partial_params += [
+            (param, group) for param, (group, _) in zip(params, places, strict=True) if param in watched
+        ]
+        self._presence[ranks] = _GradientPresence(params, needed, process_group, self.partial)
+        if any(map(self.partial.is_partial, params)):
+            self._partial_presence.append(self._presence[ranks])
+        self._places |= {place: (ranks, number) for number, place in enumerate(places)}
+        return None
 
     def check_partial(self, steps_waited: Sequence[int]) -> None:
         """Check before a step sends anything that no gradient is Partial that ranks do not know as such.

@@ -20,13 +20,13 @@ from quintic.optim.plan.members import BucketMember, block_of
 from quintic.optim.rules.device import host_tensor, upload
 from quintic.optim.rules.rule import MANTISSA, MASTER
 from quintic.optim.rules.table import NEURON_MOMENT
-from quintic.optim.state.state import master_key, second_moments
+from quintic.optim.state.state import second_moments
 
 if TYPE_CHECKING:  # needs Triton
     from quintic.kernels.programs import TilePrograms
     from quintic.kernels.update.matrix_layout import MatrixLayout
 
-__all__ = ["GRADIENT", "BlockPlaces", "BucketCache", "Operands", "State", "are_contiguous", "dense_gradient"]
+__all__ = ["GRADIENT", "BucketCache", "Operands", "State", "are_contiguous", "dense_gradient"]
 
 GRADIENT = attrgetter("grad")
 """Return the gradient of a parameter."""
@@ -64,71 +64,6 @@ class Operands(NamedTuple):
             missing=tuple(m.index for m, gradient in zip(self.members, gradients, strict=True) if gradient is None),
         )
 
-    def masters(self) -> list[Tensor] | None:
-        """Return the fp32 master or the mantissa of each parameter; None if the parameters have none."""
-        # float32 and float64 weights need no more precision.
-        if self.params[0].itemsize >= 4:
-            return None
-        key = master_key(self.states[0])
-        return None if key is None else [state[key] for state in self.states]
-
-
-class BlockPlaces:
-    """Finds each member's matrices in tensors that are like its parameter.
-
-    Shape, strides and offset of the matrices follow from the plan, and are kept from the first time. Views are not
-    kept, because the memory of a parameter with views cannot be exchanged (`torch.utils.swap_tensors`).
-    """
-
-    def __init__(self) -> None:
-        self._members: tuple[BucketMember, ...] = ()
-        self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []
-
-    def blocks(self, active: "Operands", view: View, *lists: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Return for each list the members' matrices, (b, g, r, n), as views; a list has a tensor for each member."""
-        # The tuple itself is the key: it is the plan's own as long as every member has a gradient.
-        if self._members is not active.members:
-            pairs = [
-                (param, block_of(param.detach(), member, view))
-                for param, member in zip(active.params, active.members, strict=True)
-            ]
-            self._places = [(b.shape, b.stride(), int(b.storage_offset()) - int(p.storage_offset())) for p, b in pairs]
-            # From now on these places are valid for these members.
-            self._members = active.members
-        of_lists: list[Sequence[Tensor]] = []
-        for tensors in lists:
-            blocks: list[Tensor] = []
-            rows = zip(tensors, active.params, active.members, self._places, strict=True)
-            for tensor, param, member, (shape, stride, offset) in rows:
-                # Of a tensor with other strides than its parameter the view finds the matrices, which takes longer.
-                if tensor.stride() == param.stride():
-                    blocks.append(tensor.as_strided(shape, stride, tensor.storage_offset() + offset))
-                else:
-                    blocks.append(block_of(tensor, member, view))
-            of_lists.append(blocks)
-        return of_lists
-
-    def read(self, active: "Operands", view: View, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a copy (b, m, n) of all matrices in some tensors, contiguous.
-
-        The tensors are like the members' parameters, one for each.
-        """
-        (blocks,) = self.blocks(active, view, tensors)
-        shape = blocks[0].shape[1:]  # (groups, rows, columns...)
-        size = (sum(map(len, blocks)), shape[:2].numel(), shape[2:].numel())
-        batch = torch.empty(size, dtype=blocks[0].dtype, device=blocks[0].device)
-        torch._foreach_copy_(self._split(batch, blocks), list(blocks))
-        return batch
-
-    def write(self, active: "Operands", view: View, tensors: Sequence[Tensor], batch: Tensor) -> None:
-        """Copy a batch that `read` returned back to the tensors that it was read from."""
-        (blocks,) = self.blocks(active, view, tensors)
-        torch._foreach_copy_(list(blocks), self._split(batch, blocks))
-
-    @staticmethod
-    def _split(batch: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
-        return list(batch.view(len(batch), *blocks[0].shape[1:]).split(list(map(len, blocks))))
-
 
 _P = TypeVar("_P")
 _T = TypeVar("_T")
@@ -149,7 +84,8 @@ class BucketCache:
         self._contiguous = self._are_sharded = False
         self._kept: dict[str, tuple[object, Any]] = {}
         """Name -> (key, value); the value is made again when the key changes."""
-        self.places = BlockPlaces()
+        self.places: tuple[tuple[BucketMember, ...], list[tuple[torch.Size, tuple[int, ...], int]]] | None = None
+        """Members, and for each shape, strides and offset of its matrices in its parameter (`torch_backend.blocks`)."""
         # Addresses of the members' tensors for kernels, and of AdamW's counts of steps.
         self.table, self.steps_table = AddressTable(), AddressTable()
         self.runs: list[tuple[MatrixLayout, int]] | None = None
@@ -160,7 +96,7 @@ class BucketCache:
     def invalidate_views(self) -> None:
         """Forget where weights and state are, because their memory may have changed."""
         self.everything = None
-        self.places = BlockPlaces()
+        self.places = None
         self._kept.pop("moments", None)
 
     def cached(self, name: str, key: object, make: Callable[[], _T]) -> _T:

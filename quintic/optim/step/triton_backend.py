@@ -19,6 +19,7 @@ from quintic.optim.rules.device import HYPERPARAMETERS, DeviceHyperparameters, h
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 from quintic.optim.state.state import master_of
 from quintic.optim.step.operands import BucketCache, Operands
+from quintic.optim.step.torch_backend import masters_of
 
 if TYPE_CHECKING:  # needs Triton
     from quintic.kernels.update.matrix_layout import MatrixLayout
@@ -196,7 +197,7 @@ def _addresses(active: Operands, first_state: str) -> tuple[int, ...]:
     if first_state == EXP_AVG:
         tensors += [state[EXP_AVG_SQ] for state in active.states]
     tensors += active.params
-    masters = active.masters()
+    masters = masters_of(active)
     tensors += masters or []
     addresses = tuple(map(Tensor.data_ptr, tensors))
     # The kernels read no master where its address is 0.

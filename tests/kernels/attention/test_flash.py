@@ -12,9 +12,7 @@ import pytest
 import torch
 from newer import needs_torch
 
-from quintic.kernels.attention import flash
-from quintic.kernels.attention.attention import attention, attention_with_max_logits, choose_attention, document_mask
-from quintic.model.gpt import GPT, GPTConfig
+from quintic.kernels.attention.attention import attention, choose_attention, document_mask
 
 BOS = 0
 CUDA = torch.device("cuda")
@@ -235,23 +233,9 @@ def test_deterministic_algorithms_are_passed_on(name, wanted, install):
     assert calls.deterministic == wanted
 
 
-@pytest.mark.parametrize("name", ["fa3", "fa4"])
-def test_maxima_of_the_logits_come_with_it(name, install):
-    install(name)
-    inputs, starts, q, k, v = case()
-    results = []
-    for implementation in ("sdpa", name):
-        mask = document_mask(
-            inputs, bos_id=BOS, windows=[5], implementation=implementation, dtype=q.dtype, document_starts=starts
-        )
-        results.append(attention_with_max_logits(q, k, v, mask, 5))
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch's compiler, after a break
 @pytest.mark.parametrize("name", ["fa3", "fa4", "varlen"])
-def test_compiled(name, install):
+def test_attention_compiles_as_one_graph(name, install):
     install(name)
     inputs, starts, q, k, v = case()
 
@@ -266,24 +250,6 @@ def test_compiled(name, install):
     found, expected = compiled(q, k, v), attend(q, k, v)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found.sum(), q), torch.autograd.grad(expected.sum(), q))
-
-
-@pytest.mark.parametrize("name", ["fa3", "fa4"])
-def test_the_gpt_with_it_is_the_gpt(name, install):
-    calls = install(name)
-    inputs, starts, *_ = case()
-    sizes = GPTConfig(vocab_size=9, bos_id=BOS, seq_len=12, depth=2, width=16, head_dim=8, num_kv_heads=1)
-    results = []
-    for implementation in ("sdpa", name):
-        torch.manual_seed(1)
-        model = GPT(sizes, attention=implementation)
-        for param in model.parameters():
-            torch.nn.init.normal_(param, std=0.3)
-        loss = model(inputs, inputs.roll(-1, 1), document_starts=starts)
-        results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    assert [call["window"][0] for call in calls] == [2, None if name == "fa4" else -1]
 
 
 @pytest.fixture
@@ -413,7 +379,3 @@ def test_a_broken_installation_is_said_and_not_taken(error, install, monkeypatch
     with pytest.raises(ValueError, match=expected):
         choose_attention("fa3", device=CUDA, dtype=torch.bfloat16)
     assert choose_attention("auto", device=CUDA, dtype=torch.bfloat16) == "varlen"
-
-
-def test_packages_are_not_imported_with_the_module():
-    assert not {"flash_attn_interface", "flash_attn"} & vars(flash).keys()

@@ -95,7 +95,7 @@ def test_low_precision_is_multiplied_in_float32():
     torch.testing.assert_close(found, max_logits(q.float(), k.float()))
 
 
-def test_no_gradient():
+def test_maxima_have_no_gradient():
     q, k = (x.requires_grad_() for x in case())
     assert not max_logits(q, k).requires_grad
     mask = document_mask(torch.ones(2, 12).long(), bos_id=BOS, windows=[12], implementation="sdpa", dtype=q.dtype)

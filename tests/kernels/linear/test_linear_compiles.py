@@ -2,17 +2,13 @@
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-import compiling  # noqa: E402
+import compiling
 
-from quintic.kernels.linear import fp8_quantize, relu2  # noqa: E402
+from quintic.kernels.linear import fp8_quantize, relu2
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
-    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
-]
+pytestmark = compiling.MARKS
 
 SCALARS = {"scale": "*fp32"}
 SCALES = ("a_scale", "b_scale", "words_scale")
@@ -21,15 +17,10 @@ FLOATS = {"forward in 8 bits": "e4m3", "backward in 8 bits": "e5m2"}
 STRIDES = dict.fromkeys(("a_column", "b_column"), 1)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
 @pytest.mark.parametrize("result", ["bf16", "fp16"])
 @pytest.mark.parametrize("kind", ["forward", "backward", *FLOATS])
 @pytest.mark.parametrize("tiling", ["_LARGE", "_SMALL", "_POINTERS"])
-def test_products(result, kind, tiling):
+def test_products_compile(result, kind, tiling):
     compiled = compile_product(getattr(relu2, tiling), tiling != "_POINTERS", result, kind)
     # What a multiprocessor of Hopper has, and what other GPUs have.
     assert compiled.metadata.shared <= (101_376 if tiling == "_POINTERS" else 232_448)
@@ -71,7 +62,7 @@ def compile_product(tiling, descriptors, result, kind):
 @pytest.mark.parametrize("source", ["*fp32", "*bf16", "*fp16"])
 @pytest.mark.parametrize("made", ["*fp8e4nv", "*fp8e5"])
 @pytest.mark.parametrize(("both", "block"), [(True, "_BOTH_BLOCK"), (False, "_ROWS_BLOCK")])
-def test_quantising(source, made, both, block):
+def test_quantising_compiles(source, made, both, block):
     block_rows, block_columns = getattr(fp8_quantize, block)
     sizes = {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns, "x_column": 1}
     constants = {"LARGEST": 448.0, "ROWS": True, "COLUMNS": both, "WIDE": not both}

@@ -58,7 +58,7 @@ sizes = st.integers(0, 9)
     out_layout=st.sampled_from(LAYOUTS),
     scale=st.sampled_from([1.0, 1000.0]),
 )
-def test_copy(m, n, dtype, out_dtype, layout, out_layout, scale):
+def test_a_copy_is_the_transpose_rounded(m, n, dtype, out_dtype, layout, out_layout, scale):
     x = laid_out((torch.randn(m, n) * scale).to(dtype), layout)
     out = laid_out(torch.full((n, m), math.nan).to(out_dtype), out_layout)
     before = entries(x)
@@ -74,7 +74,7 @@ def test_copy(m, n, dtype, out_dtype, layout, out_layout, scale):
     layout=st.sampled_from(LAYOUTS),
     out_layout=st.sampled_from(LAYOUTS),
 )
-def test_add(m, n, dtype, out_dtype, layout, out_layout):
+def test_a_sum_is_exact_but_for_its_rounding(m, n, dtype, out_dtype, layout, out_layout):
     x = laid_out(torch.randn(m, n).to(dtype), layout)
     out = laid_out(torch.randn(n, m).to(out_dtype), out_layout)
     exact = out.double() + x.double().T
@@ -181,7 +181,7 @@ def test_kernels_are_chosen_as_elsewhere(function):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled(backend):
+def test_both_compile_as_one_graph(backend):
     def tie(head, embedding, gradient):
         transpose_copy_(head, embedding * 2)
         transpose_add_(head, gradient)

@@ -3,15 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from on_device import DEVICE, poison_new_tensors
 
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.linear import fp8_quantize, relu2
 from quintic.kernels.linear.fp8 import fp8_linear
 from quintic.kernels.linear.fp8_quantize import LARGEST, quantized_layouts
 from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.kernels.linear.relu2 import QuantizedProduct, product_relu2
 
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
 DTYPES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 HAS_FP8 = DEVICE == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
@@ -29,22 +28,7 @@ if DEVICE == "cuda":
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Fill every new tensor of the kernels with values that no result has."""
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poison(getattr(torch, name)))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
-
-
-def poison(function):
-    def poisoned(*args, **kwargs):
-        out = function(*args, **kwargs)
-        if out.dtype in LARGEST:
-            out.view(torch.uint8).fill_(0x7F)
-        elif out.is_floating_point():
-            out.fill_(float("nan"))
-        return out
-
-    return poisoned
+    poison_new_tensors(monkeypatch)
 
 
 def error(found, exact):
@@ -66,7 +50,7 @@ def operands(shape, dtype, transposed=False, spread=1.0):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
-def test_products(shape, dtype, transposed, backward):
+def test_products_are_those_of_the_twin(shape, dtype, transposed, backward):
     a, b = operands(shape, dtype, transposed)
     b_rows = b.mT if transposed else b
     activation = torch.randn(shape[0], shape[2]).relu().to(DEVICE, dtype) if backward else None
@@ -99,7 +83,7 @@ TILINGS = ["_LARGE", "_SMALL", "_POINTERS"]
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-def test_every_tiling(tiling, monkeypatch):
+def test_every_tiling_gives_the_product(tiling, monkeypatch):
     values = getattr(relu2, tiling)
     for name in TILINGS:
         monkeypatch.setattr(relu2, name, values)
@@ -138,7 +122,7 @@ def test_not_a_number_stays_and_relu_wins():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 40, 17), (200, 128, 264), (0, 8, 8)])
-def test_gradients(shape, dtype):
+def test_gradients_are_those_of_the_twin(shape, dtype):
     x, up = operands(shape, dtype)
     down = (torch.randn(24, shape[2]) / max(shape[2], 1) ** 0.5).to(DEVICE, dtype)
     grad = torch.randn(shape[0], 24).to(DEVICE, dtype)
@@ -201,7 +185,7 @@ def test_quantising_rounds_as_the_twin_does(dtype, source):
 @needs_fp8
 @pytest.mark.parametrize("shape", [(1, 16, 16), (37, 48, 32), (300, 208, 528), (0, 16, 32), (4096, 768, 3072)])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-def test_8_bit_layers(shape, weight_dtype):
+def test_8_bit_layers_are_those_of_the_twin(shape, weight_dtype):
     x, weight = operands(shape, torch.bfloat16, transposed=True, spread=3.0)
     weight, grad = weight.to(weight_dtype), torch.randn(shape[0], shape[2], device=DEVICE)
     results = []

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from on_device import DEVICE
 
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.linear.transpose import transpose_add_, transpose_copy_
 
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16, and no float8 on older versions.
 SUMMED = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
 CONVERTED = SUMMED if DEVICE == "cpu" else [*SUMMED, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -76,13 +75,13 @@ def test_copies_that_convert(shape, dtype, out_dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", SUMMED, ids=str)
 @pytest.mark.parametrize("out_dtype", SUMMED, ids=str)
-def test_sums(shape, dtype, out_dtype):
+def test_sums_are_those_of_the_twin(shape, dtype, out_dtype):
     assert_like_the_twin(transpose_add_, made(shape[::-1], out_dtype), made(shape, dtype))
 
 
 @pytest.mark.parametrize("function", [transpose_copy_, transpose_add_])
 @pytest.mark.parametrize(("layout", "out_layout"), [("slice", "rows"), ("rows", "slice"), ("columns", "columns")])
-def test_layouts(function, layout, out_layout):
+def test_layouts_do_not_matter(function, layout, out_layout):
     out = made((67, 130), torch.float32, out_layout)
     neighbours = torch.as_strided(out, (out.numel(),), (1,), out.storage_offset())
     before = neighbours.clone()

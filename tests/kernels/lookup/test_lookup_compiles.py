@@ -2,27 +2,18 @@
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-import compiling  # noqa: E402
+import compiling
 
-from quintic.kernels.lookup import segments  # noqa: E402
+from quintic.kernels.lookup import segments
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
-    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
-]
+pytestmark = compiling.MARKS
 
 NARROW = ("offsets", "tokens", "starts", "owners")
 POINTERS = {**dict.fromkeys(("lse", "delta"), "*fp32"), **dict.fromkeys(NARROW, "*i32"), "order": "*i64"}
 SIZES = {"POSITIONS": segments._POSITIONS, "ROWS": segments._ROWS, "CHUNK": segments._CHUNK}
 DTYPES = [("*bf16", "*fp32"), ("*bf16", "*bf16"), ("*fp16", "*fp32"), ("*fp32", "*fp32")]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
 def compile_for(kernel, activations, tables, columns, **constants):
@@ -38,7 +29,7 @@ def compile_for(kernel, activations, tables, columns, **constants):
 
 @pytest.mark.parametrize(("activations", "tables"), DTYPES)
 @pytest.mark.parametrize("columns", [segments._COLUMNS, 16])
-def test_lookup(activations, tables, columns):
+def test_lookups_compile(activations, tables, columns):
     for backward in (False, True):
         compiled = compile_for(segments._positions_kernel, activations, tables, columns, BACKWARD=backward)
         # Registers spilt to memory are read back in every turn of the loop over rows. Exact products of float32 need
@@ -51,7 +42,7 @@ def test_lookup(activations, tables, columns):
 
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("columns", [segments._MANY_COLUMNS, 16])
-def test_rows(dtype, columns):
+def test_sums_of_rows_compile(dtype, columns):
     types = {"table": dtype, "rows": "*i32", "order": "*i64", "grad": dtype}
     sizes = {"POSITIONS": segments._FEW_POSITIONS, "COLUMNS": columns}
     compiled = compiling.compile_kernel(segments._add_kernel, sizes, types, segments._FEW_WARPS, 3, [*types, "width"])

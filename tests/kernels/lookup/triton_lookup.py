@@ -2,13 +2,10 @@
 
 import pytest
 import torch
+from on_device import DEVICE, DTYPES, poison_new_tensors
 
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.lookup.lookup import lookup, plan_lookup
 
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
-# The interpreter has no reliable bfloat16.
-DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 # Tokens, most rows of one, positions, width: one tile and several, ragged ones, tokens of many tiles of rows.
@@ -19,17 +16,7 @@ if DEVICE == "cuda":
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Fill every new tensor with values that no result has."""
-
-    def poison(function):
-        def poisoned(*args, **kwargs):
-            out = function(*args, **kwargs)
-            return out.fill_(float("nan")) if out.is_floating_point() else out
-
-        return poisoned
-
-    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+    poison_new_tensors(monkeypatch)
 
 
 def make(sizes, tied):
@@ -86,7 +73,7 @@ def test_rows_of_absent_tokens_have_no_gradient():
     assert touched.nonzero().flatten().tolist() == [*range(12, 16), *range(28, 32)]
 
 
-def test_no_positions():
+def test_no_positions_give_no_gradient():
     offsets = torch.tensor([0, 2, 5], dtype=torch.int32, device=DEVICE)
     plan = plan_lookup(torch.empty(0, dtype=torch.int64, device=DEVICE), offsets, 5)
     x = torch.randn(0, 16, device=DEVICE, requires_grad=True)

@@ -2,13 +2,9 @@
 
 import pytest
 import torch
+from on_device import DEVICE, DTYPES
 
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.lookup.rows import add_to_rows_
-
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
-# The interpreter has no reliable bfloat16.
-DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
 
 # Rows, positions, width: one row of many positions, nearly all once, more columns than a program takes.
 SIZES = [(1, 1, 1), (1, 40, 7), (50, 30, 48), (5, 64, 33), (9, 20, 1500)]

@@ -9,42 +9,6 @@ from quintic.kernels.loss.chunks import loss_twin
 from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
 
 
-def reference(x, weight, targets, softcap):
-    logits = x.double() @ weight.double().mT
-    logits = softcap * torch.tanh(logits / softcap)
-    return torch.logsumexp(logits, dim=-1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-
-
-@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (2, 64)])
-@pytest.mark.parametrize("softcap", [1.5, 15.0])
-def test_losses_equal_the_float64_reference(shape, softcap):
-    x, weight = torch.randn(*shape, 12) * 4, torch.randn(50, 12)
-    targets = torch.randint(50, shape)
-    expected = reference(x, weight, targets, softcap)
-    losses = softcap_cross_entropy(x, weight, targets, softcap=softcap, reduction="none")
-    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
-    mean = softcap_cross_entropy(x, weight, targets, softcap=softcap)
-    torch.testing.assert_close(mean.double(), expected.mean(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("chunk_bytes", [1, 4 * 50 * 3, 2**20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_equal_autograd_in_float64(chunk_bytes, dtype, monkeypatch):
-    """Chunks of one token, of three (which does not divide ten), and one for all."""
-    monkeypatch.setattr(loss_module, "_CHUNK_BYTES", chunk_bytes)
-    x = (torch.randn(2, 5, 12) * 3).to(dtype).requires_grad_()
-    weight = torch.randn(50, 12, requires_grad=True)
-    targets = torch.randint(50, (2, 5))
-    (3 * softcap_cross_entropy(x, weight, targets, softcap=4.0)).backward()
-    exact_x, exact_weight = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    (3 * reference(exact_x, exact_weight, targets, 4.0).mean()).backward()
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for found, exact in ((x.grad, exact_x.grad), (weight.grad, exact_weight.grad)):
-        assert float((found.double() - exact).norm() / exact.norm()) < tolerance
-    assert x.grad.dtype == dtype
-    assert weight.grad.dtype == torch.float32
-
-
 def test_extreme_logits_stay_finite():
     x = torch.full((2, 4), 1e4, requires_grad=True)
     loss = softcap_cross_entropy(x, torch.randn(9, 4).requires_grad_(), torch.tensor([0, 8]), softcap=15.0)
@@ -74,27 +38,6 @@ def oracle(x, weight, targets, softcap, target_weights=None, ignore_index=-100, 
         picked = logits.gather(-1, target.where(counted, 0).unsqueeze(-1)).squeeze(-1)
         losses = losses + torch.where(counted, target_weights[..., k] * (normalizer - picked), 0)
     return losses
-
-
-@given(
-    st.floats(0.5, 100),
-    st.floats(-20, 20),
-    st.floats(0.5, 20),
-    st.sampled_from(["mean", "none"]),
-    st.integers(0, 10**6),
-)
-def test_a_sigmoid_cap_is_that_of_the_definition(height, shift, width, reduction, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x, weight = (torch.randn(size, 6, dtype=torch.float64, generator=generator).requires_grad_() for size in (5, 17))
-    targets = torch.randint(17, (5,), generator=generator)
-    cap = SigmoidCap(height, shift, width)
-    found = softcap_cross_entropy(x, weight, targets, softcap=cap, reduction=reduction)
-    exact = oracle(x, weight, targets, cap)
-    exact = exact.mean() if reduction == "mean" else exact
-    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-11)
-    wanted = torch.autograd.grad(exact.sum(), (x, weight))
-    for ours, theirs in zip(torch.autograd.grad(found.sum(), (x, weight)), wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
 
 
 def test_a_sigmoid_cap_compiles():
@@ -167,7 +110,9 @@ def problems(draw):
         "weighted": "no" if num_targets is None else draw(st.sampled_from(["no", "shared", "each"])),
         "ignored": draw(st.sampled_from([0.0, 0.3, 1.0])),
         "ignore_index": draw(st.sampled_from([-100, -1, 0, 10**12])),
-        "softcap": draw(st.sampled_from([None, 0.5, 15.0, 100.0])),
+        "softcap": draw(
+            st.sampled_from([None, 0.5, 15.0, 100.0, SigmoidCap(23.0, 5.0, 7.5), SigmoidCap(2.0, -3.0, 0.5)])
+        ),
         "transposed": draw(st.booleans()),
         "reduction": draw(st.sampled_from(["mean", "sum", "none"])),
         "strided": draw(st.booleans()),
@@ -254,25 +199,6 @@ def test_one_target_per_token_is_what_pytorch_means(reduction):
     torch.testing.assert_close(softcap_cross_entropy(x, weight, targets, softcap=None, **options), expected)
 
 
-def test_a_mean_counts_tokens_and_not_targets():
-    x, weight = torch.randn(3, 8), torch.randn(30, 8)
-    targets = torch.tensor([[1, 2], [-100, 4], [-100, -100]])
-    options = {"softcap": 5.0, "target_weights": torch.tensor([1.0, 0.0])}
-    total = softcap_cross_entropy(x, weight, targets, reduction="sum", **options)
-    torch.testing.assert_close(softcap_cross_entropy(x, weight, targets, **options), total / 2)
-
-
-@pytest.mark.parametrize("tokens", [0, 6])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_nothing_to_learn_is_zero(tokens, reduction):
-    x, weight = torch.randn(tokens, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
-    loss = softcap_cross_entropy(x, weight, torch.full((tokens,), -100), softcap=5.0, reduction=reduction)
-    loss.backward()
-    assert loss == 0
-    assert not x.grad.any()
-    assert not weight.grad.any()
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradients_are_computed_only_for_what_requires_them(reduction):
     x, weight, targets = torch.randn(6, 8), torch.randn(30, 8), torch.randint(30, (6,))
@@ -350,7 +276,7 @@ def fp8_problem(dtype=torch.float32, transposed=False):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_8_bits(dtype, transposed, reduction):
+def test_8_bits_are_close_to_the_definition(dtype, transposed, reduction):
     x, weight, targets, scales = fp8_problem(dtype, transposed)
     options = {"softcap": 15.0, "transposed": transposed}
     loss = softcap_cross_entropy(x, weight, targets, reduction=reduction, fp8=scales, **options)
@@ -513,7 +439,7 @@ def test_operators_keep_their_promises(fp8, transposed):
         ),
     ],
 )
-def test_mistakes(change, error, match):
+def test_mistakes_are_named(change, error, match):
     arguments = {
         "x": torch.randn(6, 8),
         "weight": torch.randn(30, 8),

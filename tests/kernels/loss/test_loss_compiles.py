@@ -2,17 +2,13 @@
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-import compiling  # noqa: E402
+import compiling
 
-from quintic.kernels.loss import fp8_rows, rows  # noqa: E402
+from quintic.kernels.loss import fp8_rows, rows
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
-    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
-]
+pytestmark = compiling.MARKS
 
 TYPES = {
     **dict.fromkeys(("weights", "scale", "losses", "factors"), "*fp32"),
@@ -21,15 +17,10 @@ TYPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
 @pytest.mark.parametrize("logits", ["*bf16", "*fp16", "*fp32"])
 @pytest.mark.parametrize(("capped", "one_pass"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("gradient", [True, False])
-def test_rows(logits, capped, one_pass, gradient):
+def test_rows_compile(logits, capped, one_pass, gradient):
     # Several weighted targets, and the single one that most calls have.
     for num_targets in (3, 1):
         constants = {
@@ -46,7 +37,7 @@ def test_rows(logits, capped, one_pass, gradient):
 @pytest.mark.parametrize("logits", ["*bf16", "*fp16", "*fp32"])
 @pytest.mark.parametrize(("capped", "one_pass"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("kept", [13, 0])
-def test_rows_with_gradients_in_8_bits(logits, capped, one_pass, kept):
+def test_rows_with_gradients_in_8_bits_compile(logits, capped, one_pass, kept):
     constants = {
         **{"WEIGHTED": True, "CAPPED": capped, "ONE_PASS": one_pass, "KEPT": kept},
         **{"TARGETS": 4, "VECTOR": fp8_rows._VECTOR},
@@ -63,7 +54,7 @@ def test_rows_with_gradients_in_8_bits(logits, capped, one_pass, kept):
 
 
 @pytest.mark.parametrize(("x", "out"), [("*bf16", "*bf16"), ("*fp32", "*fp32"), ("*fp16", "*fp16")])
-def test_scaled_rows(x, out):
+def test_scaled_rows_compile(x, out):
     block_rows, block_columns = rows._SCALE_BLOCK
     constants = {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns, "x_column": 1}
     compiling.compile_kernel(rows._scale_rows_kernel, constants, TYPES | {"x": x, "out": out}, num_warps=4)

@@ -3,14 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from on_device import DEVICE, DTYPES, poison_new_tensors
 
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.loss import chunks, rows
 from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
 
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
-# The interpreter has no reliable bfloat16.
-DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
 HAS_FP8 = DEVICE == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
 
 needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="8-bit products, and rounding to 8 bits, need a recent CUDA device")
@@ -26,22 +23,7 @@ CAPS = [15.0, 50.0, SigmoidCap(23.0, 5.0, 7.5), SigmoidCap(70.0, -3.0, 20.0), No
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Fill every new tensor with values that no result has."""
-
-    def poison(function):
-        def poisoned(*args, **kwargs):
-            out = function(*args, **kwargs)
-            if out.element_size() == 1:
-                out.view(torch.uint8).fill_(0x7F)
-            elif out.is_floating_point():
-                out.fill_(float("nan"))
-            return out
-
-        return poisoned
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poison(getattr(torch, name)))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+    poison_new_tensors(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +98,7 @@ def compare(x, weight, targets, **options):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("softcap", CAPS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_one_target(sizes, dtype, softcap, reduction):
+def test_one_target_is_as_exact_as_pytorch(sizes, dtype, softcap, reduction):
     x, weight, targets = make(sizes, dtype)
     found = compare(x, weight, targets, softcap=softcap, vocab_size=sizes[3], reduction=reduction)
     assert not found[2][sizes[3] :].any()
@@ -126,7 +108,7 @@ def test_one_target(sizes, dtype, softcap, reduction):
 @pytest.mark.parametrize("softcap", CAPS)
 @pytest.mark.parametrize("num_targets", [1, 2, 5])
 @pytest.mark.parametrize("weighted", ["no", "shared", "each"])
-def test_several_targets(dtype, softcap, num_targets, weighted):
+def test_several_targets_are_as_exact_as_pytorch(dtype, softcap, num_targets, weighted):
     x, weight, targets = make((10, 16, 520, 515), dtype, num_targets)
     # One target twice in a token, and tokens with some targets ignored.
     targets[::3] = targets[::3, :1]
@@ -145,7 +127,7 @@ def test_several_targets(dtype, softcap, num_targets, weighted):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_chunks_and_subchunks(dtype, transposed, reduction, monkeypatch):
+def test_chunks_and_subchunks_do_not_show(dtype, transposed, reduction, monkeypatch):
     if DEVICE == "cpu":
         monkeypatch.setattr(chunks, "_TOKEN_MULTIPLE", 4)
     multiple = chunks._TOKEN_MULTIPLE
@@ -189,7 +171,7 @@ def test_any_strides_and_mixed_dtypes(transposed):
 
 
 @pytest.mark.parametrize("softcap", CAPS)
-def test_nothing_to_learn(softcap):
+def test_nothing_to_learn_is_zero(softcap):
     for tokens in (0, 6):
         x, weight, targets = make((tokens, 8, 30, 30), torch.float32)
         targets.fill_(-100)
@@ -212,7 +194,7 @@ def test_evaluation_is_the_training_loss(dtype, softcap):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:divide by zero")  # NumPy, in the interpreter
 @pytest.mark.parametrize("softcap", [15.0, 30.0, 50.0])
-def test_extreme_logits(softcap):
+def test_extreme_logits_stay_exact(softcap):
     x, weight, targets = make((10, 16, 300, 300), torch.float32, spread=1e4)
     compare(x, weight, targets, softcap=softcap)
     # Every logit at the negative end of the cap but one: nothing underflows.
@@ -272,7 +254,7 @@ def test_compiled_and_recorded(reduction, monkeypatch):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("num_targets", [None, 3])
 @pytest.mark.parametrize("kept", [True, False])
-def test_8_bits(dtype, softcap, transposed, reduction, num_targets, kept, monkeypatch):
+def test_8_bits_agree_with_the_twin(dtype, softcap, transposed, reduction, num_targets, kept, monkeypatch):
     keep_rows(monkeypatch, kept)
     monkeypatch.setattr(chunks, "_chunk_bytes_in_8_bits", lambda device: 256 * 512 * 2)
     x, weight, targets = make((603, 64, 512, 509), dtype, num_targets, transposed)
@@ -313,7 +295,7 @@ def keep_rows(monkeypatch, kept):
 @pytest.mark.parametrize(
     "sizes", [(16, 3), (4080, 4080), (4096, 4095), (12304, 12303), (50304, 50257), (151936, 151669)]
 )
-def test_gradients_of_rows_in_8_bits(sizes, dtype, softcap, kept, monkeypatch):
+def test_gradients_of_rows_in_8_bits_are_close(sizes, dtype, softcap, kept, monkeypatch):
     from quintic.kernels.loss import fp8_rows
     from quintic.kernels.loss.problem import Problem
 

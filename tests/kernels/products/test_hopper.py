@@ -188,7 +188,7 @@ def test_the_queue_runs_beside_other_work():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("batch", [2, 60])
 @pytest.mark.parametrize(("a_transposed", "b_transposed"), [(False, False), (True, False), (False, True)])
-def test_products(dtype, batch, a_transposed, b_transposed):
+def test_products_are_as_exact_as_pytorchs(dtype, batch, a_transposed, b_transposed):
     if dtype == torch.bfloat16 and (a_transposed or b_transposed):
         pytest.skip("the same code in another dtype")
     m, k, n = 264, 328, 392
@@ -215,7 +215,7 @@ def off_diagonal(side):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("batch", [2, 60])
 @pytest.mark.parametrize("tall", [False, True])
-def test_symmetric_products(dtype, batch, tall):
+def test_symmetric_products_are_as_exact_as_pytorchs(dtype, batch, tall):
     if dtype == torch.bfloat16 and tall:
         pytest.skip("the same code in another dtype")
     side, inner = 392, 264

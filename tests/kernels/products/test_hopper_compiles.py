@@ -10,18 +10,13 @@ from newer import check_gluon
 check_gluon()
 
 import compiling  # noqa: E402
-import triton  # noqa: E402
 from triton.runtime.jit import mangle_type  # noqa: E402
 
 from quintic.kernels.products import hopper, hopper_program  # noqa: E402
 from quintic.optim.polar.coefficients import polar_express_coefficients  # noqa: E402
 from quintic.optim.polar.program import products_of, run_products, run_queue  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
-    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
-]
+pytestmark = compiling.MARKS
 
 # What a multiprocessor has.
 SHARED_MEMORY = 232_448
@@ -37,11 +32,6 @@ CASES = [
     ((60, 264, 520), torch.bfloat16, None),
     ((60, 520, 264), torch.bfloat16, None),
 ]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
 class Recorder:
@@ -91,7 +81,7 @@ def some_program():
 
 
 @pytest.mark.parametrize(("shape", "dtype", "result"), CASES, ids=str)
-def test_single_products(recorded, shape, dtype, result):
+def test_single_products_compile(recorded, shape, dtype, result):
     run_products(some_program(), [torch.zeros(shape, dtype=dtype)], hopper.hopper_multiply, result)
     launches = recorded.product.launches
     assert len(launches) == len(some_program().products)
@@ -102,7 +92,7 @@ def test_single_products(recorded, shape, dtype, result):
 
 
 @pytest.mark.parametrize(("shape", "dtype", "result"), CASES, ids=str)
-def test_programs(recorded, shape, dtype, result):
+def test_programs_compile(recorded, shape, dtype, result):
     run_queue(some_program(), torch.zeros((2, *shape), dtype=dtype), result)
     [launch] = recorded.program.launches
     assert launch.constants == {"WIDE": shape[1] <= shape[2], "HALVES": 1 if shape[0] > 2 else 2}

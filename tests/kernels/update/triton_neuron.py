@@ -4,15 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_device import DEVICE, poison_new_tensors
 from torch import nn
 
 from quintic import Experts, Muon, Split
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.update import neuron
 from quintic.kernels.update.neuron import advance_neuron_factors_
 from quintic.optim.rules.update import neuron_factors_, second_moment_shape
 
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
 DTYPES = [torch.float32, torch.float64, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 LAYOUTS = ["rows", "columns", "slice"]
@@ -47,14 +46,7 @@ from_numpy = pytest.mark.filterwarnings("ignore:invalid value encountered")  # t
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Fill every new tensor with values that no result has."""
-    empty = torch.empty
-
-    def poison(*args, **kwargs):
-        out = empty(*args, **kwargs)
-        return out.fill_(float("nan")) if out.is_floating_point() else out
-
-    monkeypatch.setattr(torch, "empty", poison)
+    poison_new_tensors(monkeypatch)
 
 
 def made(shape, dtype=torch.float32, layout="rows"):
@@ -204,7 +196,7 @@ def test_second_moments_that_were_far_off(beta):
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 20), (3, 20, 40)], ids=str)
-def test_tiny_updates_and_none(shape):
+def test_tiny_updates_and_zeros_have_finite_factors(shape):
     update, scale = made(shape) * torch.tensor([1e-7, 0.0, 1.0], device=DEVICE).view(3, 1, 1), scale_of(3)
     update[2].select(int(shape[1] < shape[2]), 5).zero_()  # a neuron
     moments = torch.zeros_like(moments_of(shape)[1][0])
@@ -260,7 +252,7 @@ def test_not_a_number_stays_in_its_matrix(shape, bad):
 
 @from_numpy
 @pytest.mark.parametrize("shape", [(0, 5, 3), (0, 3, 5), (2, 0, 0), (2, 0, 4), (2, 4, 0)], ids=str)
-def test_without_entries(shape):
+def test_matrices_without_entries_are_accepted(shape):
     _, m, n = shape
     update, scale = torch.zeros(shape, device=DEVICE), scale_of(shape[0])
     moments = torch.ones(shape[0], *second_moment_shape(m, n), device=DEVICE)

@@ -4,13 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_device import DEVICE
 
-from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.update.row_means import mean_of_rows_
 from quintic.optim.layout.packing import mean_of_ranks
 from quintic.optim.plan.row_sharding import mean_of_rows, places_of, rows_to_send, touched_rows
 
-DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 BITS = {2: torch.int16, 4: torch.int32}
@@ -30,7 +29,7 @@ def test_means_of_rows_are_those_of_the_twin_and_of_whole_gradients(num_ranks, n
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_large_tables(dtype):
+def test_rows_of_large_tables_are_averaged(dtype):
     check(8, 31440, 768, dtype, 0.1)
     # More than 2^31 entries.
     places = torch.full((1, 2**21 + 2**18), -1, dtype=torch.int32, device=DEVICE)
