@@ -1,4 +1,4 @@
-"""Cases of test_triton.py: state in host memory with the kernels, which find the state they borrow by its address."""
+"""Cases of test_triton.py: state in host memory with the kernels, which find loaded state by its address."""
 
 import pytest
 import torch
@@ -63,6 +63,8 @@ def give_gradients(params, step, wide=False):
         (torch.float32, {}, 4_000),
         (torch.float32, EVERYTHING, 2**31),
         (torch.float32, EVERYTHING, 4_000),
+        # State that a stage on whole matrices advances.
+        (torch.float32, {"normalize": "element", "on_nonfinite": "skip"}, 4_000),
         (LOW, {"master": "fp32", "weight_decay": 0.1, "adamw_weight_decay": 0.1}, 4_000),
         *([(LOW, {"master": "mantissa"}, workspace) for workspace in (2**31, 4_000)] if DEVICE == "cuda" else []),
     ],

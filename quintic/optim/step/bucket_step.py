@@ -30,7 +30,7 @@ What holds throughout:
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
@@ -40,8 +40,10 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.group import Group
 from quintic.optim.groups.ties import Tie
 from quintic.optim.layout.pieces import Piece, take_matrices
+from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket, Sharded
 from quintic.optim.plan.kinds import update_dtype
+from quintic.optim.plan.offload_size import DIRECTIONS, WEIGHTS
 from quintic.optim.plan.schedule import Schedule, prefetch_one_schedule
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.matrix_stages import NO_STATE, MatrixState, apply_stages
@@ -51,7 +53,8 @@ from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.rules.update import second_moment_shape
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.consensus import RankConsensus
-from quintic.optim.step.offload.offload import Offload, OffloadedPart
+from quintic.optim.step.offload.offload import Offload
+from quintic.optim.step.offload.pieces import BLOCKS, BucketPiece
 from quintic.optim.step.operands import BucketCache, Operands, State
 from quintic.optim.step.ranges import NO_RANGES, Ranges, ranges_of
 from quintic.optim.step.telemetry import Counts, Measured, measure
@@ -69,6 +72,9 @@ __all__ = ["NO_OPERANDS", "BucketStep", "StepContext", "orthogonalized", "run_ov
 
 # A bucket has these operands between steps, so that it keeps no gradient alive.
 NO_OPERANDS = Operands((), [], [], [], 0)
+
+# The context of computations whose state is on the device anyway.
+_ON_DEVICE = nullcontext[Sequence[Mapping[str, Tensor]]](())
 
 
 @dataclass(slots=True)
@@ -220,28 +226,34 @@ class BucketStep:
         if not self._orthogonalizes:
             if active.params:
                 with self.ranges["update"]:
-                    self._step_adamw(active, own_mask)
+                    if self._offload is None:
+                        self._step_adamw(active, self.cache, own_mask)
+                    else:
+                        self._step_adamw_pieces(self._offload, active, own_mask)
             if isinstance(transport, Shard) and mask is not None:
                 transport.count_elsewhere(group, context.state, mask)
         elif active.params or isinstance(transport, Gather):
             # momentum. A rank without pieces has no backend but sends and receives messages, since it may own units.
             backend: UpdateBackend | None = None
-            if active.params and self._offload is None:
-                backend = self._backend(active, group, self.cache, own_mask)
-            elif active.params and self._offload is not None:
-                backend = self._offload.backend(self.number, active, group, own_mask, self._backend)
+            piece: BucketPiece | None = None
+            operands, own_group, cache = active, group, self.cache
+            if active.params:
+                if self._offload is not None:
+                    (piece,) = self._offload.pieces(self.number)
+                    operands, own_group, cache = piece.operands(active), replace(group, view=BLOCKS), piece.cache
+                backend = self._backend(operands, own_group, cache, own_mask)
             directions: Tensor | None = None
             # Name -> state of the parameter's shape that a stage on whole matrices needs. It goes to the owner and
             # comes back in messages like the ones of directions and updates.
             batches: dict[str, Tensor] = {}
             wait_for_state: Callable[[], dict[str, Tensor]] | None = None
             if backend is not None:
-                with self.ranges["momentum"]:
+                with self.ranges["momentum"], _ON_DEVICE if piece is None else piece.loaded(DIRECTIONS) as states:
                     directions = backend.directions()  # (b, m, n), or pieces of units (units, rows, columns)
                     if units is not None:
                         directions = directions.contiguous()
-                if self._rule.matrix_state:
-                    batches = self._read_state(active)
+                    if self._rule.matrix_state:
+                        batches = self._read_state(operands, own_group.view, cache, states or operands.states)
             # gather
             if isinstance(transport, Gather):
                 with self.ranges["send directions"]:
@@ -291,14 +303,15 @@ class BucketStep:
             # write
             if backend is not None:
                 with self.ranges["update weights"]:
-                    if batches:
-                        self._write_state(active, batches)
                     if units is not None or group.scale_decay:
                         update = update if update.ndim == 3 else as_rows(update)
-                        backend.apply(update, self._factors_of_pieces(factors, scales))
-                    else:
+                        factors = [self._factors_of_pieces(factors, scales)]
+                    with _ON_DEVICE if piece is None else piece.loaded(WEIGHTS) as states:
+                        for name, batch in batches.items():
+                            written = [state[name] for state in states or operands.states]
+                            write_matrices(operands, own_group.view, cache, written, batch)
                         backend.apply(update, factors[0])
-            del backend, update, factors, batches
+            del backend, operands, update, factors, batches
 
         # publish
         if isinstance(transport, Shard):
@@ -340,8 +353,8 @@ class BucketStep:
     def _backend(self, active: Operands, group: Group, cache: BucketCache, mask: Tensor | None) -> UpdateBackend:
         """Return the element-wise passes over operands whose state is on the device; the mask is () or (matrices,).
 
-        Offload calls this with operands on the device, and with a group and a cache made for them, since their tensors
-        have another view than the parameters.
+        Group and cache are the bucket's own, or with offload made for the operands, which have another view than the
+        parameters.
         """
         bucket = self.bucket
         if bucket.kernels == "torch":
@@ -351,23 +364,24 @@ class BucketStep:
         hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
         return TritonBackend(bucket, group, active, cache, hyperparameters, mask)
 
-    def _step_adamw(self, active: Operands, mask: Tensor | None) -> None:
-        """Step AdamW parameters, or pieces of them; the mask is () or (members,)."""
+    def _step_adamw(self, active: Operands, cache: BucketCache, mask: Tensor | None) -> None:
+        """Step AdamW parameters, or a piece of them, whose state is on the device; the mask is () or (members,)."""
         bucket, group = self.bucket, self.group
-        pieces: Iterable[OffloadedPart] = [OffloadedPart(active, self.cache, slice(None))]
-        # State in host memory is loaded in pieces of bounded size, each updated while the next is loaded.
-        if self._offload is not None:
-            pieces = self._offload.parts(self.number, active)
-        for piece in pieces:
+        if bucket.kernels == "triton":
+            hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
+            step_adamw_triton(bucket, group, active, cache, hyperparameters, mask)
+            return
+        if mask is not None and mask.ndim and not bool(mask.all()):
+            active = _unmasked(active, mask)
+        step_adamw(bucket, group, active)
+
+    def _step_adamw_pieces(self, offload: Offload, active: Operands, mask: Tensor | None) -> None:
+        """Step AdamW parameters with state in host memory; the mask is () or (members,)."""
+        # Each piece is updated while the next is loaded and the one before is stored.
+        for piece in offload.pieces(self.number):
             own_mask = mask if mask is None or mask.ndim == 0 else mask[piece.members]
-            if bucket.kernels == "torch":
-                operands = piece.active
-                if own_mask is not None and own_mask.ndim and not bool(own_mask.all()):
-                    operands = _stepped_operands(operands, own_mask)
-                step_adamw(bucket, group, operands)
-            else:
-                hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
-                step_adamw_triton(bucket, group, piece.active, piece.cache, hyperparameters, own_mask)
+            with piece.loaded(DIRECTIONS):
+                self._step_adamw(piece.operands(active), piece.cache, own_mask)
 
     def _unit_moments(self) -> list[list[Tensor]]:
         """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), as views of the state."""
@@ -386,18 +400,12 @@ class BucketStep:
 
         return self.cache.cached("moments", None, make)
 
-    def _read_state(self, active: Operands) -> dict[str, Tensor]:
+    def _read_state(
+        self, operands: Operands, view: View, cache: BucketCache, states: Sequence[Mapping[str, Tensor]]
+    ) -> dict[str, Tensor]:
         """Return copies, (b, m, n) by name, of state that stages on whole matrices need, in the order of directions."""
-        with nullcontext() if self._offload is None else self._offload.reachable():
-            of_names = {spec.name: [state[spec.name] for state in active.states] for spec in self._rule.matrix_state}
-            return {n: read_matrices(active, self.group.view, self.cache, tensors) for n, tensors in of_names.items()}
-
-    def _write_state(self, active: Operands, batches: Mapping[str, Tensor]) -> None:
-        """Store batches from `_read_state` that owners advanced: (b, m, n), or for pieces (units, *piece shape)."""
-        with nullcontext() if self._offload is None else self._offload.reachable():
-            for name, batch in batches.items():
-                tensors = [state[name] for state in active.states]
-                write_matrices(active, self.group.view, self.cache, tensors, batch)
+        names = [spec.name for spec in self._rule.matrix_state]
+        return {name: read_matrices(operands, view, cache, [state[name] for state in states]) for name in names}
 
     def _matrix_state(
         self,
@@ -553,7 +561,7 @@ def _present(active: Operands, flags: Sequence[int]) -> list[bool]:
     return [all([*islice(of_matrices, member.batch_size)]) for member in active.members]
 
 
-def _stepped_operands(active: Operands, mask: Tensor) -> Operands:
+def _unmasked(active: Operands, mask: Tensor) -> Operands:
     """Return the operands whose flag in the mask, (members,), is not zero; the host waits for the device."""
     rows = zip(active.gradients, mask.tolist(), strict=True)
     return active.present([gradient if flag else None for gradient, flag in rows])

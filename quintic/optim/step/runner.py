@@ -42,7 +42,7 @@ from quintic.optim.rules.device import is_capturing
 from quintic.optim.rules.non_finite import all_finite, first_non_finite
 from quintic.optim.step.bucket_step import NO_OPERANDS, BucketStep, StepContext, run_overlapping
 from quintic.optim.step.consensus import RankConsensus
-from quintic.optim.step.offload.offload import Offload, ScheduledStage
+from quintic.optim.step.offload.offload import Offload
 from quintic.optim.step.operands import BucketCache, State
 from quintic.optim.step.ranges import is_profiled
 from quintic.optim.step.reduction import Reduction
@@ -231,7 +231,8 @@ class Runner:
             self._schedules[numbers] = filter_schedule(self.plan.schedule, numbers)
         schedule = self._schedules[numbers]
         if self.context.offload is not None:
-            self.context.offload.begin(_scheduled_stages(local, with_comm, schedule))
+            operands = {step.number: step.active for step in steps}
+            self.context.offload.begin(_order_of_stages(local, with_comm, schedule), operands)
         run_overlapping(generators, schedule, local_generators)
 
     def _new_step(self, number: int, bucket: Bucket) -> BucketStep:
@@ -298,14 +299,14 @@ class Runner:
         return flags[0]
 
 
-def _scheduled_stages(
+def _order_of_stages(
     local: Sequence[BucketStep], with_comm: Sequence[BucketStep], schedule: Schedule
-) -> Iterator[ScheduledStage]:
-    """Yield the stages of all buckets in the order in which a step runs them, by which offload loads state ahead."""
+) -> Iterator[tuple[int, int | None]]:
+    """Yield (number of a bucket, stage that it enters) as a step runs them, by which offload loads state ahead."""
     # A bucket with messages appears three times in the schedule: started, computed, finished.
     stages = [iter(range(3)) for _ in with_comm]
     for number in schedule:
         if number is None:
-            yield from (ScheduledStage(step.number, step.active, None) for step in local)
+            yield from ((step.number, None) for step in local)
         else:
-            yield ScheduledStage(with_comm[number].number, with_comm[number].active, next(stages[number]))
+            yield with_comm[number].number, next(stages[number])

@@ -61,6 +61,7 @@ class TorchBackend:
         self._present = None if present is None or all(present) else present
 
     def _select_stepped(self, *lists: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """Return each list without members that are not stepped."""
         assert self._present is not None
         return [[one for one, present in zip(each, self._present, strict=True) if present] for each in lists]
 
@@ -148,23 +149,22 @@ def _blocks(active: Operands, view: View, cache: BucketCache, *lists: Sequence[T
 
 
 def read_matrices(active: Operands, view: View, cache: BucketCache, tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy (b, m, n) of all matrices in some tensors, contiguous, on the parameters' device.
+    """Return a copy (b, m, n) of all matrices in some tensors, contiguous.
 
-    The tensors are like the members' parameters, one for each, but may be in host memory.
+    The tensors are like the members' parameters, one for each.
     """
     (blocks,) = _blocks(active, view, cache, tensors)
     shape = blocks[0].shape[1:]  # (groups, rows, columns...)
     size = (sum(map(len, blocks)), shape[:2].numel(), shape[2:].numel())
-    batch = torch.empty(size, dtype=blocks[0].dtype, device=active.params[0].device)
-    # State in host memory is pinned: the host does not wait for the copies.
-    torch._foreach_copy_(_split(batch, blocks), list(blocks), non_blocking=True)
+    batch = torch.empty(size, dtype=blocks[0].dtype, device=blocks[0].device)
+    torch._foreach_copy_(_split(batch, blocks), list(blocks))
     return batch
 
 
 def write_matrices(active: Operands, view: View, cache: BucketCache, tensors: Sequence[Tensor], batch: Tensor) -> None:
     """Copy a batch that `read_matrices` returned back to the tensors that it was read from."""
     (blocks,) = _blocks(active, view, cache, tensors)
-    torch._foreach_copy_(list(blocks), _split(batch, blocks), non_blocking=True)
+    torch._foreach_copy_(list(blocks), _split(batch, blocks))
 
 
 def _split(batch: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:

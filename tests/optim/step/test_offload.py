@@ -19,7 +19,7 @@ from quintic.optim.step.offload import offload
 
 EXACT = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
 
-# So little that a bucket has a matrix or two, and AdamW's state comes in many parts.
+# So little that a bucket has a matrix or two, and AdamW's state comes in many pieces.
 SMALL = 4000
 
 RULES = {
@@ -325,6 +325,27 @@ def test_nothing_is_loaded_for_what_is_not_stepped(delayed):
     assert counts == [of_muon, of_muon + of_adamw, 0, of_bank]
     assert of_adamw > 5
     assert of_bank > 1
+
+
+def test_state_of_stages_on_whole_matrices_is_loaded_ahead_too(delayed, monkeypatch):
+    """AdaMuon's second moments: loaded with momentum, and stored once stages have advanced them, not by the step."""
+    made = delayed("late")
+    plain, hosted = pair(**EXACT, normalize="element", max_workspace_bytes=30_000)
+    monkeypatch.delattr(offload.Offload, "reachable")
+    for step in range(3):
+        for params, optimizer in (plain, hosted):
+            give_gradients(params, step)
+            optimizer.step()
+    plan = hosted[1].plan()
+    kinds = [kind for kind, _ in made[0].log]
+    matrices = [b for b in plan if b.algorithm == "muon" and b.numel]
+    of_adamw = sum(b.offloaded.num_loads for b in plan if b.algorithm == "adamw")
+    # A store of momentum and one of second moments, without a second load except where second moments have gaps.
+    assert kinds.count("store") == 3 * (2 * len(matrices) + of_adamw)
+    assert 3 * (len(matrices) + of_adamw) <= kinds.count("load") < kinds.count("store")
+    assert made[0].allocated == plan.offload_buffer_bytes
+    assert all(POOL_BUFFERS * (b.offloaded.directions + b.offloaded.weights) <= 30_000 for b in plan)
+    assert_same(plain, hosted)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from quintic.optim.step.offload import transfers
 
 def sized_ring(sizes, number, copies):
     states = [torch.arange(size, dtype=torch.float32) + 1000 * place for place, size in enumerate(sizes)]
-    batches = [transfers.TransferBatch([state]) for state in states]
+    batches = [transfers.TransferBatch([(state, "both")]) for state in states]
     return states, batches, transfers.BufferPool(copies, max(batch.size for batch in batches), number)
 
 
@@ -59,7 +59,7 @@ def test_tensors_that_lie_between_each_other(data):
     tensors = [*cuts, rows[:30], rows[30:31], rows[60:].view(5, 8).mT]
     order = data.draw(st.permutations(range(len(tensors))))
     parts = data.draw(st.integers(1, len(tensors)))
-    batches = [transfers.TransferBatch([tensors[n] for n in order[first::parts]]) for first in range(parts)]
+    batches = [transfers.TransferBatch([(tensors[n], "both") for n in order[first::parts]]) for first in range(parts)]
     expected = [tensor.clone() for tensor in tensors]
     copies = DelayedCopies(random.Random(data.draw(st.integers(0, 10**6))))
     pool = transfers.BufferPool(copies, max(batch.size for batch in batches), 3)
@@ -81,10 +81,61 @@ def test_tensors_that_lie_between_each_other(data):
             assert torch.equal(base[:, place * 5 : place * 5 + 5], untouched[:, place * 5 : place * 5 + 5])
 
 
+@given(
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=8),
+    with_masters=st.lists(st.booleans(), min_size=8, max_size=8),
+    gaps=st.booleans(),
+    policy=st.one_of(st.sampled_from(["late", "early"]), st.integers(0, 10**6)),
+)
+def test_state_may_be_loaded_in_one_pass_and_stored_in_another(sizes, with_masters, gaps, policy):
+    """As for stages on whole matrices: loaded with momentum, and stored, maybe with masters, after all of that."""
+    copies = DelayedCopies(random.Random(policy) if isinstance(policy, int) else policy)
+    bases = [torch.arange(2.0 * size).view(-1, 2) + 1000 * place for place, size in enumerate(sizes)]
+    # Columns, whose gaps nobody owns, or the same number of entries without gaps.
+    moments = [base[:, 0] if gaps else base.view(-1)[: len(base)] for base in bases]
+    momenta = [torch.full((size,), 1.0) for size in sizes]
+    masters = [torch.full((size if has else 0,), 2.0) for size, has in zip(sizes, with_masters, strict=False)]
+    expected = [value.clone() for value in (*bases, *momenta, *masters)]
+    loaded, stored = [], []
+    for moment, momentum, master in zip(moments, momenta, masters, strict=True):
+        loaded.append(transfers.TransferBatch([(momentum, "both"), (moment, "load")]))
+        stored.append(transfers.TransferBatch([(moment, "store"), (master, "both")]))
+    first, second = (transfers.BufferPool(copies, max(b.size for b in of), 3) for of in (loaded, stored))
+    for _ in range(3):
+        first.begin(loaded)
+        second.begin(stored)
+        copied = []
+        for batch in loaded:
+            with first.use(batch):
+                momentum, moment = first.device_views(batch)
+                momentum.add_(moment)
+                copied.append(moment.clone())
+        for batch, moment in zip(stored, copied, strict=True):
+            with second.use(batch):
+                target, master = second.device_views(batch)
+                target.copy_(moment * 2)
+                master.add_(1)
+        for place, size in enumerate(sizes):
+            base, momentum, master = expected[place :: len(sizes)]
+            moment = base[:, 0] if gaps else base.view(-1)[:size]
+            momentum.add_(moment)
+            moment.mul_(2)
+            master.add_(1)
+    copies.finish()
+    for value, right in zip((*bases, *momenta, *masters), expected, strict=True):
+        assert torch.equal(value, right)
+    # Loads for the first pass; for the second one only of masters, or where a store would write gaps.
+    loads = sum(size > 0 for size in sizes) + sum(
+        master.numel() > 0 or (gaps and size > 1) for master, size in zip(masters, sizes, strict=True)
+    )
+    assert [kind for kind, _ in copies.log].count("load") == 3 * loads
+    assert sum(batch.num_bytes for batch in loaded) == sum(value.nbytes for value in momenta)
+
+
 def test_twins_of_empty_tensors_are_on_the_device():
     """Where a rank holds no entry of any parameter, there are no bytes, and kernels still look at devices."""
     pool = transfers.BufferPool(transfers.Copies(torch.device("meta")), 0, 1)
-    batch = transfers.TransferBatch([torch.empty(16, 0), torch.empty(0, dtype=torch.uint16)])
+    batch = transfers.TransferBatch([(torch.empty(16, 0), "both"), (torch.empty(0, dtype=torch.uint16), "both")])
     for _ in range(2):
         pool.begin([batch])
         with pool.use(batch):

@@ -1,67 +1,49 @@
-"""Loads state from host memory to the device for each bucket's computation, and stores it back (`offload=True`).
+"""Brings state from host memory to the device while a bucket is computed, and stores it there again (`offload=True`).
 
-    begin      before a step: takes the order in which buckets will need their state; nothing is copied yet
-    backend    a bucket of matrices: has momentum loaded to compute directions, and masters to write weights
-    parts      a bucket of AdamW: yields pieces of it, one at a time, with all state of the piece on the device
-    finish     the host waits until everything is stored, before it reads state itself
+Before a step `Offload.begin` gets the order in which buckets will be computed. From then on each computation with state
+in host memory, a pass of a `BucketPiece`, goes through these phases:
 
-`state/placement.py` decides which state is in host memory. `offloaded.py` decides which tensors a bucket loads as one
-batch. Batches pass through a few buffers on the device (`transfers.BufferPool`): one batch is loaded while the
-batch before it is used. If the same buckets are stepped, a batch has the same address on the device at every step.
+    load      host -> device, on a stream for loads: one computation ahead, into a buffer whose last store is over
+    compute   within `with piece.loaded(...)`, on the current stream, which waits for the load
+    store     device -> host, on a stream for stores, which waits for the computation
+
+Each pass (`offload_size.DIRECTIONS`, `WEIGHTS`) has three buffers on the device, and its computations take them in
+turn: one is loaded, one computed and one stored. What holds throughout:
+
+- The host waits for the device only in `finish`, before it reads state itself; streams wait for each other's events.
+- Host memory is not loaded while stores into it are under way: loads of a step start after the stores of the last one.
+- A step that steps the same members uses the same addresses on the device, so that tables of addresses are kept.
+- The plan decides which entries are loaded at a time, and a step only leaves out members without a gradient: the
+  buffers that the plan reckons with are always enough.
+
+`pieces.py` finds the tensors to load, and `transfers.py` has streams, events and buffers.
+`state/placement.py` decides which state is in host memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.layout.pieces import block_of
+from quintic.optim.layout.pieces import Piece
 from quintic.optim.plan.bucket import Bucket, Sharded
-from quintic.optim.plan.offload_size import Offloaded, buffers
+from quintic.optim.plan.offload_size import DIRECTIONS, WEIGHTS, MemberEntries, Offloaded, adamw_pieces, buffers
 from quintic.optim.plan.plan import Plan
 from quintic.optim.rules.device import is_capturing
+from quintic.optim.rules.rule import EXP_AVG
+from quintic.optim.rules.table import PARAM_SHAPED_STATE
 from quintic.optim.state.placement import planned_state
 from quintic.optim.state.shards import ShardedState, sharded_parameters, state_of_shard
-from quintic.optim.step.offload.offloaded import (
-    BLOCKS,
-    OffloadedAdamW,
-    OffloadedBackend,
-    OffloadedMatrices,
-    offloaded_state,
-)
+from quintic.optim.step.offload.pieces import BucketPiece
 from quintic.optim.step.offload.transfers import BufferPool, Copies, TransferBatch
-from quintic.optim.step.operands import BucketCache, Operands, State
-from quintic.optim.step.torch_backend import UpdateBackend
+from quintic.optim.step.operands import Operands, State
 
-__all__ = ["Offload", "OffloadedPart", "ScheduledStage"]
-
-
-class ScheduledStage(NamedTuple):
-    """One entry of a step's schedule: a bucket, and the stage that it enters."""
-
-    number: int
-    """The number of the bucket in the plan."""
-    active: Operands
-    """The members of the bucket that have a gradient."""
-    stage: int | None
-    """0 started, 1 computed, 2 finished (`plan/schedule.py`); None for a bucket without messages."""
-
-
-class OffloadedPart(NamedTuple):
-    """A piece of a bucket of AdamW parameters, with its state on the device."""
-
-    active: Operands
-    """The entries of the piece: weights, gradients and state."""
-    cache: BucketCache
-    """Kept tables for these entries; a piece has its own."""
-    members: slice
-    """Positions of the bucket's members with entries in the piece, for example to find their flags in a mask."""
+__all__ = ["Offload"]
 
 
 class Offload:
@@ -75,100 +57,67 @@ class Offload:
 
     def __init__(self, plan: Plan, groups: Sequence[Group], state: State) -> None:
         self._groups, self._state = groups, state
-        # Number of a bucket with offloaded state -> its batches.
-        self._hosted: dict[int, OffloadedMatrices | OffloadedAdamW] = {}
-        self._copies: dict[torch.device, Copies] = {}
-        # (device, pass) -> buffers. Pass 0 computes directions, or the whole update of AdamW; pass 1 writes weights.
-        self._pools: dict[tuple[torch.device, int], BufferPool] = {}
-        buckets = []
         sharded = sharded_parameters(groups)
-        for number, bucket in enumerate(plan):
+        buckets = []
+        for bucket in plan:
             group = groups[bucket.group]
             # Offload is an option of groups, so a plan may have buckets with and without it.
-            if group.offload:
-                self._hosted[number] = offloaded_state(bucket, group)
-                bucket = replace(bucket, offloaded=_size(bucket, group, sharded))
-            buckets.append(bucket)
-        # The same plan, with the size of its offloaded state in each bucket.
+            buckets.append(replace(bucket, offloaded=_planned(bucket, group, sharded)) if group.offload else bucket)
+        # The same plan, with its pieces and the size of its offloaded state in each bucket.
         self.plan = replace(plan, buckets=tuple(buckets))
+        # Number of a bucket -> its pieces in this step, and the members and addresses of state that they were made for.
+        self._pieces: dict[int, list[BucketPiece]] = {}
+        self._made_for: dict[int, object] = {}
+        # Device -> its streams, and by pass its buffers. All are made at the first step.
+        self._copies: dict[torch.device, Copies] = {}
+        self._pools: dict[torch.device, dict[int, BufferPool]] = {}
 
-    def begin(self, scheduled: Iterable[ScheduledStage]) -> None:
-        """Take the schedule of a step, so that batches can be loaded ahead of their use. Nothing is copied yet.
+    def begin(self, order: Iterable[tuple[int, int | None]], operands: Mapping[int, Operands]) -> None:
+        """Take the order of a step, so that state can be loaded ahead of its use. Nothing is copied yet.
+
+        Args:
+            order: the number of a bucket and the stage that it enters: 0 started, 1 computed, 2 finished
+                (`plan/schedule.py`), or None for a bucket without messages, which has one stage.
+            operands: by number of a bucket the members with a gradient.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
         """
-        # For each pool its batches, in the order of their use.
+        # (device, pass) -> batches in the order of their use.
         sequences: dict[tuple[torch.device, int], list[TransferBatch]] = {}
-        for number, active, stage in scheduled:
-            hosted, bucket = self._hosted.get(number), self.plan.buckets[number]
-            # The state of this bucket is on the device already.
-            if hosted is None:
+        for number, stage in order:
+            bucket = self.plan.buckets[number]
+            if not self.is_offloaded(number):
                 continue
             if is_capturing(bucket.device):
                 raise RuntimeError(
                     f"{bucket.name}: its optimizer state is in host memory, and a CUDA graph is being captured, which "
                     f"would not load it; call optimizer.offload(False) before the capture"
                 )
-            # A bucket needs its batches in one or two of its stages. They are made at the first of these.
             stages = _stages(bucket)
-            if stage == stages[0]:
-                # Operands of sharded state come only with the mean gradients, after this: take all owned pieces.
-                if isinstance(bucket, Sharded):
-                    states = _states_of(bucket, self._groups[bucket.group].params, self._state)
-                    hosted.prepare(bucket.members, None, states)
-                else:
-                    hosted.prepare(active.members, active.params, active.states)
-            for of_pass, its_stage in enumerate(stages):
-                if stage == its_stage:
-                    sequences.setdefault((bucket.device, of_pass), []).extend(hosted.of_pass(of_pass))
+            # State is looked up at the first stage that needs it.
+            if stage == stages[DIRECTIONS]:
+                self._prepare(number, operands[number])
+            for of_pass in (DIRECTIONS, WEIGHTS):
+                if stage == stages[of_pass]:
+                    for piece in self._pieces[number]:
+                        if of_pass in piece.batches:
+                            sequences.setdefault((bucket.device, of_pass), []).append(piece.batches[of_pass])
+        for device, of_pass in sequences:
+            if of_pass not in self._pools.setdefault(device, {}):
+                self._pools[device][of_pass] = self._new_pool(device, of_pass)
         # Pools that are not used in this step begin, too, with no batches.
-        for key, pool in self._pools.items():
-            pool.begin(sequences.pop(key, []))
-        # Now only sequences without a pool are left, as at the first step.
-        for key, batches in sequences.items():
-            self._pools[key] = self._new_pool(*key)
-            self._pools[key].begin(batches)
+        for device, pools in self._pools.items():
+            for of_pass, pool in pools.items():
+                pool.begin(sequences.get((device, of_pass), []))
 
-    def backend(
-        self,
-        number: int,
-        active: Operands,
-        group: Group,
-        step_mask: Tensor | None,
-        make: Callable[[Operands, Group, BucketCache, Tensor | None], UpdateBackend],
-    ) -> UpdateBackend:
-        """Return a backend for a bucket of matrices, which has their state on the device while it computes.
-
-        Args:
-            number: the bucket's position in the plan.
-            active: the members to step.
-            group: their group.
-            step_mask: () or (matrices,) int32 on the device; None if all are stepped.
-            make: returns the backend that computes, given operands, group, cache and mask. These operands are matrices
-                already and not parameters, and the group has the view for them.
-        """
-        hosted, device = self._hosted[number], self.plan.buckets[number].device
-        assert isinstance(hosted, OffloadedMatrices)
-        pools = [self._pools[device, kind] for kind, _ in enumerate(hosted.batches)]
-        device_views = [pool.device_views(batch) for pool, batch in zip(pools, hosted.batches, strict=True)]
-        # `device_views` are the places of the state in the buffers, where it is while a pass runs.
-        backend = make(hosted.operands(active, device_views), replace(group, view=BLOCKS), hosted.cache, step_mask)
-        return OffloadedBackend(backend, list(zip(pools, hosted.batches, strict=True)))
-
-    def parts(self, number: int, active: Operands) -> Iterator[OffloadedPart]:
-        """Yield the pieces of a bucket of AdamW; a piece has its state on the device until the next is asked for."""
-        hosted, device = self._hosted[number], self.plan.buckets[number].device
-        assert isinstance(hosted, OffloadedAdamW)
-        pool = self._pools[device, 0]
-        for piece in hosted.pieces:
-            # Leaving the context stores the piece, which overlaps with the update of the next one.
-            with pool.use(piece.batch):
-                yield OffloadedPart(piece.operands(active, pool.device_views(piece.batch)), piece.cache, piece.members)
+    def pieces(self, number: int) -> Sequence[BucketPiece]:
+        """Return the pieces of a bucket in this step, to be computed in this order; a bucket of matrices has one."""
+        return self._pieces[number]
 
     def is_offloaded(self, number: int) -> bool:
         """Return whether a bucket's state is in host memory."""
-        return number in self._hosted
+        return self.plan.buckets[number].offloaded is not None
 
     @contextmanager
     def reachable(self) -> Iterator[None]:
@@ -187,14 +136,43 @@ class Offload:
         for copies in self._copies.values():
             copies.finish()
 
-    def _new_pool(self, device: torch.device, kind: int) -> BufferPool:
-        """Return buffers for the batches of one pass, 0 or 1, as many and as large as the plan has reckoned with."""
+    def _prepare(self, number: int, active: Operands) -> None:
+        """Make the pieces of a bucket for a step, unless members and addresses have not changed."""
+        bucket = self.plan.buckets[number]
+        group = self._groups[bucket.group]
+        assert bucket.offloaded is not None
+        members = active.members
+        states: Sequence[Mapping[str, Tensor]] = active.states
+        # Operands of sharded state come only with the mean gradients, after this: take all owned pieces.
+        if isinstance(bucket, Sharded):
+            members, states = bucket.members, _states_of(bucket, group.params, self._state)
+        addresses = [
+            value.data_ptr() for state in states for name, value in state.items() if name in PARAM_SHAPED_STATE
+        ]
+        if self._made_for.get(number) != (members, addresses):
+            pools = self._pools.setdefault(bucket.device, {})
+            self._pieces[number] = [
+                BucketPiece(bucket, group, entries, members, states, pools)
+                for entries in _present_pieces(bucket.offloaded, bucket.members, members)
+            ]
+            self._made_for[number] = members, addresses
+
+    def _new_pool(self, device: torch.device, of_pass: int) -> BufferPool:
+        """Return buffers for the batches of one pass, as many and as large as the plan has reckoned with."""
         if device not in self._copies:
             self._copies[device] = Copies(device)
         # Buckets on one device use the same buffers in turn, so the largest batch of any of them decides the size.
         offloaded = [b.offloaded for b in self.plan if b.offloaded is not None and b.device == device]
-        number, size = buffers(offloaded, kind)
+        number, size = buffers(offloaded, of_pass)
         return BufferPool(self._copies[device], size, max(1, number))
+
+
+def _stages(bucket: Bucket) -> tuple[int | None, int | None]:
+    """Return the stages in which a bucket makes its passes `DIRECTIONS` and `WEIGHTS` (`Offload.begin`)."""
+    # Owners of sharded state have whole matrices: they do both between the two messages.
+    if isinstance(bucket, Sharded):
+        return 1, 1
+    return (0, 2) if bucket.needs_comm else (None, None)
 
 
 def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[dict[str, Tensor]]:
@@ -206,33 +184,43 @@ def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[d
     return [{key: local_tensor(value) for key, value in of_param.items()} for of_param in states]
 
 
-def _size(bucket: Bucket, group: Group, sharded: Mapping[Tensor, ShardedState]) -> Offloaded:
-    """Return the sizes of a bucket's offloaded state, computed with meta tensors in place of state."""
-    params = group.params
-    # Tensors of all members, and state on the meta device, which has shapes and no memory.
-    members = [local_tensor(params[member.index]) for member in bucket.members]
-    state = {}
-    for param in {params[member.index] for member in bucket.members}:
-        state[param] = planned_state(param, group, sharded[param].local if param in sharded else None)
+def _present_pieces(
+    offloaded: Offloaded, planned: Sequence[Piece], members: Sequence[Piece]
+) -> Iterator[list[MemberEntries]]:
+    """Yield the plan's pieces of a bucket as far as some of its members are in them; positions are in `members`."""
+    # Members with a gradient are the plan's own objects.
+    places = {id(member): place for place, member in enumerate(members)}
+    for piece in offloaded.pieces:
+        entries = [(places[id(planned[n])], run) for n, run in piece if id(planned[n]) in places]
+        if entries:
+            yield entries
+
+
+def _planned(bucket: Bucket, group: Group, sharded: Mapping[Tensor, ShardedState]) -> Offloaded:
+    """Return a bucket's pieces, and the sizes of its offloaded state, from meta tensors in place of state."""
+    # State on the meta device has shapes and strides, and no memory.
+    params = [group.params[member.index] for member in bucket.members]
+    state = {
+        param: planned_state(param, group, sharded[param].local if param in sharded else None)
+        for param in dict.fromkeys(params)
+    }
+    states = _states_of(bucket, group.params, state)
+    pieces: list[tuple[MemberEntries, ...]] = []
+    if bucket.rule.orthogonalizes and params:
+        pieces = [tuple((number, None) for number, _ in enumerate(params))]
+    elif params:
+        # Sharded parameters have no gaps: a rank owns ranges of their memory.
+        has_gaps = not isinstance(bucket, Sharded) and not all(is_dense(local_tensor(param)) for param in params)
+        numels = [of_member[EXP_AVG].numel() for of_member in states]
+        pieces = list(adamw_pieces(group, bucket.dtype, numels, has_gaps=has_gaps))
     # Make the batches as a step would, and measure them.
-    hosted = offloaded_state(bucket, group)
-    states = _states_of(bucket, params, state)
-    hosted.prepare(bucket.members, members, states)
-    batches = hosted.of_pass(0), hosted.of_pass(1)
-    directions, weights = (max((batch.size for batch in of_pass), default=0) for of_pass in batches)
-    # State that stages on whole matrices need uses no buffer: the step itself copies it to the device and back.
-    whole = sum(
-        block_of(state[spec.name], member, group.view).nbytes
-        for spec in group.rule.matrix_state
-        for member, state in zip(bucket.members, states, strict=True)
+    made = [BucketPiece(bucket, group, piece, bucket.members, states, {}) for piece in pieces]
+    directions, weights = (
+        [piece.batches[of_pass] for piece in made if of_pass in piece.batches] for of_pass in (DIRECTIONS, WEIGHTS)
     )
-    num_bytes = sum(batch.num_bytes for batch in chain(*batches)) + whole
-    return Offloaded(num_bytes, directions, weights, len(batches[0]))
-
-
-def _stages(bucket: Bucket) -> tuple[int | None, int | None]:
-    """Return the two stages in which a bucket computes directions and writes weights (`ScheduledStage.stage`)."""
-    # Owners of sharded state have whole matrices: they do both between the two messages.
-    if isinstance(bucket, Sharded):
-        return 1, 1
-    return (0, 2) if bucket.needs_comm else (None, None)
+    return Offloaded(
+        num_bytes=sum(batch.num_bytes for batch in [*directions, *weights]),
+        directions=max((batch.size for batch in directions), default=0),
+        weights=max((batch.size for batch in weights), default=0),
+        pieces=tuple(pieces),
+    )

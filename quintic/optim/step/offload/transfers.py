@@ -4,25 +4,28 @@
     computing           | use 1  | use 2  | ...      the current stream
     stores                       | store 1| ...      device -> host, on another one: buses carry both at once
 
-A load starts before the previous batch is used, into a buffer whose last store is over. `offload.py` decides which
+A load starts before the previous batch is used, into a buffer whose last store is over. `pieces.py` decides which
 tensors are copied. Devices without streams (CPUs) copy at once, in the same order.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["BufferPool", "Copies", "TransferBatch"]
+__all__ = ["BufferPool", "Copies", "CopyDirection", "TransferBatch"]
+
+CopyDirection: TypeAlias = Literal["load", "store", "both"]
+"""Whether a tensor is copied to the device before its batch is used, to the host afterwards, or both."""
 
 # Alignment of tensors in a buffer, in bytes, for every dtype and kernel.
 _ALIGNMENT = 256
 
 
 class Copies:
-    """A device's queues of copies: streams on CUDA devices; elsewhere copies are over when the call returns.
+    """A device's queues of copies: streams on CUDA devices; other devices copy before the call returns.
 
     An event is over when all work queued before it is; None means that there is nothing to wait for. For CUDA devices,
     host tensors must be pinned, or each copy would make the host wait.
@@ -91,22 +94,28 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 class TransferBatch:
-    """Tensors in host memory that are loaded together into one buffer on the device, used there, and stored back.
+    """Tensors in host memory that have places in one buffer on the device: loaded together, used there, and stored.
 
     Ranges of memory are copied. If a tensor has gaps, these are copied, too, although their entries may belong to
     other batches. Tensors that overlap have the same dtype.
+
+    Args:
+        tensors: the tensors, and the directions in which each is copied. One that is only stored has arbitrary values
+            until its use writes them.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-        # Ranges of host memory, (entries,) each, and their positions in a buffer, in bytes.
-        self.hosts: list[Tensor] = []
+    def __init__(self, tensors: Sequence[tuple[Tensor, CopyDirection]]) -> None:
+        self._tensors = [tensor for tensor, _ in tensors]
+        # Ranges of host memory, (entries,) each, their positions in a buffer, in bytes, and which of them are copied.
+        self._hosts: list[Tensor] = []
         self._offsets: list[int] = []
+        self._loaded: list[int] = []
+        self._stored: list[int] = []
         # Number of a tensor with entries -> (number of its range, the entry of the range where the tensor begins).
         self._places: dict[int, tuple[int, int]] = {}
         # Whether entries are copied that belong to none of the tensors.
         self.has_gaps = False
-        # Bytes in a buffer, and bytes that are copied in each direction.
+        # Bytes in a buffer, and bytes that are stored.
         self.size = 0
         self.num_bytes = 0
         # By the address of a buffer: the buffer, the ranges in it, and the tensors in it.
@@ -114,35 +123,49 @@ class TransferBatch:
         storages: dict[int, list[int]] = {}
         for number, tensor in enumerate(self._tensors):
             if tensor.numel():
-                # Storages are told apart by object, because on the meta device all have one address.
+                # The objects distinguish storages, because on the meta device all have one address.
                 storages.setdefault(tensor.untyped_storage()._cdata, []).append(number)
         for numbers in storages.values():
-            self._add_runs(sorted(numbers, key=lambda number: self._tensors[number].storage_offset()))
+            in_order = sorted(numbers, key=lambda number: self._tensors[number].storage_offset())
+            self._add_ranges(in_order, [how for _, how in tensors])
 
-    def _add_runs(self, numbers: Sequence[int]) -> None:
+    def _add_ranges(self, numbers: Sequence[int], directions: Sequence[CopyDirection]) -> None:
         """Add the ranges of the tensors of one storage, given in the order of memory; overlapping ranges are merged."""
-        runs: list[tuple[int, int, list[int]]] = []
+        ranges: list[tuple[int, int, list[int]]] = []
         for number in numbers:
             start, stop = _extent(self._tensors[number])
-            if runs and start < runs[-1][1]:
-                first, last, members = runs[-1]
-                runs[-1] = (first, max(last, stop), [*members, number])
+            if ranges and start < ranges[-1][1]:
+                first, last, members = ranges[-1]
+                ranges[-1] = (first, max(last, stop), [*members, number])
             else:
-                runs.append((start, stop, [number]))
+                ranges.append((start, stop, [number]))
         # Place the ranges one after the other in the buffer.
-        for start, stop, members in runs:
+        for start, stop, members in ranges:
             host = self._tensors[members[0]].as_strided((stop - start,), (1,), start)
-            self.has_gaps |= stop - start > sum(self._tensors[number].numel() for number in members)
+            has_gaps = stop - start > sum(self._tensors[number].numel() for number in members)
+            self.has_gaps |= has_gaps
+            place = len(self._hosts)
             for number in members:
-                self._places[number] = len(self.hosts), int(self._tensors[number].storage_offset()) - start
-            self.hosts.append(host)
+                self._places[number] = place, int(self._tensors[number].storage_offset()) - start
+            self._hosts.append(host)
             self._offsets.append(self.size)
-            self.num_bytes += host.nbytes
             self.size += -(-host.nbytes // _ALIGNMENT) * _ALIGNMENT
+            # A store writes the gaps, too, and must find their values in the buffer.
+            if has_gaps or any(directions[number] != "store" for number in members):
+                self._loaded.append(place)
+            if any(directions[number] != "load" for number in members):
+                self._stored.append(place)
+                self.num_bytes += host.nbytes
 
-    def runs(self, buffer: Tensor) -> list[Tensor]:
-        """Return the ranges in a buffer, in the order of `hosts`."""
-        return self._in(buffer)[1]
+    def loads(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the targets in a buffer, and the sources in host memory, that are loaded before the batch is used."""
+        ranges = self._in(buffer)[1]
+        return [ranges[place] for place in self._loaded], [self._hosts[place] for place in self._loaded]
+
+    def stores(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the targets in host memory, and the sources in a buffer, that are stored after the use."""
+        ranges = self._in(buffer)[1]
+        return [self._hosts[place] for place in self._stored], [ranges[place] for place in self._stored]
 
     def device_views(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors in a buffer of at least `size` bytes, in their order, with their shapes and strides."""
@@ -152,17 +175,17 @@ class TransferBatch:
         # Views are made once for each buffer, as the same buffers are used in every step.
         address = buffer.data_ptr()
         if address not in self._made:
-            spans = zip(self.hosts, self._offsets, strict=True)
-            runs = [buffer[offset : offset + host.nbytes].view(host.dtype) for host, offset in spans]
+            spans = zip(self._hosts, self._offsets, strict=True)
+            ranges = [buffer[offset : offset + host.nbytes].view(host.dtype) for host, offset in spans]
             device_views = []
             for number, tensor in enumerate(self._tensors):
                 if number not in self._places:
                     device_views.append(torch.empty_like(tensor, device=buffer.device))
                     continue
                 place, first = self._places[number]
-                run = runs[place]
-                device_views.append(run.as_strided(tensor.shape, tensor.stride(), run.storage_offset() + first))
-            self._made[address] = buffer, runs, device_views
+                whole = ranges[place]
+                device_views.append(whole.as_strided(tensor.shape, tensor.stride(), whole.storage_offset() + first))
+            self._made[address] = buffer, ranges, device_views
         return self._made[address]
 
 
@@ -174,7 +197,13 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 class BufferPool:
-    """Buffers on a device that batches use in turn; `offload_size.POOL_BUFFERS` are enough for any overlap."""
+    """Buffers on a device that batches use in turn; `offload_size.POOL_BUFFERS` are enough for any overlap.
+
+    Args:
+        copies: the device's queues of copies, which all of its pools use.
+        size: bytes of a buffer.
+        number: the number of buffers.
+    """
 
     def __init__(self, copies: Copies, size: int, number: int) -> None:
         self._copies = copies
@@ -184,10 +213,13 @@ class BufferPool:
         # For each buffer the event after its last store.
         self._stored: list[Any] = [None] * number
         self._number = number
-        # The batches of a step in order, the place of each, the events after loads so far, and the number used so far.
+        # The batches of a step in order, and the place of each in this order.
         self._batches: list[TransferBatch] = []
         self._places: dict[int, int] = {}
+        # Within a step: for the first batches the event after which each can be used, whether any of them was copied,
+        # and the number of batches that have been used.
         self._loaded: list[Any] = []
+        self._has_loads = False
         self._used = 0
 
     def begin(self, batches: Sequence[TransferBatch]) -> None:
@@ -195,7 +227,7 @@ class BufferPool:
         # If the last step raised in the middle, buffers may still be in use by the current stream.
         if self._used < len(self._batches):
             self._stored = [self._copies.mark()] * self._number
-        self._batches, self._loaded, self._used = list(batches), [], 0
+        self._batches, self._loaded, self._used, self._has_loads = list(batches), [], 0, False
         self._places = {id(batch): place for place, batch in enumerate(batches)}
 
     def device_views(self, batch: TransferBatch) -> list[Tensor]:
@@ -216,19 +248,26 @@ class BufferPool:
             self._load(place + 1)
         self._copies.wait(self._loaded[place])
         yield
-        if batch.hosts:
-            self._stored[place % self._number] = self._copies.store(batch.hosts, batch.runs(self._buffer(place)))
+        targets, sources = batch.stores(self._buffer(place))
+        if targets:
+            self._stored[place % self._number] = self._copies.store(targets, sources)
         self._used += 1
 
     def _load(self, place: int) -> None:
         if place < len(self._loaded):
             return
         batch = self._batches[place]
-        after = [self._stored[place % self._number]]
-        # Its host memory may still be written by stores of the last step, or of batches that lie in its gaps.
-        if place == 0 or batch.has_gaps:
-            after.append(self._copies.stored)
-        event = self._copies.load(batch.runs(self._buffer(place)), batch.hosts, after) if batch.hosts else None
+        # The buffer can be written when its last store is over.
+        event = self._stored[place % self._number]
+        targets, sources = batch.loads(self._buffer(place))
+        if targets:
+            after = [event]
+            # Its host memory may still be written by stores of the last step, or of batches that lie in its gaps. Loads
+            # are made in order, so only the first one of a step needs to wait for the last step.
+            if batch.has_gaps or not self._has_loads:
+                after.append(self._copies.stored)
+            event = self._copies.load(targets, sources, after)
+            self._has_loads = True
         self._loaded.append(event)
 
     def _buffer(self, place: int) -> Tensor:
