@@ -366,3 +366,19 @@ def check_one_rank_has_gradients(rank, world_size, comms, between):
 def test_averages_of_a_step_that_was_left_out_are_forgotten_on_all_ranks(comms, between):
     """A rank without gradients took them for those of the next step, and did not join it: the others waited forever."""
     run(check_one_rank_has_gradients, 2, comms, between, timeout=30)
+
+
+def change_comms(rank, world_size, before, after):
+    twins = Twins(rank, world_size, torch.float32, before)
+    twins.give(0)
+    twins.clip(scope="all")
+    for group in twins.optimizers[1].param_groups:
+        group["comms"] = after
+    twins.step(averages=True)
+    # Gradients were scaled before their average was made, which rounds otherwise.
+    twins.check("averaged by other owners", rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("before", "after"), [("sharded", "replicated"), ("replicated", "sharded")])
+def test_averages_for_other_owners_are_made_again(before, after):
+    run(change_comms, 2, before, after)

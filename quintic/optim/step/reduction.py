@@ -18,6 +18,7 @@ it. All such averages are dropped at once, so that all ranks decide alike:
 
     `p.grad` of any of them is another tensor, or was changed in place, which PyTorch counts (`valid`)
     all ranks reset the gradients of one of these groups (`invalidate`), which a rank without any would not see
+    all ranks change `comms` of one of these groups (`use_plan`)
 
 Clipping scales gradients and averages alike, and says so (`accept_gradients`). A new plan keeps them: one rank may make
 one while others do not.
@@ -78,6 +79,7 @@ class Reduction:
             layouts: for each group and parameter how ranks hold it; None for this rank only.
             shards: the transports of buckets with sharded state.
         """
+        before = {number: (self.ranks.get(number), number in self.whole) for number in self.cached}
         self._groups, self._shards = groups, shards
         self.ranks = {
             number: ranks_of(of_group)
@@ -87,6 +89,9 @@ class Reduction:
         """The ranks of each group whose gradients differ among ranks."""
         self.whole = [number for number in self.ranks if groups[number].comms == "replicated"]
         """The groups whose averages stand in `p.grad`."""
+        # All ranks change `comms` of a group alike. Its averages are for other owners then.
+        if any(before[number] != (self.ranks.get(number), number in self.whole) for number in before):
+            self.cached = {}
         self._messages: dict[object, list[_Overlapping]] = {}
         self.workspace_bytes = 0
         """Upper bound of the temporary bytes of averaging whole gradients."""
