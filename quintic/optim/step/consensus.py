@@ -7,9 +7,9 @@
 The count stays on the device: the host of a step waits for nothing here, but for errors about Partial gradients.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from quintic.optim.comms.connected import Connected, gather_rank_info, local_ran
 from quintic.optim.comms.sharing import AVERAGING
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, is_dtensor
+from quintic.optim.layout.pieces import Piece
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.replicas import ReplicaChoice
@@ -28,8 +29,6 @@ from quintic.optim.rules.device import HostCopy, host_tensor, is_capturing, uplo
 from quintic.optim.step.partial_gradients import PartialGradients
 
 __all__ = ["RankConsensus"]
-
-_Parts = TypeVar("_Parts")
 
 _Selected: TypeAlias = list[tuple[tuple[int, ...], Tensor, Tensor]]
 
@@ -81,7 +80,7 @@ class RankConsensus:
         self._places: dict[Place, tuple[tuple[int, ...], int]] = {}
         """Shared parameter -> (sharing ranks, index in their count vector)."""
         self._selections: dict[int, tuple[object, int, _Selected]] = {}
-        """Number of a bucket -> (its parts, their number, where their counts are), as of the last step."""
+        """Number of a bucket -> (its pieces, the number of flags, where their counts are), as of the last step."""
 
     def validate_plans(self) -> None:
         """Compare plans before the first step. All ranks that share parameters must call it.
@@ -203,28 +202,27 @@ class RankConsensus:
         """
         return (presence.any_present() for presence in self._presence.values())
 
-    def step_mask(
-        self, number: int, bucket: Bucket, parts: _Parts, indices_of: Callable[[_Parts], Iterable[int]]
-    ) -> Tensor | None:
-        """Return (parameters,) int32 on the device: 1 if it is stepped, else 0; None if no other rank has any.
+    def step_mask(self, number: int, bucket: Bucket, pieces: Sequence[Piece]) -> Tensor | None:
+        """Return (flags,) int32 on the device: 1 for what is stepped, else 0; None if no other rank has any.
+
+        A box has one flag, and so has each matrix of a piece that has whole matrices.
 
         Args:
             number: the number of the bucket.
-            bucket: whose parameters they are.
-            parts: a value that is equal to the last step's if the parameters are the same.
-            indices_of: returns the position in the group of each part's parameter; called only if the parts changed.
+            bucket: whose pieces they are.
+            pieces: the pieces that have flags, in order.
         """
         # The parameters of a bucket hardly ever change: their indices are uploaded once.
         key, size, selected = self._selections.get(number, (None, 0, []))
-        if key != parts:
-            places = [(bucket.group, index) for index in indices_of(parts)]
+        if key != pieces:
+            places = [(bucket.group, piece.index) for piece in pieces for _ in range(piece.batch_size)]
             size, selected = len(places), self._select(places, bucket.device)
-            self._selections[number] = parts, size, selected
+            self._selections[number] = pieces, size, selected
         result: Tensor | None = None
         for ranks, positions, numbers in selected:
             presence = self._presence[ranks]
             of_these = (presence.last_mask if presence.pending is None else presence.has_required_grads())[numbers]
-            # (parameters of the bucket that these ranks share,); mostly all of them.
+            # (flags of the parameters that these ranks share,); mostly all of them.
             if len(numbers) == size:
                 return of_these
             if result is None:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import gradient_dtype, is_dtensor, local_gradients, local_tensor, reject_sparse
+from quintic.optim.layout.pieces import Piece, block_of, take_matrices
 from quintic.optim.layout.tables import AddressTable, upload_programs
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import BucketMember, block_of
 from quintic.optim.rules.device import host_tensor, upload
 from quintic.optim.rules.rule import MANTISSA, MASTER
 from quintic.optim.rules.table import NEURON_MOMENT
@@ -41,7 +41,7 @@ class Operands(NamedTuple):
     `num_matrices` counts the matrices of all members.
     """
 
-    members: tuple[BucketMember, ...]
+    members: tuple[Piece, ...]
     params: list[Tensor]
     gradients: list[Tensor]
     states: list[Mapping[str, Tensor]]
@@ -65,7 +65,6 @@ class Operands(NamedTuple):
         )
 
 
-_P = TypeVar("_P")
 _T = TypeVar("_T")
 
 
@@ -84,7 +83,7 @@ class BucketCache:
         self._contiguous = self._are_sharded = False
         self._kept: dict[str, tuple[object, Any]] = {}
         """Name -> (key, value); the value is made again when the key changes."""
-        self.places: tuple[tuple[BucketMember, ...], list[tuple[torch.Size, tuple[int, ...], int]]] | None = None
+        self.places: tuple[tuple[Piece, ...], list[tuple[torch.Size, tuple[int, ...], int]]] | None = None
         """Members, and for each shape, strides and offset of its matrices in its parameter (`torch_backend.blocks`)."""
         # Addresses of the members' tensors for kernels, and of AdamW's counts of steps.
         self.table, self.steps_table = AddressTable(), AddressTable()
@@ -128,9 +127,9 @@ class BucketCache:
         # The usual case: every gradient is there and lies as its parameter does.
         if self._contiguous and are_contiguous(gradients):
             return everything._replace(gradients=gradients)
-        return self.of_those(everything, gradients)
+        return self.with_gradients(everything, gradients)
 
-    def of_those(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
+    def with_gradients(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
         """Return the members in `everything` that have a gradient, with gradients; None stands for a missing one.
 
         If the cache fills missing gradients, all members are returned, some with zeros.
@@ -146,39 +145,32 @@ class BucketCache:
             return everything.present(filled)._replace(missing=missing)
         # Fewer members have fewer matrices.
         present = everything.present(gradients)
-        return present._replace(num_matrices=sum(member.num_matrices for member in present.members))
+        return present._replace(num_matrices=sum(member.batch_size for member in present.members))
 
     def scales(
-        self,
-        bucket: Bucket,
-        group: Group,
-        parts: Sequence[_P],
-        shapes: Sequence[tuple[int, int]],
-        numbers_of: Callable[[Sequence[_P]], Sequence[Sequence[int]]],
+        self, bucket: Bucket, group: Group, pieces: tuple[Piece, ...], shapes: Sequence[tuple[int, int]]
     ) -> Tensor:
         """Return for each matrix the factor from `adjust_lr` times its entry in `lr_multipliers`, (count, kinds).
 
         Args:
             bucket: the bucket; it gives dtype and device.
             group: the bucket's group.
-            parts: the members or units with the matrices; a tuple, and part of the key of the kept value.
+            pieces: the members or units with the matrices; units have one matrix of each kind.
             shapes: (m, n) of each kind.
-            numbers_of: returns (count, kinds) positions: where a matrix is among the matrices of its parameter.
         """
 
         def make() -> Tensor:
-            numbers, multipliers = numbers_of(parts), group.lr_multipliers
+            numbers, multipliers = [number for piece in pieces for number in piece.matrices], group.lr_multipliers
             dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
             # (kinds,) -> (matrices or units, kinds)
             scales = host_tensor([group.rule.lr_factor(group.adjust_lr, m, n) for m, n in shapes], dtype)
-            scales = scales.expand(len(numbers), -1).clone()
+            scales = scales.expand(len(numbers) // len(shapes), -1).clone()
             # Multipliers are listed in the order of a parameter's matrices.
             if multipliers is not None:
-                each = [[multipliers[number] for number in row] for row in numbers]
-                scales *= host_tensor(each, dtype).view_as(scales)
+                scales *= host_tensor([multipliers[number] for number in numbers], dtype).view_as(scales)
             return upload(scales, bucket.device)
 
-        return self.cached("scales", (group.adjust_lr, group.lr_multipliers, parts), make)
+        return self.cached("scales", (group.adjust_lr, group.lr_multipliers, pieces), make)
 
     def moments(self, view: View, active: Operands) -> list[Tensor]:
         """Return second moments for each member, (matrices, m, 1) or (matrices, 1, n), as views of state."""
@@ -188,8 +180,8 @@ class BucketCache:
         def make() -> list[Tensor]:
             rows = zip(active.members, active.params, buffers, strict=True)
             return [
-                second_moments(buffer, param.shape, view)[m.block][m.start : m.start + m.num_matrices]
-                for m, param, buffer in rows
+                take_matrices(second_moments(buffer, param.shape, view), member.matrices)
+                for member, param, buffer in rows
             ]
 
         # Loading a checkpoint may replace these tensors or their memory, so both are in the key.

@@ -177,7 +177,7 @@ class Reduction:
             writable_gradient(param)  # PyTorch counts changes in place only of such gradients
         shards = [shard for shard in self._shards if shard.bucket.group == number]
         numels = [0] * len(params)
-        for piece in chain.from_iterable(shard.bucket.local for shard in shards):
+        for piece in chain.from_iterable(shard.bucket.members for shard in shards):
             numels[piece.index] += piece.numel
         averages: Averages = {param: param.new_zeros(numel) for param, numel in zip(params, numels, strict=True)}
         run_overlapping([shard.average(averages) for shard in shards])

@@ -14,9 +14,10 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.group import Group
+from quintic.optim.layout.pieces import block_of
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import adamw_entries, block_of
+from quintic.optim.plan.kinds import adamw_entries
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 from quintic.optim.rules.update import adamw_, decay_and_step_, in_pieces, momentum_
 from quintic.optim.state.state import master_key
@@ -59,9 +60,9 @@ class TorchBackend:
         self._bucket, self._group, self._active, self._cache = bucket, group, active, cache
         self._present = None if present is None or all(present) else present
 
-    def _those_stepped(self, *lists: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+    def _select_stepped(self, *lists: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
         assert self._present is not None
-        return [[part for part, present in zip(parts, self._present, strict=True) if present] for parts in lists]
+        return [[one for one, present in zip(each, self._present, strict=True) if present] for each in lists]
 
     def directions(self) -> Tensor:
         """Advance the momentum; return the directions (b, m, n)."""
@@ -76,10 +77,11 @@ class TorchBackend:
         # (g, r, n) of one matrix -> (b of all members, m, n)
         size = (sum(counts), shape[:2].numel(), shape[2:].numel())
         directions = new(size, dtype=bucket.direction_dtype, device=bucket.device)
-        parts: Sequence[Tensor] = directions.view(size[0], *shape).split(counts)
+        # One for each member, as `momenta`.
+        outputs: Sequence[Tensor] = directions.view(size[0], *shape).split(counts)
         if self._present is not None:
-            momenta, gradients, parts = self._those_stepped(momenta, gradients, parts)
-        momentum_(momenta, gradients, mu=float(group.momentum), nesterov=group.nesterov, out=parts)
+            momenta, gradients, outputs = self._select_stepped(momenta, gradients, outputs)
+        momentum_(momenta, gradients, mu=float(group.momentum), nesterov=group.nesterov, out=outputs)
         return directions
 
     def apply(self, update: Tensor, factors: Tensor) -> None:
@@ -102,7 +104,7 @@ class TorchBackend:
         scales: Sequence[Tensor] = everything[: len(update)].split(counts)
         decays: Sequence[Tensor] = everything[-len(update) :].split(counts)
         if self._present is not None:
-            stepped = self._those_stepped(weights, updates, scales, decays, masters)
+            stepped = self._select_stepped(weights, updates, scales, decays, masters)
             weights, updates, scales, decays, masters = stepped
         decay_and_step_(
             weights,
