@@ -116,6 +116,27 @@ def assert_consumed(view, num_rows, reached):
         ), f"no consumer gets exactly the rows {wanted.int().tolist()} of {view}"
 
 
+def assert_parts_are_gate_and_up(owner, fused, out, in_order=False):
+    """The parts of a gated MLP's first layer are what its own forward pass uses as gate and as up.
+
+    With `in_order` the gate comes first.
+    """
+    layer = owner.get_submodule(fused)
+    width, inputs = layer.out_features, layer.in_features
+    caught = []
+    owner.get_submodule(out).register_forward_pre_hook(lambda m, a: caught.append(a[0]))
+
+    def gated(values):
+        hook = layer.register_forward_hook(lambda m, a, o: values)
+        owner(torch.zeros(width, inputs, dtype=torch.float64))
+        hook.remove()
+        return caught.pop().detach()
+
+    parts = [sorted(int(row) - OFFSET for row in part) for part in rows_of(view_of(owner, f"{fused}.weight"), width)]
+    consumed = list(gate_and_up(gated, width))
+    assert (parts == consumed) if in_order else (sorted(parts) == sorted(consumed))
+
+
 def gate_and_up(function, width):
     """Find, by perturbing one input at a time, the (gate, up) pairs of a gated product of `width` inputs.
 

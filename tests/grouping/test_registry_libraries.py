@@ -9,6 +9,7 @@ import pytest
 import torch
 from consumed_rows import (
     assert_consumed,
+    assert_parts_are_gate_and_up,
     assert_parts_of_weight_are_consumed,
     gate_and_up,
     numbered_weight,
@@ -35,20 +36,6 @@ def in_float64(make):
 
 def ones(*shape):
     return torch.ones(shape, dtype=torch.float64)
-
-
-def hidden_of(owner, fused, out, width, inputs):
-    """The hidden state of a gated MLP, from the outputs of its fused layer."""
-    caught = []
-    owner.get_submodule(out).register_forward_pre_hook(lambda m, a: caught.append(a[0]))
-
-    def gated(values):
-        hook = owner.get_submodule(fused).register_forward_hook(lambda m, a, o: values)
-        owner(torch.zeros(width, inputs, dtype=torch.float64))
-        hook.remove()
-        return caught.pop().detach()
-
-    return gated
 
 
 def assert_chunks(owner, fused, call):
@@ -187,15 +174,13 @@ def diffusers(path, name, *arguments, **options):
 def test_rows_of_a_gated_mlp(name):
     owner = diffusers("attention", "FeedForward", 12, inner_dim=5, activation_fn=name.lower())
     assert type(owner.net[0]).__name__ == name
-    parts = [sorted(int(r) - 101 for r in part) for part in rows_of(view_of(owner, "net.0.proj.weight"), 10)]
-    assert sorted(parts) == sorted(gate_and_up(hidden_of(owner, "net.0.proj", "net.2", 10, 12), 10))
+    assert_parts_are_gate_and_up(owner, "net.0.proj", "net.2")
 
 
 def test_rows_of_the_mlp_of_flux2():
     owner = diffusers("transformers.transformer_flux2", "Flux2FeedForward", 12, inner_dim=5)
     assert type(owner).__name__ == "Flux2FeedForward"
-    parts = [sorted(int(r) - 101 for r in part) for part in rows_of(view_of(owner, "linear_in.weight"), 10)]
-    assert parts == list(gate_and_up(hidden_of(owner, "linear_in", "linear_out", 10, 12), 10))
+    assert_parts_are_gate_and_up(owner, "linear_in", "linear_out", in_order=True)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from consumed_rows import assert_parts_of_weight_are_consumed, gate_and_up, rows_of, view_of
+from consumed_rows import assert_parts_are_gate_and_up, assert_parts_of_weight_are_consumed, rows_of, view_of
 from optional_libraries import load
 from torch import nn
 
@@ -133,17 +133,7 @@ def test_rows_of_parallel_blocks(name):
 @pytest.mark.parametrize("gate_last", [False, True])
 def test_rows_of_a_gated_mlp(gate_last):
     owner = module("layers.mlp", "GluMlp", 12, 10, act_layer=nn.SiLU, gate_last=gate_last)
-    caught = []
-    owner.fc2.register_forward_pre_hook(lambda m, a: caught.append(a[0]))
-
-    def gated(values):
-        hook = owner.fc1.register_forward_hook(lambda m, a, o: values)
-        owner(torch.zeros(10, 12, dtype=torch.float64))
-        hook.remove()
-        return caught.pop().detach()
-
-    parts = [sorted(int(row) - 101 for row in part) for part in rows_of(view_of(owner, "fc1.weight"), 10)]
-    assert sorted(parts) == sorted(gate_and_up(gated, 10))
+    assert_parts_are_gate_and_up(owner, "fc1", "fc2")
 
 
 def test_rows_of_a_gated_convolution_block():

@@ -1,5 +1,7 @@
 """Gradients that are not finite: let through, skipped without a trace, or named."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -210,3 +212,13 @@ def test_grad_scaler_that_is_switched_off_is_not_there():
         scaler.update()
         optimizer.zero_grad()
     assert not torch.equal(params[0], before)
+
+
+def test_a_copied_optimizer_counts_its_own_skips():
+    param = nn.Parameter(torch.ones(4, 4))
+    optimizer = Muon([param], on_nonfinite="skip")
+    param.grad = torch.full_like(param, float("nan"))
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    optimizer.step()
+    assert (optimizer.last_step().skipped_steps, twin.last_step().skipped_steps) == (2, 1)
