@@ -83,6 +83,16 @@ def test_the_tokens_of_training_have_the_shares(mixed: Dataset, specs: dict[str,
         assert epochs[source] == pytest.approx(served[number] / tokens[number], rel=0.15)
 
 
+def test_each_source_has_an_order_of_its_own(specs: dict[str, str], tmp_path: Path) -> None:
+    # Two sources of the same texts but for a letter that no text has, their rows in turn.
+    spec = " ".join(f"{folder(tmp_path / mark, mark, 40, 7)}=1" for mark in "XY")
+    dataset = prepare(spec, data_dir=tmp_path / "data", val_data=specs["held"], vocab_size=400)
+    with Loader(dataset, "train", rows=8, seq_len=64, prefetch=0) as loader:
+        rows = next(loader).inputs.tolist()
+    texts = [dataset.tokenizer.decode(row).replace("X", "").replace("Y", "") for row in rows]
+    assert texts[0::2] != texts[1::2]
+
+
 def test_each_source_is_served_whole_and_in_turn(mixed: Dataset) -> None:
     batches = validation_rows(mixed, rows=2, seq_len=32)
     first = sources_of(batches[:8], mixed)
