@@ -33,7 +33,7 @@ from benchmarks.common.results import (
     write_result,
 )
 from benchmarks.common.timing import synchronize
-from quintic.optim.plan.bucket import ShardedTable
+from quintic.optim.plan.bucket import Sharded
 from quintic.optim.plan.row_sharding import RowSharding
 
 WAYS = ("whole", "announced", "found")
@@ -194,7 +194,7 @@ def timed(one: Contestant, gradient: Tensor, tokens: Tensor, backward: Callable[
 def volume(one: Contestant, tokens: Tensor, team: Team) -> dict[str, Any]:
     """Return the busiest rank's share of the rows to send or receive, and the rule's choice. All ranks must call it."""
     [bucket] = one.optimizer.plan()
-    if not isinstance(bucket, ShardedTable):
+    if not isinstance(bucket, Sharded) or bucket.rows is None:
         return {"share": None, "rule": "whole"}
     division = bucket.rows
     owners = tokens.cpu() // division.rows_per_rank

@@ -1,5 +1,6 @@
 """Memory allocated by a function, by PyTorch's own account, on CPUs and GPUs."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ def peak_bytes(function: Callable[[], Any], device_type: str = "cpu") -> int:
         function()
         return torch.cuda.max_memory_allocated() - before
     with (
-        mock.patch.object(cpu_orthogonalize, "_KEPT", cpu_orthogonalize._Kept()),
+        mock.patch.object(cpu_orthogonalize, "_KEPT", threading.local()),
         mock.patch.object(cpu_orthogonalize, "_MAX_KEPT", 0),
         # Not `torch.profiler.profile`: without `acc_events` PyTorch 2.11 warns of cycles that begin anew; with it all
         # events become Python's objects, which takes ten times as long as the work.

@@ -95,7 +95,7 @@ def saving(optimizer: torch.optim.Optimizer, path: str) -> None:
 
 def mistakes(weights: list[nn.Parameter], optimizer: Muon) -> None:
     Muon(weights, momentum="0.95")  # type: ignore[arg-type]
-    Muon(weights, normalize="row")  # type: ignore[arg-type]
+    Muon(weights, normalize="no rule")  # type: ignore[arg-type]
     Muon(weights, weight_dcay=0.1)  # type: ignore[call-arg]
     Rule("*", "sgd")  # type: ignore[arg-type]
     optimizer.plan().bucket  # type: ignore[attr-defined]  # noqa: B018

@@ -31,7 +31,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         options: the kernel's constants (`tl.constexpr`), and options of the compiler such as `num_warps`, by name.
     """
     first = args[0]
-    device = (first if isinstance(first, Tensor) else first.base).device
+    first = first if isinstance(first, Tensor) else first.base
+    if first.is_meta:
+        return  # the plan counts the memory that a launch needs, with tensors that have none
+    device = first.device
     if device.type != "cuda":  # the interpreter
         kernel[grid](*args, **options)
     elif device.index == torch.cuda.current_device():

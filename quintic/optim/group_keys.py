@@ -19,7 +19,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from quintic.optim.groups.options import OLD_NAMES, OPTIONS, adopt_old_names, with_new_names
 from quintic.optim.validate import check_group, check_options
@@ -40,26 +40,20 @@ Init = TypeVar("Init", bound=Callable[..., None])
 _OTHER_NAMES = {other: name for name, option in OPTIONS.items() for other in option.other_names}
 
 
-class _Unsupported(NamedTuple):
-    """An option of PyTorch's optimizers that changes their update, and that `quintic.Muon` does not have."""
-
-    defaults: tuple[object, ...]
-    """Values that change nothing."""
-    instead: str
-    """What to do for the effect of other values."""
-
-
-_UNSUPPORTED = {
-    "maximize": _Unsupported((False, None), "negate the loss"),
-    "amsgrad": _Unsupported((False, None), "quintic.Muon does not have it; leave it out"),
-    "differentiable": _Unsupported((False, None), "steps of quintic.Muon are not differentiated; leave it out"),
-    "dampening": _Unsupported((0, None), "momentum is an average of gradients here; leave it out"),
-    "decoupled_weight_decay": _Unsupported(
-        (True, None), "weight decay never goes through the gradient here; leave it out, and choose weight_decay anew"
+# Options of PyTorch's optimizers that change their update, and that `quintic.Muon` does not have -> (values that change
+# nothing, what to do for the effect of other values).
+_UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
+    "maximize": ((False, None), "negate the loss"),
+    "amsgrad": ((False, None), "quintic.Muon does not have it; leave it out"),
+    "differentiable": ((False, None), "steps of quintic.Muon are not differentiated; leave it out"),
+    "dampening": ((0, None), "momentum is an average of gradients here; leave it out"),
+    "decoupled_weight_decay": (
+        (True, None),
+        "weight decay never goes through the gradient here; leave it out, and choose weight_decay anew",
     ),
-    "adjust_lr_fn": _Unsupported((None, "original"), "set adjust_lr"),
-    "ns_steps": _Unsupported((5, None), "set orthogonalizer_steps"),
-    "ns_coefficients": _Unsupported(((3.4445, -4.775, 2.0315), None), "set coefficients"),
+    "adjust_lr_fn": ((None, "original"), "set adjust_lr"),
+    "ns_steps": ((5, None), "set orthogonalizer_steps"),
+    "ns_coefficients": (((3.4445, -4.775, 2.0315), None), "set coefficients"),
 }
 
 WATCHED_KEYS = frozenset((*OLD_NAMES, *_UNSUPPORTED))
@@ -164,7 +158,7 @@ def _unknown(key: str, known: Iterable[str]) -> str:
     names = sorted(known)
     synonym = _OTHER_NAMES.get(key)
     if synonym is None and key in _UNSUPPORTED:
-        return f"unknown option {key!r}; {_UNSUPPORTED[key].instead}"
+        return f"unknown option {key!r}; {_UNSUPPORTED[key][1]}"
     nearest = [synonym] if synonym in names else difflib.get_close_matches(str(key), names, n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"the options are {', '.join(names)}"
     return f"unknown option {key!r}; {hint}"

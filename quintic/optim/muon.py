@@ -539,9 +539,9 @@ class Muon(Optimizer):
         check_is_state_dict(state_dict)
         state = self._plans.needed_state()
         groups, typed = self.param_groups, self._plans.groups
-        loaded = load_state(groups, state, typed, state_dict, check_loaded, strict=strict)
+        without, names = load_state(groups, state, typed, state_dict, check_loaded, strict=strict)
         self._links.watch(self._home["param_groups"])
-        self._plans.end_load(loaded.without, loaded.names)
+        self._plans.end_load(without, names)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -16,7 +16,7 @@ others are an error. If the constructor is given groups that hold both, they mak
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -33,12 +33,8 @@ __all__ = ["Undecided"]
 _NUM_LISTED = 5
 
 
-class _Guess(NamedTuple):
-    """The algorithm that the name and shape of a parameter suggest."""
-
-    name: str
-    shape: tuple[int, ...]
-    algorithm: Algorithm
+# (name of a parameter, its shape, the algorithm that these suggest).
+_Guess: TypeAlias = tuple[str, tuple[int, ...], Algorithm]
 
 
 def _decided(
@@ -84,7 +80,7 @@ def _decided(
             one, is_certain = suggested[param]
             own_name = made_up(number, place) if name is None else name
         if not is_certain:
-            guesses.append(_Guess(own_name, tuple(param.shape), one.algorithm))
+            guesses.append((own_name, tuple(param.shape), one.algorithm))
         # Options may hold lists, which cannot be hashed: their text tells sets of options apart.
         options = repr(sorted(one.options.items(), key=lambda item: item[0]))
         key = (one.algorithm, str(one.view), getattr(one.view, "names", None), options)
@@ -228,7 +224,7 @@ class Undecided:
         guesses, self._guesses = self._guesses, []
         texts = []
         for algorithm, what in (("muon", "taken for Muon's matrices"), ("adamw", "given to AdamW")):
-            names = [f"{one.name} of shape {one.shape}" for one in guesses if one.algorithm == algorithm]
+            names = [f"{name} of shape {shape}" for name, shape, guessed in guesses if guessed == algorithm]
             if names:
                 more = f" and {len(names) - _NUM_LISTED} more" if len(names) > _NUM_LISTED else ""
                 texts.append(f"{what} are {', '.join(names[:_NUM_LISTED])}{more}")

@@ -24,8 +24,9 @@ from quintic.errors import ConfigError
 from quintic.optim.comms.sharing import gather_layouts
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, numel_of, size_of
+from quintic.optim.layout.pieces import Piece
 from quintic.optim.muon import Muon
-from quintic.optim.plan.bucket import Gathered, Local, ParameterUnit
+from quintic.optim.plan.bucket import Bucket, Gathered
 from quintic.optim.plan.exchange import ExchangeBytes, traffic_of
 from quintic.optim.plan.gathered import SharedBucket, gathered_buckets, shared_buckets
 from quintic.optim.plan.order import order_buckets
@@ -152,7 +153,7 @@ def simulate_plan(
     classes = [(one, shared_buckets(groups, one.layouts)[0]) for one in _rank_classes(groups, layouts, choices, nodes)]
     loads: list[BucketLoad] = []
     comm_buckets: list[list[_CommBucket]] = [[] for _ in classes]
-    counted: set[tuple[int, ParameterUnit]] = set()
+    counted: set[tuple[int, Piece]] = set()
     for number, (group, sent, whole) in enumerate(zip(groups, layouts, everywhere, strict=True)):
         for (ranks, shared), comms in zip(classes, comm_buckets, strict=True):
             for one in shared:
@@ -255,7 +256,7 @@ def _comm_load(
     stages: Sequence[Stages],
     like: Mapping[int, int],
     nodes: Sequence[int],
-    counted: set[tuple[int, ParameterUnit]],
+    counted: set[tuple[int, Piece]],
 ) -> BucketLoad:
     """Return the load of a bucket with several ranks, on all ranks of a class.
 
@@ -278,7 +279,8 @@ def _comm_load(
     sent = received = between = torch.zeros_like(counts)
     if exchange_bytes is not None:
         sent, received = traffic_of(exchange_bytes)
-        between = traffic_of(exchange_bytes, torch.tensor(renumbered(nodes[rank] for rank in exchange.ranks))).sent
+        hosts = torch.tensor(renumbered(nodes[rank] for rank in exchange.ranks))
+        between, _ = traffic_of(exchange_bytes, hosts)
     units = {(shared.key.group, unit) for unit in shared.units.all} - counted
     counted |= units
     return BucketLoad(
@@ -353,7 +355,7 @@ def _local_loads(
             yield _local_load(bucket, present)
 
 
-def _local_load(bucket: Local, present: Tensor) -> BucketLoad:
+def _local_load(bucket: Bucket, present: Tensor) -> BucketLoad:
     zeros = torch.zeros(len(present), dtype=torch.int64)
     is_muon = bucket.shape is not None
     return BucketLoad(

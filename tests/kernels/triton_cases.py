@@ -17,7 +17,7 @@ from quintic.kernels.products.normalize import can_normalize, normalize_matrices
 from quintic.kernels.products.symmetric import can_multiply, symmetric_multiply
 from quintic.kernels.update import adamw, matrix_update
 from quintic.kernels.update.matrix_layout import MatrixLayout
-from quintic.optim.plan.members import BucketMember
+from quintic.optim.layout.pieces import Piece
 from quintic.optim.polar.forms import resolve
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.rules.device import DeviceHyperparameters
@@ -517,11 +517,11 @@ def test_some_matrices_of_a_launch_stay_as_they_are():
 def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
     """Ranks divide and exchange matrices of one shape together: each order's launch gets a part of one table."""
     update, factors = torch.randn(5, 12, 8).to(DEVICE), torch.rand(5, 12, 1).add(0.5).to(DEVICE)
-    whole, middle = (slice(None), slice(None)), (slice(None), slice(2, 10))
+    whole, middle = (), ((0, 12), (2, 10))
     # By columns, twice by rows, within longer rows, by columns.
-    pieces, by_columns = [whole, whole, whole, middle, whole], [True, False, False, False, True]
-    values = [torch.randn(2, 12, 12 if piece is middle else 8) for piece in pieces]
-    members = tuple(BucketMember(name=str(i), index=i, num_matrices=1, piece=piece) for i, piece in enumerate(pieces))
+    boxes, by_columns = [whole, whole, whole, middle, whole], [True, False, False, False, True]
+    values = [torch.randn(2, 12, 12 if box is middle else 8) for box in boxes]
+    members = tuple(Piece(str(i), i, (0,), box) for i, box in enumerate(boxes))
     stepped = flags or [True] * 5
     found = []
     for kernels in ("triton", "torch"):
@@ -540,7 +540,7 @@ def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
             apply_mask = None if flags is None else torch.tensor(flags, dtype=torch.int32, device=DEVICE)
             passes = TritonBackend(bucket, group, active, BucketCache(), hyperparameters, apply_mask)
         else:
-            passes = TorchBackend(bucket, group, active, flags)
+            passes = TorchBackend(bucket, group, active, BucketCache(), flags)
         directions = passes.directions()
         decays = torch.arange(60, device=DEVICE).view(5, 12, 1) / 6 if group.scale_decay else factors[:0]
         passes.apply(update, torch.cat([factors, decays]))

@@ -718,7 +718,7 @@ def test_distributed_checkpoint_round_trip():
             r"group 0 \(group0.param0\): betas=0.9 must be two numbers in \[0, 1\), such as \(0.9, 0.95",
         ),
         ({}, {"betas": (0.9, "x")}, "betas="),
-        ({}, {"normalize": "row"}, "normalize='row'"),
+        ({}, {"normalize": "no rule"}, "normalize='no rule'"),
         ({}, {"adjust_lr": "moon"}, r"parameter group 0 \(group0.param0\): adjust_lr='moon': choose 'spectral'"),
         ({}, {"orthogonalizer": "qr"}, r"parameter group 0 \(group0.param0\): orthogonalizer='qr': choose one of"),
         ({}, {"orthogonalizer_steps": 0}, "orthogonalizer_steps=0 must be an integer of at least 1"),

@@ -29,7 +29,7 @@ def optimizer_of(**options):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("normalize", "row", "normalize='row' must be None or 'neuron'"),
+        ("normalize", "no rule", "normalize='no rule' must be None or 'neuron'"),
         ("master", "bf16", "master='bf16' must be"),
         ("telemetry_every", 0, "telemetry_every=0 must be an integer of at least 1"),
         ("step_every", 0, "step_every=0 must be"),

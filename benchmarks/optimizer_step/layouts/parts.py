@@ -103,7 +103,7 @@ def time_orthogonalization(optimizer: Any, ranks: Ranks) -> list[float]:
 
     All ranks do so at the same time, as in a step. All ranks must call it.
     """
-    from quintic.optim.plan.members import direction_dtype
+    from quintic.optim.plan.kinds import direction_dtype
     from quintic.optim.polar.orthogonalize import apply_form
 
     work = []

@@ -25,7 +25,7 @@ from quintic.kernels.launch import launch
 from quintic.kernels.programs import pointers_at
 from quintic.kernels.update.weights import flags_of
 
-__all__ = ["advance_neuron_factors_", "neuron_bytes"]
+__all__ = ["advance_neuron_factors_"]
 
 # The following numbers decide the order of sums, and with it the last bits of the results.
 #
@@ -258,12 +258,6 @@ def advance_neuron_factors_(
         num_warps=factor_block // _NEURONS_PER_WARP,
     )
     return factors
-
-
-def neuron_bytes(m: int, n: int) -> int:
-    """Return the bytes that `advance_neuron_factors_` allocates per (m, n) matrix, including its result."""
-    neurons, entries = max(m, n), min(m, n)
-    return 4 * neurons * (1 + -(-entries // _segment(neurons, entries)))
 
 
 def _segment(neurons: int, entries: int) -> int:

@@ -19,7 +19,7 @@ stays.
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from operator import le
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from quintic.optim.state.placement import init_state
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
 from quintic.optim.state.state import copy_, piece_of, saved_tensor
 
-__all__ = ["Loaded", "check_is_state_dict", "load_state"]
+__all__ = ["check_is_state_dict", "load_state"]
 
 _Groups = Sequence[Mapping[str, Any]]
 
@@ -60,15 +60,6 @@ _FOREIGN = {"amsgrad": "torch.optim.AdamW", "ns_steps": "torch.optim.Muon"}
 _MISSING = object()
 
 
-class Loaded(NamedTuple):
-    """The result of loading: parameters that got no state, and names that were taken from the state dict."""
-
-    without: set[Tensor]
-    """Parameters without saved state; the state that they had was dropped."""
-    names: dict[str, str]
-    """Made-up name -> saved name, for parameters that the optimizer had no names for."""
-
-
 def load_state(
     groups: Sequence[dict[str, Any]],
     state: MutableMapping[Any, Any],
@@ -77,8 +68,11 @@ def load_state(
     check: Callable[[int, Mapping[str, Any]], None],
     *,
     strict: bool = True,
-) -> Loaded:
+) -> tuple[set[Tensor], dict[str, str]]:
     """Copy saved values into state and hyperparameters; nothing changes unless everything fits.
+
+    Returns the parameters without saved state, whose own state is dropped, and made-up name -> saved name of those that
+    the optimizer had no names for.
 
     Saved tensors are whole, and each rank takes its piece of them, or are `DTensor`s whose local piece is the one that
     the rank needs. Nothing is communicated. The user's own entries of a state come back as they were saved, tensors on
@@ -171,7 +165,7 @@ def load_state(
     state.update(of_none)
     for group, other in zip(groups, complete, strict=True):
         group.update(other)
-    return Loaded(without, names)
+    return without, names
 
 
 def check_is_state_dict(state_dict: object) -> None:

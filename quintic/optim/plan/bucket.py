@@ -1,6 +1,6 @@
 """Buckets: the matrices or parameters that one batched computation updates. There are three kinds.
 
-Local       this rank has weights, gradients and state whole, and sends no messages
+Bucket      this rank has weights, gradients and state whole, and sends no messages
 Gathered    matrices lie in pieces on several ranks, or every rank has them and ranks divide the work: directions go to
             an owner, updates go back to the pieces (FSDP2, tensor parallelism, `comms="averaged"`)
 Sharded     every rank has the weights and its own gradient, and state lies with owners: gradients go to the
@@ -11,19 +11,17 @@ steps them.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TypeAlias
 
 import torch
 
 from quintic.kernels.dispatch import Kernels
-from quintic.optim.groups.group import Group
-from quintic.optim.layout.views import Unit, View, is_plain, is_transposed
+from quintic.optim.layout.pieces import Piece
+from quintic.optim.layout.views import View, is_plain, is_transposed
 from quintic.optim.plan.exchange import Exchange
-from quintic.optim.plan.members import BucketMember, Kind, direction_dtype, update_dtype
+from quintic.optim.plan.kinds import Kind, direction_dtype, update_dtype
 from quintic.optim.plan.offload_size import Offloaded
 from quintic.optim.plan.row_sharding import RowSharding
 from quintic.optim.plan.schedule import Stages
@@ -31,27 +29,7 @@ from quintic.optim.polar.forms import Form
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.state.shards import StateShard
 
-__all__ = ["Bucket", "Gathered", "Local", "ParameterUnit", "Sharded", "ShardedMatrices", "ShardedTable", "Units"]
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterUnit:
-    """A unit of one parameter: the smallest box that holds whole matrices, one of each kind (`layout/views.py`)."""
-
-    name: str
-    # Position of the parameter in its group.
-    index: int
-    unit: Unit
-    # Position of each of its matrices among all matrices of the parameter.
-    first_matrices: tuple[int, ...]
-
-    @classmethod
-    def of(cls, group: Group, index: int, unit: Unit, shape: Sequence[int]) -> "ParameterUnit":
-        """Return a unit of the parameter at position `index` of its group; `shape` is the whole parameter's."""
-        # The matrices of a parameter are numbered through all blocks of the view; a block has b matrices.
-        counts = [b for b, _, _ in group.view.shapes(shape)]
-        first_matrices = tuple(sum(counts[:block]) + matrix for block, matrix in unit.matrices)
-        return cls(group.param_names[index], index, unit, first_matrices)
+__all__ = ["Bucket", "Gathered", "Sharded", "Units"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +42,8 @@ class Units:
     view: View
     # The kind of each matrix of a unit: shape, form and cost.
     kinds: tuple[Kind, ...]
-    # The units of all ranks, in the order of their owners.
-    all: tuple[ParameterUnit, ...]
+    # The units of all ranks, in the order of their owners; each has one matrix of each kind.
+    all: tuple[Piece, ...]
     # The positions in `all` of the units that this rank owns, and so orthogonalises.
     local_slice: slice
 
@@ -89,19 +67,15 @@ class Units:
         return max((update_dtype(kind.form, dtype) for kind in self.kinds), key=lambda one: one.itemsize)
 
     @cached_property
-    def local(self) -> tuple[ParameterUnit, ...]:
+    def local(self) -> tuple[Piece, ...]:
         """The units that this rank orthogonalises."""
         return self.all[self.local_slice]
 
     @cached_property
-    def local_matrices(self) -> list[list[BucketMember]]:
-        """For each kind the matrices in `local`, as members of a bucket."""
-        # Every unit has one matrix of each kind.
+    def local_matrices(self) -> list[list[Piece]]:
+        """For each kind the matrices in `local`, as a piece each."""
         return [
-            [
-                BucketMember(name=unit.name, index=unit.index, num_matrices=1, first_matrix=unit.first_matrices[number])
-                for unit in self.local
-            ]
+            [replace(unit, matrices=(unit.matrices[number],), box=None) for unit in self.local]
             for number, _ in enumerate(self.kinds)
         ]
 
@@ -123,15 +97,17 @@ class Units:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _BucketBase:
-    """The properties that all kinds of buckets have, on this rank."""
+class Bucket:
+    """A bucket that this rank has whole: matrices, or with AdamW parameters. The other kinds build on it."""
 
     # The update rule of the bucket's group.
     rule: UpdateRule
+    # The global ranks that step it together, in the order of their process group; () if this rank has it whole.
+    ranks: tuple[int, ...] = ()
     # Position of the parameter group in `optimizer.param_groups`.
     group: int
     # The matrices, pieces or whole parameters that this rank holds, or owns where state is sharded.
-    members: tuple[BucketMember, ...]
+    members: tuple[Piece, ...]
     # (m, n) of every matrix, with units of their first kind; None for AdamW.
     shape: tuple[int, int] | None = None
     # The dtype and the device of the weights.
@@ -141,16 +117,30 @@ class _BucketBase:
     kernels: Kernels
     # How the matrices, with units of their first kind, are orthogonalised; None for AdamW and for a user's function.
     form: Form | None = None
+    # The units with the matrices, where every unit has an owner among several ranks.
+    units: Units | None = None
     # The number of entries in the bucket, on all ranks together.
     numel: int
     # Floating-point operations of this rank's orthogonalisation, matrix products only; 0 for AdamW.
     flops: int = 0
+    # Upper bounds of this rank's temporary bytes, by stage (`schedule.py`). Without messages there is only one stage.
+    stages: Stages
     # The size of the state that is in host memory; None without `offload=True`.
     offloaded: Offloaded | None = None
 
     @cached_property
+    def needs_comm(self) -> bool:
+        """Whether its step sends messages."""
+        return bool(self.ranks)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Return an upper bound of the temporary bytes at any time of the bucket's step."""
+        return self.stages.most
+
+    @cached_property
     def direction_dtype(self) -> torch.dtype:
-        """The dtype of update directions before they are orthogonalised, see `members.direction_dtype`."""
+        """The dtype of update directions before they are orthogonalised, see `kinds.direction_dtype`."""
         return direction_dtype(self.form, self.dtype)
 
     @property
@@ -160,8 +150,8 @@ class _BucketBase:
 
     @property
     def num_matrices(self) -> int:
-        """Return the number of matrices that this rank computes as one batch."""
-        return sum(member.num_matrices for member in self.members)
+        """Return the number of matrices that this rank computes as one batch; 0 for AdamW."""
+        return sum(member.batch_size for member in self.members) if self.rule.orthogonalizes else 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -174,8 +164,8 @@ class _BucketBase:
         return self.names[0]
 
     @property
-    def num_parts(self) -> int:
-        """Return the number of members, which the table of the plan prints after the first name."""
+    def num_pieces(self) -> int:
+        """Return the number of members; of more than one the table of the plan prints the first name and a number."""
         return len(self.members)
 
     @property
@@ -187,47 +177,18 @@ class _BucketBase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local(_BucketBase):
-    """A bucket that this rank has whole: matrices, or with AdamW parameters."""
-
-    # Upper bound of the temporary bytes of the bucket's step.
-    workspace_bytes: int
-    # No messages.
-    needs_comm = False
-    ranks = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shared(_BucketBase):
-    """A bucket that several ranks step together, in three stages with a message between each two (`schedule.py`)."""
-
-    # Upper bounds of this rank's temporary bytes, by stage.
-    stages: Stages
-    # The largest bounds of any rank. All ranks know these, and decide by them how many buckets are under way at a time.
-    shared_stages: Stages
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Return an upper bound of the temporary bytes at any time of the bucket's step."""
-        return self.stages.most
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gathered(_Shared):
+class Gathered(Bucket):
     """Matrices that lie in pieces on several ranks; `members` are this rank's pieces: one of each unit, or none."""
 
     units: Units
     exchange: Exchange
+    # The largest `stages` of any rank. All ranks know these, and decide by them how many buckets are under way at once.
+    shared_stages: Stages
 
     @cached_property
     def needs_comm(self) -> bool:
         """Whether its step sends messages; if not, this rank holds and owns all units whole."""
         return not self.exchange.is_local
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """The global ranks that hold pieces or own units, in the order of their process group."""
-        return self.exchange.ranks
 
     @property
     def num_matrices(self) -> int:
@@ -241,24 +202,26 @@ class Gathered(_Shared):
         return tuple(unit.name for unit in self.units.all)
 
     @property
-    def num_parts(self) -> int:
+    def num_pieces(self) -> int:
         """Return the number of units in the bucket."""
         return len(self.units.all)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharded(_Shared):
-    """Pieces of parameters, each with an owner that has its state; `members` are the pieces that this rank owns."""
+class Sharded(Bucket):
+    """Pieces of parameters, each with an owner that has its state; with Muon each piece is a unit."""
 
-    # The global ranks with these parameters, in the order of their process group.
-    ranks: tuple[int, ...]
-    # This rank's position among them.
+    # The largest `stages` of any rank, as `Gathered.shared_stages`.
+    shared_stages: Stages
+    # This rank's position among `ranks`.
     position: int
-    # The pieces of all ranks, in the order of their owners.
+    members: tuple[StateShard, ...]
+    # The pieces of all ranks, in the order of their owners; `members` are this rank's.
     shards: tuple[StateShard, ...]
     # Whether the pieces are one whole parameter in the order of its memory, so that messages need no packing.
     is_direct: bool
-    needs_comm = True
+    # The rows of an embedding table that sends only touched rows of its gradient (`comms="sharded_sparse"`), or None.
+    rows: RowSharding | None = None
 
     @cached_property
     def of_owners(self) -> list[slice]:
@@ -275,11 +238,6 @@ class Sharded(_Shared):
         return self.of_owners[self.position]
 
     @cached_property
-    def local(self) -> tuple[StateShard, ...]:
-        """The pieces that this rank owns."""
-        return self.shards[self.local_slice]
-
-    @cached_property
     def entries(self) -> list[int]:
         """The number of entries that each rank owns."""
         return [sum(shard.numel for shard in self.shards[of_owner]) for of_owner in self.of_owners]
@@ -289,29 +247,12 @@ class Sharded(_Shared):
         """Return the name of each piece's parameter, for the pieces of all ranks."""
         return tuple(shard.name for shard in self.shards)
 
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedMatrices(Sharded):
-    """Sharded parameters of a Muon group. Each piece is a unit, since whole matrices need one owner."""
-
-    units: Units
-
     @property
-    def num_parts(self) -> int:
-        """Return the number of units in the bucket."""
-        return len(self.units.all)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedTable(Sharded):
-    """A sharded embedding table that sends only touched rows of its gradient (`comms="sharded_sparse"`)."""
-
-    rows: RowSharding
+    def num_pieces(self) -> int:
+        """Return the number of units of all ranks, or of ranges of AdamW's parameters that this rank owns."""
+        return len(self.members if self.units is None else self.shards)
 
     @property
     def method(self) -> str:
-        """Return the name of its update, "adamw, sparse"."""
-        return f"{super().method}, sparse"
-
-
-Bucket: TypeAlias = Local | Gathered | Sharded
+        """Return the name of the bucket's update; "adamw, sparse" for a table that sends touched rows."""
+        return super().method if self.rows is None else f"{super().method}, sparse"

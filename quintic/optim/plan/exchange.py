@@ -26,7 +26,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
 from quintic.optim.layout.layouts import Box, numel_of, relative, size_of
 
-__all__ = ["Exchange", "ExchangeBytes", "RankTraffic", "segment_sum", "traffic_of"]
+__all__ = ["Exchange", "ExchangeBytes", "segment_sum", "traffic_of"]
 
 
 class Amounts(NamedTuple):
@@ -235,15 +235,10 @@ class ExchangeBytes(NamedTuple):
     factors: int
 
 
-class RankTraffic(NamedTuple):
-    """Bytes that each rank sends and receives in a gather and a scatter together, (ranks,) int64 each."""
-
-    sent: Tensor
-    received: Tensor
-
-
-def traffic_of(exchange_bytes: ExchangeBytes, places: Tensor | None = None) -> RankTraffic:
+def traffic_of(exchange_bytes: ExchangeBytes, places: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the bytes that each rank sends to other places, and receives from them, in an exchange that is not local.
+
+    Both are (ranks,) int64, of a gather and a scatter together.
 
     Args:
         exchange_bytes: the exchange.
@@ -266,14 +261,14 @@ def traffic_of(exchange_bytes: ExchangeBytes, places: Tensor | None = None) -> R
     # Whole units on every rank: there is no gather, and a scatter is one of the two above.
     if exchange.is_replicated:
         each = math.prod(exchange.unit_shape) * exchange_bytes.update + exchange_bytes.factors
-        return RankTraffic(each * given, each * taken)
+        return each * given, each * taken
     # A gather stays within a copy of the parameters, a scatter reaches all of them. `of_copy` is a number for each pair
     # of copy and place, so that the difference of two sums counts the ranks of a copy at other places.
     of_copy = copies * (int(places.max()) + 1) + places
     gather_sent = pieces * (segment_sum(counts, copies) - segment_sum(counts, of_copy))
     gather_received = counts * (segment_sum(pieces, copies) - segment_sum(pieces, of_copy))
     scatter_sent, scatter_received = counts * _off_rank_sum(pieces, places), pieces * owned_elsewhere
-    return RankTraffic(
+    return (
         gather_sent * exchange_bytes.direction + scatter_sent * exchange_bytes.update + given * exchange_bytes.factors,
         gather_received * exchange_bytes.direction
         + scatter_received * exchange_bytes.update

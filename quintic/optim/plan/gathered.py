@@ -21,11 +21,12 @@ from typing import NamedTuple
 
 from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.groups.group import Group
-from quintic.optim.layout.layouts import Box, Layout, intersection, local_tensor, relative, size_of
+from quintic.optim.layout.layouts import Box, Layout, intersection, local_tensor, size_of
+from quintic.optim.layout.pieces import Piece, positions_in
 from quintic.optim.layout.views import Unit, View
-from quintic.optim.plan.bucket import Gathered, ParameterUnit, Units
+from quintic.optim.plan.bucket import Gathered, Units
 from quintic.optim.plan.exchange import Exchange, ExchangeBytes
-from quintic.optim.plan.members import BucketMember, kinds_of
+from quintic.optim.plan.kinds import kinds_of
 from quintic.optim.plan.offload_size import POOL_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.schedule import Stages
 from quintic.optim.plan.workspace.buckets import distinct_by_memory, piece_entries, stages_of_units
@@ -52,13 +53,8 @@ class BucketKey(NamedTuple):
     in_order: bool
 
 
-class _UnitAssignment(NamedTuple):
-    """A unit, and the bucket that it belongs to."""
-
-    unit: ParameterUnit
-    key: BucketKey
-    # Positions of the ranks that hold it whole, and can own it without receiving anything.
-    holders: tuple[int, ...]
+# (key of its bucket, unit, positions of the ranks that hold it whole, and can own it without receiving anything).
+_Assignment = tuple[BucketKey, Piece, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -103,36 +99,33 @@ def shared_buckets(
         layouts: for each group and parameter the layout of a parameter with messages; None for one without.
     """
     # 1. Units of all parameters with messages.
-    assignments: list[_UnitAssignment] = []
+    assignments: list[_Assignment] = []
     for number, (group, of_group) in enumerate(zip(param_groups, layouts, strict=True)):
         for index, layout in enumerate(of_group):
             if layout is not None:
                 assignments += _assignments(number, group, index, layout)
     # The kinds of matrices of each key, from which the costs of its units follow.
-    units_of = {
-        key: _units_of(key, param_groups[key.group])
-        for key in dict.fromkeys(assignment.key for assignment in assignments)
-    }
+    units_of = {key: _units_of(key, param_groups[key.group]) for key in dict.fromkeys(key for key, _, _ in assignments)}
     # 2. Owners, balanced over all groups.
     owners, worst = _owners(assignments, units_of)
     # 3. Buckets of units with equal keys.
-    together: dict[BucketKey, list[tuple[int, ParameterUnit]]] = {}
-    for assignment, owner in zip(assignments, owners, strict=True):
-        together.setdefault(assignment.key, []).append((owner, assignment.unit))
+    together: dict[BucketKey, list[tuple[int, Piece]]] = {}
+    for (key, unit, _), owner in zip(assignments, owners, strict=True):
+        together.setdefault(key, []).append((owner, unit))
     buckets: list[SharedBucket] = []
     for key, units in together.items():
         buckets += _shared_buckets(key, units_of[key], param_groups[key.group], units)
     return buckets, worst
 
 
-def _assignments(number: int, group: Group, index: int, layout: Layout) -> Iterator[_UnitAssignment]:
-    """Yield the units of the parameter at position `index` of a group, each with its bucket's key."""
+def _assignments(number: int, group: Group, index: int, layout: Layout) -> Iterator[_Assignment]:
+    """Yield the units of the parameter at position `index` of a group, each with its bucket's key and its holders."""
     param = group.params[index]
     local = local_tensor(param)
     spec = WorkspaceSpec.of_group(group, local.dtype, local.device, choose_kernels(group.kernels, local))
-    for unit, exchange, holders in _cuts(layout, group.view):
+    for unit, matrices, exchange, holders in _cuts(layout, group.view):
         key = BucketKey(number, exchange, unit.view, spec, param.is_contiguous())
-        yield _UnitAssignment(ParameterUnit.of(group, index, unit, layout.shape), key, holders)
+        yield key, Piece(group.param_names[index], index, matrices, unit.box), holders
 
 
 def _units_of(key: BucketKey, group: Group) -> Units:
@@ -143,33 +136,34 @@ def _units_of(key: BucketKey, group: Group) -> Units:
 
 # Models have many parameters of one shape, whose units and pieces are the same.
 @lru_cache(maxsize=64)
-def _cuts(layout: Layout, view: View) -> tuple[tuple[Unit, Exchange, tuple[int, ...]], ...]:
-    """Return the units that are not empty, each with `BucketKey.exchange` and `_UnitAssignment.holders`."""
+def _cuts(layout: Layout, view: View) -> tuple[tuple[Unit, tuple[int, ...], Exchange, tuple[int, ...]], ...]:
+    """Return the units that are not empty, with positions of matrices, `BucketKey.exchange` and holders."""
     # Process groups have their ranks in ascending order, layouts in the order of the mesh.
     order = sorted(range(len(layout.ranks)), key=lambda position: layout.ranks[position])
     ranks = tuple(layout.ranks[position] for position in order)
     boxes = tuple(layout.boxes[position] for position in order)
     copies = tuple(layout.copies[position] for position in order)
     found = []
-    for unit in view.units(layout.shape):
+    units = view.units(layout.shape)
+    for unit, matrices in zip(units, positions_in(view, layout.shape, units), strict=True):
         shape = size_of(unit.box)
         # Leave out empty units. `pieces` are in coordinates of the unit.
         if math.prod(shape):
-            pieces = tuple(_piece(box, unit.box) for box in boxes)
+            pieces = tuple(_box_within(unit.box, box) for box in boxes)
             holders = tuple(n for n, piece in enumerate(pieces) if piece is not None and size_of(piece) == shape)
-            found.append((unit, Exchange(ranks, 0, shape, pieces, copies, ()), holders))
+            found.append((unit, matrices, Exchange(ranks, 0, shape, pieces, copies, ()), holders))
     return tuple(found)
 
 
-def _piece(box: Box, unit: Box) -> Box | None:
-    """Return the intersection of a rank's box with a unit, in coordinates of the unit; None if it is empty."""
-    common = intersection(box, unit)
+def _box_within(outer: Box, box: Box) -> Box | None:
+    """Return what `outer` has of another box, in coordinates of `outer`; None if that is nothing."""
+    common = intersection(box, outer)
     if common is None:
         return None
-    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(common, unit, strict=True))
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(common, outer, strict=True))
 
 
-def _owners(assignments: Sequence[_UnitAssignment], units_of: Mapping[BucketKey, Units]) -> tuple[list[int], float]:
+def _owners(assignments: Sequence[_Assignment], units_of: Mapping[BucketKey, Units]) -> tuple[list[int], float]:
     """Return the owner of each unit, as a position among the ranks that share it, and the balance of the work.
 
     The balance is the work of the busiest rank over the mean work of its set of ranks; the largest of all sets counts.
@@ -177,13 +171,13 @@ def _owners(assignments: Sequence[_UnitAssignment], units_of: Mapping[BucketKey,
     """
     # Parameters of one set of ranks go to owners in this set.
     together: dict[tuple[int, ...], list[int]] = {}
-    for number, assignment in enumerate(assignments):
-        together.setdefault(assignment.key.exchange.ranks, []).append(number)
+    for number, (key, _, _) in enumerate(assignments):
+        together.setdefault(key.exchange.ranks, []).append(number)
     # The cost of a unit is that of orthogonalising its matrices; messages are not counted.
     cost_of = {key: sum(kind.cost for kind in units.kinds) for key, units in units_of.items()}
     owners, worst = [0] * len(assignments), 1.0
     for ranks, members in together.items():
-        costs, holders = [cost_of[assignments[i].key] for i in members], [assignments[i].holders for i in members]
+        costs, holders = [cost_of[assignments[i][0]] for i in members], [assignments[i][2] for i in members]
         assigned = assign_owners(costs, holders, len(ranks))
         for i, owner in zip(members, assigned, strict=True):
             owners[i] = owner
@@ -192,10 +186,10 @@ def _owners(assignments: Sequence[_UnitAssignment], units_of: Mapping[BucketKey,
 
 
 def _shared_buckets(
-    key: BucketKey, units: Units, group: Group, owned: Sequence[tuple[int, ParameterUnit]]
+    key: BucketKey, units: Units, group: Group, owned: Sequence[tuple[int, Piece]]
 ) -> Iterator[SharedBucket]:
     """Yield the buckets of all units with one key; `owned` has (owner, unit) for each unit."""
-    per_owner: list[list[ParameterUnit]] = [[] for _ in key.exchange.ranks]
+    per_owner: list[list[Piece]] = [[] for _ in key.exchange.ranks]
     for owner, unit in owned:
         per_owner[owner].append(unit)
     # A bucket has up to `limit` units of each of up to `owners` consecutive owners.
@@ -240,29 +234,24 @@ def gathered_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], ran
         shared_stages=shared.most,
         units=replace(units, local_slice=exchange.local_slice),
         exchange=exchange,
+        ranks=exchange.ranks,
     )
 
 
 def _members(
-    units: Iterable[ParameterUnit], exchange: Exchange, layouts: Sequence[Layout | None], rank: int
-) -> Iterator[BucketMember]:
+    units: Iterable[Piece], exchange: Exchange, layouts: Sequence[Layout | None], rank: int
+) -> Iterator[Piece]:
     """Yield this rank's pieces, one of each unit; none if it holds nothing of them."""
     if exchange.piece is None:
         return
     for unit in units:
         layout = layouts[unit.index]
         assert layout is not None
+        assert unit.box is not None
         # The box of the piece in coordinates of this rank's local tensor.
-        box = layout.box_of(rank)
-        common = intersection(unit.unit.box, box)
-        assert common is not None
-        yield BucketMember(
-            name=unit.name,
-            index=unit.index,
-            num_matrices=1,
-            first_matrix=unit.first_matrices[0],
-            piece=relative(common, box),
-        )
+        box = _box_within(layout.box_of(rank), unit.box)
+        assert box is not None
+        yield replace(unit, box=box)
 
 
 def _at_a_time(key: BucketKey, units: Units, group: Group, counts: Sequence[int]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quintic.optim.plan.bucket import Bucket, Local
+from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.offload_size import Offloaded, buffer_bytes
 from quintic.optim.plan.replicas import ReplicaChoice
 from quintic.optim.plan.schedule import Schedule, overlapping_bytes
@@ -62,7 +62,7 @@ class Plan:
         """Return an upper bound of the temporary bytes of a step on this rank, see `overlapping_bytes`."""
         # Averaging is over before the first bucket starts, so the larger of the two counts.
         # Buckets with collectives overlap as the schedule says; the others run one at a time.
-        stages = [bucket.stages for bucket in self.buckets if not isinstance(bucket, Local) and bucket.needs_comm]
+        stages = [bucket.stages for bucket in self.buckets if bucket.needs_comm]
         local_bytes = max((bucket.workspace_bytes for bucket in self.buckets if not bucket.needs_comm), default=0)
         peak = overlapping_bytes(stages, self.schedule, local_bytes)
         small = small_bytes(bucket.device for bucket in self.buckets)
@@ -148,5 +148,5 @@ def _cells(bucket: Bucket, has_host: bool) -> tuple[list[str], list[str], str, s
     costs.append(f"{bucket.workspace_bytes / 2**20:.1f}")
     if has_host:
         costs.append("-" if bucket.offloaded is None else f"{bucket.offloaded.num_bytes / 2**20:.1f}")
-    others = f" (+{bucket.num_parts - 1})" if bucket.num_parts > 1 else ""
+    others = f" (+{bucket.num_pieces - 1})" if bucket.num_pieces > 1 else ""
     return [bucket.method, matrices], costs, bucket.name, others

@@ -19,13 +19,15 @@ import torch
 from quintic.kernels.dispatch import Kernels, choose_kernels, is_dense
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, local_tensor
-from quintic.optim.plan.bucket import Bucket, Local
+from quintic.optim.layout.pieces import Piece
+from quintic.optim.plan.bucket import Bucket, Gathered, Sharded
 from quintic.optim.plan.gathered import gathered_buckets, shared_buckets
-from quintic.optim.plan.members import BucketMember, Kind, form_of
+from quintic.optim.plan.kinds import Kind, form_of
 from quintic.optim.plan.offload_size import POOL_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.order import Orders, order_buckets
 from quintic.optim.plan.plan import Plan
 from quintic.optim.plan.replicas import ReplicaChoice
+from quintic.optim.plan.schedule import NO_STAGES
 from quintic.optim.plan.sharded import sharded_buckets
 from quintic.optim.plan.workspace.buckets import adamw_workspace_bytes, batch_bytes, is_put_in_order
 from quintic.optim.plan.workspace.matrices import WorkspaceSpec
@@ -70,29 +72,29 @@ def build_plan(
         here = [index for index, layout in enumerate(of_group) if layout is None and index not in group.idle]
         buckets += local_buckets(number, group, here)
     # A shared bucket whose owner holds all of its units whole needs no messages, and comes among the local ones.
-    moving = [bucket for bucket in buckets if not isinstance(bucket, Local) and bucket.needs_comm]
+    moving = [bucket for bucket in buckets if isinstance(bucket, Gathered | Sharded) and bucket.needs_comm]
     in_order, schedule = order_buckets(moving, param_groups, orders or Orders())
     still = [bucket for bucket in buckets if not bucket.needs_comm]
     return Plan((*in_order, *still), balance, schedule, choices=tuple(choices))
 
 
-def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Local]:
+def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Bucket]:
     """Return the local buckets of a validated group, for the parameters at positions `indices`."""
     build = _muon_buckets if group.rule.orthogonalizes else _adamw_buckets
     return list(build(group_index, group, indices))
 
 
-def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Local]:
+def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Bucket]:
     # Parameters that one launch of a kernel can handle: of one dtype and device, and with gaps in memory or without.
-    members: dict[tuple[torch.dtype, torch.device, Kernels, bool], list[BucketMember]] = {}
+    members: dict[tuple[torch.dtype, torch.device, Kernels, bool], list[Piece]] = {}
     for index in indices:
         name, param = group.param_names[index], local_tensor(group.params[index])
         key = (param.dtype, param.device, choose_kernels(group.kernels, param), is_dense(param))
-        members.setdefault(key, []).append(BucketMember(name=name, index=index))
+        members.setdefault(key, []).append(Piece(name, index))
     # One bucket each: AdamW's temporary memory does not grow with the number of parameters.
     for (dtype, device, kernels, dense), alike in members.items():
         numels = [local_tensor(group.params[member.index]).numel() for member in alike]
-        yield Local(
+        yield Bucket(
             rule=group.rule,
             group=group_index,
             members=tuple(alike),
@@ -100,30 +102,31 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> It
             device=device,
             kernels=kernels,
             numel=sum(numels),
-            workspace_bytes=adamw_workspace_bytes(max(numels), group, dtype, device, kernels, dense=dense),
+            stages=NO_STAGES._replace(
+                computing=adamw_workspace_bytes(max(numels), group, dtype, device, kernels, dense=dense)
+            ),
         )
 
 
-def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Local]:
+def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Bucket]:
     # Matrices that one launch of a kernel can handle: of one shape, strides, dtype and device. A view's block has shape
     # (b, g, r, n), or (b, g, r, c, k) for filters in channels_last.
-    by_kind: dict[tuple[Any, ...], list[BucketMember]] = {}
+    by_kind: dict[tuple[Any, ...], list[Piece]] = {}
     for index in indices:
         name, param = group.param_names[index], local_tensor(group.params[index])
         kernels = choose_kernels(group.kernels, param)
         first = 0
-        for number, block in enumerate(group.view.blocks(param.detach())):
-            b = block.shape[0]
+        for block in group.view.blocks(param.detach()):
+            stop = first + block.shape[0]
             key = (block.shape[1:], block.stride()[1:], param.dtype, param.device, kernels)
-            member = BucketMember(name=name, index=index, block=number, num_matrices=b, first_matrix=first)
-            by_kind.setdefault(key, []).append(member)
-            first += b
+            by_kind.setdefault(key, []).append(Piece(name, index, tuple(range(first, stop)), box=None))
+            first = stop
     for (block_shape, strides, dtype, device, kernels), members in by_kind.items():
         m, n = block_shape[:2].numel(), block_shape[2:].numel()  # (g, r) -> m, (n) or (c, k) -> n
         form = form_of(group, m, n, dtype, device)
         spec = WorkspaceSpec.of_group(group, dtype, device, kernels)
-        total = sum(member.num_matrices for member in members)
-        largest = max(member.num_matrices for member in members)
+        total = sum(member.batch_size for member in members)
+        largest = max(member.batch_size for member in members)
 
         # The most matrices at a time, in the memory that they need on any device of the type: so all ranks agree.
         is_copied = kernels == "triton" and is_put_in_order(block_shape, strides, form)
@@ -140,9 +143,9 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
             at_a_time = min(at_a_time, max(1, _CPU_ENTRIES // max(1, m * n)))
         # One bucket for each list of matrices; its bound is for this device.
         for chunk in _member_chunks(members, at_a_time):
-            counts = [member.num_matrices for member in chunk]
+            counts = [member.batch_size for member in chunk]
             count = sum(counts)
-            yield Local(
+            yield Bucket(
                 rule=group.rule,
                 group=group_index,
                 members=tuple(chunk),
@@ -153,7 +156,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
                 form=form,
                 numel=count * m * n,
                 flops=count * Kind((m, n), form).flops,
-                workspace_bytes=batch_bytes(count, max(counts), (m, n), form, spec, is_copied),
+                stages=NO_STAGES._replace(computing=batch_bytes(count, max(counts), (m, n), form, spec, is_copied)),
             )
 
 
@@ -182,18 +185,17 @@ def _matrices_at_a_time(
     return limit
 
 
-def _member_chunks(members: Sequence[BucketMember], limit: int) -> Iterator[list[BucketMember]]:
+def _member_chunks(members: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
     """Yield members in lists of at most `limit` matrices each, in order; a member may be split over several lists."""
-    chunk: list[BucketMember] = []
+    chunk: list[Piece] = []
     free = limit
     for member in members:
         # Take as many of the member's matrices as the list has room for, until none is left.
-        start, left = member.start, member.num_matrices
-        while left > 0:
-            take = min(left, free)
-            skipped = start - member.start
-            chunk.append(replace(member, start=start, num_matrices=take, first_matrix=member.first_matrix + skipped))
-            start, left, free = start + take, left - take, free - take
+        left = member.matrices
+        while left:
+            taken, left = left[:free], left[free:]
+            chunk.append(replace(member, matrices=taken))
+            free -= len(taken)
             if free == 0:
                 yield chunk
                 chunk, free = [], limit

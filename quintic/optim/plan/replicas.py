@@ -24,7 +24,6 @@ from quintic.optim.plan.gathered import SharedBucket, shared_buckets
 __all__ = [
     "LINKS",
     "SPEEDS",
-    "Links",
     "ReplicaChoice",
     "ReplicaStrategy",
     "choose_replica_strategies",
@@ -41,17 +40,11 @@ ReplicaStrategy: TypeAlias = Literal["divide", "repeat", "host"]
 # In order of preference if they are equally fast: the first repeats no work.
 _STRATEGIES: tuple[ReplicaStrategy, ...] = ("divide", "repeat", "host")
 
+LINKS = (250e9, 25e9)
+"""Bytes per second that one rank sends, and receives at the same time, within its host and to other hosts.
 
-class Links(NamedTuple):
-    """Bytes per second that one rank sends, and receives at the same time."""
-
-    # GPUs of one host are linked directly, GPUs of several hosts by a network.
-    within_host: float
-    between_hosts: float
-
-
-LINKS = Links(within_host=250e9, between_hosts=25e9)
-"""NVLink: the exchange of 1.7B parameters, without computing, moves 275 GB/s to and from each of two H200
+GPUs of one host are linked directly, GPUs of several hosts by a network. NVLink: the exchange of 1.7B parameters,
+without computing, moves 275 GB/s to and from each of two H200
 (benchmarks/results/2026-11-22-2xh200-step-layouts.md). Networks: half the speed of one 400 Gb/s card per GPU, which
 all-to-alls among several hosts do not reach."""
 
@@ -240,4 +233,5 @@ def _seconds(
             between[:, where] += away
             within[:, where] += everywhere - away
     # The slowest resource: the busiest rank's device, or the busiest link of either kind.
-    return max(float(busy.max()), float(within.max()) / LINKS.within_host, float(between.max()) / LINKS.between_hosts)
+    within_host, between_hosts = LINKS
+    return max(float(busy.max()), float(within.max()) / within_host, float(between.max()) / between_hosts)

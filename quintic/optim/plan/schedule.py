@@ -29,7 +29,7 @@ Schedule = Sequence[int | None]
 
 
 class Stages(NamedTuple):
-    """Bytes that a bucket with collectives holds on this rank, by stage; neighbours overlap."""
+    """Bytes that a bucket holds on this rank, by stage; neighbours with collectives overlap."""
 
     # In the order of a bucket's life: started, computed, finished.
     # From its start until its first message has arrived.
@@ -154,7 +154,7 @@ def overlapping_bytes(stages: Sequence[Stages], schedule: Schedule, local_bytes:
         local_bytes: the most bytes that one of the other buckets needs; they run one after the other, beside the
             messages that are under way then.
     """
-    parts = [0] * len(stages)  # how many stages each bucket has begun
+    begun = [0] * len(stages)  # stages that each bucket has begun
     peak = held = 0
     # Follow the schedule and add up the bytes that buckets hold between their stages.
     for number in schedule:
@@ -163,16 +163,16 @@ def overlapping_bytes(stages: Sequence[Stages], schedule: Schedule, local_bytes:
             continue
         stage = stages[number]
         # The bucket starts, is computed, or is finished.
-        if parts[number] == 0:
+        if begun[number] == 0:
             peak = max(peak, held + stage.starting)
             held += stage.gathering
-        elif parts[number] == 1:
+        elif begun[number] == 1:
             held -= stage.gathering
             peak = max(peak, held + stage.working)
             held += stage.scattering
         else:
             held -= stage.scattering
             peak = max(peak, held + stage.finishing)
-        parts[number] += 1
+        begun[number] += 1
         peak = max(peak, held)
     return peak

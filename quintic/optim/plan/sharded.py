@@ -24,8 +24,8 @@ from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import size_of
 from quintic.optim.layout.views import View
-from quintic.optim.plan.bucket import ParameterUnit, Sharded, ShardedMatrices, ShardedTable, Units
-from quintic.optim.plan.members import BucketMember, kinds_of
+from quintic.optim.plan.bucket import Sharded, Units
+from quintic.optim.plan.kinds import kinds_of
 from quintic.optim.plan.offload_size import offloaded_entries
 from quintic.optim.plan.row_sharding import RowSharding, sharded_rows
 from quintic.optim.plan.schedule import NO_STAGES
@@ -63,23 +63,19 @@ def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
     for (kind, dtype, device, kernels, direct), alike in together.items():
         chunks = [alike] if direct is not None else _chunks(alike, group, len(ranks), dtype)
         for shards in chunks:
-            # This rank's pieces, and the class of bucket: AdamW's, Muon's, or a table.
             own = [shard for shard in shards if ranks[shard.owner] == rank]
-            of_kind: type[Sharded] = Sharded
-            more: dict[str, Any] = {}
-            if kind is not None:
-                units = _units(shards, group, ranks.index(rank), *kind)
-                of_kind, first = ShardedMatrices, units.kinds[0]
-                more = {"shape": first.shape, "form": first.form, "flops": len(own) * units.flops, "units": units}
-            elif direct in shardings:
-                of_kind, more = ShardedTable, {"rows": shardings[direct]}
-            bucket = of_kind(
+            units = None if kind is None else _units(shards, group, ranks.index(rank), *kind)
+            bucket = Sharded(
                 rule=group.rule,
                 group=number,
-                members=tuple(BucketMember(name=p.name, index=p.index, num_matrices=1, piece=()) for p in own),
+                members=tuple(own),
+                shape=None if units is None else units.kinds[0].shape,
                 dtype=dtype,
                 device=device,
                 kernels=kernels,
+                form=None if units is None else units.kinds[0].form,
+                units=units,
+                flops=0 if units is None else len(own) * units.flops,
                 numel=sum(shard.numel for shard in shards),
                 stages=NO_STAGES,
                 shared_stages=NO_STAGES,
@@ -87,7 +83,7 @@ def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
                 position=ranks.index(rank),
                 shards=tuple(shards),
                 is_direct=direct is not None,
-                **more,
+                rows=None if direct is None else shardings.get(direct),
             )
             # Memory follows from the bucket itself.
             of_all, of_this = stages_of_shards(bucket, group, worst_case=True), stages_of_shards(bucket, group)
@@ -145,12 +141,7 @@ def _chunks(
 def _units(shards: Sequence[StateShard], group: Group, position: int, shape: tuple[int, ...], view: View) -> Units:
     """Return the pieces as units of one `shape` and `view`, as the rank at `position` sees them."""
     first = group.params[shards[0].index]
-    everywhere = tuple(
-        ParameterUnit.of(group, shard.index, shard.unit, group.params[shard.index].shape)
-        for shard in shards
-        if shard.unit is not None
-    )
     # Sorted by owner, so that this rank's units are consecutive.
     owners = [shard.owner for shard in shards]
     owned = slice(bisect_left(owners, position), bisect_right(owners, position))
-    return Units(shape, view, kinds_of(view, shape, group, first.dtype, first.device), everywhere, owned)
+    return Units(shape, view, kinds_of(view, shape, group, first.dtype, first.device), tuple(shards), owned)

@@ -21,7 +21,7 @@ import math
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None
     together = 1
     if batch > 1 and min(m, n) < _ALONE_SIDE and _is_the_same_alone(batch, m, n, form, torch.get_num_threads()):
         together = batch
-    memory = _Buffers.of(together, m, n, form.compute_dtype)
+    memory = _buffers(together, m, n, form.compute_dtype)
     for part, target in zip(x.split(together), result.split(together), strict=True):
         _iterate_in_buffers(part, form, norm, memory, target)
     return result
@@ -119,8 +119,8 @@ def _is_the_same_alone(batch: int, m: int, n: int, form: Form, threads: int) -> 
     together = torch.empty((batch, m, n), dtype=form.compute_dtype, device="cpu")
     for number, matrix in enumerate(together):
         matrix.normal_(generator=generator.manual_seed(number))
-    _iterate_in_buffers(together, form, 1.0, _Buffers.of(batch, m, n, form.compute_dtype), together)
-    memory, alone = _Buffers.of(1, m, n, form.compute_dtype), torch.empty_like(together[:1])
+    _iterate_in_buffers(together, form, 1.0, _buffers(batch, m, n, form.compute_dtype), together)
+    memory, alone = _buffers(1, m, n, form.compute_dtype), torch.empty_like(together[:1])
     for number, expected in enumerate(together.split(1)):
         _iterate_in_buffers(alone.normal_(generator=generator.manual_seed(number)), form, 1.0, memory, alone)
         if not torch.equal(alone, expected):
@@ -128,47 +128,38 @@ def _is_the_same_alone(batch: int, m: int, n: int, form: Form, threads: int) -> 
     return True
 
 
-class _Kept(threading.local):
-    """Scratch memory that a thread keeps between calls: allocating it anew costs as much as some of the products."""
+# Scratch memory, `buffer`, that a thread keeps between calls: allocating it anew costs as much as some of the products.
+_KEPT = threading.local()
 
-    buffer: Tensor | None = None
-
-
-_KEPT = _Kept()
+_Buffers: TypeAlias = tuple[list[Tensor], list[Tensor]]
 
 
-class _Buffers(NamedTuple):
-    """Buffers that all batches of a call write to, one batch after the other; views of one allocation."""
+def _buffers(batch: int, m: int, n: int, dtype: torch.dtype) -> _Buffers:
+    """Return two buffers (batch, m, n) and `_NUM_SMALL` of (batch, side, side): views of one allocation.
 
-    # Two of (batch, m, n).
-    whole: list[Tensor]
-    # `_NUM_SMALL` of (batch, side, side).
-    small: list[Tensor]
-
-    @classmethod
-    def of(cls, batch: int, m: int, n: int, dtype: torch.dtype) -> "_Buffers":
-        side = min(m, n)
-        whole, small = (batch, m, n), (batch, side, side)
-        shapes = [whole] * 2 + [small] * _NUM_SMALL
-        lines = -(-math.prod(whole) * dtype.itemsize // _LINE), -(-math.prod(small) * dtype.itemsize // _LINE)
-        sizes = [lines[0] * _LINE] * 2 + [lines[1] * _LINE] * _NUM_SMALL
-        buffer = _KEPT.buffer
-        if buffer is None or buffer.numel() < sum(sizes):
-            _KEPT.buffer = None  # free the old memory before allocating the new
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-            if sum(sizes) <= _MAX_KEPT:
-                _KEPT.buffer = buffer
-        parts = buffer[: sum(sizes)].split(sizes)
-        tensors = []
-        for part, shape in zip(parts, shapes, strict=True):
-            tensors.append(part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
-        return cls(tensors[:2], tensors[2:])
+    All batches of a call write to them, one batch after the other.
+    """
+    side = min(m, n)
+    whole, small = (batch, m, n), (batch, side, side)
+    shapes = [whole] * 2 + [small] * _NUM_SMALL
+    lines = -(-math.prod(whole) * dtype.itemsize // _LINE), -(-math.prod(small) * dtype.itemsize // _LINE)
+    sizes = [lines[0] * _LINE] * 2 + [lines[1] * _LINE] * _NUM_SMALL
+    buffer: Tensor | None = getattr(_KEPT, "buffer", None)
+    if buffer is None or buffer.numel() < sum(sizes):
+        _KEPT.buffer = None  # free the old memory before allocating the new
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        if sum(sizes) <= _MAX_KEPT:
+            _KEPT.buffer = buffer
+    tensors: list[Tensor] = []
+    for span, shape in zip(buffer[: sum(sizes)].split(sizes), shapes, strict=True):
+        tensors.append(span[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+    return tensors[:2], tensors[2:]
 
 
 def _iterate_in_buffers(x: Tensor, form: Form, norm: float, memory: _Buffers, out: Tensor) -> None:
     """Write the polynomials of `x`, (batch, m, n), to `out`, which may be `x`; the formulas are the module's."""
-    current, other = memory.whole  # (batch, m, n): x, and the place of the next x
-    g, h, s, q, spare = memory.small  # (batch, side, side)
+    # (batch, m, n): x, and the place of the next x. The others are (batch, side, side).
+    (current, other), (g, h, s, q, spare) = memory
     _normalize(x, norm, current)
     wide = x.shape[-2] <= x.shape[-1]
     is_large = g.shape[-1] >= _ALONE_SIDE

@@ -217,7 +217,8 @@ def _iterate(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) 
     transposed = form.compute_dtype.itemsize == 2 and not x.is_contiguous() and x.mT.is_contiguous()
     x = x.mT if transposed else x.contiguous()
     program = products_of(tuple(form.segments), form.coefficients, _ENTRY_NORM)
-    kernels = choose_products(x.shape, form.compute_dtype, x.device) if on_device else None
+    # The plan counts the memory of a tensor without any: all kernels of single products allocate as PyTorch does.
+    kernels = choose_products(x.shape, form.compute_dtype, x.device) if on_device and not x.is_meta else None
     if kernels == "queue":
         # One launch for all products: (2, batch, m, n), the normalised x and room for the next.
         pair = x.new_empty((2, *x.shape), dtype=form.compute_dtype)

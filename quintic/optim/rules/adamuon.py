@@ -53,8 +53,6 @@ class ElementSecondMoment(MatrixStage):
     label = "normalize elements"
     state = (StateSpec(SECOND_MOMENT, "average", "param"),)
     averages = ("normalize_beta",)
-    # The copy of v that is advanced, o, sqrt(v) or the squares for the norm, and the result.
-    temporaries = 4
 
     def apply(
         self, matrices: Tensor, state: Mapping[str, Tensor], options: StageOptions

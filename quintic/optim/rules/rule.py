@@ -128,9 +128,6 @@ class MatrixStage:
     state: ClassVar[tuple[StateSpec, ...]] = ()
     averages: ClassVar[tuple[str, ...]] = ()
     """See `Direction.averages`."""
-    temporaries: ClassVar[int] = 0
-    """The most tensors of the matrices' size, float32 or float64, that exist at one time because of `apply`: results,
-    intermediate values, and the copy of the state that it advances. The plan bounds memory with it."""
     has_kernel: ClassVar[bool] = False
     """Whether there is an `apply_kernel`."""
 
@@ -140,7 +137,8 @@ class MatrixStage:
         """Return new matrices (b, m, n), and factors to multiply them with, or None if there are no factors.
 
         A result must not depend, to the last bit, on the other matrices of the batch, because layouts batch them
-        differently: add up with `sums.py`. Only a stage with `"neurons"` state may return factors, since they are sent
+        differently: add up with `sums.py`. The plan runs it on tensors of the meta device, too, which have no values,
+        to count its memory. Only a stage with `"neurons"` state may return factors, since they are sent
         to other ranks in the message of that state.
 
         Args:
@@ -159,7 +157,8 @@ class MatrixStage:
     ) -> Tensor:
         """Return `factors` times the factors that `apply` would return; the matrices stay as they are.
 
-        Only for stages with a single `"neurons"` state. The kernel advances this state in place.
+        Only for stages with a single `"neurons"` state. The kernel advances this state in place. The plan counts its
+        memory as that of `apply`; `kernels.launch.launch` does nothing with tensors of the meta device.
 
         Args:
             matrices: (b, m, n).
@@ -225,11 +224,6 @@ class UpdateRule:
     def neuron_state(self) -> StateSpec | None:
         """The state with a number for each neuron, or None; a rule has one such state at most."""
         return next((spec for spec in self.state if spec.shape == "neurons"), None)
-
-    @cached_property
-    def temporaries(self) -> int:
-        """The largest `MatrixStage.temporaries` of the stages, which run one after the other."""
-        return max((stage.temporaries for stage in self.stages), default=0)
 
     def lr_factor(self, adjust_lr: AdjustLr, m: int, n: int) -> float:
         """Return the factor on the learning rate of an (m, n) matrix of a group with this `adjust_lr`."""

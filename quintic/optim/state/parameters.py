@@ -304,7 +304,7 @@ def _check_copied(source: Parameter, target: Parameter, *, transposed: bool) -> 
     if group.rule.direction != other_group.rule.direction:
         raise ValueError(f"{what}: their groups have algorithm={group.algorithm!r} and {other_group.algorithm!r}")
     needed, other_needed = (
-        {key: str(form.dtype) for key, form in state_forms(one.param, one.group).items()} for one in (source, target)
+        {key: str(dtype) for key, (dtype, _) in state_forms(one.param, one.group).items()} for one in (source, target)
     )
     if needed != other_needed:
         raise ValueError(

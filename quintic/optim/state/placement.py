@@ -9,7 +9,7 @@ its strides; or, with sharded state, it is one flat tensor, (entries,), of the s
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,12 +24,8 @@ from quintic.optim.state.shards import StateShard, local_shard_pairs
 __all__ = ["StateForm", "init_state", "matches_spec", "planned_state", "state_bytes", "state_forms", "state_on_device"]
 
 
-class StateForm(NamedTuple):
-    """Dtype and shape of one tensor of a parameter's state."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...] | None
-    """None for the parameter's shape."""
+StateForm: TypeAlias = tuple[torch.dtype, tuple[int, ...] | None]
+"""Dtype and shape of one tensor of a parameter's state; None for the parameter's shape."""
 
 
 def state_forms(param: Tensor, group: Group) -> dict[str, StateForm]:
@@ -41,13 +37,13 @@ def state_forms(param: Tensor, group: Group) -> dict[str, StateForm]:
     # (count, m, n) for each kind of matrix.
     shapes = group.view.shapes(param.shape) if group.rule.orthogonalizes else ()
     dtypes = [spec.dtype_for(param.dtype, group.state_dtype) for spec in specs]
-    return {spec.name: StateForm(dtype, spec.shape_for(shapes)) for spec, dtype in zip(specs, dtypes, strict=True)}
+    return {spec.name: (dtype, spec.shape_for(shapes)) for spec, dtype in zip(specs, dtypes, strict=True)}
 
 
 def state_bytes(param: Tensor, group: Group) -> int:
     """Return the bytes of the state of a whole parameter, on any device."""
     forms = state_forms(param, group).values()
-    return sum(form.dtype.itemsize * (param.numel() if form.shape is None else math.prod(form.shape)) for form in forms)
+    return sum(dtype.itemsize * (param.numel() if shape is None else math.prod(shape)) for dtype, shape in forms)
 
 
 def init_state(param: Tensor, group: Group, own: Sequence[StateShard] | None = None) -> dict[str, Tensor]:

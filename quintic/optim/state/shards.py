@@ -9,8 +9,8 @@ when groups are added, or options change or are loaded, since state is never sen
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from quintic.optim.comms.sharing import layouts_of, sharding_ranks
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import numel_of, size_of
 from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.layout.pieces import Piece, positions_in
 from quintic.optim.layout.views import Unit, View
 from quintic.optim.rules.table import PARAM_SHAPED_STATE
 from quintic.optim.state.owners import assign_owners, loads_of, shape_cost
@@ -36,6 +37,10 @@ __all__ = [
     "view_as_shard",
 ]
 
+StateSharding: TypeAlias = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...], tuple[int, ...]]
+"""The owner of every entry of a parameter: ranks, then (position of an owner, start, stop) for each range of memory,
+and the order of memory. Only to be compared, as flat state is valid only for the owners that it was made for."""
+
 # AdamW parameters with fewer entries per rank than this have one owner: smaller ranges are not worth a message.
 _LEAST_ENTRIES = 1024
 
@@ -43,13 +48,13 @@ _LEAST_ENTRIES = 1024
 _MULTIPLE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class StateShard:
-    """A range [start, stop) of one parameter's entries, in the order of memory, which one rank owns and updates."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShard(Piece):
+    """A range [start, stop) of one parameter's entries, in the order of memory, which one rank owns and updates.
 
-    name: str
-    index: int
-    """Position of the parameter in its group."""
+    As a piece it is all of the tensors that the owner steps, see `view_as_shard`.
+    """
+
     start: int
     stop: int
     owner: int
@@ -63,16 +68,6 @@ class StateShard:
     def numel(self) -> int:
         """Return the number of entries."""
         return self.stop - self.start
-
-
-class StateSharding(NamedTuple):
-    """The owner of every entry of a parameter; flat state is only valid for the sharding that it was made for."""
-
-    ranks: tuple[int, ...]
-    runs: tuple[tuple[int, int, int], ...]
-    """(owner, start, stop): the position of an owner among the ranks, and a range of entries in the order of memory."""
-    strides: tuple[int, ...]
-    """The order of memory: strides of the parameter's dimensions of more than one entry."""
 
 
 class ShardedState(NamedTuple):
@@ -95,8 +90,9 @@ class ShardedState(NamedTuple):
             if runs and runs[-1][0] == shard.owner and runs[-1][2] == start:
                 _, start, _ = runs.pop()
             runs.append((shard.owner, start, shard.stop))
+        # The order of memory: strides of the dimensions of more than one entry.
         strides = tuple(stride for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1)
-        return StateSharding(self.ranks, tuple(runs), strides)
+        return self.ranks, tuple(runs), strides
 
 
 def sharded_parameters(groups: Sequence[Group]) -> dict[Tensor, ShardedState]:
@@ -124,11 +120,17 @@ def shards_of(group: Group, ranks: Sequence[int]) -> list[list[StateShard]]:
         if numel < _LEAST_ENTRIES * num_ranks:
             owner = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
             loads[owner] += numel
-            of_params.append([StateShard(name, index, 0, numel, owner)] if numel else [])
+            of_params.append([StateShard(name, index, start=0, stop=numel, owner=owner)] if numel else [])
             continue
         size = _range_size(param, num_ranks)
         ranges = [(min(owner * size, numel), min((owner + 1) * size, numel)) for owner in range(num_ranks)]
-        of_params.append([StateShard(name, index, a, b, owner) for owner, (a, b) in enumerate(ranges) if a < b])
+        of_params.append(
+            [
+                StateShard(name, index, start=start, stop=stop, owner=owner)
+                for owner, (start, stop) in enumerate(ranges)
+                if start < stop
+            ]
+        )
     return of_params
 
 
@@ -145,32 +147,35 @@ def _range_size(param: Tensor, num_ranks: int) -> int:
 
 def _shards_of_matrices(group: Group, num_ranks: int) -> list[list[StateShard]]:
     """Return the shards of each parameter of a Muon group: its units, with owners balanced over the group."""
-    assignments: list[tuple[int, int, int, Unit]] = []  # (parameter, start, stop, unit)
+    # Shards without an owner yet.
+    shards: list[StateShard] = []
     costs = []
-    for index, param in enumerate(group.params):
-        for unit in _contiguous_units(group.view, param):
+    for index, (name, param) in enumerate(zip(group.param_names, group.params, strict=True)):
+        units = _contiguous_units(group.view, param)
+        for unit, matrices in zip(units, positions_in(group.view, param.shape, units), strict=True):
             start, stop = _range_of(unit, tuple(param.shape))
             # Empty units, of parameters without entries, have no owner.
             if start < stop:
-                assignments.append((index, start, stop, unit))
+                shards.append(StateShard(name, index, matrices, start=start, stop=stop, owner=-1, unit=unit))
                 costs.append(sum(count * shape_cost(m, n) for count, m, n in unit.view.shapes(size_of(unit.box))))
     of_params: list[list[StateShard]] = [[] for _ in group.params]
     # An owner's shards of a parameter follow each other in its flat state.
-    for (index, start, stop, unit), owner in zip(assignments, _unit_owners(assignments, costs, num_ranks), strict=True):
-        offset = sum(shard.numel for shard in of_params[index] if shard.owner == owner)
-        of_params[index].append(StateShard(group.param_names[index], index, start, stop, owner, offset, unit))
+    owners = _unit_owners([shard.index for shard in shards], costs, num_ranks)
+    for shard, owner in zip(shards, owners, strict=True):
+        offset = sum(other.numel for other in of_params[shard.index] if other.owner == owner)
+        of_params[shard.index].append(replace(shard, owner=owner, offset=offset))
     return of_params
 
 
-def _unit_owners(assignments: Sequence[tuple[int, int, int, Unit]], costs: Sequence[int], num_ranks: int) -> list[int]:
-    """Return the owner of each unit, given its (parameter, start, stop, unit) and its cost.
+def _unit_owners(indices: Sequence[int], costs: Sequence[int], num_ranks: int) -> list[int]:
+    """Return the owner of each unit, given its parameter's position in the group, and its cost.
 
     A bank is a parameter with at least one unit for every rank, all of equal cost. Each rank should own consecutive
     units of it, which can be sent from the parameter's memory without packing.
     """
     # The units of each parameter, by number, and the banks among the parameters.
     of_params: dict[int, list[int]] = {}
-    for number, (index, *_) in enumerate(assignments):
+    for number, index in enumerate(indices):
         of_params.setdefault(index, []).append(number)
     banks = [
         numbers

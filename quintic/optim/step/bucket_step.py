@@ -39,8 +39,9 @@ from torch import Tensor
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.group import Group
 from quintic.optim.groups.ties import Tie
-from quintic.optim.plan.bucket import Bucket, Gathered, ParameterUnit, Sharded, ShardedMatrices
-from quintic.optim.plan.members import BucketMember, update_dtype
+from quintic.optim.layout.pieces import Piece, take_matrices
+from quintic.optim.plan.bucket import Bucket, Sharded
+from quintic.optim.plan.kinds import update_dtype
 from quintic.optim.plan.schedule import Schedule, prefetch_one_schedule
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.matrix_stages import NO_STATE, MatrixState, apply_stages
@@ -48,14 +49,19 @@ from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.device import DeviceHyperparameters, is_capturing
 from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.rules.update import second_moment_shape
-from quintic.optim.state.shards import StateShard
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.consensus import RankConsensus
 from quintic.optim.step.offload.offload import Offload, OffloadedPart
 from quintic.optim.step.operands import BucketCache, Operands, State
 from quintic.optim.step.ranges import NO_RANGES, Ranges, ranges_of
 from quintic.optim.step.telemetry import Counts, Measured, measure
-from quintic.optim.step.torch_backend import TorchBackend, UpdateBackend, step_adamw
+from quintic.optim.step.torch_backend import (
+    TorchBackend,
+    UpdateBackend,
+    read_matrices,
+    step_adamw,
+    write_matrices,
+)
 from quintic.optim.step.transports import Gather, Shard, Transport, as_rows, factors_of_pieces, join_units, split_units
 from quintic.optim.step.triton_backend import TritonBackend, step_adamw_triton
 
@@ -121,8 +127,8 @@ class BucketStep:
         self._rule = rule = bucket.rule
         self._orthogonalizes = rule.orthogonalizes
         # The units of all ranks; None if this rank has the matrices whole, and for AdamW.
-        self.units = bucket.units if isinstance(bucket, Gathered | ShardedMatrices) else None
-        # The (m, n) of the matrices of a `Local` bucket; AdamW's (0, 0) is never used.
+        self.units = bucket.units
+        # The (m, n) of the matrices that this rank has whole; AdamW's (0, 0) is never used.
         self._shapes = [bucket.shape or (0, 0)]
         is_offloaded = context.offload is not None and context.offload.is_offloaded(number)
         self._offload = context.offload if is_offloaded else None
@@ -163,9 +169,9 @@ class BucketStep:
             self.active = active = self.cache.operands(bucket, group, context.state)
         units = self.units
         if units is not None:
-            self._scales = self.cache.scales(bucket, group, units.all, units.shapes, _numbers_of_units)
+            self._scales = self.cache.scales(bucket, group, units.all, units.shapes)
         elif self._orthogonalizes and active.params:
-            self._scales = self.cache.scales(bucket, group, active.members, self._shapes, _numbers_of)
+            self._scales = self.cache.scales(bucket, group, active.members, self._shapes)
         # An AdamW parameter without entries on this rank is still stepped: its count of steps must advance.
         has_work = self.transport is not None or (
             bool(active.params) and (bucket.numel > 0 or not self._orthogonalizes)
@@ -310,9 +316,9 @@ class BucketStep:
     def _step_mask(self, apply_mask: Tensor | None) -> Tensor | None:
         """Return the mask of the step, int32 on the device; None if everything is stepped.
 
-        Its shape is (), or (n,) with one flag for each matrix of a `Local` bucket, each AdamW parameter, each piece of
-        a `Sharded` bucket, or each unit; pieces and units of all ranks have flags. Where a flag is 0, weights and state
-        keep their bits.
+        Its shape is (), or (n,) with one flag for each matrix that this rank has whole, each AdamW parameter, each unit
+        or each piece of a `Sharded` bucket; pieces and units of all ranks have flags. Where a flag is 0, weights and
+        state keep their bits.
         """
         if not self.is_guarded:
             apply_mask = None  # the group propagates gradients that are not finite
@@ -320,23 +326,16 @@ class BucketStep:
             apply_mask = apply_mask.to(self.bucket.device, non_blocking=True)
         if self._context.is_single_rank:
             return apply_mask
-        entries: Sequence[BucketMember | StateShard | ParameterUnit] = self.active.members
+        pieces: Sequence[Piece] = self.active.members
         if isinstance(self.bucket, Sharded):
-            entries = self.bucket.shards
+            pieces = self.bucket.shards
         elif self.units is not None:
-            entries = self.units.all
+            pieces = self.units.all
         # (n,) int32: 1 if enough ranks have a gradient for the parameter to be stepped (`consensus.py`).
-        present = self._context.consensus.step_mask(self.number, self.bucket, entries, self._flagged)
+        present = self._context.consensus.step_mask(self.number, self.bucket, pieces)
         if present is None or apply_mask is None:
             return apply_mask if present is None else present
         return present * apply_mask
-
-    def _flagged(self, entries: Sequence[BucketMember | StateShard | ParameterUnit]) -> list[int]:
-        """Return for each flag of the mask the position of its parameter in the group."""
-        # Kernels read one flag for each matrix, so a parameter with several matrices has as many flags.
-        if self.transport is None and self._orthogonalizes:
-            return [member.index for member in self.active.members for _ in range(member.num_matrices)]
-        return [entry.index for entry in entries]
 
     def _backend(self, active: Operands, group: Group, cache: BucketCache, mask: Tensor | None) -> UpdateBackend:
         """Return the element-wise passes over operands whose state is on the device; the mask is () or (matrices,).
@@ -348,7 +347,7 @@ class BucketStep:
         if bucket.kernels == "torch":
             flags = [] if mask is None or mask.ndim == 0 else mask.tolist()
             present = None if all(flags) else _present(active, flags)
-            return TorchBackend(bucket, group, active, present, cache.places)
+            return TorchBackend(bucket, group, active, cache, present)
         hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
         return TritonBackend(bucket, group, active, cache, hyperparameters, mask)
 
@@ -364,7 +363,7 @@ class BucketStep:
             if bucket.kernels == "torch":
                 operands = piece.active
                 if own_mask is not None and own_mask.ndim and not bool(own_mask.all()):
-                    operands = _those_stepped(operands, own_mask)
+                    operands = _stepped_operands(operands, own_mask)
                 step_adamw(bucket, group, operands)
             else:
                 hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
@@ -381,8 +380,8 @@ class BucketStep:
                 param = self.group.params[unit.index]
                 state = self._context.state[param][NEURON_MOMENT]
                 blocks = second_moments(state, param.shape, self.group.view)
-                for kind, (block, matrix) in enumerate(unit.unit.matrices):
-                    moments[kind].append(blocks[block][matrix : matrix + 1])
+                for of_kind, matrix in zip(moments, unit.matrices, strict=True):
+                    of_kind.append(take_matrices(blocks, (matrix,)))
             return moments
 
         return self.cache.cached("moments", None, make)
@@ -390,22 +389,19 @@ class BucketStep:
     def _read_state(self, active: Operands) -> dict[str, Tensor]:
         """Return copies, (b, m, n) by name, of state that stages on whole matrices need, in the order of directions."""
         with nullcontext() if self._offload is None else self._offload.reachable():
-            return {
-                spec.name: self.cache.places.read(
-                    active, self.group.view, [state[spec.name] for state in active.states]
-                )
-                for spec in self._rule.matrix_state
-            }
+            of_names = {spec.name: [state[spec.name] for state in active.states] for spec in self._rule.matrix_state}
+            return {n: read_matrices(active, self.group.view, self.cache, tensors) for n, tensors in of_names.items()}
 
     def _write_state(self, active: Operands, batches: Mapping[str, Tensor]) -> None:
         """Store batches from `_read_state` that owners advanced: (b, m, n), or for pieces (units, *piece shape)."""
         with nullcontext() if self._offload is None else self._offload.reachable():
             for name, batch in batches.items():
-                self.cache.places.write(active, self.group.view, [state[name] for state in active.states], batch)
+                tensors = [state[name] for state in active.states]
+                write_matrices(active, self.group.view, self.cache, tensors, batch)
 
     def _matrix_state(
         self,
-        members: Sequence[BucketMember],
+        members: Sequence[Piece],
         batches: Mapping[str, Tensor],
         moments: Sequence[Tensor] | None,
         kind: int = 0,
@@ -500,7 +496,7 @@ class BucketStep:
 
     def compute_update(
         self,
-        members: Sequence[BucketMember],
+        members: Sequence[Piece],
         directions: Tensor,
         form: Form | None,
         scales: Tensor,
@@ -534,7 +530,7 @@ class BucketStep:
             update, factors = apply_stages(rule.after, polar, scales, state, group, mask, self.ranges)
         if self._is_sampled:
             values = measure(directions, polar, update, factors)
-            self._context.measured[self.number][kind] = Measured(list(members), values, mask)
+            self._context.measured[self.number][kind] = list(members), values, mask
         return update, factors
 
 
@@ -549,25 +545,15 @@ def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group:
     return apply_function(directions, group.orthogonalizer, bucket.name)
 
 
-def _numbers_of(members: Sequence[BucketMember]) -> list[tuple[int]]:
-    """Return for each matrix its position among the matrices of its parameter, alone in a tuple."""
-    return [(member.first_matrix + i,) for member in members for i in range(member.num_matrices)]
-
-
-def _numbers_of_units(units: Sequence[ParameterUnit]) -> list[tuple[int, ...]]:
-    """Return for each unit the positions of its matrices, kind by kind, among the matrices of its parameter."""
-    return [unit.first_matrices for unit in units]
-
-
 def _present(active: Operands, flags: Sequence[int]) -> list[bool]:
     """Return for each member whether all of its matrices are stepped, given a flag for each matrix."""
     # A list of all flags of a member is made first: `all` alone would stop at a zero, and the next member would read
     # the flags that were left.
     of_matrices = iter(flags)
-    return [all([*islice(of_matrices, member.num_matrices)]) for member in active.members]
+    return [all([*islice(of_matrices, member.batch_size)]) for member in active.members]
 
 
-def _those_stepped(active: Operands, mask: Tensor) -> Operands:
+def _stepped_operands(active: Operands, mask: Tensor) -> Operands:
     """Return the operands whose flag in the mask, (members,), is not zero; the host waits for the device."""
     rows = zip(active.gradients, mask.tolist(), strict=True)
     return active.present([gradient if flag else None for gradient, flag in rows])

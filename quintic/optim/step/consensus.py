@@ -7,9 +7,9 @@
 The count stays on the device: the host of a step waits for nothing here, but for errors about Partial gradients.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from quintic.optim.comms.connected import Connected, gather_rank_info, local_ran
 from quintic.optim.comms.sharing import AVERAGING
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, is_dtensor
+from quintic.optim.layout.pieces import Piece
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.replicas import ReplicaChoice
@@ -28,8 +29,6 @@ from quintic.optim.rules.device import HostCopy, host_tensor, is_capturing, uplo
 from quintic.optim.step.partial_gradients import PartialGradients
 
 __all__ = ["RankConsensus"]
-
-_Parts = TypeVar("_Parts")
 
 _Selected: TypeAlias = list[tuple[tuple[int, ...], Tensor, Tensor]]
 
@@ -81,7 +80,7 @@ class RankConsensus:
         self._places: dict[Place, tuple[tuple[int, ...], int]] = {}
         """Shared parameter -> (sharing ranks, index in their count vector)."""
         self._selections: dict[int, tuple[object, int, _Selected]] = {}
-        """Number of a bucket -> (its parts, their number, where their counts are), as of the last step."""
+        """Number of a bucket -> (its pieces, the number of flags, where their counts are), as of the last step."""
 
     def validate_plans(self) -> None:
         """Compare plans before the first step. All ranks that share parameters must call it.
@@ -95,31 +94,11 @@ class RankConsensus:
         self._communicators.connect(self._groups, self._layouts)
         self._partial_params, self._partial_presence = [], []
         problem = None
-        # One set of ranks after the other, in the same order everywhere: ranks in two of them wait for both.
+        # One set of ranks after the other, in the same order everywhere: ranks in two of them wait for both. A problem
+        # is raised at the end, since ranks of other sets wait for this rank before that.
         for ranks, shared in described(self._groups, self._layouts).items():
-            process_group, places = self._communicators[ranks], [place for place, _ in shared]
-            params = [self._groups[group].params[index] for group, index in places]
-            names = [self._groups[group].param_names[index] for group, index in places]
-            # Only gradients of `DTensor`s can be Partial.
-            watched = {param: name for param, name in zip(params, names, strict=True) if is_dtensor(param)}
-            strategy = self._choices[ranks].strategy if ranks in self._choices else None
-            everything = [*(text for _, text in shared), str(self._orders), f"replicas={strategy}"]
-            differs = difference(everything, ranks, process_group)
-            if differs is None and watched:
-                differs = self.partial.exchange(watched, process_group)
-            if differs is not None:
-                # Raised at the end: ranks of other sets wait for this rank before that.
-                problem = problem or differs
-                continue
-            # One rank's gradient is enough where the optimizer averages: zeros stand for the others.
-            needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for group, _ in places]
-            self._partial_params += [
-                (param, group) for param, (group, _) in zip(params, places, strict=True) if param in watched
-            ]
-            self._presence[ranks] = _GradientPresence(params, needed, process_group, self.partial)
-            if any(map(self.partial.is_partial, params)):
-                self._partial_presence.append(self._presence[ranks])
-            self._places |= {place: (ranks, number) for number, place in enumerate(places)}
+            differs = self._compare(ranks, shared)
+            problem = problem or differs
         # Now every rank hears of the ranks that it shares parameters with through other ranks, and of their problems.
         infos = gather_rank_info(local_rank_info(self._groups, self._layouts, problem), self._communicators)
         for rank, info in sorted(infos.items()):
@@ -132,6 +111,36 @@ class RankConsensus:
         self.connected.connect()
         self.plans_validated = True
         self.is_single_rank = not self._presence and self.connected.is_single_rank
+
+    def _compare(self, ranks: tuple[int, ...], shared: Sequence[tuple[Place, str]]) -> str | None:
+        """Compare the parameters that some ranks share, and get ready to count their gradients; return a difference.
+
+        Args:
+            ranks: the ranks, all of which must call it.
+            shared: each parameter, and its description.
+        """
+        process_group, places = self._communicators[ranks], [place for place, _ in shared]
+        params = [self._groups[group].params[index] for group, index in places]
+        names = [self._groups[group].param_names[index] for group, index in places]
+        # Only gradients of `DTensor`s can be Partial.
+        watched = {param: name for param, name in zip(params, names, strict=True) if is_dtensor(param)}
+        strategy = self._choices[ranks].strategy if ranks in self._choices else None
+        everything = [*(text for _, text in shared), str(self._orders), f"replicas={strategy}"]
+        differs = difference(everything, ranks, process_group)
+        if differs is None and watched:
+            differs = self.partial.exchange(watched, process_group)
+        if differs is not None:
+            return differs
+        # One rank's gradient is enough where the optimizer averages: zeros stand for the others.
+        needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for group, _ in places]
+        self._partial_params += [
+            (param, group) for param, (group, _) in zip(params, places, strict=True) if param in watched
+        ]
+        self._presence[ranks] = _GradientPresence(params, needed, process_group, self.partial)
+        if any(map(self.partial.is_partial, params)):
+            self._partial_presence.append(self._presence[ranks])
+        self._places |= {place: (ranks, number) for number, place in enumerate(places)}
+        return None
 
     def check_partial(self, steps_waited: Sequence[int]) -> None:
         """Check before a step sends anything that no gradient is Partial that ranks do not know as such.
@@ -193,28 +202,27 @@ class RankConsensus:
         """
         return (presence.any_present() for presence in self._presence.values())
 
-    def step_mask(
-        self, number: int, bucket: Bucket, parts: _Parts, indices_of: Callable[[_Parts], Iterable[int]]
-    ) -> Tensor | None:
-        """Return (parameters,) int32 on the device: 1 if it is stepped, else 0; None if no other rank has any.
+    def step_mask(self, number: int, bucket: Bucket, pieces: Sequence[Piece]) -> Tensor | None:
+        """Return (flags,) int32 on the device: 1 for what is stepped, else 0; None if no other rank has any.
+
+        A box has one flag, and so has each matrix of a piece that has whole matrices.
 
         Args:
             number: the number of the bucket.
-            bucket: whose parameters they are.
-            parts: a value that is equal to the last step's if the parameters are the same.
-            indices_of: returns the position in the group of each part's parameter; called only if the parts changed.
+            bucket: whose pieces they are.
+            pieces: the pieces that have flags, in order.
         """
         # The parameters of a bucket hardly ever change: their indices are uploaded once.
         key, size, selected = self._selections.get(number, (None, 0, []))
-        if key != parts:
-            places = [(bucket.group, index) for index in indices_of(parts)]
+        if key != pieces:
+            places = [(bucket.group, piece.index) for piece in pieces for _ in range(piece.batch_size)]
             size, selected = len(places), self._select(places, bucket.device)
-            self._selections[number] = parts, size, selected
+            self._selections[number] = pieces, size, selected
         result: Tensor | None = None
         for ranks, positions, numbers in selected:
             presence = self._presence[ranks]
             of_these = (presence.last_mask if presence.pending is None else presence.has_required_grads())[numbers]
-            # (parameters of the bucket that these ranks share,); mostly all of them.
+            # (flags of the parameters that these ranks share,); mostly all of them.
             if len(numbers) == size:
                 return of_these
             if result is None:

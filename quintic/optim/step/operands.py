@@ -13,20 +13,20 @@ from torch import Tensor
 
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import gradient_dtype, is_dtensor, local_gradients, local_tensor, reject_sparse
+from quintic.optim.layout.pieces import Piece, block_of, take_matrices
 from quintic.optim.layout.tables import AddressTable, upload_programs
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import BucketMember, block_of
 from quintic.optim.rules.device import host_tensor, upload
 from quintic.optim.rules.rule import MANTISSA, MASTER
 from quintic.optim.rules.table import NEURON_MOMENT
-from quintic.optim.state.state import master_key, second_moments
+from quintic.optim.state.state import second_moments
 
 if TYPE_CHECKING:  # needs Triton
     from quintic.kernels.programs import TilePrograms
     from quintic.kernels.update.matrix_layout import MatrixLayout
 
-__all__ = ["GRADIENT", "BlockPlaces", "BucketCache", "Operands", "State", "are_contiguous", "dense_gradient"]
+__all__ = ["GRADIENT", "BucketCache", "Operands", "State", "are_contiguous", "dense_gradient"]
 
 GRADIENT = attrgetter("grad")
 """Return the gradient of a parameter."""
@@ -41,7 +41,7 @@ class Operands(NamedTuple):
     `num_matrices` counts the matrices of all members.
     """
 
-    members: tuple[BucketMember, ...]
+    members: tuple[Piece, ...]
     params: list[Tensor]
     gradients: list[Tensor]
     states: list[Mapping[str, Tensor]]
@@ -64,74 +64,7 @@ class Operands(NamedTuple):
             missing=tuple(m.index for m, gradient in zip(self.members, gradients, strict=True) if gradient is None),
         )
 
-    def masters(self) -> list[Tensor] | None:
-        """Return the fp32 master or the mantissa of each parameter; None if the parameters have none."""
-        # float32 and float64 weights need no more precision.
-        if self.params[0].itemsize >= 4:
-            return None
-        key = master_key(self.states[0])
-        return None if key is None else [state[key] for state in self.states]
 
-
-class BlockPlaces:
-    """Finds each member's matrices in tensors that are like its parameter.
-
-    Shape, strides and offset of the matrices follow from the plan, and are kept from the first time. Views are not
-    kept, because the memory of a parameter with views cannot be exchanged (`torch.utils.swap_tensors`).
-    """
-
-    def __init__(self) -> None:
-        self._members: tuple[BucketMember, ...] = ()
-        self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []
-
-    def blocks(self, active: "Operands", view: View, *lists: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Return for each list the members' matrices, (b, g, r, n), as views; a list has a tensor for each member."""
-        # The tuple itself is the key: it is the plan's own as long as every member has a gradient.
-        if self._members is not active.members:
-            pairs = [
-                (param, block_of(param.detach(), member, view))
-                for param, member in zip(active.params, active.members, strict=True)
-            ]
-            self._places = [(b.shape, b.stride(), int(b.storage_offset()) - int(p.storage_offset())) for p, b in pairs]
-            # From now on these places are valid for these members.
-            self._members = active.members
-        of_lists: list[Sequence[Tensor]] = []
-        for tensors in lists:
-            blocks: list[Tensor] = []
-            rows = zip(tensors, active.params, active.members, self._places, strict=True)
-            for tensor, param, member, (shape, stride, offset) in rows:
-                # Of a tensor with other strides than its parameter the view finds the matrices, which takes longer.
-                if tensor.stride() == param.stride():
-                    blocks.append(tensor.as_strided(shape, stride, tensor.storage_offset() + offset))
-                else:
-                    blocks.append(block_of(tensor, member, view))
-            of_lists.append(blocks)
-        return of_lists
-
-    def read(self, active: "Operands", view: View, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a copy (b, m, n) of all matrices in some tensors, contiguous, on the parameters' device.
-
-        The tensors are like the members' parameters, one for each, but may be in host memory.
-        """
-        (blocks,) = self.blocks(active, view, tensors)
-        shape = blocks[0].shape[1:]  # (groups, rows, columns...)
-        size = (sum(map(len, blocks)), shape[:2].numel(), shape[2:].numel())
-        batch = torch.empty(size, dtype=blocks[0].dtype, device=active.params[0].device)
-        # State in host memory is pinned: the host does not wait for the copies.
-        torch._foreach_copy_(self._split(batch, blocks), list(blocks), non_blocking=True)
-        return batch
-
-    def write(self, active: "Operands", view: View, tensors: Sequence[Tensor], batch: Tensor) -> None:
-        """Copy a batch that `read` returned back to the tensors that it was read from."""
-        (blocks,) = self.blocks(active, view, tensors)
-        torch._foreach_copy_(list(blocks), self._split(batch, blocks), non_blocking=True)
-
-    @staticmethod
-    def _split(batch: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
-        return list(batch.view(len(batch), *blocks[0].shape[1:]).split(list(map(len, blocks))))
-
-
-_P = TypeVar("_P")
 _T = TypeVar("_T")
 
 
@@ -150,7 +83,8 @@ class BucketCache:
         self._contiguous = self._are_sharded = False
         self._kept: dict[str, tuple[object, Any]] = {}
         """Name -> (key, value); the value is made again when the key changes."""
-        self.places = BlockPlaces()
+        self.places: tuple[tuple[Piece, ...], list[tuple[torch.Size, tuple[int, ...], int]]] | None = None
+        """Members, and for each shape, strides and offset of its matrices in its parameter (`torch_backend.blocks`)."""
         # Addresses of the members' tensors for kernels, and of AdamW's counts of steps.
         self.table, self.steps_table = AddressTable(), AddressTable()
         self.runs: list[tuple[MatrixLayout, int]] | None = None
@@ -161,7 +95,7 @@ class BucketCache:
     def invalidate_views(self) -> None:
         """Forget where weights and state are, because their memory may have changed."""
         self.everything = None
-        self.places = BlockPlaces()
+        self.places = None
         self._kept.pop("moments", None)
 
     def cached(self, name: str, key: object, make: Callable[[], _T]) -> _T:
@@ -193,9 +127,9 @@ class BucketCache:
         # The usual case: every gradient is there and lies as its parameter does.
         if self._contiguous and are_contiguous(gradients):
             return everything._replace(gradients=gradients)
-        return self.of_those(everything, gradients)
+        return self.with_gradients(everything, gradients)
 
-    def of_those(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
+    def with_gradients(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
         """Return the members in `everything` that have a gradient, with gradients; None stands for a missing one.
 
         If the cache fills missing gradients, all members are returned, some with zeros.
@@ -211,39 +145,32 @@ class BucketCache:
             return everything.present(filled)._replace(missing=missing)
         # Fewer members have fewer matrices.
         present = everything.present(gradients)
-        return present._replace(num_matrices=sum(member.num_matrices for member in present.members))
+        return present._replace(num_matrices=sum(member.batch_size for member in present.members))
 
     def scales(
-        self,
-        bucket: Bucket,
-        group: Group,
-        parts: Sequence[_P],
-        shapes: Sequence[tuple[int, int]],
-        numbers_of: Callable[[Sequence[_P]], Sequence[Sequence[int]]],
+        self, bucket: Bucket, group: Group, pieces: tuple[Piece, ...], shapes: Sequence[tuple[int, int]]
     ) -> Tensor:
         """Return for each matrix the factor from `adjust_lr` times its entry in `lr_multipliers`, (count, kinds).
 
         Args:
             bucket: the bucket; it gives dtype and device.
             group: the bucket's group.
-            parts: the members or units with the matrices; a tuple, and part of the key of the kept value.
+            pieces: the members or units with the matrices; units have one matrix of each kind.
             shapes: (m, n) of each kind.
-            numbers_of: returns (count, kinds) positions: where a matrix is among the matrices of its parameter.
         """
 
         def make() -> Tensor:
-            numbers, multipliers = numbers_of(parts), group.lr_multipliers
+            numbers, multipliers = [number for piece in pieces for number in piece.matrices], group.lr_multipliers
             dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
             # (kinds,) -> (matrices or units, kinds)
             scales = host_tensor([group.rule.lr_factor(group.adjust_lr, m, n) for m, n in shapes], dtype)
-            scales = scales.expand(len(numbers), -1).clone()
+            scales = scales.expand(len(numbers) // len(shapes), -1).clone()
             # Multipliers are listed in the order of a parameter's matrices.
             if multipliers is not None:
-                each = [[multipliers[number] for number in row] for row in numbers]
-                scales *= host_tensor(each, dtype).view_as(scales)
+                scales *= host_tensor([multipliers[number] for number in numbers], dtype).view_as(scales)
             return upload(scales, bucket.device)
 
-        return self.cached("scales", (group.adjust_lr, group.lr_multipliers, parts), make)
+        return self.cached("scales", (group.adjust_lr, group.lr_multipliers, pieces), make)
 
     def moments(self, view: View, active: Operands) -> list[Tensor]:
         """Return second moments for each member, (matrices, m, 1) or (matrices, 1, n), as views of state."""
@@ -253,8 +180,8 @@ class BucketCache:
         def make() -> list[Tensor]:
             rows = zip(active.members, active.params, buffers, strict=True)
             return [
-                second_moments(buffer, param.shape, view)[m.block][m.start : m.start + m.num_matrices]
-                for m, param, buffer in rows
+                take_matrices(second_moments(buffer, param.shape, view), member.matrices)
+                for member, param, buffer in rows
             ]
 
         # Loading a checkpoint may replace these tensors or their memory, so both are in the key.

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.profiler import record_function
 
-from quintic.optim.plan.bucket import Bucket, Local
+from quintic.optim.plan.bucket import Bucket, Sharded
 
 __all__ = ["NO_RANGES", "Ranges", "is_profiled", "range_of", "ranges_of"]
 
@@ -49,5 +49,5 @@ def ranges_of(number: int, bucket: Bucket) -> Ranges:
         return _BucketRanges(f"bucket {number} muon {bucket.num_matrices}x{m}x{n}")
     if bucket.rule.orthogonalizes:
         return _BucketRanges(f"bucket {number} muon {bucket.num_matrices} matrices")
-    kind = "parameters" if isinstance(bucket, Local) else "parts"
-    return _BucketRanges(f"bucket {number} adamw {bucket.num_parts} {kind}")
+    kind = "parts" if isinstance(bucket, Sharded) else "parameters"
+    return _BucketRanges(f"bucket {number} adamw {bucket.num_pieces} {kind}")

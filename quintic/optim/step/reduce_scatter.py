@@ -18,7 +18,7 @@ from quintic.kernels.dispatch import Kernels
 from quintic.optim.comms.collectives import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
 from quintic.optim.layout.packing import MemorySpan, Packing, in_memory_order, mean_of_ranks
 
-__all__ = ["Entries", "ReduceScatter", "messages_of"]
+__all__ = ["ReduceScatter", "evenly_owned"]
 
 # From this number of entries on a tensor is sent from its own memory, and received there. Smaller ones are packed into
 # one buffer.
@@ -56,8 +56,8 @@ class ReduceScatter:
         *,
         is_direct: bool = False,
     ) -> None:
-        self._dtype, self._device, self._kernels, self._is_direct = dtype, device, kernels, is_direct
-        self._position = position
+        self._dtype, self._device, self._kernels = dtype, device, kernels
+        self.is_direct, self._position = is_direct, position
         # The number of entries that each rank owns.
         self.counts = [sum(stop - start for _, start, stop in entries) for entries in owned]
         # The number of entries of the rank that owns most.
@@ -94,7 +94,7 @@ class ReduceScatter:
         if len(dtypes) > 1:
             gradients = [None if gradient is None else gradient.to(self._dtype) for gradient in gradients]
         # A direct tensor is sent from its own memory, if this rank has it.
-        if self._is_direct and gradients[0] is not None:
+        if self.is_direct and gradients[0] is not None:
             send = in_memory_order(gradients[0]).to(self._dtype)
         else:
             send = torch.empty(sum(self.counts), dtype=self._dtype, device=self._device)
@@ -114,7 +114,7 @@ class ReduceScatter:
         `is_direct`, the entries are those of the tensors already.
         """
         num_ranks = len(self.counts)
-        if self._is_direct:
+        if self.is_direct:
             whole = in_memory_order(tensors[0])
             # The tensor's own memory is sent and received: padding would need a copy, so uneven ranks broadcast.
             if min(self.counts) == self.most:
@@ -134,7 +134,7 @@ class ReduceScatter:
 
         def finish() -> None:
             received = pending.wait()
-            if not self._is_direct:
+            if not self.is_direct:
                 self._of_others.unpack(received, tensors)
 
         return finish
@@ -142,7 +142,7 @@ class ReduceScatter:
     def average(self, tensors: Sequence[Tensor], group: ProcessGroup) -> Iterator[None]:
         """Average tensors in place; yields twice, while a message is under way. All ranks must call it."""
         # The mean of a tensor that is sent directly is written where this rank's entries are.
-        own = in_memory_order(tensors[0])[self._own] if self._is_direct else None
+        own = in_memory_order(tensors[0])[self._own] if self.is_direct else None
         wait_for_mean = self.start_mean(tensors, group, own)
         yield
         mean = wait_for_mean()
@@ -153,23 +153,36 @@ class ReduceScatter:
         wait_for_others()
 
 
-def messages_of(
-    numels: Sequence[int], num_ranks: int, limit: int | None
-) -> Iterator[tuple[list[int], list[list[Entries]], bool]]:
-    """Yield for each message its tensors, each rank's entries of them, and whether it is one tensor that is not packed.
+def evenly_owned(
+    numels: Sequence[int],
+    num_ranks: int,
+    position: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    *,
+    limit: int | None,
+) -> Iterator[tuple[ReduceScatter, list[int]]]:
+    """Yield messages of which all ranks own equally many entries, each with the numbers of its tensors.
 
     Args:
         numels: the number of entries of each tensor.
         num_ranks: the number of owners.
+        position: this rank's place among them.
+        dtype: as for `ReduceScatter`, like `device` and `kernels`.
+        device: where the tensors are.
+        kernels: implementation of packing and of sums.
         limit: the most entries of one message, None for any number; a single tensor may exceed it.
     """
     limit = _MOST_TOGETHER if limit is None else max(1, min(limit, _MOST_TOGETHER))
     direct = [n for n, numel in enumerate(numels) if numel >= _LEAST_DIRECT and numel % num_ranks == 0]
     # Large tensors whose entries divide evenly are messages of their own; the others are packed together.
     for number in direct:
-        yield [number], _evenly_divided([numels[number]], num_ranks, 1), True
+        owned = _evenly_divided([numels[number]], num_ranks, 1)
+        yield ReduceScatter(owned, position, dtype, device, kernels, is_direct=True), [number]
     for numbers in _gradient_chunks(sorted({*range(len(numels))} - {*direct}), numels, limit):
-        yield numbers, _evenly_divided([numels[number] for number in numbers], num_ranks, _MULTIPLE), False
+        owned = _evenly_divided([numels[number] for number in numbers], num_ranks, _MULTIPLE)
+        yield ReduceScatter(owned, position, dtype, device, kernels), numbers
 
 
 def _gradient_chunks(numbers: Sequence[int], numels: Sequence[int], limit: int) -> Iterator[list[int]]:

@@ -42,7 +42,7 @@ from quintic.optim.plan.workspace.buckets import averaged_entries, averaging_sta
 from quintic.optim.step.bucket_step import run_overlapping
 from quintic.optim.step.operands import dense_gradient
 from quintic.optim.step.ranges import range_of
-from quintic.optim.step.reduce_scatter import ReduceScatter, messages_of
+from quintic.optim.step.reduce_scatter import ReduceScatter, evenly_owned
 from quintic.optim.step.transports import Shard
 
 __all__ = ["Averages", "Reduction"]
@@ -177,7 +177,7 @@ class Reduction:
             writable_gradient(param)  # PyTorch counts changes in place only of such gradients
         shards = [shard for shard in self._shards if shard.bucket.group == number]
         numels = [0] * len(params)
-        for piece in chain.from_iterable(shard.bucket.local for shard in shards):
+        for piece in chain.from_iterable(shard.bucket.members for shard in shards):
             numels[piece.index] += piece.numel
         averages: Averages = {param: param.new_zeros(numel) for param, numel in zip(params, numels, strict=True)}
         run_overlapping([shard.average(averages) for shard in shards])
@@ -235,14 +235,17 @@ class Reduction:
             alike.setdefault((tensor.dtype, tensor.device, kernels, limit), []).append(n)
         result = self._messages[key] = []
         for (dtype, device, kernels, limit), chosen in alike.items():
-            messages, stages = [], []
-            numels = [members[n][1].numel() for n in chosen]
-            for places, owned, is_direct in messages_of(numels, len(ranks), limit):
-                one = ReduceScatter(owned, ranks.index(this_rank()), dtype, device, kernels, is_direct=is_direct)
-                messages.append((one, [chosen[place] for place in places]))
-                stages.append(
-                    averaging_stages(one.counts, one.most, dtype, kernels, is_direct=is_direct, is_in_place=is_direct)
+            each = [members[n][1].numel() for n in chosen]
+            owners = len(ranks), ranks.index(this_rank())
+            evenly = evenly_owned(each, *owners, dtype, device, kernels, limit=limit)
+            messages = [(one, [chosen[place] for place in places]) for one, places in evenly]
+            stages = [
+                # The mean of a tensor that is not packed is written to the tensor itself.
+                averaging_stages(
+                    one.counts, one.most, dtype, kernels, is_direct=one.is_direct, is_in_place=one.is_direct
                 )
+                for one, _ in messages
+            ]
             result.append(messages)
             # Messages of one list overlap, lists come one after the other.
             peak = overlapping_bytes(stages, prefetch_one_schedule(len(stages)), 0)

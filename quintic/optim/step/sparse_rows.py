@@ -28,7 +28,7 @@ from quintic.optim.comms.collectives import (
 )
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.group import Group, found_parameter
-from quintic.optim.plan.bucket import Bucket, ShardedTable
+from quintic.optim.plan.bucket import Bucket, Sharded
 from quintic.optim.plan.row_sharding import RowSharding, mean_of_rows, places_of, rows_to_send, touched_rows
 from quintic.optim.rules.device import HostCopy, is_capturing, upload
 from quintic.optim.step.operands import dense_gradient
@@ -44,13 +44,14 @@ class Table:
         param: the parameter, the same on all ranks.
         group: the position of its parameter group.
         bucket: which is of this parameter only.
+        sharding: how its rows are sharded.
     """
 
-    def __init__(self, name: str, param: Tensor, group: int, bucket: ShardedTable) -> None:
+    def __init__(self, name: str, param: Tensor, group: int, bucket: Sharded, sharding: RowSharding) -> None:
         self.name, self.param, self.group = name, param, group
         self.device = param.device
         self.ranks, self.position = bucket.ranks, bucket.position
-        self.sharding: RowSharding = bucket.rows
+        self.sharding = sharding
         self.is_complete = False
         """Whether all rows of the step have been announced."""
         self.is_sent = False
@@ -242,14 +243,14 @@ class AnnouncedRows:
         """Take over the tables of a new plan; a table that is as it was before keeps its announcement."""
         tables: dict[tuple[int, int], Table] = {}
         for bucket in buckets:
-            if isinstance(bucket, ShardedTable):
+            if isinstance(bucket, Sharded) and bucket.rows is not None:
                 shard = bucket.shards[0]
                 param = groups[bucket.group].params[shard.index]
                 table = self.tables.get(param)
                 known = (bucket.rows, bucket.ranks, bucket.device)
                 # Messages under way fit only a table that is sharded among the same ranks in the same way.
                 if table is None or (table.sharding, table.ranks, table.device) != known:
-                    table = Table(shard.name, param, bucket.group, bucket)
+                    table = Table(shard.name, param, bucket.group, bucket, bucket.rows)
                 tables[bucket.group, shard.index] = table
         # By the position of the group, then of the parameter: the same order on all ranks.
         self.tables = {table.param: table for _, table in sorted(tables.items())}

@@ -7,13 +7,13 @@ on the steps that are sampled and wait for nothing; numbers reach the host when 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from quintic.optim.layout.pieces import Piece
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import BucketMember
 
 __all__ = ["Counts", "MatrixTelemetry", "Measured", "StepReport", "collected", "measure", "report_of"]
 
@@ -104,14 +104,9 @@ class MatrixTelemetry:
     """(tr G)^2 / tr(G^2) of the direction's Gram matrix G before orthogonalisation: between 1 and the short side."""
 
 
-class Measured(NamedTuple):
-    """Measurements of the matrices of one shape in a bucket, on their device."""
-
-    members: Sequence[BucketMember]
-    # The values that `measure` returned for the matrices of these members.
-    values: Tensor
-    # () or (matrices,) int32: 0 for matrices that the step left as they were; None if it stepped all.
-    step_mask: Tensor | None
+Measured: TypeAlias = tuple[Sequence[Piece], Tensor, Tensor | None]
+"""Measurements of the matrices of one shape in a bucket, on their device: pieces with these matrices; the results of
+`measure`; () or (matrices,) int32, 0 for matrices that the step left as they were, None if it stepped all."""
 
 
 def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[MatrixTelemetry]]:
@@ -122,7 +117,7 @@ def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[
         flags = repeat(1) if step_mask is None else iter(step_mask.expand(len(values)).tolist())
         rows = iter(values.tolist())
         for member in members:
-            for number in range(member.first_matrix, member.first_matrix + member.num_matrices):
+            for number in member.matrices:
                 rms, mean, spread, rank = next(rows)
                 # A matrix that was not stepped is consumed like the others, to keep rows and flags aligned.
                 if next(flags):

@@ -14,13 +14,16 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.group import Group
+from quintic.optim.layout.pieces import block_of
+from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import adamw_entries
+from quintic.optim.plan.kinds import adamw_entries
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 from quintic.optim.rules.update import adamw_, decay_and_step_, in_pieces, momentum_
-from quintic.optim.step.operands import BlockPlaces, Operands
+from quintic.optim.state.state import master_key
+from quintic.optim.step.operands import BucketCache, Operands
 
-__all__ = ["TorchBackend", "UpdateBackend", "step_adamw"]
+__all__ = ["TorchBackend", "UpdateBackend", "masters_of", "read_matrices", "step_adamw", "write_matrices"]
 
 _MOMENTUM, _DTYPE = itemgetter(MOMENTUM), attrgetter("dtype")
 
@@ -51,23 +54,22 @@ class TorchBackend:
         bucket: Bucket,
         group: Group,
         active: Operands,
+        cache: BucketCache,
         present: Sequence[bool] | None = None,
-        places: BlockPlaces | None = None,
     ) -> None:
-        self._bucket, self._group, self._active = bucket, group, active
+        self._bucket, self._group, self._active, self._cache = bucket, group, active, cache
         self._present = None if present is None or all(present) else present
-        self._places = BlockPlaces() if places is None else places
 
-    def _those_stepped(self, *lists: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+    def _select_stepped(self, *lists: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
         assert self._present is not None
-        return [[part for part, present in zip(parts, self._present, strict=True) if present] for parts in lists]
+        return [[one for one, present in zip(each, self._present, strict=True) if present] for each in lists]
 
     def directions(self) -> Tensor:
         """Advance the momentum; return the directions (b, m, n)."""
         group, active, bucket = self._group, self._active, self._bucket
         # For each member (b, g, r, n) views of its momentum and its gradient.
         averages = list(map(_MOMENTUM, active.states))
-        momenta, gradients = self._places.blocks(active, group.view, averages, active.gradients)
+        momenta, gradients = _blocks(active, group.view, self._cache, averages, active.gradients)
         counts = list(map(len, momenta))
         shape = momenta[0].shape[1:]
         # Members that are left out have directions, too: zeros, whose updates are not applied.
@@ -75,19 +77,19 @@ class TorchBackend:
         # (g, r, n) of one matrix -> (b of all members, m, n)
         size = (sum(counts), shape[:2].numel(), shape[2:].numel())
         directions = new(size, dtype=bucket.direction_dtype, device=bucket.device)
-        parts: Sequence[Tensor] = directions.view(size[0], *shape).split(counts)
+        # One for each member, as `momenta`.
+        outputs: Sequence[Tensor] = directions.view(size[0], *shape).split(counts)
         if self._present is not None:
-            momenta, gradients, parts = self._those_stepped(momenta, gradients, parts)
-        momentum_(momenta, gradients, mu=float(group.momentum), nesterov=group.nesterov, out=parts)
+            momenta, gradients, outputs = self._select_stepped(momenta, gradients, outputs)
+        momentum_(momenta, gradients, mu=float(group.momentum), nesterov=group.nesterov, out=outputs)
         return directions
 
     def apply(self, update: Tensor, factors: Tensor) -> None:
         """Step the weights."""
         group, active = self._group, self._active
-        whole = active.masters()
-        blocks = self._places.blocks(
-            active, group.view, *([active.params] if whole is None else [active.params, whole])
-        )
+        whole = masters_of(active)
+        wanted = [active.params] if whole is None else [active.params, whole]
+        blocks = _blocks(active, group.view, self._cache, *wanted)
         # Without masters both are the weights, and None is passed for each master below.
         weights, masters = blocks[0], blocks[-1]
         counts = list(map(len, weights))
@@ -102,7 +104,7 @@ class TorchBackend:
         scales: Sequence[Tensor] = everything[: len(update)].split(counts)
         decays: Sequence[Tensor] = everything[-len(update) :].split(counts)
         if self._present is not None:
-            stepped = self._those_stepped(weights, updates, scales, decays, masters)
+            stepped = self._select_stepped(weights, updates, scales, decays, masters)
             weights, updates, scales, decays, masters = stepped
         decay_and_step_(
             weights,
@@ -117,16 +119,77 @@ class TorchBackend:
         )
 
 
+def _blocks(active: Operands, view: View, cache: BucketCache, *lists: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Return for each list the members' matrices, (b, g, r, n), as views of its tensors, one for each member.
+
+    The tensors are like the members' parameters. Where their matrices are follows from the plan, and is kept. Views are
+    not kept, because the memory of a parameter with views cannot be exchanged (`torch.utils.swap_tensors`).
+    """
+    # The tuple itself is the key: it is the plan's own as long as every member has a gradient.
+    if cache.places is None or cache.places[0] is not active.members:
+        pairs = [
+            (param, block_of(param.detach(), member, view))
+            for param, member in zip(active.params, active.members, strict=True)
+        ]
+        found = [(b.shape, b.stride(), int(b.storage_offset()) - int(p.storage_offset())) for p, b in pairs]
+        cache.places = active.members, found
+    of_lists: list[Sequence[Tensor]] = []
+    for tensors in lists:
+        blocks: list[Tensor] = []
+        rows = zip(tensors, active.params, active.members, cache.places[1], strict=True)
+        for tensor, param, member, (shape, stride, offset) in rows:
+            # Of a tensor with other strides than its parameter the view finds the matrices, which takes longer.
+            if tensor.stride() == param.stride():
+                blocks.append(tensor.as_strided(shape, stride, tensor.storage_offset() + offset))
+            else:
+                blocks.append(block_of(tensor, member, view))
+        of_lists.append(blocks)
+    return of_lists
+
+
+def read_matrices(active: Operands, view: View, cache: BucketCache, tensors: Sequence[Tensor]) -> Tensor:
+    """Return a copy (b, m, n) of all matrices in some tensors, contiguous, on the parameters' device.
+
+    The tensors are like the members' parameters, one for each, but may be in host memory.
+    """
+    (blocks,) = _blocks(active, view, cache, tensors)
+    shape = blocks[0].shape[1:]  # (groups, rows, columns...)
+    size = (sum(map(len, blocks)), shape[:2].numel(), shape[2:].numel())
+    batch = torch.empty(size, dtype=blocks[0].dtype, device=active.params[0].device)
+    # State in host memory is pinned: the host does not wait for the copies.
+    torch._foreach_copy_(_split(batch, blocks), list(blocks), non_blocking=True)
+    return batch
+
+
+def write_matrices(active: Operands, view: View, cache: BucketCache, tensors: Sequence[Tensor], batch: Tensor) -> None:
+    """Copy a batch that `read_matrices` returned back to the tensors that it was read from."""
+    (blocks,) = _blocks(active, view, cache, tensors)
+    torch._foreach_copy_(list(blocks), _split(batch, blocks), non_blocking=True)
+
+
+def _split(batch: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
+    return list(batch.view(len(batch), *blocks[0].shape[1:]).split(list(map(len, blocks))))
+
+
+def masters_of(active: Operands) -> list[Tensor] | None:
+    """Return the fp32 master or the mantissa of each member's parameter; None if the parameters have none."""
+    # float32 and float64 weights need no more precision.
+    if active.params[0].itemsize >= 4:
+        return None
+    key = master_key(active.states[0])
+    return None if key is None else [state[key] for state in active.states]
+
+
 def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
     """Step a bucket of AdamW parameters in plain PyTorch, with its fused kernel where that does what is asked."""
     if not active.params:
         return
+    masters = masters_of(active)
     lr, eps, weight_decay = group.effective_lr, float(group.eps), float(group.weight_decay)
     beta1, beta2 = map(float, group.betas)
     # The fused kernel would write into gaps between entries, which all parameters of the bucket have, or none.
     has_gaps = not (active.params[0].is_contiguous() or is_dense(active.params[0]))
     plain = not group.cautious and group.decay_coupling == "lr" and not has_gaps
-    masters = active.masters()
     firsts = [*map(itemgetter(EXP_AVG), active.states)]
     # Nor for bfloat16 moments of bfloat16 weights, whose last bits the kernel rounds by where an entry lies.
     dtypes = {*map(_DTYPE, (*active.params, *active.gradients, *firsts))}

@@ -1,7 +1,7 @@
 """The messages of a bucket while it is stepped, and the shapes in which matrices travel.
 
-`bucket_step.py` has the algorithm; this file brings its tensors from one rank to another. A `Local` bucket, which this
-rank has whole, needs no transport. The two other kinds of buckets have one each:
+`bucket_step.py` has the algorithm; this file brings its tensors from one rank to another. A bucket that this rank has
+whole needs no transport. The two other kinds of buckets have one each:
 
     Gather      matrices lie in pieces on several ranks (FSDP2, tensor parallelism), or every rank has them and ranks
                 divide the work (`comms="averaged"`). Parameters and state stay where they are.
@@ -33,8 +33,8 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Box
 from quintic.optim.layout.packing import MemorySpan, Packing, span_of
+from quintic.optim.layout.pieces import Piece
 from quintic.optim.plan.bucket import Gathered, Sharded, Units
-from quintic.optim.plan.members import BucketMember
 from quintic.optim.rules.device import host_tensor, upload
 from quintic.optim.rules.rule import EXP_AVG, STEP
 from quintic.optim.rules.update import second_moment_shape
@@ -189,7 +189,7 @@ class Shard:
         places = {index: place for place, index in enumerate(names)}
         self._params = [params[index] for index in names]
         # Whole parameters without state, which lies with the owners.
-        members = tuple(BucketMember(name=name, index=index) for index, name in names.items())
+        members = tuple(Piece(name, index) for index, name in names.items())
         self._local = Operands(members, self._params, [], [{}] * len(members), bucket.num_matrices)
         self._contiguous = all(param.is_contiguous() for param in self._params)
         # For each rank the ranges of parameters that it owns: (place, start, stop).
@@ -267,7 +267,7 @@ class Shard:
     def _ranges_in(self, averages: Mapping[Tensor, Tensor | None]) -> list[Tensor]:
         """Return the ranges of flat averages that belong to the pieces of the bucket that this rank owns, in order."""
         owned = []
-        for shard in self.bucket.local:
+        for shard in self.bucket.members:
             average = averages[self._of_group[shard.index]]
             assert average is not None
             owned.append(average[shard.offset : shard.offset + shard.numel])
@@ -280,7 +280,7 @@ class Shard:
         """
         # Everything but the gradients follows from the plan, and is made once.
         if self._owned is None:
-            owned = [(shard, group.params[shard.index]) for shard in self.bucket.local]
+            owned = [(shard, group.params[shard.index]) for shard in self.bucket.members]
             pieces = [
                 view_as_shard(span_of(param.detach(), shard.start, shard.numel), shard, param) for shard, param in owned
             ]

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from quintic.optim.groups.group import Group
+from quintic.optim.layout.pieces import block_of
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import block_of
 from quintic.optim.rules.bf16_state import moment_dtype_of
 from quintic.optim.rules.device import HYPERPARAMETERS, DeviceHyperparameters, host_tensor
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 from quintic.optim.state.state import master_of
 from quintic.optim.step.operands import BucketCache, Operands
+from quintic.optim.step.torch_backend import masters_of
 
 if TYPE_CHECKING:  # needs Triton
     from quintic.kernels.update.matrix_layout import MatrixLayout
@@ -75,7 +76,7 @@ class TritonBackend:
 
         # A launch for each run of matrices with one layout in memory; mostly there is one.
         of_layouts = []
-        for layout, part in self._parts():
+        for layout, part in self._layouts():
             # Directions are written in the order of memory; a transposed layout is turned by a view.
             rows, columns = layout.physical()[:2]
             directions = torch.empty(
@@ -104,7 +105,7 @@ class TritonBackend:
 
         # (b or 2b, m or 1, n or 1) -> (1 or 2, b, ...): factors of updates, then those of decay.
         factors = factors.view(len(factors) // len(update), len(update), *factors.shape[1:])
-        for layout, part in self._parts():
+        for layout, part in self._layouts():
             apply_updates_(
                 self._table[2:, part],
                 update[part],
@@ -121,16 +122,16 @@ class TritonBackend:
                 aligned=self._cache.table.aligned,
             )
 
-    def _parts(self) -> "list[tuple[MatrixLayout, slice]]":
+    def _layouts(self) -> "list[tuple[MatrixLayout, slice]]":
         """Return the layouts, and which matrices have each."""
         assert self._cache.runs is not None
         if len(self._cache.runs) == 1:  # whatever members are left out for want of a gradient
             return [(self._cache.runs[0][0], slice(0, self._table.shape[1]))]
-        parts, start = [], 0
+        layouts, start = [], 0
         for layout, count in self._cache.runs:
-            parts.append((layout, slice(start, start + count)))
+            layouts.append((layout, slice(start, start + count)))
             start += count
-        return parts
+        return layouts
 
     def _mask_of(self, part: slice) -> Tensor | None:
         return self._apply_mask if self._apply_mask is None or self._apply_mask.ndim == 0 else self._apply_mask[part]
@@ -196,7 +197,7 @@ def _addresses(active: Operands, first_state: str) -> tuple[int, ...]:
     if first_state == EXP_AVG:
         tensors += [state[EXP_AVG_SQ] for state in active.states]
     tensors += active.params
-    masters = active.masters()
+    masters = masters_of(active)
     tensors += masters or []
     addresses = tuple(map(Tensor.data_ptr, tensors))
     # The kernels read no master where its address is 0.

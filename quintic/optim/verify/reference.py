@@ -31,7 +31,7 @@ from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import gradient_dtype, local_gradients, local_tensor, placed_as, reject_sparse
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon, muon_in
-from quintic.optim.plan.members import direction_dtype, form_of
+from quintic.optim.plan.kinds import direction_dtype, form_of
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP

@@ -1,7 +1,9 @@
 """Planned memory against what is allocated: never below it, and little above."""
 
+import collections
 import dataclasses
-import types
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,15 +15,19 @@ from torch import nn
 
 from quintic import Experts, Heads, Matrix, Muon, Rows
 from quintic.kernels.products.choose_products import choose_products
-from quintic.optim.plan.members import direction_dtype
+from quintic.optim.plan.kinds import direction_dtype
 from quintic.optim.plan.plan import SMALL_BYTES
-from quintic.optim.plan.workspace.matrices import WorkspaceSpec, directions_bytes, polar_work
+from quintic.optim.plan.workspace.matrices import WorkspaceSpec, directions_bytes, polar_work, stages_work
 from quintic.optim.polar.cpu_orthogonalize import _is_the_same_alone
 from quintic.optim.polar.forms import resolve
+from quintic.optim.polar.matrix_stages import MatrixState, apply_stages
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.polar.program import products_of, run_products, run_queue
-from quintic.optim.rules.table import MUON
-from quintic.optim.rules.update import momentum_
+from quintic.optim.rules.adamuon import ADAMUON
+from quintic.optim.rules.rule import MatrixStage, StateSpec
+from quintic.optim.rules.sums import sums
+from quintic.optim.rules.table import MUON, NORMUON
+from quintic.optim.rules.update import momentum_, second_moment_shape
 from quintic.simulate.simulate import simulate_plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -138,7 +144,7 @@ def test_the_queue(method, shape, monkeypatch):
 def gpu(monkeypatch):
     """A GPU of any compute capability, as far as choices are concerned."""
     pytest.importorskip("triton")
-    found = types.SimpleNamespace(capability=(9, 0))
+    found = SimpleNamespace(capability=(9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found.capability)
@@ -182,6 +188,60 @@ def test_bounds_for_any_device_grow_with_the_number_of_matrices(method, m, n, ei
     assert exact.kept <= fewer.kept
 
 
+# -- stages of a rule ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Decorrelated(MatrixStage):
+    """A stage as a new rule may bring it: products, temporary tensors of several sizes, an average."""
+
+    label = "decorrelate"
+    state = (StateSpec("mean", "average", "param"),)
+
+    def apply(self, matrices, state, options):
+        wide = matrices.to(state["mean"].dtype)
+        gram = wide @ wide.mT  # (b, m, m)
+        mixed = (gram / sums(gram.square(), -1).sqrt()) @ wide
+        state["mean"].lerp_(mixed.square(), 1 - options.normalize_beta)
+        return torch.where(state["mean"] > 0, mixed * state["mean"].rsqrt(), mixed), None
+
+
+@pytest.mark.parametrize("given", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("state_dtype", [None, "bf16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("stages", [NORMUON.after, ADAMUON.before, ADAMUON.after, (Decorrelated(),)])
+def test_what_stages_allocate(stages, shape, state_dtype, given):
+    # No stage says what it needs.
+    count, spec = 3, WorkspaceSpec(torch.float32, CPU, "torch", MUON, state_dtype=state_dtype)
+    matrices, scales = torch.randn(count, *shape).to(given), torch.ones(count, 1, 1)
+    state = {one.name: (one.shape, one.dtype_for(torch.float32, spec.state_dtype)) for s in stages for one in s.state}
+    batches = {
+        name: torch.zeros(count, *shape, dtype=dtype) for name, (kind, dtype) in state.items() if kind == "param"
+    }
+    neurons = [torch.zeros(count, *second_moment_shape(*shape)) for kind, _ in state.values() if kind == "neurons"]
+    mask, options = torch.ones(count, dtype=torch.int32), SimpleNamespace(normalize_beta=0.9)
+
+    def run():
+        return apply_stages(
+            stages, matrices, scales, MatrixState(batches, neurons), options, mask, collections.defaultdict(nullcontext)
+        )
+
+    peak, planned = peak_bytes(run), count * stages_work(stages, *shape, given, spec).peak
+    assert peak <= planned <= 1.1 * peak + 1024
+
+
+def test_stages_are_counted_as_the_device_of_the_plan_runs_them():
+    # On GPUs squares are a new tensor. A kernel has sums of 6 segments for each of the 3072 neurons, and the factors.
+    on_cpu = WorkspaceSpec(torch.float32, CPU, "torch", NORMUON)
+    on_gpu = on_cpu._replace(device=CUDA)
+    widened, squared = (stages_work(NORMUON.after, 768, 3072, torch.float16, spec).peak for spec in (on_cpu, on_gpu))
+    assert widened < 4 * 768 * 3072 * 1.01
+    assert squared > 2 * 4 * 768 * 3072
+    pytest.importorskip("triton")
+    of_kernel = stages_work(NORMUON.after, 768, 3072, torch.float16, on_gpu._replace(kernels="triton")).peak
+    assert of_kernel == 4 * 3072 * (6 + 1)
+
+
 # -- the first pass --------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +257,7 @@ def test_what_plain_directions_allocate(dtype, state, direction, nesterov):
         return momentum_([momentum], [gradient], mu=0.9, nesterov=nesterov, out=out)
 
     peak = peak_bytes(run)
-    spec = WorkspaceSpec(dtype, CPU, "torch", MUON, narrow=state == torch.bfloat16)
+    spec = WorkspaceSpec(dtype, CPU, "torch", MUON, state_dtype="bf16" if state == torch.bfloat16 else None)
     planned = directions_bytes(gradient.numel(), direction, spec)
     # Without looking ahead nothing is new but what is widened.
     assert peak <= planned == peak + (0 if nesterov else 4 * gradient.numel())

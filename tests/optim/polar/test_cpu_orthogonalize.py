@@ -178,7 +178,7 @@ def test_cubic_polynomials(side, dtype):
 @pytest.fixture
 def kept(monkeypatch):
     """The memory that the threads of a test keep: none at first."""
-    kept = cpu_orthogonalize._Kept()
+    kept = threading.local()
     monkeypatch.setattr(cpu_orthogonalize, "_KEPT", kept)
     return kept
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quintic.optim.plan.members import BucketMember
+from quintic.optim.layout.pieces import Piece
 from quintic.optim.step.operands import BucketCache, Operands
 
 CPU = torch.device("cpu")
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 def operands(**state):
     param = torch.zeros(6, 4)
-    return Operands((BucketMember(name="layer.weight", index=0),), [param], [param], [state], 1)
+    return Operands((Piece("layer.weight", 0),), [param], [param], [state], 1)
 
 
 @pytest.mark.parametrize(

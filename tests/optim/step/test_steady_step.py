@@ -17,7 +17,7 @@ def test_a_step_on_one_device_is_a_short_walk():
     num_calls, num_files, num_changes = walk.counts
     assert num_calls <= 91, walk
     assert num_files <= 12, walk
-    assert num_changes <= 41, walk
+    assert num_changes <= 36, walk
 
 
 def test_calls_grow_with_buckets_and_not_with_parameters():

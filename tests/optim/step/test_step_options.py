@@ -276,7 +276,7 @@ def test_members_that_stay_have_as_many_directions_as_matrices():
     group = optimizer._plans.current_groups()[0]
     active = BucketCache().operands(bucket, group, optimizer.state)
     before = [param.detach().clone() for param in params]
-    passes = TorchBackend(bucket, group, active, [False, True])
+    passes = TorchBackend(bucket, group, active, BucketCache(), [False, True])
     directions = passes.directions()
     assert directions.shape == (5, 4, 5)
     assert not directions[:3].any()

@@ -15,17 +15,15 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from quintic.kernels.dispatch import Kernels
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import size_of
-from quintic.optim.layout.views import is_transposed
-from quintic.optim.plan.bucket import Sharded, ShardedMatrices, ShardedTable, Units
+from quintic.optim.plan.bucket import Sharded, Units
 from quintic.optim.plan.exchange import Exchange
-from quintic.optim.plan.members import adamw_entries, direction_dtype
+from quintic.optim.plan.kinds import adamw_entries, direction_dtype
 from quintic.optim.plan.row_sharding import MARK_BYTES
 from quintic.optim.plan.schedule import Stages
 from quintic.optim.plan.workspace.matrices import (
@@ -35,7 +33,7 @@ from quintic.optim.plan.workspace.matrices import (
     factor_bytes,
     factors_of_pieces_bytes,
     matrices_bytes,
-    stages_work,
+    matrices_work,
     units_work,
     width_of,
 )
@@ -70,11 +68,11 @@ def adamw_workspace_bytes(
     spec = WorkspaceSpec.of_group(group, dtype, device, kernels)
     plain = not group.cautious and group.decay_coupling == "lr" and dense
     # The cases of PyTorch's fused update, see `torch_backend.step_adamw`.
-    is_fused = plain and dtype.itemsize >= 4 and not spec.narrow and device.type in ("cpu", "cuda")
+    is_fused = plain and dtype.itemsize >= 4 and group.state_dtype is None and device.type in ("cpu", "cuda")
     if kernels == "triton" or is_fused:
         return 64
     numel = min(largest, adamw_entries(group.max_workspace_bytes) or largest)
-    width, widened = width_of(dtype), (dtype.itemsize < 4) + 2 * spec.narrow
+    width, widened = width_of(dtype), (dtype.itemsize < 4) + 2 * (group.state_dtype is not None)
     # The two corrected averages, and a root or a quotient; then the update and the memory for writing weights.
     return numel * width * (widened + 1) + max(2 * numel * width, applied_bytes(numel, spec)) + 2**10
 
@@ -100,9 +98,8 @@ def batch_bytes(
     At most `largest` of them are of one parameter. If directions are copied, they are put in another order before they
     are orthogonalised.
     """
-    m, n = shape
-    direction = direction_dtype(form, spec.dtype)
-    work = stages_work(form, count, m, n, spec, copied=count * m * n * direction.itemsize if is_copied else 0)
+    (m, n), direction = shape, direction_dtype(form, spec.dtype)
+    work = matrices_work(form, count, m, n, spec, copied=count * m * n * direction.itemsize * is_copied)
     # With `scale_decay`, factors of decay stand beside them.
     factors = factor_bytes(count, m, n, spec) * (3 if spec.scales_decay else 1)
     return matrices_bytes(count * m * n, min(count, largest) * m * n, direction, work, factors, spec, in_order=True)
@@ -119,18 +116,19 @@ def stages_of_shards(bucket: Sharded, group: Group, *, worst_case: bool = False)
     """
     dtype, kernels = bucket.dtype, bucket.kernels
     # The memory of the owner's step.
-    if isinstance(bucket, ShardedMatrices):
+    units = bucket.units
+    if units is not None:
         in_order = all(group.params[shard.index].is_contiguous() for shard in bucket.shards)
         spec = WorkspaceSpec.of_group(group, dtype, bucket.device, kernels)._replace(worst_case=worst_case)
         counts = {len(bucket.shards[owned]) for owned in (bucket.of_owners if worst_case else [bucket.local_slice])}
-        work = max(_units_bytes(count, bucket.units, spec, in_order) for count in counts)
+        work = max(_units_bytes(count, units, spec, in_order) for count in counts)
     else:
-        shards = bucket.shards if worst_case else bucket.local
+        shards = bucket.shards if worst_case else bucket.members
         work = adamw_workspace_bytes(
             max((shard.numel for shard in shards), default=0), group, dtype, bucket.device, kernels
         )
     # The memory of messages; marks of touched rows are held beside gradients.
-    marks = MARK_BYTES * bucket.rows.padded_rows if isinstance(bucket, ShardedTable) else 0
+    marks = 0 if bucket.rows is None else MARK_BYTES * bucket.rows.padded_rows
     own = max(bucket.entries) if worst_case else bucket.entries[bucket.position]
     stages = averaging_stages(bucket.entries, own, dtype, kernels, is_direct=bucket.is_direct, work=work)
     # If touched rows are sent, the rows sent and received fit into the memory of whole gradients.
@@ -193,17 +191,6 @@ def _units_bytes(count: int, units: Units, spec: WorkspaceSpec, in_order: bool) 
 # -------------------------------------------------------------------------------------------- with matrices in pieces
 
 
-class _Gathered(NamedTuple):
-    """Bytes of a message that brings results to every rank, moment by moment."""
-
-    # While it is started, beside the message itself; while it is under way; when it has arrived and is put in order;
-    # and after that.
-    besides: int
-    under_way: int
-    arrived: int
-    in_order: int
-
-
 def piece_entries(exchange: Exchange) -> int:
     """Return the number of entries of all units' pieces on the exchange's rank."""
     return exchange.num_units * math.prod(exchange.piece_shape)
@@ -259,38 +246,33 @@ def _results(units: Units, exchange: Exchange, kept: int, spec: WorkspaceSpec) -
 
     `kept` are the bytes that the updates of this rank's units keep alive.
     """
-    width = units.update_dtype(spec.dtype).itemsize
-    item = width + spec.state_width
+    item = units.update_dtype(spec.dtype).itemsize + spec.state_width
+    pieces = piece_entries(exchange) * item  # the updates of this rank's pieces
     if exchange.is_local:
-        updates = _Gathered(0, kept, kept, kept)
+        besides, message, arriving, pieces = 0, kept, 0, kept
     elif exchange.is_replicated:
-        size = math.prod(units.shape) * item
         # A transposed update is copied into row order before it is sent, except in 16 bits, where updates are computed
         # in the order of their directions.
-        turned = is_transposed(units.view) and (width != 2 or spec.kernels == "torch")
-        updates = _all_gathered(exchange, size, kept, copied=exchange.num_owned * size * turned)
+        size = math.prod(units.shape) * item
+        turned = units.is_transposed and (item - spec.state_width != 2 or spec.kernels == "torch")
+        besides, message, arriving = _all_gather(exchange, size, kept, copied=exchange.num_owned * size * turned)
     else:
-        received = piece_entries(exchange) * item
-        updates = _Gathered(kept, sum(exchange.scattering.sends) * item + received, received, received)
-    neurons, factors = _Gathered(0, 0, 0, 0), 0
-    if spec.normalizes:
-        # Factors and second moments of each unit, side by side in one message.
-        size = 2 * width_of(spec.dtype) * units.num_neurons
-        own = exchange.num_owned * size
-        neurons = _Gathered(0, own, own, own) if exchange.is_local else _all_gathered(exchange, size, own)
-        neurons = neurons._replace(besides=neurons.besides + own)
-        factors = exchange.num_units * size // 2
-    factors += factors_of_pieces_bytes(units, exchange.piece_shape, exchange.num_units, spec)
+        besides, message, arriving = kept, sum(exchange.scattering.sends) * item + pieces, 0
+    factors = factors_of_pieces_bytes(units, exchange.piece_shape, exchange.num_units, spec)
     applied = factors + applied_bytes(math.prod(exchange.piece_shape), spec)
-    return (
-        updates.besides + neurons.besides,
-        updates.under_way + neurons.under_way,
-        max(updates.arrived + neurons.under_way, updates.in_order + max(neurons.arrived, neurons.in_order + applied)),
-    )
+    if not spec.normalizes:
+        return besides, message, max(arriving, pieces + applied)
+    # Factors and second moments of each unit travel side by side in one more message.
+    size = 2 * width_of(spec.dtype) * units.num_neurons
+    own, everything = exchange.num_owned * size, exchange.num_units * size
+    beside_neurons, neurons, arriving_neurons = (0, own, 0) if exchange.is_local else _all_gather(exchange, size, own)
+    # Factors are copied from the message before they are spread over the pieces.
+    finishing = pieces + max(arriving_neurons, everything + everything // 2 + applied)
+    return besides + beside_neurons + own, message + neurons, max(arriving + neurons, finishing)
 
 
-def _all_gathered(exchange: Exchange, size: int, kept: int, *, copied: int = 0) -> _Gathered:
-    """Return the bytes of `Exchange.start_all_gather`.
+def _all_gather(exchange: Exchange, size: int, kept: int, *, copied: int = 0) -> tuple[int, int, int]:
+    """Return the bytes of `Exchange.start_all_gather`: beside the message while it starts, under way, and arriving.
 
     Args:
         exchange: the exchange, as this rank sees it.
@@ -301,13 +283,11 @@ def _all_gathered(exchange: Exchange, size: int, kept: int, *, copied: int = 0) 
     # Broadcasts fill one tensor in place.
     everything, most = exchange.num_units * size, max(exchange.counts)
     if exchange.is_sparse:
-        return _Gathered(kept + copied, everything, everything, everything)
-    received = len(exchange.ranks) * most * size
+        return kept + copied, everything, 0
     if exchange.num_owned < most:
         # Another rank has more units, so this rank sends padding, in a copy.
         besides, sent = kept + copied, most * size
     else:
         besides, sent = (kept, copied) if copied else (0, kept)
-    if min(exchange.counts) == most:
-        return _Gathered(besides, sent + received, received, received)
-    return _Gathered(besides, sent + received, received + everything, everything)
+    received = len(exchange.ranks) * most * size
+    return besides, sent + received, received + everything if min(exchange.counts) < most else received

@@ -1,18 +1,19 @@
 """Upper bounds of the bytes that the computation of matrices allocates, known before anything is computed.
 
-The plan chooses the sizes of buckets by these. Each function follows the code that it bounds, tensor by tensor. Tensors
-that grow with the matrices are counted; flags and tables come on top (see `plan.SMALL_BYTES`), as do copies of
-gradients whose dtype or strides differ from their parameters'. The products of an orthogonalisation (`program.py`) need
+The plan chooses the sizes of buckets by these. Tensors that grow with the matrices are counted; flags and tables come
+on top (see `plan.SMALL_BYTES`), as do copies of gradients whose dtype or strides differ from their parameters'. The
+bytes follow from
 
-    one by one   operands that are still read, and the result: a matrix is freed after the product that reads it last
-    on a CPU     see `cpu_orthogonalize.py`
-    queue        two (m, n) matrices and `Program.num_squares` (side, side) ones from the first product to the last; the
-                 result is one of the two, and keeps the memory of both
+    stages of a rule    the stages themselves, which run once on tensors without memory (`counting.py`)
+    polar step          its products, counted in the same way; on a CPU see `cpu_orthogonalize.py`
+    momentum, weights   a number of tensors for each case of `momentum_` and `decay_and_step_` (`update.py`)
 
 Directions belong to the caller, and are not counted unless they are copied.
 """
 
 import math
+from collections import defaultdict
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -22,39 +23,32 @@ from torch import Tensor
 from quintic.kernels.dispatch import Kernels
 from quintic.kernels.products.choose_products import queued_matrices
 from quintic.optim.groups.group import Group
-from quintic.optim.layout.views import View, is_plain
+from quintic.optim.groups.options import Options
 from quintic.optim.plan.bucket import Units
-from quintic.optim.plan.members import direction_dtype, update_dtype
+from quintic.optim.plan.kinds import direction_dtype, update_dtype
+from quintic.optim.plan.workspace.counting import Footprint, count_bytes
 from quintic.optim.polar.cpu_orthogonalize import iterates_on_cpu, iteration_bytes
 from quintic.optim.polar.forms import Form
-from quintic.optim.polar.products import ALIGNMENT, SMALL_PRODUCT, padded_side
-from quintic.optim.polar.program import Product, Program, products_of
-from quintic.optim.rules.rule import UpdateRule
-from quintic.optim.rules.update import CPU_PIECE
+from quintic.optim.polar.matrix_stages import MatrixState, apply_stages
+from quintic.optim.polar.orthogonalize import apply_form
+from quintic.optim.polar.products import ALIGNMENT
+from quintic.optim.polar.program import products_of
+from quintic.optim.rules.rule import MatrixStage, UpdateRule
+from quintic.optim.rules.update import CPU_PIECE, second_moment_shape
 
 __all__ = [
-    "Footprint",
     "WorkspaceSpec",
     "applied_bytes",
     "directions_bytes",
     "factor_bytes",
     "factors_of_pieces_bytes",
     "matrices_bytes",
-    "neuron_bytes",
+    "matrices_work",
     "polar_work",
     "stages_work",
     "units_work",
     "width_of",
 ]
-
-
-class Footprint(NamedTuple):
-    """Bytes that a computation allocates, its operands not counted."""
-
-    peak: int
-    """The most at one time."""
-    kept: int
-    """The bytes that its result keeps alive afterwards."""
 
 
 class WorkspaceSpec(NamedTuple):
@@ -69,8 +63,8 @@ class WorkspaceSpec(NamedTuple):
     worst_case: bool = False
     """Bound the worst case over all devices of this type and over smaller batches, so that all ranks compute the same
     number, which grows with the batch size."""
-    narrow: bool = False
-    """Whether moments are in bfloat16, so that plain PyTorch makes float32 copies of them."""
+    state_dtype: Literal["bf16"] | None = None
+    """The group's option: plain PyTorch makes float32 copies of moments in bfloat16."""
     has_masters: bool = False
     cautious: bool = False
     scales_decay: bool = False
@@ -83,8 +77,7 @@ class WorkspaceSpec(NamedTuple):
     @property
     def state_width(self) -> int:
         """Return the bytes for each entry of a matrix of the state that its stages need whole, beside directions."""
-        state_dtype: Literal["bf16"] | None = "bf16" if self.narrow else None
-        return sum(spec.dtype_for(self.dtype, state_dtype).itemsize for spec in self.rule.matrix_state)
+        return sum(spec.dtype_for(self.dtype, self.state_dtype).itemsize for spec in self.rule.matrix_state)
 
     @classmethod
     def of_group(cls, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> "WorkspaceSpec":
@@ -94,7 +87,7 @@ class WorkspaceSpec(NamedTuple):
             device,
             kernels,
             group.rule,
-            narrow=group.state_dtype is not None,
+            state_dtype=group.state_dtype,
             has_masters=group.master is not None and dtype.itemsize < 4,
             cautious=bool(group.cautious),
             scales_decay=group.scale_decay and group.rule.orthogonalizes,
@@ -106,130 +99,109 @@ def width_of(dtype: torch.dtype) -> int:
     return max(4, dtype.itemsize)
 
 
-# --------------------------------------------------------------------------------------------------- orthogonalisation
+# --------------------------------------------------------------------------------------------------- whole matrices
 
 
 @lru_cache(maxsize=4096)
 def polar_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpec) -> Footprint:
     """Return the memory for the polar factors of (batch, m, n) contiguous directions; None is a user's function."""
-    size = batch * m * n
+    size, direction = batch * m * n, direction_dtype(form, spec.dtype)
     # A user's function is assumed to need three tensors of this shape.
     if form is None:
-        width = direction_dtype(form, spec.dtype).itemsize
-        return Footprint(3 * width * size, width * size)
+        return Footprint(3 * direction.itemsize * size, direction.itemsize * size)
     item = form.compute_dtype.itemsize
     # An SVD has a normalised copy and several factors and work arrays.
     if form.method == "svd":
-        work = torch.promote_types(direction_dtype(form, spec.dtype), form.compute_dtype).itemsize
+        work = torch.promote_types(direction, form.compute_dtype).itemsize
         return Footprint((work + 8 * item) * size, item * size)
     if spec.device.type == "cpu" and spec.kernels == "torch" and iterates_on_cpu(form, m, n):
-        return Footprint(iteration_bytes(form, batch, m, n, direction_dtype(form, spec.dtype)), item * size)
-    rows, columns = (padded_side(side, form.compute_dtype, spec.device) for side in (m, n))
-    if (rows, columns) != (m, n):
-        # Padded directions beside the computation of the padded matrices, then the result without padding beside it.
-        padded = polar_work(form, batch, rows, columns, spec)
-        directions = direction_dtype(form, spec.dtype).itemsize * batch * rows * columns
-        return Footprint(directions + max(padded.peak, padded.kept + item * size), item * size)
-    one_by_one = max(_normalisation(form, batch, m, n, spec), _one_by_one(form, batch, m, n, spec))
+        return Footprint(iteration_bytes(form, batch, m, n, direction), item * size)
+    # A matrix needs as much as its transpose, but for the norms of its rows.
+    tall = max(m, n), min(m, n)
+    one, copies = _counted_work(form, *tall, direction, spec.kernels, spec.device.type), 0
+    # Plain PyTorch has aligned copies of one matrix at a time, unless all matrices of a batch are aligned anyway, as
+    # padded 16-bit ones are on GPUs. CPUs multiply in float32 at least.
+    width = item if spec.device.type != "cpu" else max(item, 4)
+    if batch > 1 and width > 2 and any(numel * width % ALIGNMENT for numel in (m * n, min(m, n) ** 2)):
+        copies = width * (2 * m * n + min(m, n) ** 2)
+    if spec.device.type == "cpu" and form.compute_dtype == torch.bfloat16:
+        # oneDNN has padded copies of one matrix at a time.
+        copies += 6 * -(-m // 64) * -(-n // 64) * 64**2 + 2**14
+    most = Footprint(batch * one.peak + copies, item * size)
     # The largest batch that a kernel of this device computes as a queue, 0 for none.
-    queued = (
-        0
-        if spec.kernels == "torch"
-        else queued_matrices(m, n, form.compute_dtype, spec.device, worst_case=spec.worst_case)
-    )
-    if batch > queued and not (spec.worst_case and queued):
-        return Footprint(one_by_one, item * size)
+    queued = 0
+    if spec.kernels == "triton":
+        queued = queued_matrices(m, n, form.compute_dtype, spec.device, worst_case=spec.worst_case)
     # With `worst_case` a larger batch counts like the largest queued one, if that needs more.
-    count = min(batch, queued)
-    pair, square = 2 * item * count * m * n, item * count * min(m, n) ** 2
-    counters = 4 * count * -(-min(m, n) // 128)
-    squares = _program(form).num_squares * square + counters
-    queue = pair + max(squares, _scratch(form, count, m, n, spec))
-    return Footprint(max(one_by_one, queue), max(item * size, pair))
+    count = batch if batch <= queued else queued if spec.worst_case else 0
+    if not count:
+        return most
+    # A queue has two (m, n) matrices, of which the result is one, small ones, and counters, from the first product on.
+    pair, side = 2 * item * count * m * n, min(m, n)
+    num_squares = products_of(tuple(form.segments), form.coefficients, 1.0).num_squares
+    squares = item * num_squares * count * side**2 + 4 * count * -(-side // 128)
+    return Footprint(max(most.peak, pair + squares), max(most.kept, pair))
 
 
-def _program(form: Form) -> Program:
-    # The norm of the entries does not change which products there are.
-    return products_of(tuple(form.segments), form.coefficients, 1.0)
+@lru_cache(maxsize=1024)
+def _counted_work(form: Form, m: int, n: int, direction: torch.dtype, kernels: Kernels, device_type: str) -> Footprint:
+    """Return the memory for the polar factor of one (m, n) matrix, computed product by product."""
+    x = torch.empty((1, m, n), dtype=direction, device="meta")
+    return count_bytes(lambda: apply_form(x, form, kernels), [x], device_type)
 
 
-def _uses_kernel(form: Form, m: int, n: int, spec: WorkspaceSpec) -> bool:
-    """Return whether Triton's kernel normalises the directions, see `kernels.normalize.can_normalize`."""
-    is_double = torch.float64 in (direction_dtype(form, spec.dtype), form.compute_dtype)
-    return spec.kernels == "triton" and not is_double and m * n < 2**31
+def matrices_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpec, copied: int = 0) -> Footprint:
+    """Return the memory from (batch, m, n) contiguous directions to updates, their factors included in the peak.
+
+    The polar step has copies of `copied` bytes of the directions.
+    """
+    polar = polar_work(form, batch, m, n, spec)
+    before, after = (
+        stages_work(stages, m, n, given, spec._replace(worst_case=False))
+        for stages, given in (
+            (spec.rule.before, direction_dtype(form, spec.dtype)),
+            (spec.rule.after, update_dtype(form, spec.dtype)),
+        )
+    )
+    peak = max(batch * before.peak, batch * before.kept + copied + polar.peak, polar.kept + batch * after.peak)
+    # Stages after the polar step return other matrices, or the ones that they were given.
+    return Footprint(peak, batch * after.kept or polar.kept)
 
 
-def _scratch(form: Form, batch: int, m: int, n: int, spec: WorkspaceSpec) -> int:
-    """Return the bytes that normalisation allocates beside its result."""
-    if _uses_kernel(form, m, n, spec):
-        from quintic.kernels.products.normalize import scratch_bytes
+@lru_cache(maxsize=1024)
+def stages_work(stages: tuple[MatrixStage, ...], m: int, n: int, given: torch.dtype, spec: WorkspaceSpec) -> Footprint:
+    """Return the memory that some stages need for one (m, n) matrix; `kept` is the result's, 0 if it is not new."""
+    if not stages:
+        return Footprint(0, 0)
 
-        return batch * scratch_bytes(m, n)
-    return _normalisation(form, batch, m, n, spec)
+    def empty(*size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
 
-
-def _normalisation(form: Form, batch: int, m: int, n: int, spec: WorkspaceSpec) -> int:
-    """Return the bytes that normalisation allocates, its result included."""
-    item, work = form.compute_dtype.itemsize, _work_dtype(form, spec).itemsize
-    if _uses_kernel(form, m, n, spec):
-        return batch * m * n * item + _scratch(form, batch, m, n, spec)
-    # CPUs widen operands before they divide; GPUs square entries before they add them.
-    widens = spec.device.type != "cpu" or direction_dtype(form, spec.dtype).itemsize < work
-    result = 0 if item == work else item
-    return batch * (m * n * max(work if widens else 0, result) + (m * n + m + 4) * work)
-
-
-def _work_dtype(form: Form, spec: WorkspaceSpec) -> torch.dtype:
-    wide = torch.float64 if form.compute_dtype == torch.float64 else torch.float32
-    return torch.promote_types(direction_dtype(form, spec.dtype), wide)
-
-
-def _one_by_one(form: Form, batch: int, m: int, n: int, spec: WorkspaceSpec) -> int:
-    """Return the most bytes that `run_products` holds at a time, the normalised matrices included."""
-    # Follow the program: add each result and the memory of its product, free the matrices that were read last.
-    program, item = _program(form), form.compute_dtype.itemsize
-    whole, square = m * n, min(m, n) ** 2
-    entries = {0: whole}
-    live = peak = item * batch * whole
-    for number, product in enumerate(program.products):
-        entries[number + 1] = whole if product.kind == "apply" else square
-        live += item * batch * entries[number + 1]
-        peak = max(peak, live + _besides(product, form.compute_dtype, batch, m, n, spec))
-        for matrix in [matrix for matrix in entries if program.last_uses[matrix] == number]:
-            live -= item * batch * entries.pop(matrix)
-    return peak
-
-
-def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, spec: WorkspaceSpec) -> int:
-    """Return the bytes that `products.multiply` allocates beside its result."""
-    # Entries of the operands and the result of one matrix.
-    whole, side, item = m * n, min(m, n), dtype.itemsize
-    left, right = {
-        "gram": (whole, whole),
-        "square": (side**2, side**2),
-        "apply": (side**2, whole),
-    }[product.kind]
-    out = whole if product.kind == "apply" else side**2
-    # The diagonal, which is computed separately, and the scalar that stands in for a missing addend.
-    diagonal = 16 * batch * side * (product.diagonal != 0) + 8
-    if item == 2 and spec.device.type != "cpu":
-        return diagonal
-    multiplications = side * side * (side if product.kind == "square" else max(m, n))
-    if dtype == torch.float16 or (item == 2 and (product.alpha == 0 or multiplications <= SMALL_PRODUCT)):
-        # Operands and result widened to float32.
-        addend = 0 if product.c is None else out
-        widened, item = 4 * batch * (left + right + addend + out), 4
-    else:
-        widened = 0
-    # Aligned copies of one matrix at a time, unless all matrices of a batch are aligned anyway.
-    aligned = all(numel * item % ALIGNMENT == 0 for numel in (left, right, out))
-    copies = 0 if batch == 1 or aligned else item * (left + right + out)
-    if item == 2:
-        # oneDNN's copies, one matrix at a time, with padding and some KiB; then the diagonal, in float32.
-        short, long = (-(-length // 64) * 64 for length in sorted((m, n)))
-        padded = item * (3 * short**2 if product.kind == "square" else 2 * short * long + short**2)
-        copies = max(copies + padded + 2**14, 12 * batch * left if product.diagonal else 0)
-    return widened + copies + diagonal
+    # One matrix, and its state by name; neurons as kernels find them, by address, and as plain PyTorch does.
+    matrices, scales = empty(1, m, n, dtype=given), empty(1, 1, 1, dtype=torch.promote_types(spec.dtype, torch.float32))
+    state = {
+        one.name: (one.shape, one.dtype_for(spec.dtype, spec.state_dtype)) for stage in stages for one in stage.state
+    }
+    batches = {name: empty(1, m, n, dtype=dtype) for name, (shape, dtype) in state.items() if shape == "param"}
+    neurons = [
+        empty(1, *second_moment_shape(m, n), dtype=dtype) for shape, dtype in state.values() if shape == "neurons"
+    ]
+    addresses = empty(1, dtype=torch.int64) if spec.kernels == "triton" else None
+    mask = empty(1, dtype=torch.int32)
+    operands = [matrices, scales, mask, *batches.values(), *neurons, *([] if addresses is None else [addresses])]
+    return count_bytes(
+        lambda: apply_stages(
+            stages,
+            matrices,
+            scales,
+            MatrixState(batches, neurons, addresses),
+            Options(),
+            mask,
+            defaultdict(nullcontext),
+        )[0],
+        operands,
+        spec.device.type,
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- units
@@ -241,39 +213,22 @@ def units_work(units: Units, count: int, spec: WorkspaceSpec) -> Footprint:
         return Footprint(0, 0)
     numel = math.prod(units.shape)
     peak = kept = factors = copied = 0
-    for ((m, n), form), order in zip(units.kinds, _orders(units.view, units.shape), strict=True):
-        gapless = order != "gaps" and (count == 1 or m * n == numel)
-        if spec.kernels == "torch":
-            copies = not gapless or order == "columns"
-        else:
-            is_wide = form is not None and form.compute_dtype.itemsize != 2
-            copies = not gapless or (order == "columns" and is_wide)
-        copied = count * m * n * direction_dtype(form, spec.dtype).itemsize if copies else 0
-        work = stages_work(form, count, m, n, spec)
+    for (m, n), form in units.kinds:
+        # Plain PyTorch and products of 32 bits and more need matrices in row order, and no kernel takes gaps.
+        is_wide = spec.kernels == "torch" or (form is not None and form.compute_dtype.itemsize != 2)
+        has_copies = not units.is_plain or (units.is_transposed and is_wide)
+        copied = count * m * n * direction_dtype(form, spec.dtype).itemsize * has_copies
+        work = matrices_work(form, count, m, n, spec)
         peak = max(peak, kept + factors + copied + work.peak)
         kept += work.kept
         factors += factor_bytes(count, m, n, spec)
-    if not is_plain(units.view, units.shape):
+    if not units.is_plain:
         # The updates of all kinds as units.
         joined = count * numel * units.update_dtype(spec.dtype).itemsize
         peak, kept = max(peak, kept + factors + copied + joined), joined
     # State that stages need: kind by kind, and then as units again, where matrices are no units as they lie.
-    has_copies = units.is_transposed or not is_plain(units.view, units.shape)
+    has_copies = units.is_transposed or not units.is_plain
     return Footprint(peak + 2 * has_copies * count * numel * spec.state_width, kept)
-
-
-def stages_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpec, copied: int = 0) -> Footprint:
-    """Return the memory that `matrix_stages.py` needs for (batch, m, n) contiguous directions, factors included.
-
-    The polar step has copies of `copied` bytes of the directions.
-    """
-    size, work = batch * m * n, polar_work(form, batch, m, n, spec)
-    # Stages before the polar step make other directions; those after it work in the dtype of arithmetic.
-    before = size * direction_dtype(form, spec.dtype).itemsize if spec.rule.before else 0
-    after = size * spec.rule.temporaries * width_of(spec.dtype)
-    return Footprint(
-        max(before + copied + work.peak, work.kept + max(after, neuron_bytes(form, batch, m, n, spec))), work.kept
-    )
 
 
 def factor_bytes(count: int, m: int, n: int, spec: WorkspaceSpec) -> int:
@@ -288,36 +243,10 @@ def factors_of_pieces_bytes(units: Units, piece_shape: tuple[int, ...], count: i
         vectors = 2 * sum(factor_bytes(count, *kind.shape, spec) for kind in units.kinds)
         return vectors + factors_of_pieces_bytes(units, piece_shape, 2 * count, spec._replace(scales_decay=False))
     pieces = count * math.prod(piece_shape) * width_of(spec.dtype)
-    if len(units.kinds) > 1 or (spec.normalizes and not is_plain(units.view, units.shape)):
+    if len(units.kinds) > 1 or (spec.normalizes and not units.is_plain):
         # Factors spread over whole units, then sliced to pieces.
         return count * math.prod(units.shape) * width_of(spec.dtype) + pieces
     return pieces if spec.normalizes and sum(length > 1 for length in piece_shape) > 2 else 0
-
-
-def neuron_bytes(form: Form | None, count: int, m: int, n: int, spec: WorkspaceSpec) -> int:
-    """Return the bytes that NorMuon's normalisation of (count, m, n) updates allocates, its factors included."""
-    if not spec.normalizes:
-        return 0
-    if spec.kernels == "triton":
-        from quintic.kernels.update.neuron import neuron_bytes as per_matrix
-
-        return count * per_matrix(m, n)
-    width, item = width_of(spec.dtype), update_dtype(form, spec.dtype).itemsize
-    # CPUs widen 16-bit entries before they sum them; GPUs square entries into a new tensor first.
-    widens = item < width or spec.device.type == "cuda"
-    return 10 * factor_bytes(count, m, n, spec) + (count * m * n * width if widens else 0)
-
-
-@lru_cache(maxsize=256)
-def _orders(view: View, unit_shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Return "rows", "columns" or "gaps" for each matrix of a unit: which of them are consecutive in memory."""
-
-    def order(matrix: Tensor) -> str:
-        if matrix.is_contiguous():
-            return "rows"
-        return "columns" if matrix.shape[0] == 1 and matrix[0].mT.is_contiguous() else "gaps"
-
-    return tuple(order(matrix) for block in view.blocks(torch.empty(unit_shape, device="meta")) for matrix in block)
 
 
 # ---------------------------------------------------------------------------------------------------------- the passes
@@ -332,7 +261,7 @@ def directions_bytes(numel: int, direction: torch.dtype, spec: WorkspaceSpec, *,
         # Directions in another order are copied into row order.
         return numel * direction.itemsize * (1 if in_order else 2)
     # For the entries at a time: directions before rounding, and widened gradients and moments of less than float32.
-    wide = 1 + (spec.dtype.itemsize < 4) + spec.narrow
+    wide = 1 + (spec.dtype.itemsize < 4) + (spec.state_dtype is not None)
     return numel * direction.itemsize + at_a_time(numel, spec) * wide * width_of(spec.dtype)
 
 

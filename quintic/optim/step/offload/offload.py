@@ -21,8 +21,8 @@ from torch import Tensor
 
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.layout.pieces import block_of
 from quintic.optim.plan.bucket import Bucket, Sharded
-from quintic.optim.plan.members import block_of
 from quintic.optim.plan.offload_size import Offloaded, buffers
 from quintic.optim.plan.plan import Plan
 from quintic.optim.rules.device import is_capturing
@@ -200,7 +200,7 @@ class Offload:
 def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[dict[str, Tensor]]:
     """Return the state of each member of a bucket, local tensors or pieces of them."""
     if isinstance(bucket, Sharded):
-        owned = [(shard, params[shard.index]) for shard in bucket.local]
+        owned = [(shard, params[shard.index]) for shard in bucket.members]
         return [state_of_shard(state[param], shard, param) for shard, param in owned]
     states = [state[params[member.index]] for member in bucket.members]
     return [{key: local_tensor(value) for key, value in of_param.items()} for of_param in states]

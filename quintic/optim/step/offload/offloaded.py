@@ -17,9 +17,9 @@ from torch import Tensor
 from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.layout.pieces import Piece, block_of
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import BucketMember, block_of
 from quintic.optim.plan.offload_size import offloaded_entries
 from quintic.optim.rules.rule import EXP_AVG, MOMENTUM, STEP
 from quintic.optim.rules.table import PARAM_SHAPED_STATE
@@ -56,7 +56,7 @@ class OffloadedMatrices:
         self._bucket, self._view = bucket, group.view
         self._key: object = None
         self._keys: list[str] = []
-        self._members: tuple[BucketMember, ...] = ()
+        self._members: tuple[Piece, ...] = ()
         self.batches: list[TransferBatch] = []
         # Cached values of the passes over blocks; other values are in the bucket's own cache.
         self.cache = BucketCache()
@@ -65,7 +65,7 @@ class OffloadedMatrices:
         """Return the batches for the directions (0), or for the weights (1)."""
         return self.batches[number : number + 1]
 
-    def prepare(self, members: tuple[BucketMember, ...], params: Sequence[Tensor] | None, states: States) -> None:
+    def prepare(self, members: tuple[Piece, ...], params: Sequence[Tensor] | None, states: States) -> None:
         """Make the batches for a step of some members, given their state on the host; unchanged ones are kept."""
         master = master_key(states[0]) if states else None
         self._keys = [MOMENTUM] if master is None else [MOMENTUM, master]
@@ -86,7 +86,7 @@ class OffloadedMatrices:
         if not self._members:
             rows = zip(active.members, params, strict=True)
             self._members = tuple(
-                replace(member, block=0, start=0, piece=None, num_matrices=block.shape[0]) for member, block in rows
+                replace(member, matrices=tuple(range(len(block))), box=None) for member, block in rows
             )
         return Operands(
             self._members,
@@ -96,7 +96,7 @@ class OffloadedMatrices:
             active.num_matrices,
         )
 
-    def _blocks(self, tensors: Sequence[Tensor], members: Sequence[BucketMember]) -> list[Tensor]:
+    def _blocks(self, tensors: Sequence[Tensor], members: Sequence[Piece]) -> list[Tensor]:
         return [block_of(tensor, member, self._view) for tensor, member in zip(tensors, members, strict=True)]
 
 
@@ -154,7 +154,7 @@ class _Piece:
             step = state[STEP]
             if number in self._again:
                 step = torch.sub(step, 1, out=self._again[number])
-            members.append(member if run is None else replace(member, piece=(run,)))
+            members.append(member if run is None else replace(member, box=((run.start, run.stop),)))
             params.append(_entries(active.params[number], run))
             gradients.append(_entries(active.gradients[number], run))
             states.append({STEP: step, **{key: next(given) for key in self._keys}})
@@ -179,7 +179,7 @@ class OffloadedAdamW:
         """Return all batches, in order, for pass 0, which does the whole update; none for pass 1."""
         return [] if number else [piece.batch for piece in self.pieces]
 
-    def prepare(self, members: tuple[BucketMember, ...], params: Sequence[Tensor] | None, states: States) -> None:
+    def prepare(self, members: tuple[Piece, ...], params: Sequence[Tensor] | None, states: States) -> None:
         """Make the pieces for a step of some members, given their state on the host; unchanged ones are kept.
 
         `params` are their tensors; None if these have no gaps in memory.

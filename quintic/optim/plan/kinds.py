@@ -1,15 +1,13 @@
-"""The entries of a bucket, its kinds of matrices, and the dtypes that they are computed in.
+"""The kinds of matrices in a bucket, and the dtypes that they are computed in.
 
 Directions are rounded to `direction_dtype` before they are orthogonalised, and updates travel in `update_dtype`. Both
 follow from the form and the dtype of the weights, never from the layout: every layout orthogonalises the same bits.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.views import View
@@ -18,10 +16,8 @@ from quintic.optim.state.owners import shape_cost
 
 __all__ = [
     "ADAMW_BYTES",
-    "BucketMember",
     "Kind",
     "adamw_entries",
-    "block_of",
     "direction_dtype",
     "form_of",
     "kinds_of",
@@ -30,26 +26,6 @@ __all__ = [
 
 # Temporary bytes per entry of the plain AdamW update, which keeps up to seven float64 tensors at a time.
 ADAMW_BYTES = 7 * 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BucketMember:
-    """Consecutive matrices of one parameter, or a piece of one matrix (AdamW: the whole parameter)."""
-
-    name: str
-    # Position of the parameter in its group.
-    index: int
-    # The matrices: `num_matrices` of a block of the view, from `start` on.
-    # The number of the view's block; 0 unless the view has several kinds of matrices.
-    block: int = 0
-    # First matrix of the block that belongs to the bucket.
-    start: int = 0
-    num_matrices: int = 0
-    # Position of the first matrix among all matrices of the parameter.
-    first_matrix: int = 0
-    # The box of this rank's tensor that belongs to the matrix, where matrices lie in pieces or have an owner; `block`
-    # and `start` are not used then. None where the bucket has whole matrices of this rank.
-    piece: tuple[slice, ...] | None = None
 
 
 class Kind(NamedTuple):
@@ -111,16 +87,3 @@ def direction_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
 def update_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which updates are sent: the products' dtype, or for a user's function that of directions."""
     return direction_dtype(form, dtype) if form is None else form.compute_dtype
-
-
-def block_of(tensor: Tensor, member: BucketMember, view: View) -> Tensor:
-    """Return the entry's matrices, (b, m, n) or (b, g, r, n), or its piece of one, (1, 1, m, n) or (1, g, r, n).
-
-    The result shares memory with the tensor, which is like the parameter: its weight, gradient or state.
-    """
-    # Consecutive matrices of a block of the view.
-    if member.piece is None:
-        return view.blocks(tensor)[member.block][member.start : member.start + member.num_matrices]
-    piece = tensor[member.piece]
-    # Behind the groups g and the rows r all dimensions are columns.
-    return piece[None, None] if piece.ndim == 2 else piece.view(*piece.shape[:2], piece.shape[2:].numel())[None]
