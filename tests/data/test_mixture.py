@@ -13,6 +13,7 @@ from quintic.data import preparation
 from quintic.data.loader import Batch, Loader, validation_rows
 from quintic.data.mixture import parse_mixture
 from quintic.data.preparation import Dataset, prepare
+from quintic.data.tokenizer import Tokenizer
 
 
 def folder(path: Path, mark: str, documents: int, seed: int) -> Path:
@@ -81,6 +82,29 @@ def test_the_tokens_of_training_have_the_shares(mixed: Dataset, specs: dict[str,
     assert epochs[specs["small"]] > 4 > 1 > epochs[specs["large"]] > 0
     for number, source in enumerate(epochs):
         assert epochs[source] == pytest.approx(served[number] / tokens[number], rel=0.15)
+
+
+def test_each_source_has_an_order_of_its_own(specs: dict[str, str], tmp_path: Path) -> None:
+    # Two sources of the same texts but for a letter that no text has, their rows in turn.
+    spec = " ".join(f"{folder(tmp_path / mark, mark, 40, 7)}=1" for mark in "XY")
+    dataset = prepare(spec, data_dir=tmp_path / "data", val_data=specs["held"], vocab_size=400)
+    with Loader(dataset, "train", rows=8, seq_len=64, prefetch=0) as loader:
+        rows = next(loader).inputs.tolist()
+    texts = [dataset.tokenizer.decode(row).replace("X", "").replace("Y", "") for row in rows]
+    assert texts[0::2] != texts[1::2]
+
+
+def test_the_tokenizer_learns_from_each_source_by_its_weight(
+    specs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    train = Tokenizer.train
+    monkeypatch.setattr(Tokenizer, "train", lambda texts, size: train(seen.extend(texts) or seen, size))
+    monkeypatch.setattr(preparation, "_SAMPLE_BYTES", 60_000)
+    spec = " ".join(f"{folder(tmp_path / mark, mark, 60, 7)}={weight}" for mark, weight in (("X", 3), ("Y", 1)))
+    prepare(spec, data_dir=tmp_path / "data", val_data=specs["held"], vocab_size=400)
+    of_x, of_y = (sum(len(text) for text in seen if text.startswith(mark)) for mark in "XY")
+    assert 2 < of_x / of_y < 4.5
 
 
 def test_each_source_is_served_whole_and_in_turn(mixed: Dataset) -> None:

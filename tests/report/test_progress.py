@@ -62,6 +62,14 @@ def test_plain_lines_are_rate_limited_but_not_evaluations() -> None:
     assert "loss -, - bits per byte" in shown[3]
 
 
+def test_the_last_step_has_a_line_whenever_it_comes() -> None:
+    output, clock = io.StringIO(), Clock()
+    progress = Progress(17, output=output, clock=clock)
+    for step in (1, 16, 17):
+        progress.train(record(step))
+    assert [line.split()[1] for line in output.getvalue().splitlines()] == ["1/17", "17/17"]
+
+
 def test_a_resumed_run_estimates_from_its_own_steps() -> None:
     progress, output, clock = plain(start_step=500)
     for step in range(501, 601):
