@@ -71,6 +71,7 @@ PARTS = {*MAY_IMPORT, "cli", "commands"}
 # what users call, among the kernels what several rooms share.
 ROOMS = {
     "optim": [
+        "numeric",
         "rules",
         "layout",
         "polar",
@@ -87,7 +88,7 @@ ROOMS = {
     "kernels": ["", "update", "products", "linear", "loss", "lookup", "attention"],
 }
 # Rooms that have to do with the dictionaries in which PyTorch keeps groups.
-UNTYPED_GROUPS = {"", "rules", "groups", "checkpoint", "verify"}
+UNTYPED_GROUPS = {"", "numeric", "rules", "groups", "checkpoint", "verify"}
 FILES_OF_A_FOLDER = 14
 
 # Names that two files of one package give to functions of their own.

@@ -24,7 +24,7 @@ from quintic.optim.groups.options import OPTIONS, options_affecting
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.layout.tables import MOST_GRAPHS
 from quintic.optim.muon import Muon
-from quintic.optim.rules.dynamo import disable_dynamo
+from quintic.optim.numeric.dynamo import disable_dynamo
 from quintic.optim.step.reduction import Averages
 from quintic.optim.step.runner import StepOutcome
 

@@ -27,10 +27,10 @@ from quintic.optim.layout.layouts import (
     writable_gradient,
 )
 from quintic.optim.muon import Muon, muon_in
-from quintic.optim.rules.batches import group_by_device_dtype, scale_
+from quintic.optim.numeric.batches import group_by_device_dtype, scale_
+from quintic.optim.numeric.dynamo import disable_dynamo
+from quintic.optim.numeric.numbers import is_number
 from quintic.optim.rules.device import host_tensor, upload
-from quintic.optim.rules.dynamo import disable_dynamo
-from quintic.optim.rules.numbers import is_number
 
 if TYPE_CHECKING:  # importing it takes a second; avoid it when DTensor is unused
     from torch.distributed.device_mesh import DeviceMesh

@@ -15,7 +15,7 @@ from torch import Tensor
 from quintic.optim.comms.sharing import AVERAGING
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.rules.batches import scale_
+from quintic.optim.numeric.batches import scale_
 
 __all__ = ["leaves_overflow_to_step", "unscale_"]
 

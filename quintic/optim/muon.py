@@ -26,6 +26,8 @@ from quintic.optim.groups.group import found_parameter
 from quintic.optim.groups.names import without_wrappers
 from quintic.optim.groups.options import Orthogonalizer, adopt_old_names, group_defaults, with_new_names
 from quintic.optim.linked_options import LinkedOptions
+from quintic.optim.numeric.dynamo import disable_dynamo, disable_dynamo_with_hooks
+from quintic.optim.numeric.numbers import to_python_scalar
 from quintic.optim.plan.order import Orders, orders_of
 from quintic.optim.plan.plan import Plan
 from quintic.optim.plan_cache import PlanCache
@@ -33,8 +35,6 @@ from quintic.optim.polar.coefficients import DEFAULT_STEPS
 from quintic.optim.polar.forms import Polynomials
 from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.rules.device import is_capturing
-from quintic.optim.rules.dynamo import disable_dynamo, disable_dynamo_with_hooks
-from quintic.optim.rules.numbers import to_python_scalar
 from quintic.optim.rules.rates import ADAMW_LR, fill_adamw_rates
 from quintic.optim.rules.table import orthogonalizes
 from quintic.optim.rules.update import AdjustLr, Cautious, DecayCoupling

@@ -20,10 +20,10 @@ from quintic.optim.groups.options import OPTIONS, SCHEDULED_OPTIONS, STEP_OPTION
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.layout.wrappers import check_wrapper
+from quintic.optim.numeric.bf16_state import MAX_BF16_BETA
+from quintic.optim.numeric.numbers import is_number
 from quintic.optim.polar.forms import check_orthogonalizer
 from quintic.optim.qk_clip.clip import QKClip
-from quintic.optim.rules.bf16_state import MAX_BF16_BETA
-from quintic.optim.rules.numbers import is_number
 from quintic.optim.rules.rates import first_name
 from quintic.optim.rules.table import ALGORITHMS, orthogonalizes, rule_of
 from quintic.optim.rules.update import adjust_lr_factor

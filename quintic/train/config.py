@@ -186,7 +186,7 @@ class OptimConfig:
             if not 0 <= value < 1:
                 raise ConfigError(f"{_option(name)} {value}: must be at least 0 and below 1")
         if self.state_dtype is not None:
-            from quintic.optim.rules.bf16_state import MAX_BF16_BETA
+            from quintic.optim.numeric.bf16_state import MAX_BF16_BETA
 
             for name, value in averages.items():
                 if value > MAX_BF16_BETA:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import quintic
-from quintic.optim.rules.precision import full_precision
+from quintic.optim.numeric.precision import full_precision
 
 ROWS, COLUMNS = 40, 96  # so many entries that three ranks divide them
 BETAS, EPS, LR, DECAY = (0.8, 0.95), 1e-8, 0.05, 0.3

@@ -86,7 +86,7 @@ def on_a_device(monkeypatch):
 
 
 def descriptor(tensor, block=(1, 64)):
-    base = SimpleNamespace(dtype=tensor.dtype, data_ptr=tensor.data_ptr, device=torch.device("cuda", 0))
+    base = SimpleNamespace(dtype=tensor.dtype, data_ptr=tensor.data_ptr, device=torch.device("cuda", 0), is_meta=False)
     return SimpleNamespace(base=base, block_shape=list(block), __post_init__=mock.Mock())
 
 

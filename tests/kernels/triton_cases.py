@@ -18,10 +18,10 @@ from quintic.kernels.products.symmetric import can_multiply, symmetric_multiply
 from quintic.kernels.update import adamw, matrix_update
 from quintic.kernels.update.matrix_layout import MatrixLayout
 from quintic.optim.layout.pieces import Piece
+from quintic.optim.numeric.precision import full_precision
 from quintic.optim.polar.forms import resolve
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.rules.device import DeviceHyperparameters
-from quintic.optim.rules.precision import full_precision
 from quintic.optim.step import bucket_step
 from quintic.optim.step.operands import BucketCache, Operands
 from quintic.optim.step.torch_backend import TorchBackend

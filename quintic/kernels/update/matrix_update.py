@@ -296,7 +296,7 @@ def apply_updates_(
         hyperparameters: (k,) float64 on the device.
         layout: layout of every matrix, for weights and masters alike.
         weight_dtype: dtype of the weights.
-        master_dtype: float32, uint16 or None; see `quintic/optim/rules/precision.py`.
+        master_dtype: float32, uint16 or None; see `quintic/optim/numeric/precision.py`.
         lr_index: index of the learning rate in `hyperparameters`.
         weight_decay_index: index of the weight decay in `hyperparameters`.
         cautious: decay only entries where update and weight agree in sign; see optim/rules/update.py `apply_`.

@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 MASTER = {None: 0, torch.float32: 1, torch.uint16: 2}
-"""Dtype of masters -> the kernels' constant MASTER; see optim/rules/precision.py.
+"""Dtype of masters -> the kernels' constant MASTER; see optim/numeric/precision.py.
 
 0: no masters. 1: the master is the whole float32 value, the weight its rounding. 2: the master holds the lower 16 bits
 of the float32 value, the bfloat16 weight the upper 16 bits."""
@@ -34,7 +34,7 @@ def flags_of(apply_mask: Tensor | None, unread: Tensor) -> tuple[Tensor, int]:
 
 @triton.jit
 def load_full_precision(weight, masters, mask, MASTER: tl.constexpr):
-    """Return the float32 value that a weight and its master stand for; see optim/rules/precision.py."""
+    """Return the float32 value that a weight and its master stand for; see optim/numeric/precision.py."""
     if MASTER == 2:
         # A bfloat16 is the upper half of a float32.
         low = tl.load(masters, mask=mask, other=0).to(tl.uint32)
@@ -61,7 +61,7 @@ def _rounded(value, dtype: tl.constexpr):
 
 @triton.jit
 def store_weight(weights, masters, value, mask, MASTER: tl.constexpr):
-    """Store a float32 value in a weight and its master; see optim/rules/precision.py."""
+    """Store a float32 value in a weight and its master; see optim/numeric/precision.py."""
     dtype: tl.constexpr = weights.dtype.element_ty
     if MASTER == 0:
         # Without a master: rounded to nearest.

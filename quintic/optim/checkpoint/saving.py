@@ -15,7 +15,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import has_process_group
 from quintic.optim.groups.options import OPTIONS
 from quintic.optim.layout.layouts import is_dtensor
-from quintic.optim.rules.numbers import to_python_scalar
+from quintic.optim.numeric.numbers import to_python_scalar
 from quintic.optim.rules.rule import MANTISSA
 from quintic.optim.rules.table import STATE_KEYS
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quintic.optim.groups.names import resolve_name
 from quintic.optim.groups.options import SCHEDULED_OPTIONS, STEP_OPTIONS, Number, Options
-from quintic.optim.rules.numbers import cpu_scalar_or_none
+from quintic.optim.numeric.numbers import cpu_scalar_or_none
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.table import rule_of
 

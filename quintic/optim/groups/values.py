@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from quintic.optim.rules.numbers import is_count, is_number
+from quintic.optim.numeric.numbers import is_count, is_number
 
 __all__ = ["Values", "count", "number", "number_pair", "numbers_per_matrix", "one_of", "or_none", "tie"]
 

@@ -13,7 +13,7 @@ import decimal
 import functools
 import math
 
-from quintic.optim.rules.numbers import is_count
+from quintic.optim.numeric.numbers import is_count
 
 __all__ = [
     "DEFAULT_STEPS",

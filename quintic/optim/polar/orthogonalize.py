@@ -35,13 +35,13 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import KernelsOption, choose_kernels
 from quintic.kernels.products.choose_products import choose_products
+from quintic.optim.numeric.dynamo import disable_dynamo
+from quintic.optim.numeric.sums import norms
 from quintic.optim.polar.coefficients import DEFAULT_STEPS
 from quintic.optim.polar.cpu_orthogonalize import iterate_on_cpu, iterates_on_cpu
 from quintic.optim.polar.forms import Form, Method, Polynomials, resolve
 from quintic.optim.polar.products import padded_side
 from quintic.optim.polar.program import multiplier, products_of, run_products, run_queue
-from quintic.optim.rules.dynamo import disable_dynamo
-from quintic.optim.rules.sums import norms
 from quintic.versions import Float32Products, can_forbid_splits, float32_products
 
 __all__ = ["apply_form", "apply_function", "ieee_matmul", "orthogonalize"]

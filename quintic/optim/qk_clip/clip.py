@@ -38,8 +38,8 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.layout.layouts import Box
 from quintic.optim.layout.views import Matrix, Split, View
+from quintic.optim.numeric.numbers import is_count, is_number
 from quintic.optim.qk_clip.layers import PROJECTIONS, Features, HeadSearch, Role, Scaled
-from quintic.optim.rules.numbers import is_count, is_number
 
 __all__ = ["LayerClip", "QKClip", "RowFactors"]
 

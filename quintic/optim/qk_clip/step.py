@@ -21,10 +21,10 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import is_dtensor, local_tensor, mesh_layout, relative
 from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.numeric.precision import full_precision, store_
 from quintic.optim.qk_clip.clip import LayerClip, QKClip, RowFactors
 from quintic.optim.qk_clip.layers import is_projection
 from quintic.optim.qk_clip.maxima import Layer, LayerSpec, LocalMaxima, Maxima
-from quintic.optim.rules.precision import full_precision, store_
 from quintic.optim.state.parameters import Parameter, all_parameters, broadcast_shards
 from quintic.optim.state.shards import view_as_shard
 from quintic.optim.state.state import master_of

@@ -1,1 +1,1 @@
-"""Update rules and sums: pure functions on tensors, free of names and ranks."""
+"""Update rules: values made of stages, and their formulas as the papers have them."""

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quintic.optim.numeric.sums import norms, sums
 from quintic.optim.rules.rule import MOMENTUM_DIRECTION, MatrixStage, StageOptions, StateSpec, UpdateRule
-from quintic.optim.rules.sums import norms, sums
 
 __all__ = ["ADAMUON"]
 

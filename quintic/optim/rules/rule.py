@@ -24,7 +24,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from quintic.optim.rules.bf16_state import moment_dtype_of
+from quintic.optim.numeric.bf16_state import moment_dtype_of
 from quintic.optim.rules.update import AdjustLr, adjust_lr_factor, second_moment_shape
 
 __all__ = [

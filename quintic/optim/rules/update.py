@@ -25,8 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quintic.optim.rules.precision import full_precision, store_
-from quintic.optim.rules.sums import norms, sums
+from quintic.optim.numeric.precision import full_precision, store_
+from quintic.optim.numeric.sums import norms, sums
 
 __all__ = [
     "CPU_PIECE",

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from quintic.optim.groups.group import Group, needs_state
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
-from quintic.optim.rules.precision import full_precision
+from quintic.optim.numeric.precision import full_precision
 from quintic.optim.rules.rule import MASTER
 from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.state.placement import init_state, matches_spec, state_forms

@@ -65,6 +65,10 @@ class Reduction:
         self._communicators = communicators
         self.cached: dict[int, tuple[Averages, _Versions]] = {}
         """Number of a group -> its averages for the next step, valid or not, and the gradients that they belong to."""
+        self.ranks: dict[int, tuple[int, ...]] = {}
+        """The ranks of each group whose gradients differ among ranks."""
+        self.whole: list[int] = []
+        """The groups whose averages stand in `p.grad`."""
         # Parameters without a gradient of this rank, which have one until the step is over, because other ranks do.
         self._zero_filled: list[Tensor] = []
         self.use_plan((), (), ())
@@ -86,9 +90,7 @@ class Reduction:
             for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True))
             if group.comms in AVERAGING and any(of_group)
         }
-        """The ranks of each group whose gradients differ among ranks."""
         self.whole = [number for number in self.ranks if groups[number].comms == "replicated"]
-        """The groups whose averages stand in `p.grad`."""
         # All ranks change `comms` of a group alike. Its averages are for other owners then.
         if any(before[number] != (self.ranks.get(number), number in self.whole) for number in before):
             self.cached = {}

@@ -32,6 +32,7 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import gather_layouts, layouts_of, sharding_ranks
 from quintic.optim.groups.group import Group
 from quintic.optim.groups.ties import Tie, ties_of
+from quintic.optim.numeric.non_finite import all_finite, first_non_finite
 from quintic.optim.plan.bucket import Bucket, Gathered, Sharded
 from quintic.optim.plan.log import log_plan
 from quintic.optim.plan.order import Orders
@@ -39,7 +40,6 @@ from quintic.optim.plan.planning import build_plan
 from quintic.optim.plan.replicas import choose_replica_strategies, layouts_for_work
 from quintic.optim.plan.schedule import Schedule, filter_schedule
 from quintic.optim.rules.device import is_capturing
-from quintic.optim.rules.non_finite import all_finite, first_non_finite
 from quintic.optim.step.bucket_step import NO_OPERANDS, BucketStep, StepContext, run_overlapping
 from quintic.optim.step.consensus import RankConsensus
 from quintic.optim.step.offload.offload import Offload

@@ -13,8 +13,8 @@ from torch import Tensor
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.pieces import block_of
 from quintic.optim.layout.views import View
+from quintic.optim.numeric.bf16_state import moment_dtype_of
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.rules.bf16_state import moment_dtype_of
 from quintic.optim.rules.device import HYPERPARAMETERS, DeviceHyperparameters, host_tensor
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 from quintic.optim.state.state import master_of

@@ -25,8 +25,8 @@ from quintic.optim.groups.group import Group
 from quintic.optim.groups.names import model_parameters
 from quintic.optim.layout.layouts import gradient_dtype, local_tensor
 from quintic.optim.muon import Muon, muon_in
-from quintic.optim.rules.dynamo import unwrap_hooks
-from quintic.optim.rules.precision import full_precision
+from quintic.optim.numeric.dynamo import unwrap_hooks
+from quintic.optim.numeric.precision import full_precision
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, STEP
 from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.state.parameters import Parameter

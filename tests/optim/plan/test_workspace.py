@@ -15,6 +15,7 @@ from torch import nn
 
 from quintic import Experts, Heads, Matrix, Muon, Rows
 from quintic.kernels.products.choose_products import choose_products
+from quintic.optim.numeric.sums import sums
 from quintic.optim.plan.kinds import direction_dtype
 from quintic.optim.plan.plan import SMALL_BYTES
 from quintic.optim.plan.workspace.matrices import WorkspaceSpec, directions_bytes, polar_work, stages_work
@@ -25,7 +26,6 @@ from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.polar.program import products_of, run_products, run_queue
 from quintic.optim.rules.adamuon import ADAMUON
 from quintic.optim.rules.rule import MatrixStage, StateSpec
-from quintic.optim.rules.sums import sums
 from quintic.optim.rules.table import MUON, NORMUON
 from quintic.optim.rules.update import momentum_, second_moment_shape
 from quintic.simulate.simulate import simulate_plan

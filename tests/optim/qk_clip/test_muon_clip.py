@@ -49,7 +49,7 @@ def test_masters_are_scaled_in_full_precision(master):
     maxima = [10.05, 1.0, 1.0, 1.0]
     plain, first = stepped(torch.bfloat16, master=master)
     clipped, second = stepped(torch.bfloat16, maxima, master=master)
-    from quintic.optim.rules.precision import full_precision
+    from quintic.optim.numeric.precision import full_precision
     from quintic.optim.state.state import master_of
 
     before, after = (

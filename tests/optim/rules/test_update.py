@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintic
+from quintic.optim.numeric.precision import store_
 from quintic.optim.rules import update as update_module
-from quintic.optim.rules.precision import store_
 from quintic.optim.rules.update import (
     adamw_,
     adjust_lr_factor,

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import quintic
 from quintic.interchange import export_torch_state, import_state, import_torch_state
-from quintic.optim.rules.bf16_state import MAX_BF16_BETA, moment_dtype_of
+from quintic.optim.numeric.bf16_state import MAX_BF16_BETA, moment_dtype_of
 from quintic.optim.rules.update import adamw_, momentum_
 from quintic.optim.step import torch_backend
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from quintic.optim.rules import sums as module
-from quintic.optim.rules.sums import norms, sums
+from quintic.optim.numeric import sums as module
+from quintic.optim.numeric.sums import norms, sums
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 1), (2, 5, 8), (2, 7, 13), (1, 64, 100), (2, 0, 3)])

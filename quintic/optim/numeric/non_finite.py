@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quintic.optim.rules.batches import group_by_device_dtype
+from quintic.optim.numeric.batches import group_by_device_dtype
 
 __all__ = ["all_finite", "first_non_finite"]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quintic import Heads, Muon
-from quintic.optim.rules.precision import full_precision, store_
+from quintic.optim.numeric.precision import full_precision, store_
 
 
 def value_behind(weight, mantissa):

@@ -8,7 +8,7 @@ from torch import nn
 
 from quintic import Muon
 from quintic.optim.grad_scaler import unscale_
-from quintic.optim.rules.non_finite import all_finite, first_non_finite
+from quintic.optim.numeric.non_finite import all_finite, first_non_finite
 
 BAD = [float("inf"), float("-inf"), float("nan")]
 
