@@ -6,11 +6,12 @@
 The first command trains the harness' default model with AdamW and with Muon (`curves.py`), times `optimizer.step()` on
 one device and in several layouts beside other libraries (`benchmarks.optimizer_step`), and keeps all of it in
 FOLDER/NAME.json and FOLDER/NAME.md. What FOLDER has already is not measured again. `--write` measures nothing: it puts
-the chart into docs/assets and the table into README.md, from these files. A test compares README.md with them.
+the chart into docs/assets, and the table into README.md and docs/index.md, from these files.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from benchmarks.training.workers import given_values
 
 ASSETS = REPOSITORY / "docs" / "assets"
 CHART = "muon-and-adamw"
+PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "index.md")
 
 
 def main() -> int:
@@ -84,14 +86,14 @@ def page(result: dict[str, Any]) -> str:
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """Write the chart and the README's table."""
+    """Write the chart, and the table into the README and the manual's first page."""
     ASSETS.mkdir(exist_ok=True)
     drawn = curves.curves_in(result["curves"])
     for theme in chart.THEMES:
         (ASSETS / f"{CHART}-{theme}.svg").write_text(chart.draw(drawn, theme), "utf-8")
-    readme = REPOSITORY / "README.md"
-    place = path.resolve().relative_to(REPOSITORY) if path.resolve().is_relative_to(REPOSITORY) else path
-    readme.write_text(figures.in_readme(readme.read_text("utf-8"), result, place.with_suffix(".md").as_posix()), "utf-8")
+    for page in PAGES:
+        link = os.path.relpath(path.with_suffix(".md").resolve(), page.parent)
+        page.write_text(figures.in_page(page.read_text("utf-8"), result, link), "utf-8")
 
 
 def arguments() -> argparse.Namespace:

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.common.results import middle, table
 from benchmarks.readme import curves
 
-__all__ = ["STEPS", "in_readme", "rows", "table_of"]
+__all__ = ["STEPS", "in_page", "rows", "table_of"]
 
 STEPS: Mapping[str, Sequence[str]] = {
     "one": ["--set", "gpt124m", "qwen1.7b", "--dtype", "bf16", "--only", "quintic", "torch-muon", "nanochat", "dion-muon"],
@@ -23,7 +23,7 @@ SETS = {"gpt124m": "124M parameters", "qwen1.7b": "1.7B parameters"}
 LAYOUTS = {"ddp": "DDP", "fsdp2": "FSDP2", "sharded": "sharded state"}
 NAMES = {"torch-muon": "torch.optim.Muon", "dion-muon": "dion", "nanochat": "nanochat"}
 
-# What stands between these lines of README.md is written by the command.
+# The command writes what stands between these lines of a page.
 _BEGIN, _END = "<!-- figures: python -m benchmarks.readme -->", "<!-- end of figures -->"
 
 
@@ -66,14 +66,19 @@ def table_of(found: Sequence[tuple[str, str]]) -> list[str]:
     return table(("what was measured", "figure"), found)
 
 
-def in_readme(text: str, result: Mapping[str, Any], link: str) -> str:
-    """Return the README's text with the table of a result between its two marks.
+def in_page(text: str, result: Mapping[str, Any], link: str) -> str:
+    """Return a page's text with the table of a result between its two marks.
+
+    Args:
+        text: the page.
+        result: what was measured.
+        link: from the page to that of the result.
 
     Raises:
         ValueError: the marks are missing.
     """
     if _BEGIN not in text or _END not in text:
-        raise ValueError(f"README.md has no lines {_BEGIN!r} and {_END!r} for the table")
+        raise ValueError(f"the page has no lines {_BEGIN!r} and {_END!r} for the table")
     lines = "\n".join(table_of(rows(result, link)))
     return re.sub(f"(?<={re.escape(_BEGIN)}\n).*?(?={re.escape(_END)})", lambda _: f"\n{lines}\n\n", text, flags=re.DOTALL)
 
