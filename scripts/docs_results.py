@@ -15,7 +15,7 @@ FOLDER = ROOT / "benchmarks" / "results"
 # DATE-SUBJECT; a subject may end with the commit that it is of, or with the number of the run.
 _NAME = re.compile(r"(?P<date>\d{4}-\d\d-\d\d)-(?P<subject>.+?)(?:-[0-9a-f]{7})?(?:-\d)?$")
 
-_HARDWARE = re.compile(r"(?:(?P<count>\d+)x)?(?P<kind>h100|h200)|(?P<cpu>cpu|epyc|xeon)")
+_HARDWARE = re.compile(r"(?:(?P<count>\d+)x)?(?P<kind>h100|h200)|(?P<cpu>epyc|xeon)")
 
 # In pages and JSON files: "at commit 3fb898c", "commit": "3fb898c".
 _COMMIT = re.compile(r"commit[\"']?:? ?[\"']?([0-9a-f]{7,40})\b")
@@ -68,7 +68,9 @@ def _read(page: Path) -> Result:
     data = page.with_suffix(".json")
     commit = _COMMIT.search(text) or (_COMMIT.search(data.read_text("utf-8")) if data.exists() else None)
     title = next((line[2:].strip() for line in text.splitlines() if line.startswith("# ")), page.stem)
-    return Result(page, match["date"], match["subject"], title, _hardware(page.stem), commit[1][:7] if commit else "", False)
+    return Result(
+        page, match["date"], match["subject"], title, _hardware(page.stem), commit[1][:7] if commit else "", False
+    )
 
 
 def _hardware(name: str) -> str:

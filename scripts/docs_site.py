@@ -47,7 +47,9 @@ def on_pre_build(config: Any) -> None:
     """Fail if a public name is missing in the reference."""
     _PAGES.clear()
     if missing := missing_names():
-        raise PluginError(f"docs/reference describes {', '.join(missing)} nowhere: add a line `::: NAME` to a page there")
+        raise PluginError(
+            f"docs/reference describes {', '.join(missing)} nowhere: add a line `::: NAME` to a page there"
+        )
 
 
 def on_post_build(config: Any) -> None:

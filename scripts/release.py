@@ -1,9 +1,9 @@
 """Build the wheel and the sdist of a release, and check them: `make release`.
 
-Checks first, and builds nothing if one fails: no uncommitted changes, one version in pyproject.toml, quintic/__init__.py
-and CITATION.cff, and that version with a date in CHANGELOG.md. Then builds both files into dist/, installs the wheel
-beside PyTorch into an empty folder, and makes one step with it there. `--draft` leaves out what only a release needs,
-the clean tree and the date.
+Checks first, and builds nothing if one fails: no uncommitted changes, one version in pyproject.toml,
+quintic/__init__.py and CITATION.cff, and that version with a date in CHANGELOG.md. Then builds both files into dist/,
+installs the wheel beside PyTorch into an empty folder, and makes one step with it there. `--draft` leaves out what only
+a release needs, the clean tree and the date.
 """
 
 from __future__ import annotations
@@ -92,8 +92,11 @@ def _output(*command: str) -> str:
 
 
 def main() -> int:
+    """Check, build, check what was built; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draft", action="store_true", help="a build to look at: no date, and changes may be uncommitted")
+    parser.add_argument(
+        "--draft", action="store_true", help="a build to look at: no date, and changes may be uncommitted"
+    )
     options = parser.parse_args()
     if found := problems(draft=options.draft):
         print("\n".join(f"- {problem}" for problem in found), file=sys.stderr)

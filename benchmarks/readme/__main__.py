@@ -103,9 +103,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--devices", nargs="+", default=["cpu"], help="cpu, or cuda:0 cuda:1 ...")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--peers", type=Path, help="folder with the packages of other libraries")
-    parser.add_argument("--step-seconds", type=float, default=600, help="start no row of a table after this many seconds")
+    parser.add_argument(
+        "--step-seconds", type=float, default=600, help="start no row of a table after this many seconds"
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="OPTION=VALUE", help="of the runs: depth=1 steps=10")
-    parser.add_argument("--write", action="store_true", help="measure nothing: write chart and table from FOLDER/NAME.json")
+    parser.add_argument(
+        "--write", action="store_true", help="measure nothing: write chart and table from FOLDER/NAME.json"
+    )
     options = parser.parse_args()
     if options.write and not (options.out / f"{options.name}.json").exists():
         parser.error(f"{options.out / options.name}.json does not exist: measure first, without --write")

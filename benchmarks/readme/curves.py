@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.results import table
-from benchmarks.readme.chart import LABELS, Curves, crossing, curves_of
+from benchmarks.readme.chart import LABELS, Curves, curves_of, shares
 from benchmarks.training.workers import Pool, with_values
 from quintic.commands.presets import preset
 from quintic.commands.text import prepared
@@ -78,15 +78,6 @@ def curves_in(result: Mapping[str, Any]) -> dict[str, Curves]:
     return {name: curves_of([run for run in result["runs"] if run["optimizer"] == name]) for name in OPTIMIZERS}
 
 
-def shares(result: Mapping[str, Any], name: str) -> list[float]:
-    """Return for each of Muon's seeds the share of AdamW's steps or seconds after which it has AdamW's last median."""
-    curves = curves_in(result)
-    goal, muon = curves["adamw"].medians[-1], curves["muon"]
-    x, end = getattr(muon, name), getattr(curves["adamw"], name)[-1]
-    reached = [crossing(x, values, goal) for values in muon.values]
-    return [one / end for one in reached if one is not None]
-
-
 def page(result: Mapping[str, Any]) -> list[str]:
     """Return the lines of a page about the runs."""
     curves = curves_in(result)
@@ -108,7 +99,7 @@ def page(result: Mapping[str, Any]) -> list[str]:
     for name in ("steps", "seconds"):
         if name == "seconds" and not all(one.seconds for one in curves.values()):
             continue
-        found = sorted(shares(result, name))
+        found = sorted(shares(curves, name))
         if found:
             each = ", ".join(f"{100 * share:.1f}" for share in found)
             lines += ["", f"Muon has AdamW's last median after this share (%) of AdamW's {name}, each seed: {each}."]

@@ -6,12 +6,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.common.results import middle, table
-from benchmarks.readme import curves
+from benchmarks.readme import chart, curves
 
 __all__ = ["STEPS", "in_page", "rows", "table_of"]
 
 STEPS: Mapping[str, Sequence[str]] = {
-    "one": ["--set", "gpt124m", "qwen1.7b", "--dtype", "bf16", "--only", "quintic", "torch-muon", "nanochat", "dion-muon"],
+    "one": [
+        "--set",
+        "gpt124m",
+        "qwen1.7b",
+        "--dtype",
+        "bf16",
+        "--only",
+        "quintic",
+        "torch-muon",
+        "nanochat",
+        "dion-muon",
+    ],
     "layouts": [
         *("--set", "gpt124m", "qwen1.7b", "--dtype", "bf16", "--layout", "ddp", "fsdp2", "sharded", "--ranks", "2"),
         *("--only", "quintic", "dion-muon", "nanochat"),
@@ -42,12 +53,12 @@ def rows(result: Mapping[str, Any], link: str | None) -> list[tuple[str, str]]:
         add(f"Weights under {names}, against one device's", f"{differing} of all entries differ in any bit")
     if "curves" in result:
         for name in ("steps", "seconds"):
-            shares = curves.shares(result["curves"], name)
-            if shares:
-                middle_share, least, most = (100 * f(shares) for f in (statistics.median, min, max))
+            found_shares = chart.shares(curves.curves_in(result["curves"]), name)
+            if found_shares:
+                middle_share, least, most = (100 * f(found_shares) for f in (statistics.median, min, max))
                 add(
                     f"{name.capitalize()} until Muon has AdamW's last loss",
-                    f"{middle_share:.0f} % ({least:.0f} to {most:.0f}, {len(shares)} seeds)",
+                    f"{middle_share:.0f} % ({least:.0f} to {most:.0f}, {len(found_shares)} seeds)",
                 )
     for name, text in SETS.items():
         one = _by_name(_measured(result.get("one")), name)
@@ -80,7 +91,9 @@ def in_page(text: str, result: Mapping[str, Any], link: str) -> str:
     if _BEGIN not in text or _END not in text:
         raise ValueError(f"the page has no lines {_BEGIN!r} and {_END!r} for the table")
     lines = "\n".join(table_of(rows(result, link)))
-    return re.sub(f"(?<={re.escape(_BEGIN)}\n).*?(?={re.escape(_END)})", lambda _: f"\n{lines}\n\n", text, flags=re.DOTALL)
+    return re.sub(
+        f"(?<={re.escape(_BEGIN)}\n).*?(?={re.escape(_END)})", lambda _: f"\n{lines}\n\n", text, flags=re.DOTALL
+    )
 
 
 def _measured(result: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
