@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs" / "assets" / "step.svg"
@@ -86,7 +86,7 @@ def measured() -> dict[str, list[str]]:
     """Return for each layout its phases."""
     found = {"one": phases_of("one")}
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(on_rank, args=(2, folder), nprocs=2)  # type: ignore[no-untyped-call]
+        spawn(on_rank, args=(2, folder), nprocs=2)
         for line in Path(folder, "phases").read_text("utf-8").splitlines():
             layout, _, phases = line.partition("\t")
             found[layout] = phases.split(",")

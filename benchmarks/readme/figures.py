@@ -57,7 +57,7 @@ def rows(result: Mapping[str, Any], link: str | None) -> list[tuple[str, str]]:
             if found_shares:
                 middle_share, least, most = (100 * f(found_shares) for f in (statistics.median, min, max))
                 add(
-                    f"{name.capitalize()} until Muon has AdamW's last loss",
+                    f"{name.capitalize()} until Muon reaches AdamW's final loss",
                     f"{middle_share:.0f} % ({least:.0f} to {most:.0f}, {len(found_shares)} seeds)",
                 )
     for name, text in SETS.items():

@@ -80,8 +80,8 @@ ONE_GPU = "**3.10 ms**; nanochat 4.90, torch.optim.Muon 22.8"
 def test_the_table_has_a_row_for_each_claim() -> None:
     assert figures.rows(RESULT, "result.md") == [
         ("[Weights under DDP, FSDP2, against one device's](result.md)", "0 of all entries differ in any bit"),
-        ("[Steps until Muon has AdamW's last loss](result.md)", "62 % (62 to 75, 3 seeds)"),
-        ("[Seconds until Muon has AdamW's last loss](result.md)", "78 % (78 to 94, 3 seeds)"),
+        ("[Steps until Muon reaches AdamW's final loss](result.md)", "62 % (62 to 75, 3 seeds)"),
+        ("[Seconds until Muon reaches AdamW's final loss](result.md)", "78 % (78 to 94, 3 seeds)"),
         (
             "[`optimizer.step()`, one GPU, 124M parameters](result.md)",
             ONE_GPU,
