@@ -27,6 +27,7 @@ help:
 	@echo 'make clients  install the libraries whose training loops have examples, so that make test-all runs these'
 	@echo 'make docs     build the manual as a site in site/   (it reads as plain Markdown, too: docs/index.md)'
 	@echo 'make lint     check style and types: ruff, mypy'
+	@echo 'make release  build the wheel and the sdist and check them   (to look at: ARGS="--draft")'
 	@echo 'make format   rewrite the source in the house style'
 	@echo 'make clean    remove .venv and caches; data/ and runs/ stay'
 
@@ -71,6 +72,10 @@ lint:
 	.venv/bin/python -m ruff format --check
 	.venv/bin/python -m mypy
 
+release:
+	$(call SETUP,train dev)
+	@.venv/bin/python scripts/release.py $(ARGS)
+
 format:
 	$(call SETUP,train dev)
 	.venv/bin/python -m ruff check --fix
@@ -80,4 +85,4 @@ clean:
 	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find quintic tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train compare test test-all clients vision docs lint format clean
+.PHONY: help train compare test test-all clients vision docs lint release format clean

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import io
 import itertools
@@ -16,7 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Option", "generated", "options"]
+from docs_results import results_table
+
+__all__ = ["Option", "generated", "missing_names", "options"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,7 +42,9 @@ class Option(NamedTuple):
 
 
 def generated(name: str) -> str:
-    """Return the part of a page with a name: `help COMMAND`, `file PATH`, `configuration`, `options`, or `metrics`.
+    """Return the part of a page with a name.
+
+    The names: `help COMMAND`, `file PATH`, `configuration`, `options`, `metrics`, `results`.
 
     Raises:
         ValueError: there is none of that name.
@@ -50,6 +55,8 @@ def generated(name: str) -> str:
         return optimizer_options()
     if name == "metrics":
         return metrics()
+    if name == "results":
+        return results_table(ROOT / "docs" / "reference" / "results.md")
     kind, _, rest = name.partition(" ")
     if kind == "file":
         return f"```python\n{(ROOT / rest).read_text('utf-8').rstrip()}\n```"
@@ -140,6 +147,37 @@ def optimizer_options() -> str:
             text.append(f"| {' | '.join(cells)} |")
         text.append("")
     return "\n".join(text).rstrip()
+
+
+def missing_names() -> list[str]:
+    """Return the public names that no page of the reference describes, such as `quintic.Muon`."""
+    text = "\n".join(page.read_text("utf-8") for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
+    described = set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+    missing = []
+    for package in ("quintic", "quintic.interchange"):
+        module = importlib.import_module(package)
+        for name in sorted(module.__all__):
+            one = getattr(module, name)
+            # A name may be described where it is defined. Types of literals are part of the signatures that use them.
+            places = {f"{package}.{name}", f"{getattr(one, '__module__', package)}.{name}"}
+            if callable(one) and typing.get_origin(one) is None and not places & described:
+                missing.append(f"{package}.{name}")
+    # The libraries that integrations need may not be installed: their files are read and not imported.
+    for path in sorted((ROOT / "quintic" / "integrations").glob("*.py")):
+        if path.stem == "dropin":
+            continue  # what the drop-ins have in common, nothing that users call
+        module_name = "quintic.integrations" + ("" if path.stem == "__init__" else f".{path.stem}")
+        names = [f"{module_name}.{name}" for name in _exported(path)]
+        missing += [name for name in names if name not in described]
+    return missing
+
+
+def _exported(path: Path) -> list[str]:
+    """Return the names in `__all__` of a file."""
+    for statement in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            return list(ast.literal_eval(statement.value))
+    return []
 
 
 def _shown(value: Any) -> str:

@@ -1,8 +1,11 @@
-"""Hooks of `make docs` for MkDocs: links that leave `docs/`, and pages generated from the source.
+"""Hooks of `make docs` for MkDocs: links that leave `docs/`, pages generated from the source, Markdown for programs.
 
 Pages link to each other, to examples, to measurements and to the changelog by their places in the repository, as a
 code host shows them. In the site everything keeps its place relative to the others: `docs/x.md` is `x.md`, any other
 file keeps its path.
+
+Each page of the navigation also stands in the site as Markdown (`x.html`, `x.md`), and `llms.txt` lists them. The build
+fails if the reference describes a public name nowhere.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from mkdocs.structure.files import File, Files
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-from docs_reference import generated  # noqa: E402
+from docs_reference import generated, missing_names  # noqa: E402
+from mkdocs.exceptions import PluginError  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,6 +37,33 @@ FENCE = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 ELSEWHERE = {"README.md": "docs/index.md", "examples": "docs/how-to/layouts/index.md", "docs": "docs/index.md"}
 
 MARKER = re.compile(r"^<!-- generated: ([\w ./-]+) -->$", re.MULTILINE)
+
+
+# Address of a page in the site -> its title and its Markdown.
+_PAGES: dict[str, tuple[str, str]] = {}
+
+
+def on_pre_build(config: Any) -> None:
+    """Fail if a public name is missing in the reference."""
+    _PAGES.clear()
+    if missing := missing_names():
+        raise PluginError(
+            f"docs/reference describes {', '.join(missing)} nowhere: add a line `::: NAME` to a page there"
+        )
+
+
+def on_post_build(config: Any) -> None:
+    """Write each page's Markdown beside it, and `llms.txt`, which lists the pages."""
+    site = Path(config["site_dir"])
+    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}", ""]
+    for heading, pages in _sections(config["nav"]):
+        lines += [f"## {heading}", ""]
+        for page in pages:
+            title, markdown = _PAGES[page]
+            (site / page).write_text(markdown, "utf-8")
+            lines.append(f"- [{title}]({page}): {_summary(markdown)}")
+        lines.append("")
+    (site / "llms.txt").write_text("\n".join(lines), "utf-8")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -65,7 +96,33 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return match[1] + posixpath.relpath(place_in_site(target), folder or ".") + (match[3] or "")
 
     parts = _outside_of_fences(markdown)
-    return "".join(LINK.sub(in_site, text) if is_prose else text for text, is_prose in parts)
+    text = "".join(LINK.sub(in_site, text) if is_prose else text for text, is_prose in parts)
+    _PAGES[page.file.src_uri] = (page.title or page.file.src_uri, text)
+    return text
+
+
+def _sections(nav: list[Any]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the tabs of the navigation, each with all of its pages."""
+    for entry in nav:
+        for heading, below in entry.items():
+            yield heading, list(_pages_of(below))
+
+
+def _pages_of(below: Any) -> Iterator[str]:
+    if isinstance(below, str):
+        yield below
+        return
+    for entry in below:
+        yield from _pages_of(entry if isinstance(entry, str) else next(iter(entry.values())))
+
+
+def _summary(markdown: str) -> str:
+    """Return the first sentence of a page, without links and marks."""
+    prose = "".join(text for text, is_prose in _outside_of_fences(markdown) if is_prose)
+    paragraphs = [part.strip() for part in re.split(r"\n\s*\n", prose)]
+    first = next((part for part in paragraphs if part and part[0] not in "#|<-!:"), "")
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(first.split()))
+    return re.split(r"(?<=[.:])\s", plain)[0].rstrip(":")
 
 
 def place_in_site(path: Path) -> str:

@@ -72,7 +72,7 @@ def _read(text: str) -> Any:
 
 
 def train(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Train a run with the harness' own `Trainer` and return its curve of bits per byte.
+    """Train a run with the harness' own `Trainer` and return its curve of bits per byte, and seconds of training.
 
     Samples, reference scores, checkpoints and the report are left out: they change no weight. A run whose loss is not
     finite ends there, and its bits per byte are None. One that is late by its deadline is cut: it has no result.
@@ -90,6 +90,7 @@ def train(job: Mapping[str, Any]) -> dict[str, Any]:
     hardware = choose_hardware(config.run)
     trainer = Trainer(config, Dataset.open(job["data"]), Path("."), hardware)
     curve: list[list[float]] = []
+    curve_seconds: list[float] = []
     loss = math.inf
     finite = True
     with trainer.loader:
@@ -103,12 +104,14 @@ def train(job: Mapping[str, Any]) -> dict[str, Any]:
                 finite = math.isfinite(bpb)
                 if finite:
                     curve.append([trainer.step, bpb])
+                    curve_seconds.append(trainer.seconds)
     if hardware.device.type == "cuda":
         torch.cuda.synchronize()
     return {
         "loss": loss if finite else None,
         "bpb": curve[-1][1] if finite else None,
         "curve": curve,
+        "curve_seconds": curve_seconds,
         "steps": trainer.total,
         "parameters": trainer.model.num_parameters(),
         "seconds": time.perf_counter() - begin,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import quintic
 from quintic.cli import main
 from quintic.optim.groups.options import OPTIONS
 from quintic.train.config import Config
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
 import docs_reference  # noqa: E402
+import docs_results  # noqa: E402
 
 
 @pytest.mark.slow
@@ -38,7 +40,11 @@ def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path):
         loaded += re.findall(r"<link[^>]* href=\"?([^\" >]+)[^>]*rel=\"?(?:stylesheet|preload|icon)", text)
         assert not [target for target in loaded if target.startswith(("http", "//"))], page
         assert "<!-- generated:" not in text, page
+    index = (tmp_path / "llms.txt").read_text("utf-8")
     for page in ROOT.glob("docs/**/*.md"):
+        markdown = page.relative_to(ROOT / "docs").as_posix()
+        assert f"]({markdown}): " in index, markdown
+        assert "<!-- generated:" not in (tmp_path / markdown).read_text("utf-8"), markdown
         place = tmp_path / page.relative_to(ROOT / "docs").with_suffix(".html")
         assert place in pages, f"{page} is not in the site"
 
@@ -99,3 +105,37 @@ def test_a_page_shows_a_script_as_it_is():
 def test_an_unknown_part_is_an_error():
     with pytest.raises(ValueError, match="weather"):
         docs_reference.generated("weather")
+
+
+def test_every_public_name_is_in_the_reference(monkeypatch):
+    assert docs_reference.missing_names() == []
+    monkeypatch.setattr(quintic, "__all__", [*quintic.__all__, "_stopped"])
+    monkeypatch.setattr(quintic, "_stopped", main, raising=False)
+    assert docs_reference.missing_names() == ["quintic._stopped"]
+
+
+def test_the_index_of_measurements_has_every_page_and_marks_what_is_superseded():
+    found = docs_results.results()
+    pages = set(docs_results.FOLDER.rglob("*.md"))
+    assert {one.page for one in found} == pages
+    assert [one.date for one in found] == sorted((one.date for one in found), reverse=True)
+    for one in found:
+        later = [
+            o for o in found if o.subject == one.subject and o.page.parent == one.page.parent and o.date > one.date
+        ]
+        assert one.is_superseded == bool(later), one.page
+    table = docs_reference.generated("results").splitlines()
+    assert len(table) == len(pages) + 2
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "subject"),
+    [
+        ("2026-11-24-2xh200-step-layouts-idle-8d2f84c-1", "2x NVIDIA H200", "2xh200-step-layouts-idle"),
+        ("2026-11-22-cpu-step-epyc-bf16", "AMD EPYC", "cpu-step-epyc-bf16"),
+        ("2026-11-20-gram-error", "CPU", "gram-error"),
+    ],
+)
+def test_the_name_of_a_result_tells_its_hardware_and_subject(name, hardware, subject):
+    assert docs_results._hardware(name) == hardware
+    assert docs_results._NAME.match(name)["subject"] == subject

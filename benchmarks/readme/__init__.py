@@ -1,0 +1,1 @@
+"""The README's chart and its table of figures: what they show is measured and written by one command."""
