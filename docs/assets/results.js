@@ -2,6 +2,7 @@
 document.addEventListener("DOMContentLoaded", () => {
   const table = document.querySelector("article table");
   if (!table || !location.pathname.endsWith("reference/results.html")) return;
+  for (const row of table.tBodies[0].rows) row.cells[0].style.whiteSpace = "nowrap";
   const body = table.tBodies[0];
   const field = document.createElement("input");
   field.type = "search";
