@@ -119,6 +119,8 @@ MAY_RENAME = {"durable"}
 MAY_NAME_STATE = {"optim.rules.rule", "optim.rules.table", "optim.rules.adamuon"}
 READS_OTHERS_STATE = ("saved_formats", "integrations.")
 STATE_NAMES = {"momentum_buffer", "second_momentum_buffer", "element_second_moment", "exp_avg", "exp_avg_sq"}
+# Constants for state that only some rules have, and that a later rule may have under another name.
+NAMES_OF_ONE_RULE = {"NEURON_MOMENT", "SECOND_MOMENT"}
 # Names that are also values of options: these count where a state is asked for them.
 SHORT_STATE_NAMES = {"step", "master", "mantissa"}
 MAY_ASK_VERSIONS = {"versions"}
@@ -391,7 +393,7 @@ def stray_renames(module: Module) -> list[str]:
 
 
 def names_of_state(module: Module) -> list[str]:
-    """A name of optimizer state spelt outside the rules that declare it."""
+    """A name of optimizer state spelt outside the rules that declare it, or the name of one rule's state used there."""
     if module.name in MAY_NAME_STATE or any(part in module.name for part in READS_OTHERS_STATE):
         return []
     found = [
@@ -399,6 +401,12 @@ def names_of_state(module: Module) -> list[str]:
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Constant) and node.value in STATE_NAMES
     ]
+    if module.part != "interchange":
+        found += [
+            f"line {node.lineno}: {node.id}, a rule with such state may call it otherwise: `rule.neuron_key`"
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Name) and node.id in NAMES_OF_ONE_RULE
+        ]
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             of_state = re.search(r"states?\b", ast.unparse(node.value))
@@ -543,6 +551,7 @@ def test_every_file_keeps_the_rule(rule: Rule):
         (stray_renames, "train.runs", "partial.rename(path)\n"),
         (names_of_state, "optim.step.operands", "x = value['exp_avg']\n"),
         (names_of_state, "optim.step.operands", "x = state['step']\n"),
+        (names_of_state, "optim.step.operands", "x = state[NEURON_MOMENT]\n"),
         (names_of_state, "commands.plan", "for key in ('momentum_buffer',): pass\n"),
         (comparisons_of_algorithms, "optim.step.runner", "x = bucket.algorithm == 'adamw'\n"),
         (comparisons_of_algorithms, "train.recipe", "x = group['algorithm'] != 'muon'\n"),
@@ -595,7 +604,8 @@ def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
         ),
         (stray_renames, "durable", "import os\nos.replace(a, b)\n"),
         (stray_renames, "data.hub", "text.replace('a', 'b')\nreplace(a, b)\n"),
-        (names_of_state, "optim.rules.table", "x = 'exp_avg'\n"),
+        (names_of_state, "optim.rules.table", "x = 'exp_avg', NEURON_MOMENT\n"),
+        (names_of_state, "interchange.importing", "x = state[NEURON_MOMENT]\n"),
         (names_of_state, "optim.step.operands", "x = state[STEP], group['master'], state['own']\n"),
         (comparisons_of_algorithms, "optim.rules.table", "x = algorithm == 'muon'\n"),
         (comparisons_of_algorithms, "optim.muon", "x = old.algorithm == new.algorithm\n"),

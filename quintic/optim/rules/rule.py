@@ -225,6 +225,11 @@ class UpdateRule:
         """The state with a number for each neuron, or None; a rule has one such state at most."""
         return next((spec for spec in self.state if spec.shape == "neurons"), None)
 
+    @cached_property
+    def neuron_key(self) -> str | None:
+        """The name of `neuron_state`, or None."""
+        return None if self.neuron_state is None else self.neuron_state.name
+
     def lr_factor(self, adjust_lr: AdjustLr, m: int, n: int) -> float:
         """Return the factor on the learning rate of an (m, n) matrix of a group with this `adjust_lr`."""
         return adjust_lr_factor(adjust_lr if self.scale is None else self.scale, m, n)

@@ -25,7 +25,7 @@ from quintic.optim.groups.ties import check_shapes
 from quintic.optim.layout.layouts import Layout, intersection, local_tensor, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
-from quintic.optim.rules.table import NEURON_MOMENT, PARAM_SHAPED_STATE, STATE_KEYS
+from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.state.placement import state_forms, state_on_device
 from quintic.optim.state.shards import ShardedState, local_shard_pairs, sharded_parameters
 from quintic.optim.state.state import second_moments
@@ -221,18 +221,19 @@ def whole_states(
     wholes: dict[Tensor, dict[str, Tensor]] = {}
     # Process groups in one order on all ranks, since a rank in several of them runs collectives in each.
     for one in sorted((parameter for parameter in apart if parameter.is_here), key=lambda one: one.ranks):
-        state = states[one.param]
+        state, neuron_key = states[one.param], one.group.rule.neuron_key
         # Not sharded: only second moments of matrices on some ranks differ between ranks.
         if one.sharded is None:
-            moments = state[NEURON_MOMENT]
+            assert neuron_key is not None
+            moments = state[neuron_key]
             moments.copy_(one.whole_second_moments(moments))
             continue
         wholes[one.param] = whole = dict(state)
         for key in PARAM_SHAPED_STATE:
             if key in state:  # gathered on the device, returned where the state is: the host with offload
                 whole[key] = one.whole_of(key, state[key].to(one.param.device)).to(state[key].device)
-        if NEURON_MOMENT in state:
-            whole[NEURON_MOMENT] = one.whole_second_moments(state[NEURON_MOMENT])
+        if neuron_key is not None and neuron_key in state:
+            whole[neuron_key] = one.whole_second_moments(state[neuron_key])
     return wholes
 
 
@@ -287,7 +288,7 @@ def copy_state(
                 piece = destination.local_of(key, whole.mT if transposed else whole)
                 if piece.numel():
                     local_tensor(value).copy_(piece)
-            elif key == NEURON_MOMENT:
+            elif key == origin.group.rule.neuron_key:
                 value.copy_(origin.whole_second_moments(values[key]))
             else:
                 value.copy_(values[key])
@@ -311,7 +312,7 @@ def _check_copied(source: Parameter, target: Parameter, *, transposed: bool) -> 
             f"{what}: one has {needed}, the other {other_needed}; give both parameters the same dtype, and their "
             f"groups the same state_dtype, master and normalize"
         )
-    if NEURON_MOMENT in needed and (transposed or group.view != other_group.view):
+    if group.rule.neuron_key in needed and (transposed or group.view != other_group.view):
         raise ValueError(
             f"{what}: NorMuon's second moments belong to rows or columns of the matrices of a view; copy them to a "
             f"parameter of the same view, which is not transposed, or set normalize=None for both"

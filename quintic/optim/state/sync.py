@@ -267,7 +267,7 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
         # from these.
         other = master_key(source.state) if key in MASTER_KEYS and source.was.dtype == param.dtype else None
         was_key = other or key
-        is_of_others = key == _neuron_key(entry.group) and source.was.group.view != entry.group.view
+        is_of_others = key == entry.group.rule.neuron_key and source.was.group.view != entry.group.view
         if was_key not in source.state or is_of_others:
             continue
         what, value = f"{name}: its {was_key}", as_tensor(source.state[was_key])
@@ -288,11 +288,6 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
         if piece is not None:
             moved[key] = piece
     return moved
-
-
-def _neuron_key(group: Group) -> str | None:
-    """Return the name of the state with a number for each neuron; None if the group's rule has none."""
-    return None if group.rule.neuron_state is None else group.rule.neuron_state.name
 
 
 def _make(entry: _Entry, values: dict[str, Tensor] | None, source: _Source | None, states: _States) -> None:

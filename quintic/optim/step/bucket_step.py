@@ -49,7 +49,6 @@ from quintic.optim.polar.forms import Form
 from quintic.optim.polar.matrix_stages import NO_STATE, MatrixState, apply_stages
 from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.device import DeviceHyperparameters, is_capturing
-from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.rules.update import second_moment_shape
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.consensus import RankConsensus
@@ -273,7 +272,8 @@ class BucketStep:
             if units is None:
                 state = NO_STATE
                 if self._rule.stages:
-                    moments = None if self._rule.neuron_state is None else self.cache.moments(group.view, active)
+                    neuron_key = self._rule.neuron_key
+                    moments = None if neuron_key is None else self.cache.moments(neuron_key, group.view, active)
                     state = self._matrix_state(active.members, batches, moments)
                 update, factor = self.compute_update(
                     active.members, directions, bucket.form, scales.view(-1, 1, 1), state, mask
@@ -386,13 +386,15 @@ class BucketStep:
     def _unit_moments(self) -> list[list[Tensor]]:
         """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), as views of the state."""
         units = self.units
+        neuron_key = self._rule.neuron_key
         assert units is not None
+        assert neuron_key is not None
 
         def make() -> list[list[Tensor]]:
             moments: list[list[Tensor]] = [[] for _ in units.kinds]
             for unit in units.all:
                 param = self.group.params[unit.index]
-                state = self._context.state[param][NEURON_MOMENT]
+                state = self._context.state[param][neuron_key]
                 blocks = second_moments(state, param.shape, self.group.view)
                 for of_kind, matrix in zip(moments, unit.matrices, strict=True):
                     of_kind.append(take_matrices(blocks, (matrix,)))
@@ -425,7 +427,9 @@ class BucketStep:
         if moments is None:
             return MatrixState(batches)
         names = (member.name for member in members)
-        return MatrixState(batches, moments, self.cache.neuron_table(self.bucket, moments, names, kind))
+        neuron_key = self._rule.neuron_key
+        assert neuron_key is not None
+        return MatrixState(batches, moments, self.cache.neuron_table(self.bucket, neuron_key, moments, names, kind))
 
     def _compute_units(
         self, directions: Tensor, batches: Mapping[str, Tensor], scales: Tensor, mask: Tensor | None

@@ -19,7 +19,6 @@ from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.rules.device import host_tensor, upload
 from quintic.optim.rules.rule import MANTISSA, MASTER
-from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.state.state import second_moments
 
 if TYPE_CHECKING:  # needs Triton
@@ -172,10 +171,10 @@ class BucketCache:
 
         return self.cached("scales", (group.adjust_lr, group.lr_multipliers, pieces), make)
 
-    def moments(self, view: View, active: Operands) -> list[Tensor]:
-        """Return second moments for each member, (matrices, m, 1) or (matrices, 1, n), as views of state."""
+    def moments(self, neuron_key: str, view: View, active: Operands) -> list[Tensor]:
+        """Return the state `neuron_key` for each member, (matrices, m, 1) or (matrices, 1, n), as views of it."""
         # For each member the vector (neurons of all matrices of its parameter,).
-        buffers = [state[NEURON_MOMENT] for state in active.states]
+        buffers = [state[neuron_key] for state in active.states]
 
         def make() -> list[Tensor]:
             rows = zip(active.members, active.params, buffers, strict=True)
@@ -232,12 +231,13 @@ class BucketCache:
         return self.cached("programs", active.members, make)
 
     def neuron_table(
-        self, bucket: Bucket, moments: Sequence[Tensor], names: Iterable[str], kind: int = 0
+        self, bucket: Bucket, neuron_key: str, moments: Sequence[Tensor], names: Iterable[str], kind: int = 0
     ) -> Tensor | None:
         """Return the address of each matrix' second moments, (matrices,) int64 on the device; None without kernels.
 
         Args:
             bucket: the bucket.
+            neuron_key: the name of this state, for errors.
             moments: for each member or unit (matrices, m, 1) or (matrices, 1, n), all of one kind.
             names: the parameter of each, for errors.
             kind: the number of this kind in a unit.
@@ -254,7 +254,7 @@ class BucketCache:
             for name, buffer in zip(names, moments, strict=True):
                 if (buffer.device, buffer.dtype) != (bucket.device, torch.float32) or not buffer.is_contiguous():
                     right = f"torch.float32 on {bucket.device} without gaps"
-                    raise _misread(name, NEURON_MOMENT, buffer, right)
+                    raise _misread(name, neuron_key, buffer, right)
             # (matrices of all members,) int64: one address for each matrix' own moments.
             rows = zip(bases, moments, strict=True)
             each = [base + i * moment[0].nbytes for base, moment in rows for i in range(len(moment))]

@@ -35,7 +35,7 @@ from quintic.optim.plan.kinds import direction_dtype, form_of
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
-from quintic.optim.rules.table import NEURON_MOMENT, PARAM_SHAPED_STATE
+from quintic.optim.rules.table import PARAM_SHAPED_STATE
 from quintic.optim.rules.update import adamw_, decay_and_step_, momentum_
 from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.placement import state_on_device
@@ -244,7 +244,8 @@ def _step_parameter(
     whole = {key: parameter.whole_of(key, value) for key, value in local.items() if key in _NOT_PARTIAL_BIAS}
     # In the memory order of the weight, which the gradient may not have.
     whole["gradient"] = torch.empty_like(whole["weight"], dtype=gradient.dtype).copy_(parameter.whole(gradient))
-    buffer = local.get(NEURON_MOMENT)
+    neuron_key = parameter.group.rule.neuron_key
+    buffer = None if neuron_key is None else local.get(neuron_key)
     second = None if buffer is None else parameter.whole_second_moments(buffer)
     if is_adamw:
         _step_adamw({STEP: local[STEP], **whole}, whole["gradient"], parameter.group)
@@ -284,12 +285,13 @@ def _step_matrices(
     # (b, m, n) for each kind of matrix. Cloned, since some views give copies and others not.
     batches = {key: [batch.clone() for batch in view.batches(tensor)] for key, tensor in whole.items()}
     moments = None if second is None else second_moments(second, whole["weight"].shape, view)
+    neuron_key = parameter.group.rule.neuron_key
     number = 0
     for block, weights in enumerate(batches["weight"]):
         for index in range(weights.shape[0]):
             matrix = {key: batch[block][index : index + 1] for key, batch in batches.items()}
-            if moments is not None:
-                matrix[NEURON_MOMENT] = moments[block][index : index + 1]
+            if moments is not None and neuron_key is not None:
+                matrix[neuron_key] = moments[block][index : index + 1]
             if matrix["weight"].numel():
                 rounding = _step_matrix(matrix, number, parameter, measure=roundings is not None)
                 if roundings is not None and rounding is not None:

@@ -28,7 +28,6 @@ from quintic.optim.muon import Muon, muon_in
 from quintic.optim.numeric.dynamo import unwrap_hooks
 from quintic.optim.numeric.precision import full_precision
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, STEP
-from quintic.optim.rules.table import NEURON_MOMENT
 from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.state import master_key, second_moments
 from quintic.optim.verify.reference import Rounding, Roundings, largest, run_reference
@@ -288,10 +287,10 @@ def _compare_matrices(
             wrong = (right - mine).abs() > allowed if one.ratio > 1 else None
             yield replace(one, ranks=_wrong_ranks(parameter, wholes[1], block, index, wrong))
     # Second moments, one number per neuron: each rank compares those that it holds.
-    key, holders = NEURON_MOMENT, parameter.holders()
-    if key not in expected:
+    neuron_key, holders = parameter.group.rule.neuron_key, parameter.holders()
+    if neuron_key is None or neuron_key not in expected:
         return
-    all_right, all_mine = (second_moments(values[key], shape, view) for values in (expected, actual))
+    all_right, all_mine = (second_moments(values[neuron_key], shape, view) for values in (expected, actual))
     for number, (block, index) in enumerate(numbers):
         right, mine = all_right[block][index], all_mine[block][index]
         # Matrices that only other ranks hold have no second moments here.
@@ -300,7 +299,7 @@ def _compare_matrices(
         rounding = roundings.get((parameter.param, number), Rounding(0.0, 0.0))
         allowed = _allowed_state(right, right) + _ROUNDINGS * rounding.second_moment
         yield _difference(
-            parameter, key, right, mine, allowed, largest(right), matrix=number, num_matrices=len(numbers)
+            parameter, neuron_key, right, mine, allowed, largest(right), matrix=number, num_matrices=len(numbers)
         )
 
 

@@ -49,4 +49,4 @@ def test_second_moments_of_another_form(moment):
     bucket = SimpleNamespace(kernels="triton", device=CPU)
     message = r"layer\.weight: its second_momentum_buffer is .* must be torch.float32 on cpu without gaps"
     with pytest.raises(ValueError, match=message):
-        BucketCache().neuron_table(bucket, [moment], ["layer.weight"])
+        BucketCache().neuron_table(bucket, "second_momentum_buffer", [moment], ["layer.weight"])
