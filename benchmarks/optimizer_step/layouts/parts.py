@@ -108,7 +108,7 @@ def time_orthogonalization(optimizer: Any, ranks: Ranks) -> list[float]:
 
     work = []
     for bucket in optimizer.plan():
-        kinds = list(bucket.units.kinds) if hasattr(bucket, "units") else [(bucket.shape, bucket.form)]
+        kinds = [(bucket.shape, bucket.form)] if bucket.units is None else list(bucket.units.kinds)
         for shape, form in kinds if bucket.algorithm == "muon" else []:
             count = bucket.num_matrices // len(kinds)
             if count and form is not None:
