@@ -307,9 +307,8 @@ class BucketStep:
                         update = update if update.ndim == 3 else as_rows(update)
                         factors = [self._factors_of_pieces(factors, scales)]
                     with _ON_DEVICE if piece is None else piece.loaded(WEIGHTS) as states:
-                        for name, batch in batches.items():
-                            written = [state[name] for state in states or operands.states]
-                            write_matrices(operands, own_group.view, cache, written, batch)
+                        if batches:
+                            self._write_state(operands, own_group.view, cache, states or operands.states, batches)
                         backend.apply(update, factors[0])
             del backend, operands, update, factors, batches
 
@@ -408,6 +407,19 @@ class BucketStep:
         """Return copies, (b, m, n) by name, of state that stages on whole matrices need, in the order of directions."""
         names = [spec.name for spec in self._rule.matrix_state]
         return {name: read_matrices(operands, view, cache, [state[name] for state in states]) for name in names}
+
+    def _write_state(
+        self,
+        operands: Operands,
+        view: View,
+        cache: BucketCache,
+        states: Sequence[Mapping[str, Tensor]],
+        batches: Mapping[str, Tensor],
+    ) -> None:
+        """Store batches from `_read_state` that owners advanced: (b, m, n), or for pieces (units, *piece shape)."""
+        # A loop in `run` would leave a name for a batch behind, which would keep it until the weights have arrived.
+        for name, batch in batches.items():
+            write_matrices(operands, view, cache, [state[name] for state in states], batch)
 
     def _matrix_state(
         self,

@@ -226,10 +226,9 @@ def units_work(units: Units, count: int, spec: WorkspaceSpec) -> Footprint:
         # The updates of all kinds as units.
         joined = count * numel * units.update_dtype(spec.dtype).itemsize
         peak, kept = max(peak, kept + factors + copied + joined), joined
-    # State that stages need: kind by kind, and then as units again, where matrices are no units as they lie; else once
-    # more, while the step stores it.
+    # State that stages need: kind by kind, and then as units again, where matrices are no units as they lie.
     has_copies = units.is_transposed or not units.is_plain
-    return Footprint(peak + (2 if has_copies else 1) * count * numel * spec.state_width, kept)
+    return Footprint(peak + 2 * has_copies * count * numel * spec.state_width, kept)
 
 
 def factor_bytes(count: int, m: int, n: int, spec: WorkspaceSpec) -> int:
