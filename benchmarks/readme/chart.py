@@ -9,10 +9,11 @@ import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-__all__ = ["THEMES", "Curves", "crossing", "curves_of", "draw", "shares"]
+from benchmarks.training.quality_page import steps_to_reach
+
+__all__ = ["THEMES", "Curves", "curves_of", "draw", "shares"]
 
 LABELS = {"adamw": "AdamW", "muon": "Muon"}
 
@@ -60,23 +61,13 @@ def curves_of(runs: Sequence[Mapping[str, Any]]) -> Curves:
     return Curves(steps[0], seconds, [[value for _, value in run["curve"]] for run in runs])
 
 
-def crossing(x: Sequence[float], y: Sequence[float], level: float) -> float | None:
-    """Return where a falling curve first reaches a level, linear between its points; None if it never does."""
-    if y and y[0] <= level:
-        return x[0]
-    for (x0, y0), (x1, y1) in pairwise(zip(x, y, strict=True)):
-        if y1 <= level < y0:
-            return x0 + (x1 - x0) * (y0 - level) / (y0 - y1)
-    return None
-
-
 def shares(curves: Mapping[str, Curves], name: str) -> list[float]:
     """Return for each of Muon's seeds the share of AdamW's `steps` or `seconds` after which it has AdamW's last median.
 
     Seeds that never get there are left out.
     """
     goal, muon = curves["adamw"].medians[-1], curves["muon"]
-    reached = [crossing(getattr(muon, name), values, goal) for values in muon.values]
+    reached = [steps_to_reach(list(zip(getattr(muon, name), values, strict=True)), goal) for values in muon.values]
     return [one / getattr(curves["adamw"], name)[-1] for one in reached if one is not None]
 
 

@@ -12,16 +12,8 @@ __all__ = ["STEPS", "in_page", "rows", "table_of"]
 
 STEPS: Mapping[str, Sequence[str]] = {
     "one": [
-        "--set",
-        "gpt124m",
-        "qwen1.7b",
-        "--dtype",
-        "bf16",
-        "--only",
-        "quintic",
-        "torch-muon",
-        "nanochat",
-        "dion-muon",
+        *("--set", "gpt124m", "qwen1.7b", "--dtype", "bf16"),
+        *("--only", "quintic", "torch-muon", "nanochat", "dion-muon"),
     ],
     "layouts": [
         *("--set", "gpt124m", "qwen1.7b", "--dtype", "bf16", "--layout", "ddp", "fsdp2", "sharded", "--ranks", "2"),
@@ -52,8 +44,9 @@ def rows(result: Mapping[str, Any], link: str | None) -> list[tuple[str, str]]:
         names = ", ".join(LAYOUTS[name] for name in LAYOUTS if any(row["layout"] == name for row in own))
         add(f"Weights under {names}, against one device's", f"{differing} of all entries differ in any bit")
     if "curves" in result:
+        drawn = curves.curves_in(result["curves"])
         for name in ("steps", "seconds"):
-            found_shares = chart.shares(curves.curves_in(result["curves"]), name)
+            found_shares = chart.shares(drawn, name)
             if found_shares:
                 middle_share, least, most = (100 * f(found_shares) for f in (statistics.median, min, max))
                 add(

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.readme import chart, curves, figures
+from benchmarks.training.quality_page import steps_to_reach
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,9 +37,11 @@ def test_the_share_is_that_of_a_straight_line_between_evaluations() -> None:
     )
 
 
-def test_a_curve_that_never_gets_there_has_no_crossing() -> None:
-    assert chart.crossing([1, 2], [3.0, 2.0], 1.5) is None
-    assert chart.crossing([1, 2], [3.0, 2.0], 3.5) == 1
+def test_a_curve_that_never_gets_there_has_no_share() -> None:
+    assert steps_to_reach([(1, 3.0), (2, 2.0)], 1.5) is None
+    assert steps_to_reach([(1, 3.0), (2, 2.0)], 3.5) == 1
+    never = run_of("muon", 4, [3.0, 2.9, 2.8, 2.7], 10.0)
+    assert len(chart.shares(curves.curves_in({"runs": [*RUNS, never]}), "steps")) == 3
 
 
 def test_runs_with_other_evaluations_are_refused() -> None:
