@@ -270,13 +270,15 @@ def _bring_gradients(captured: Sequence[tuple[str, Tensor, Tensor | None]]) -> N
 
 def _bring_averages(captured: Averages, averages: Averages) -> None:
     """Copy averages to the captured ones, except those in `p.grad`, which `_bring_gradients` brings."""
-    pairs = [
-        (captured[param], average)
-        for param, average in averages.items()
-        if average is not None and average is not param.grad
-    ]
-    if pairs:
-        torch._foreach_copy_([target for target, _ in pairs if target is not None], [source for _, source in pairs])
+    targets, sources = [], []
+    for param, average in averages.items():
+        if average is not None and average is not param.grad:
+            target = captured[param]
+            assert target is not None
+            targets.append(target)
+            sources.append(average)
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _check_devices(optimizer: Muon, params: Iterable[Tensor]) -> None:

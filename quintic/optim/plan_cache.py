@@ -253,12 +253,12 @@ class PlanCache:
         if any(map(needs_state, self._idle)):
             self.invalidate()
         # 2. Options. The usual case ends here: no option has changed since the last refresh.
-        same_number = len(self.groups) == len(dictionaries)
-        if same_number and not self._state_sync.is_stale and all(map(Group.is_as_in, self.groups, dictionaries)):
+        are_known = len(self.groups) == len(dictionaries) and not self._state_sync.is_stale
+        if are_known and all(map(Group.is_as_in, self.groups, dictionaries)):
             return
         self._links.follow()
         must_plan = False
-        if same_number and not self._state_sync.is_stale and self._only_schedules_changed(dictionaries):
+        if are_known and self._only_schedules_changed(dictionaries):
             # Schedules do this in every step, so no parameter is looked at.
             groups = [group.rescheduled(one) for group, one in zip(self.groups, dictionaries, strict=True)]
             for number, dictionary in enumerate(dictionaries):

@@ -71,8 +71,8 @@ def load_state(
 ) -> tuple[set[Tensor], dict[str, str]]:
     """Copy saved values into state and hyperparameters; nothing changes unless everything fits.
 
-    Returns the parameters without saved state, whose own state is dropped, and made-up name -> saved name of those that
-    the optimizer had no names for.
+    Returns the parameters without saved state, whose own state is dropped, and for parameters without a name of their
+    own {made-up name: saved name}.
 
     Saved tensors are whole, and each rank takes its piece of them, or are `DTensor`s whose local piece is the one that
     the rank needs. Nothing is communicated. The user's own entries of a state come back as they were saved, tensors on

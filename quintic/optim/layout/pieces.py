@@ -1,4 +1,4 @@
-"""Pieces of parameters: what a bucket steps, sends or orthogonalises as one, and how it is found in a tensor."""
+"""Pieces of parameters, which a bucket steps, sends or orthogonalises as one, and how to find them in a tensor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

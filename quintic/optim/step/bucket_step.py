@@ -561,7 +561,7 @@ class BucketStep:
 def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Group) -> Tensor:
     """Return the polar factors (b, m, n) of a bucket's directions, in `update_dtype`.
 
-    A form makes a new tensor. What a user's function returns is the user's: nothing may change it in place.
+    A form makes a new tensor. A user's function returns a tensor of the user's, which nothing may change in place.
     """
     if form is not None:
         return apply_form(directions, form, bucket.kernels)

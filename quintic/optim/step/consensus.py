@@ -116,7 +116,7 @@ class RankConsensus:
         """Compare the parameters that some ranks share, and get ready to count their gradients; return a difference.
 
         Args:
-            ranks: the ranks, all of which must call it.
+            ranks: all of them must call it.
             shared: each parameter, and its description.
         """
         process_group, places = self._communicators[ranks], [place for place, _ in shared]
@@ -203,7 +203,7 @@ class RankConsensus:
         return (presence.any_present() for presence in self._presence.values())
 
     def step_mask(self, number: int, bucket: Bucket, pieces: Sequence[Piece]) -> Tensor | None:
-        """Return (flags,) int32 on the device: 1 for what is stepped, else 0; None if no other rank has any.
+        """Return (flags,) int32 on the device, 1 where pieces are stepped, else 0; None if no other rank has any.
 
         A box has one flag, and so has each matrix of a piece that has whole matrices.
 

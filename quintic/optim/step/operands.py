@@ -83,7 +83,7 @@ class BucketCache:
         self._kept: dict[str, tuple[object, Any]] = {}
         """Name -> (key, value); the value is made again when the key changes."""
         self.places: tuple[tuple[Piece, ...], list[tuple[torch.Size, tuple[int, ...], int]]] | None = None
-        """Members, and for each shape, strides and offset of its matrices in its parameter (`torch_backend.blocks`)."""
+        """Members, and for each shape, strides and offset of its matrices in its parameter (`torch_backend.py`)."""
         # Addresses of the members' tensors for kernels, and of AdamW's counts of steps.
         self.table, self.steps_table = AddressTable(), AddressTable()
         self.runs: list[tuple[MatrixLayout, int]] | None = None

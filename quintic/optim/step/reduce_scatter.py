@@ -111,7 +111,7 @@ class ReduceScatter:
         """Send this rank's entries to all ranks; wait for the entries of the others, in the tensors.
 
         All ranks must call it. `own`, (entries,), is copied into the tensors and sent; without it, and with
-        `is_direct`, the entries are those of the tensors already.
+        `is_direct`, the tensors have these entries already.
         """
         num_ranks = len(self.counts)
         if self.is_direct:
@@ -163,7 +163,7 @@ def evenly_owned(
     *,
     limit: int | None,
 ) -> Iterator[tuple[ReduceScatter, list[int]]]:
-    """Yield messages of which all ranks own equally many entries, each with the numbers of its tensors.
+    """Yield messages, each with the numbers of its tensors; every rank owns equally many entries of a message.
 
     Args:
         numels: the number of entries of each tensor.

@@ -76,7 +76,7 @@ class Reduction:
     def use_plan(
         self, groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]], shards: Sequence[Shard]
     ) -> None:
-        """Average for a new plan from now on; what was made ahead of the next step stays.
+        """Average for a new plan from now on; averages made ahead of the next step stay.
 
         Args:
             groups: the parameter groups.

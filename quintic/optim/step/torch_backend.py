@@ -139,7 +139,7 @@ def _blocks(active: Operands, view: View, cache: BucketCache, *lists: Sequence[T
         blocks: list[Tensor] = []
         rows = zip(tensors, active.params, active.members, cache.places[1], strict=True)
         for tensor, param, member, (shape, stride, offset) in rows:
-            # Of a tensor with other strides than its parameter the view finds the matrices, which takes longer.
+            # If a tensor has other strides than its parameter, the view finds its matrices, which takes longer.
             if tensor.stride() == param.stride():
                 blocks.append(tensor.as_strided(shape, stride, tensor.storage_offset() + offset))
             else:

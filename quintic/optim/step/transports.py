@@ -250,7 +250,7 @@ class Shard:
         return self._reduce_scatter.start_mean(gradients, self.process_group)
 
     def average(self, averages: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
-        """Write the means of owned entries to averages like those of the attribute; yields while they are under way.
+        """Write the means of owned entries to `averages`, laid out as the attribute; yields twice, as `BucketStep.run`.
 
         All ranks must call it.
         """

@@ -197,7 +197,7 @@ def _is_stepped(parameter: Parameter, may_lack_addends: bool) -> bool:
 def _gradient_of(parameter: Parameter, partial: PartialSpec | None, averages: Averages | None) -> Tensor:
     """Return this rank's box of the gradient, averaged over ranks if the optimizer averages this group's gradients.
 
-    `cut` is how the gradient is `Partial` on some rank; `averages` are those that clipping made for the group.
+    `partial` says how the gradient is `Partial` on some rank; `averages` come from clipping, for the whole group.
     """
     # Other ranks have a Partial gradient: take part in its reduction with zeros.
     if partial is not None and parameter.param.grad is None:

@@ -136,7 +136,7 @@ def polar_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpe
     count = batch if batch <= queued else queued if spec.worst_case else 0
     if not count:
         return most
-    # A queue has two (m, n) matrices, of which the result is one, small ones, and counters, from the first product on.
+    # From the first product on a queue has two (m, n) matrices, one for the result, and small ones and counters.
     pair, side = 2 * item * count * m * n, min(m, n)
     num_squares = products_of(tuple(form.segments), form.coefficients, 1.0).num_squares
     squares = item * num_squares * count * side**2 + 4 * count * -(-side // 128)
