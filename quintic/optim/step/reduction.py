@@ -39,7 +39,7 @@ from quintic.optim.comms.sharing import AVERAGING, ranks_of
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, gradient_dtype, writable_gradient
 from quintic.optim.plan.schedule import overlapping_bytes, prefetch_one_schedule
-from quintic.optim.plan.workspace.buckets import averaged_entries, averaging_stages
+from quintic.optim.plan.workspace.buckets import averaged_entries, averaging_phase_bytes
 from quintic.optim.step.bucket_step import run_overlapping
 from quintic.optim.step.operands import dense_gradient
 from quintic.optim.step.ranges import range_of
@@ -248,7 +248,7 @@ class Reduction:
             messages = [(one, [chosen[place] for place in places]) for one, places in evenly]
             stages = [
                 # The mean of a tensor that is not packed is written to the tensor itself.
-                averaging_stages(
+                averaging_phase_bytes(
                     one.counts, one.most, dtype, kernels, is_direct=one.is_direct, is_in_place=one.is_direct
                 )
                 for one, _ in messages
