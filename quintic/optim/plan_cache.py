@@ -187,7 +187,7 @@ class PlanCache:
             self._make_state()
         if self.runner is not None:
             self.runner.finish()
-        self._state_sync.is_given = True
+        self._state_sync.may_be_edited = True
 
     def end_load(self, without: Container[Tensor], names: Mapping[str, str]) -> None:
         """Record that state was loaded, and drop state at its defaults.

@@ -5,9 +5,9 @@ faster messages of its own (`plan/exchange.py`). Whole tensors are gathered one 
 share a parameter must call the functions that return whole tensors.
 
 A tensor of a parameter lies in one of three ways:
-    plain      on this rank only, or whole on every rank
-    pieces     each rank holds the box of a `Layout` (`DTensor`)
-    shards     each rank holds ranges of the parameter's memory, (entries,), one after the other (`shards.py`)
+    plain      whole, on this rank only or on every rank
+    pieces     each rank holds one box of a `Layout` (`DTensor`)
+    shards     each rank holds ranges of the parameter's memory, joined as (entries,) (`shards.py`)
 """
 
 from collections.abc import Mapping, Sequence
@@ -212,15 +212,15 @@ def whole_states(
     must call it; without any, nothing is communicated. Temporary memory: one parameter's state beside the result.
     """
     # Parameters whose state no single rank has whole.
-    apart = [one for one in all_parameters(groups, communicators) if _has_state_apart(one) and states.get(one.param)]
-    if not apart:
+    spread = [one for one in all_parameters(groups, communicators) if _has_spread_state(one) and states.get(one.param)]
+    if not spread:
         return {}
     # Connect the ranks of these parameters only; others need no messages.
-    layouts = {parameter.param: parameter.layout for parameter in apart}
+    layouts = {parameter.param: parameter.layout for parameter in spread}
     communicators.connect(groups, [[layouts.get(param) for param in group.params] for group in groups])
     wholes: dict[Tensor, dict[str, Tensor]] = {}
     # Process groups in one order on all ranks, since a rank in several of them runs collectives in each.
-    for one in sorted((parameter for parameter in apart if parameter.is_here), key=lambda one: one.ranks):
+    for one in sorted((parameter for parameter in spread if parameter.is_here), key=lambda one: one.ranks):
         state, neuron_key = states[one.param], one.group.rule.neuron_key
         # Not sharded: only second moments of matrices on some ranks differ between ranks.
         if one.sharded is None:
@@ -237,12 +237,12 @@ def whole_states(
     return wholes
 
 
-def _has_state_apart(one: Parameter) -> bool:
+def _has_spread_state(one: Parameter) -> bool:
     """Return whether ranks that share a parameter may have different state of it, from which whole state is made."""
     group, layout = one.group, one.layout
     if layout is None or group.comms in SHARDED_MODES:
         return layout is not None
-    # Second moments of matrices that lie whole on one rank of each copy.
+    # Second moments of a matrix that lies whole on one rank of each copy are right only there.
     return group.rule.neuron_state is not None and bool(_holders(layout, group.view))
 
 

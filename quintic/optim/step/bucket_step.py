@@ -230,7 +230,7 @@ class BucketStep:
                     else:
                         self._step_adamw_pieces(self._offload, active, own_mask)
             if isinstance(transport, Shard) and mask is not None:
-                transport.count_elsewhere(group, context.state, mask)
+                transport.count_unowned_steps(group, context.state, mask)
         elif active.params or isinstance(transport, Gather):
             # momentum. A rank without pieces has no backend but sends and receives messages, since it may own units.
             backend: UpdateBackend | None = None

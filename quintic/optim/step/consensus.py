@@ -4,7 +4,7 @@
                 which ranks they are connected with; a difference is an error on all connected ranks
     each step   ranks that share parameters count, in one all-reduce, how many of them have a gradient of each
 
-The count stays on the device: the host of a step waits for nothing here, but for errors about Partial gradients.
+The count stays on the device. The host waits for it only to raise errors about Partial gradients.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -113,7 +113,7 @@ class RankConsensus:
         self.is_single_rank = not self._presence and self.connected.is_single_rank
 
     def _compare(self, ranks: tuple[int, ...], shared: Sequence[tuple[Place, str]]) -> str | None:
-        """Compare the parameters that some ranks share, and get ready to count their gradients; return a difference.
+        """Compare the parameters that some ranks share, and prepare to count their gradients; return any error message.
 
         Args:
             ranks: all of them must call it.
@@ -131,7 +131,7 @@ class RankConsensus:
             differs = self.partial.exchange(watched, process_group)
         if differs is not None:
             return differs
-        # One rank's gradient is enough where the optimizer averages: zeros stand for the others.
+        # Where the optimizer averages, one rank's gradient is enough: the missing ones count as zeros.
         needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for group, _ in places]
         self._partial_params += [
             (param, group) for param, (group, _) in zip(params, places, strict=True) if param in watched
@@ -143,9 +143,9 @@ class RankConsensus:
         return None
 
     def check_partial(self, steps_waited: Sequence[int]) -> None:
-        """Check before a step sends anything that no gradient is Partial that ranks do not know as such.
+        """Check, before a step sends anything, that ranks know every Partial gradient.
 
-        Before the first step any gradient may be Partial: ranks exchange which ones are.
+        Before the first step any gradient may be Partial: ranks then exchange which ones are.
 
         Raises:
             RuntimeError: as `PartialGradients.check`.
@@ -275,7 +275,7 @@ class _GradientPresence:
         self.last_mask = torch.empty(0)
         """(parameters,) int32: 1 for those with the required gradients, once the count is no longer pending."""
         self.pending: Pending | None = None
-        # Of a Partial gradient one addend is enough, unless it has copies.
+        # A Partial gradient needs only one rank's addend, unless addends have copies.
         needed = [
             1 if partial.may_lack_addends(param) else number for param, number in zip(params, needed, strict=True)
         ]

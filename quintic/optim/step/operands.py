@@ -36,7 +36,7 @@ State = Mapping[Tensor, Mapping[str, Tensor]]
 class Operands(NamedTuple):
     """The members of a bucket that have a gradient, with their tensors: equally long lists, one entry for each member.
 
-    All of a bucket's parameters have the same kinds of state, and so all of them have a master, or none has.
+    All members have the same kinds of state, so either all of them have a master or none has.
     `num_matrices` counts the matrices of all members.
     """
 

@@ -1,6 +1,6 @@
 """Averages of gradients over ranks: made in the step, or ahead of it by clipping, which needs their norm.
 
-Who owns which entry. Every entry of a gradient has one owner, who averages it (`reduce_scatter.py`):
+Which rank owns an entry. Every entry of a gradient has one owner, which averages it (`reduce_scatter.py`):
 
     comms         owner of an entry                              the average comes to
     replicated    all ranks in turn, each equally many entries   all ranks, in `p.grad`
@@ -13,15 +13,15 @@ of missing gradients.
     sharded       with each bucket: its first message has the gradients, its second the weights (`transports.Shard`)
     clipping      the same messages of gradients for the groups that it clips (`precompute`); the step then sends none
 
-When an average is valid that was made ahead of the step. It belongs to its gradients, and the step that uses it forgets
-it. All such averages are dropped at once, so that all ranks decide alike:
+How long an average made ahead of the step stays valid. It belongs to its gradients, and the step that uses it forgets
+it. All such averages are dropped at once, so that all ranks decide alike, if
 
     `p.grad` of any of them is another tensor, or was changed in place, which PyTorch counts (`valid`)
     all ranks reset the gradients of one of these groups (`invalidate`), which a rank without any would not see
     all ranks change `comms` of one of these groups (`use_plan`)
 
-Clipping scales gradients and averages alike, and says so (`accept_gradients`). A new plan keeps them: one rank may make
-one while others do not.
+Clipping scales gradients and averages by the same factor, and then calls `accept_gradients`. A new plan keeps averages,
+since one rank may make a new plan while others do not.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,7 +59,7 @@ _Versions: TypeAlias = list[tuple[Tensor | None, int]]
 
 
 class Reduction:
-    """Averages the gradients of all groups that average; keeps averages made ahead of a step, over any plans."""
+    """Averages gradients over ranks, and keeps averages made ahead of a step, also when the plan changes."""
 
     def __init__(self, communicators: Communicators) -> None:
         self._communicators = communicators
@@ -246,7 +246,7 @@ class Reduction:
             owners = len(ranks), ranks.index(this_rank())
             evenly = evenly_owned(each, *owners, dtype, device, kernels, limit=limit)
             messages = [(one, [chosen[place] for place in places]) for one, places in evenly]
-            stages = [
+            memory = [
                 # The mean of a tensor that is not packed is written to the tensor itself.
                 averaging_phase_bytes(
                     one.counts, one.most, dtype, kernels, is_direct=one.is_direct, is_in_place=one.is_direct
@@ -255,7 +255,7 @@ class Reduction:
             ]
             result.append(messages)
             # Messages of one list overlap, lists come one after the other.
-            peak = overlapping_bytes(stages, prefetch_one_schedule(len(stages)), 0)
+            peak = overlapping_bytes(memory, prefetch_one_schedule(len(memory)), 0)
             self.workspace_bytes = max(self.workspace_bytes, peak)
         return result
 

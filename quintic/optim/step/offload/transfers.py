@@ -241,7 +241,7 @@ class BufferPool:
         Loads the next batch in the background.
         """
         place = self._used
-        assert self._batches[place] is batch, "batches are taken in another order than was said"
+        assert self._batches[place] is batch, "batches are used in another order than begin() was given"
         self._load(place)
         # A next batch with gaps waits: the entries in its gaps may be this batch's, which are not stored yet.
         if place + 1 < len(self._batches) and self._number > 1 and not self._batches[place + 1].has_gaps:
