@@ -27,7 +27,7 @@ from quintic.kernels.linear.fp8 import scaled_product
 from quintic.kernels.linear.fp8_quantize import empty_quantized, quantized_layouts, quantized_twin
 from quintic.kernels.linear.transpose import transpose_copy_
 from quintic.kernels.loss.problem import Fp8Scales, Problem, Wanted
-from quintic.kernels.loss.rows import in_ln2, launch_rows, scale_rows, takes_one_pass
+from quintic.kernels.loss.rows import cap_constants, launch_rows, scale_rows, takes_one_pass
 
 __all__ = ["loss_on_device", "loss_twin"]
 
@@ -197,7 +197,7 @@ def _in_chunks(problem: Problem, wanted: Wanted, columns: int, losses: Tensor) -
         # Gradients of the loss are too small for float16, so gradients of logits are made as large as the range allows.
         largest = _largest_gradients(problem, wanted.scale).amax().clamp_min(torch.finfo(torch.float32).tiny)
         # The derivative of a cap is at most a quarter of its slope.
-        largest *= max(1.0, in_ln2(problem.softcap)[-1] / 4)
+        largest *= max(1.0, cap_constants(problem.softcap)[-1] / 4)
         unit = largest / _FLOAT16_LARGEST
         wanted = wanted._replace(scale=wanted.scale / unit)
     one_pass = takes_one_pass(problem.softcap, x.dtype, gradient=True)
@@ -308,7 +308,7 @@ def _chunk_in_8_bits(
     # weight as the right operand in its two orientations: (columns, d) and (d, columns).
     layouts = (for_x, True) if transposed else (True, for_x)
     by_rows, by_columns = quantized_layouts(weight, scales.weight, e4m3, *layouts, "triton")
-    head, head_turned = (by_columns, by_rows) if transposed else (by_rows, by_columns)
+    head, head_transposed = (by_columns, by_rows) if transposed else (by_rows, by_columns)
     grad_x, grad_weight = losses.new_empty(0), losses.new_empty(0)
     if wanted is not None:
         grad_x, grad_weight = empty_gradients(x, problem.weight, wanted)
@@ -319,7 +319,7 @@ def _chunk_in_8_bits(
         grad_scale = scales.grad if per_token else scales.grad * wanted.scale
     most_bytes = _LOSS_BYTES if wanted is None else _chunk_bytes_in_8_bits(x.device)
     for rows in _slices(x.shape[0], columns * x.element_size(), most_bytes):
-        x_low, x_turned = quantized_layouts(x[rows], scales.x, e4m3, True, for_weight, "triton")
+        x_low, x_transposed = quantized_layouts(x[rows], scales.x, e4m3, True, for_weight, "triton")
         logits = scaled_product(x_low, head, scales.x, scales.weight, x.dtype, fast=True, chosen="triton")
         if wanted is None:
             launch_rows(problem, rows, logits, columns, losses, None)
@@ -327,12 +327,12 @@ def _chunk_in_8_bits(
         grad = launch_rows_fp8(problem, rows, logits, losses, units)
         if for_x:
             grad_x[rows] = scaled_product(
-                grad, head_turned, grad_scale, scales.weight, grad_x.dtype, fast=False, chosen="triton"
+                grad, head_transposed, grad_scale, scales.weight, grad_x.dtype, fast=False, chosen="triton"
             )
         # The weight's gradient sums over tokens, so both operands are needed with tokens along their rows.
         if for_weight:
-            grad_turned = _turned(grad)
-            a, b = (x_turned, grad_turned) if transposed else (grad_turned, x_turned)
+            grad_transposed = _transposed_copy(grad)
+            a, b = (x_transposed, grad_transposed) if transposed else (grad_transposed, x_transposed)
             a_scale, b_scale = (scales.x, grad_scale) if transposed else (grad_scale, scales.x)
             product = scaled_product(a, b, a_scale, b_scale, used.dtype, fast=False, chosen="triton")
             if rows.start == 0:
@@ -352,10 +352,10 @@ def _chunk_bytes_in_8_bits(device: torch.device) -> int:
     return max(_CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // 64)
 
 
-def _turned(grad: Tensor) -> Tensor:
+def _transposed_copy(grad: Tensor) -> Tensor:
     """Return the contiguous transpose of a matrix of 8-bit floats, its rows padded with zeros to a multiple of 16."""
     tokens = grad.shape[0]
-    _, turned = empty_quantized(grad, grad.dtype, False, True)
-    turned[:, tokens:].view(torch.uint8).zero_()
-    transpose_copy_(turned[:, :tokens], grad, kernels="triton")
-    return turned
+    _, copy = empty_quantized(grad, grad.dtype, False, True)
+    copy[:, tokens:].view(torch.uint8).zero_()
+    transpose_copy_(copy[:, :tokens], grad, kernels="triton")
+    return copy

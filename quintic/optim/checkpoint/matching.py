@@ -34,9 +34,9 @@ class Match(NamedTuple):
     name: str
     param: Tensor
     group: int
-    """Number of its group in the optimizer."""
+    """Index of its group in the optimizer."""
     saved_group: int
-    """Number of its group in the state dict."""
+    """Index of its group in the state dict."""
     key: Any
     """Its key in the saved state."""
     saved_name: str | None

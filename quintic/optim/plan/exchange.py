@@ -45,7 +45,7 @@ class Exchange:
         position: this rank's place among them.
         unit_shape: the shape of every unit.
         pieces: for each rank the box of a unit that it holds, relative to the unit; None where it holds nothing.
-        copies: for each rank the number of the complete copy of the unit that its piece belongs to (HSDP has several).
+        copies: for each rank the index of the complete copy of the unit that its piece belongs to (HSDP has several).
         counts: for each rank the number of units that it owns.
     """
 

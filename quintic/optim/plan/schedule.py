@@ -24,7 +24,7 @@ __all__ = [
     "prefetch_one_schedule",
 ]
 
-# Numbers of buckets: each moves its bucket on to the next phase. None stands for the buckets without collectives, which
+# Indices of buckets: each moves its bucket on to the next phase. None stands for the buckets without collectives, which
 # run together.
 Schedule = Sequence[int | None]
 
@@ -80,7 +80,7 @@ def overlapping_schedule(
     memory allows.
 
     Args:
-        comm_order: the numbers of the buckets in the order in which they start; they are computed in ascending order.
+        comm_order: the indices of the buckets in the order in which they start; they are computed in ascending order.
         memory: the bytes of each bucket, by phase.
         budget: bytes, exceeded only for the bucket that is computed next; None for no bound.
     """

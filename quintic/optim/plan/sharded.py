@@ -39,7 +39,7 @@ _LEAST_DIRECT = 2**20
 
 
 def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int) -> Iterator[Sharded]:
-    """Yield one rank's buckets of the group with this number, whose state is sharded over the global ranks `ranks`."""
+    """Yield one rank's buckets of the group with this index, whose state is sharded over the global ranks `ranks`."""
     # Collect pieces by the properties that a bucket's pieces share: kind of unit, dtype, device, kernels, and the
     # parameter if that is sent from its own memory.
     together: dict[tuple[Any, ...], list[StateShard]] = {}

@@ -20,7 +20,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_uneven, group_ranks, start_broadcasts, this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import SHARDED_MODES, layouts_of
-from quintic.optim.groups.group import Group, found_parameter
+from quintic.optim.groups.group import Group, find_parameter
 from quintic.optim.groups.ties import check_shapes
 from quintic.optim.layout.layouts import Layout, intersection, local_tensor, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
@@ -66,7 +66,7 @@ class Parameter:
         """Return the ranks that hold the pieces of the same copy as this rank, in order."""
         if self.layout is None or self.layout.is_replicated:
             return (this_rank(),)
-        # Ranks of a layout with several copies, as under HSDP, are divided by the number of the copy.
+        # Ranks of a layout with several copies, as under HSDP, are divided by the index of the copy.
         copies = dict(zip(self.layout.ranks, self.layout.copies, strict=True))
         return tuple(rank for rank in self.ranks if copies[rank] == copies[this_rank()])
 
@@ -259,7 +259,7 @@ def copy_state(
     # Check that the state fits, before anything is sent or changed.
     by_param = {parameter.param: parameter for parameter in all_parameters(groups, communicators)}
     # Both may be given as parameters or by name.
-    places = [found_parameter(groups, param, "copy_state was given") for param in (source, target)]
+    places = [find_parameter(groups, param, "copy_state was given") for param in (source, target)]
     origin, destination = (by_param[group.params[index]] for group, index in places)
     _check_copied(origin, destination, transposed=transposed)
     for one in (origin, destination):

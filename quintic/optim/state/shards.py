@@ -173,7 +173,7 @@ def _unit_owners(indices: Sequence[int], costs: Sequence[int], num_ranks: int) -
     A bank is a parameter with at least one unit for every rank, all of equal cost. Each rank should own consecutive
     units of it, which can be sent from the parameter's memory without packing.
     """
-    # The units of each parameter, by number, and the banks among the parameters.
+    # The units of each parameter, by index, and the banks among the parameters.
     of_params: dict[int, list[int]] = {}
     for number, index in enumerate(indices):
         of_params.setdefault(index, []).append(number)
@@ -193,7 +193,7 @@ def _unit_owners(indices: Sequence[int], costs: Sequence[int], num_ranks: int) -
 def _consecutive_owners(banks: Sequence[Sequence[int]], costs: Sequence[int], num_ranks: int) -> list[int]:
     """Return the owner of each unit, such that every rank owns consecutive units of each bank.
 
-    `banks` are lists of numbers of units. All ranks get equally many units of a bank; what remains of it, and units of
+    `banks` are lists of indices of units. All ranks get equally many units of a bank; what remains of it, and units of
     other parameters, go to the ranks with the least work.
     """
     owners = [-1] * len(costs)

@@ -97,9 +97,9 @@ def _properties_of(param: Tensor, local: Tensor) -> tuple[Any, ...]:
 
 _Groups = Sequence[Group]
 _States = dict[Tensor, dict[str, Any]]
-# (number of a parameter's group, position of the parameter in the group).
+# (index of a parameter's group, position of the parameter in the group).
 _Place = tuple[int, int]
-# (number of a group, name) -> the shardings of the parameters with this name, since several may have one name.
+# (index of a group, name) -> the shardings of the parameters with this name, since several may have one name.
 _Shardings = dict[tuple[int, str], list[StateSharding | None]]
 
 

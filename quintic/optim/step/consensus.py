@@ -80,7 +80,7 @@ class RankConsensus:
         self._places: dict[Place, tuple[tuple[int, ...], int]] = {}
         """Shared parameter -> (sharing ranks, index in their count vector)."""
         self._selections: dict[int, tuple[object, int, _Selected]] = {}
-        """Number of a bucket -> (its pieces, the number of flags, where their counts are), as of the last step."""
+        """Index of a bucket -> (its pieces, the number of flags, where their counts are), as of the last step."""
 
     def validate_plans(self) -> None:
         """Compare plans before the first step. All ranks that share parameters must call it.
@@ -208,7 +208,7 @@ class RankConsensus:
         A box has one flag, and so has each matrix of a piece that has whole matrices.
 
         Args:
-            number: the number of the bucket.
+            number: the index of the bucket.
             bucket: whose pieces they are.
             pieces: the pieces that have flags, in order.
         """

@@ -64,7 +64,7 @@ class Reduction:
     def __init__(self, communicators: Communicators) -> None:
         self._communicators = communicators
         self.cached: dict[int, tuple[Averages, _Versions]] = {}
-        """Number of a group -> its averages for the next step, valid or not, and the gradients that they belong to."""
+        """Index of a group -> its averages for the next step, valid or not, and the gradients that they belong to."""
         self.ranks: dict[int, tuple[int, ...]] = {}
         """The ranks of each group whose gradients differ among ranks."""
         self.whole: list[int] = []
@@ -127,7 +127,7 @@ class Reduction:
     # ------------------------------------------------------------------------------- averages made ahead of the step
 
     def precompute(self, numbers: Iterable[int]) -> dict[int, Averages]:
-        """Return averages of some groups' gradients, by group number; the next step uses them and makes none.
+        """Return averages of some groups' gradients, by group index; the next step uses them and makes none.
 
         All ranks that share parameters must call it, after they have compared their plans. A second call makes averages
         anew only if gradients have changed. Groups whose gradients need no average have none.

@@ -123,7 +123,7 @@ class Runner:
         self._reduction = reduction
         reduction.use_plan(groups, layouts, shards)
         self.plan = replace(self.plan, averaging_bytes=reduction.workspace_bytes)
-        # Numbers of the buckets with messages in a step -> the plan's schedule without all other buckets.
+        # Indices of the buckets with messages in a step -> the plan's schedule without all other buckets.
         self._schedules: dict[tuple[int, ...], Schedule] = {}
         log_plan(self.plan, groups, this_rank())
 
@@ -302,7 +302,7 @@ class Runner:
 def _order_of_phases(
     local: Sequence[BucketStep], with_comm: Sequence[BucketStep], schedule: Schedule
 ) -> Iterator[tuple[int, int | None]]:
-    """Yield (number of a bucket, phase that it enters) in the order of a step, by which offload loads state ahead."""
+    """Yield (index of a bucket, phase that it enters) in the order of a step, by which offload loads state ahead."""
     # A bucket with messages appears three times in the schedule: started, computed, finished.
     phases = [iter(range(3)) for _ in with_comm]
     for number in schedule:

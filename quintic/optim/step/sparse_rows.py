@@ -27,7 +27,7 @@ from quintic.optim.comms.collectives import (
     start_all_to_all,
 )
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.groups.group import Group, found_parameter
+from quintic.optim.groups.group import Group, find_parameter
 from quintic.optim.plan.bucket import Bucket, Sharded
 from quintic.optim.plan.row_sharding import RowSharding, mean_of_rows, places_of, rows_to_send, touched_rows
 from quintic.optim.rules.device import HostCopy, is_capturing, upload
@@ -363,7 +363,7 @@ def _sparse_parameter(groups: Sequence[Group], param: Tensor | str) -> Tensor:
     Raises:
         ValueError: it is unknown, or its group has another `comms`.
     """
-    group, index = found_parameter(groups, param, "rows were announced for")
+    group, index = find_parameter(groups, param, "rows were announced for")
     if group.comms != "sharded_sparse":
         raise ValueError(
             f"{group.param_names[index]}: rows are announced for comms='sharded_sparse', its group has "

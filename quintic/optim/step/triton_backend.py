@@ -77,7 +77,7 @@ class TritonBackend:
         # A launch for each run of matrices with one layout in memory; mostly there is one.
         of_layouts = []
         for layout, part in self._layouts():
-            # Directions are written in the order of memory; a transposed layout is turned by a view.
+            # Directions are written in the order of memory; a view transposes them back.
             rows, columns = layout.physical()[:2]
             directions = torch.empty(
                 (part.stop - part.start, rows, columns),

@@ -19,7 +19,7 @@ from quintic.optim.numeric.sums import sums
 from quintic.optim.plan.kinds import direction_dtype
 from quintic.optim.plan.plan import SMALL_BYTES
 from quintic.optim.plan.workspace.matrices import WorkspaceSpec, directions_bytes, polar_footprint, stages_footprint
-from quintic.optim.polar.cpu_orthogonalize import _is_the_same_alone
+from quintic.optim.polar.cpu_orthogonalize import _batch_keeps_bits
 from quintic.optim.polar.forms import resolve
 from quintic.optim.polar.matrix_stages import MatrixState, apply_stages
 from quintic.optim.polar.orthogonalize import apply_form
@@ -55,7 +55,7 @@ SHAPES = [(64, 64), (64, 256), (256, 64), (33, 70)]
 def test_what_plain_products_allocate(method, compute_dtype, dtype, shape, batch):
     # A batch is compared with single matrices once for each number of threads, which takes memory: here, now.
     torch.set_num_threads(1)
-    _is_the_same_alone.cache_clear()
+    _batch_keeps_bits.cache_clear()
     form = resolve(method, *shape, compute_dtype=compute_dtype, device_type="cpu", dtype=dtype)
     x = torch.randn(batch, *shape).to(direction_dtype(form, dtype))
     peak = peak_bytes(lambda: apply_form(x, form, "torch"))

@@ -254,8 +254,8 @@ def _update_bytes(units: Units, exchange: Exchange, kept: int, spec: WorkspaceSp
         # A transposed update is copied into row order before it is sent, except in 16 bits, where updates are computed
         # in the order of their directions.
         size = math.prod(units.shape) * item
-        turned = units.is_transposed and (item - spec.state_width != 2 or spec.kernels == "torch")
-        besides, message, arriving = _all_gather(exchange, size, kept, copied=exchange.num_owned * size * turned)
+        is_copied = units.is_transposed and (item - spec.state_width != 2 or spec.kernels == "torch")
+        besides, message, arriving = _all_gather(exchange, size, kept, copied=exchange.num_owned * size * is_copied)
     else:
         besides, message, arriving = kept, sum(exchange.scattering.sends) * item + pieces, 0
     factors = factors_of_pieces_bytes(units, exchange.piece_shape, exchange.num_units, spec)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
-from quintic.kernels.products.choose_products import queued_matrices
+from quintic.kernels.products.choose_products import largest_queued_batch
 from quintic.optim.groups.group import Group
 from quintic.optim.groups.options import Options
 from quintic.optim.plan.bucket import Units
@@ -131,7 +131,7 @@ def polar_footprint(form: Form | None, batch: int, m: int, n: int, spec: Workspa
     # The largest batch that a kernel of this device computes as a queue, 0 for none.
     queued = 0
     if spec.kernels == "triton":
-        queued = queued_matrices(m, n, form.compute_dtype, spec.device, worst_case=spec.worst_case)
+        queued = largest_queued_batch(m, n, form.compute_dtype, spec.device, worst_case=spec.worst_case)
     # With `worst_case` a larger batch counts like the largest queued one, if that needs more.
     count = batch if batch <= queued else queued if spec.worst_case else 0
     if not count:

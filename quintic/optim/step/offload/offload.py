@@ -65,7 +65,7 @@ class Offload:
             buckets.append(replace(bucket, offloaded=_planned(bucket, group, sharded)) if group.offload else bucket)
         # The same plan, with its pieces and the size of its offloaded state in each bucket.
         self.plan = replace(plan, buckets=tuple(buckets))
-        # Number of a bucket -> its pieces in this step, and the members and addresses of state that they were made for.
+        # Index of a bucket -> its pieces in this step, and the members and addresses of state that they were made for.
         self._pieces: dict[int, list[BucketPiece]] = {}
         self._made_for: dict[int, object] = {}
         # Device -> its streams, and by pass its buffers. All are made at the first step.
@@ -76,9 +76,9 @@ class Offload:
         """Take the order of a step, so that state can be loaded ahead of its use. Nothing is copied yet.
 
         Args:
-            order: the number of a bucket and the phase that it enters: 0 started, 1 computed, 2 finished
+            order: the index of a bucket and the phase that it enters: 0 started, 1 computed, 2 finished
                 (`plan/schedule.py`); None for a bucket without messages, which has only one phase.
-            operands: by number of a bucket the members with a gradient.
+            operands: by index of a bucket the members with a gradient.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.

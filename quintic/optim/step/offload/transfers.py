@@ -111,7 +111,7 @@ class TransferBatch:
         self._offsets: list[int] = []
         self._loaded: list[int] = []
         self._stored: list[int] = []
-        # Number of a tensor with entries -> (number of its range, the entry of the range where the tensor begins).
+        # Index of a tensor with entries -> (index of its range, the entry of the range where the tensor begins).
         self._places: dict[int, tuple[int, int]] = {}
         # Whether entries are copied that belong to none of the tensors.
         self.has_gaps = False
