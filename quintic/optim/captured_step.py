@@ -73,7 +73,7 @@ class CapturedStep:
 
     With several ranks all of them must call it, like `step`, and equally often: NCCL runs a collective as a graph on
     all ranks or on none. Close it (or leave its `with` block) before `torch.distributed.destroy_process_group`, which
-    otherwise waits for the graph for ever. Until then each graph keeps the temporary memory of a step, and the captured
+    otherwise waits for the graph forever. Until then each graph keeps the temporary memory of a step, and the captured
     gradients.
 
     Args:

@@ -632,11 +632,11 @@ class Muon(Optimizer):
         """Return a copy with the same process groups, which cannot be copied."""
         for group in (self.defaults, *self.param_groups):
             memo[id(group["process_group"])] = group["process_group"]
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        twin.__setstate__(deepcopy(self.__getstate__(), memo))
-        twin._step_history = self._step_history.copy()
-        twin._step_history.first_gradients = FirstGradients()  # its parameters are others
-        return twin
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(deepcopy(self.__getstate__(), memo))
+        copied._step_history = self._step_history.copy()
+        copied._step_history.first_gradients = FirstGradients()  # its parameters are others
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to pickle an optimizer with a process group, which other processes cannot use: a TypeError."""

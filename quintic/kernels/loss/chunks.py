@@ -156,9 +156,9 @@ def loss_on_device(problem: Problem, wanted: Wanted | None) -> tuple[Tensor, Ten
     losses = x.new_empty(x.shape[0], dtype=torch.float32)
     empty = losses.new_empty(0)
     if problem.fp8 is not None:
-        return losses, *_chunk_in_8_bits(problem, problem.fp8, wanted, columns, losses)
+        return losses, *_compute_in_8_bits(problem, problem.fp8, wanted, columns, losses)
     if wanted is not None:
-        return losses, *_in_chunks(problem, wanted, columns, losses)
+        return losses, *_compute_with_gradients(problem, wanted, columns, losses)
     head = _low_head(problem, columns)
     for rows in _slices(x.shape[0], columns * x.element_size(), _LOSS_BYTES):
         launch_rows(problem, rows, F.linear(x[rows], head), columns, losses, None)
@@ -184,7 +184,8 @@ def _low_head(problem: Problem, columns: int) -> Tensor:
     return weight.mT if problem.transposed else weight
 
 
-def _in_chunks(problem: Problem, wanted: Wanted, columns: int, losses: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_with_gradients(problem: Problem, wanted: Wanted, columns: int, losses: Tensor) -> tuple[Tensor, Tensor]:
+    """Write the losses (tokens,), and return the gradients of x (tokens, d) and of the stored weight, by chunks."""
     x, transposed = problem.x, problem.transposed
     head = _low_head(problem, columns)
     grad_x, grad_weight = empty_gradients(x, problem.weight, wanted)
@@ -269,7 +270,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """Add a @ b to a float32 total in place; `first` overwrites the total instead."""
+    """Add a @ b, (m, n), to a float32 total in place; `first` overwrites the total instead."""
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=0.0 if first else 1.0, out=total)
     elif not a.is_cuda:
@@ -294,9 +295,10 @@ def _adds_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def _chunk_in_8_bits(
+def _compute_in_8_bits(
     problem: Problem, scales: Fp8Scales, wanted: Wanted | None, columns: int, losses: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Write the losses and return the gradients, by products in 8 bits; empty gradients if `wanted` is None."""
     # Imported here because the module needs Triton, of which Gluon is a component.
     from quintic.kernels.loss.fp8_rows import launch_rows_fp8
 

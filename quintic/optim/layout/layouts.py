@@ -78,7 +78,7 @@ class Layout:
         object.__setattr__(self, "_positions", {rank: position for position, rank in enumerate(self.ranks)})
 
     def box_of(self, rank: int) -> Box:
-        """Return the box that a global rank holds; a KeyError if it takes no part in the layout."""
+        """Return the box that a global rank holds; the rank must be one of the layout's."""
         return self.boxes[self._positions[rank]]
 
     @property

@@ -61,7 +61,7 @@ def apply_stages(
 def _apply_plain(
     stage: MatrixStage, matrices: Tensor, state: MatrixState, options: StageOptions, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a stage on copies of its state, and store the copies where the mask is not zero."""
+    """Run a stage on matrices (b, m, n) and copies of its state; store the copies where the mask is not zero."""
     before: dict[str, Tensor] = {}
     for spec in stage.state:
         before[spec.name] = torch.cat(list(state.neurons)) if spec.shape == "neurons" else state.batches[spec.name]

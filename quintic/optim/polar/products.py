@@ -102,6 +102,7 @@ def _products(a: Tensor, b: Tensor, alpha: float, c: Tensor | None, beta: float)
 
 
 def _batched(a: Tensor, b: Tensor, alpha: float, c: Tensor | None, beta: float, out: Tensor | None = None) -> Tensor:
+    # a (batch, m, k), b (batch, k, n), c and out (batch, m, n)
     if c is None and alpha == 1:
         return torch.bmm(a, b, out=out)
     # `baddbmm` needs an addend for `alpha` to apply; with beta 0 it is ignored.

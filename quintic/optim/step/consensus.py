@@ -103,7 +103,7 @@ class RankConsensus:
         infos = gather_rank_info(local_rank_info(self._groups, self._layouts, problem), self._communicators)
         for rank, info in sorted(infos.items()):
             if info.problem is not None:
-                # Connected ranks raise, too, even if they do not share these parameters: they would wait for ever.
+                # Connected ranks raise, too, even if they do not share these parameters: they would wait forever.
                 raise RuntimeError(problem or f"on rank {rank}: {info.problem}")
         # The ranks that orthogonalise together, which may be some of the ranks that share the parameters.
         self._communicators.connect(self._groups, self._gathered)

@@ -136,7 +136,7 @@ class PartialGradients:
             sums = [partial for partial in specs if partial is not None]
             if not sums:
                 continue
-            # Different placements would be different collectives, which wait for each other for ever.
+            # Different placements would be different collectives, which wait for each other forever.
             if len(sums) > 1:
                 return self._disagreement(param, "on one rank it is", sums[0], "on another one", sums[1])
             if None in specs:
