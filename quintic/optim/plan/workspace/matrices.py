@@ -177,7 +177,7 @@ def stages_footprint(
     stages: tuple[MatrixStage, ...], m: int, n: int, given: torch.dtype, spec: WorkspaceSpec
 ) -> Footprint:
     """Return the memory that some stages need for one (m, n) matrix; `kept` is the result's, 0 if it is not new."""
-    if not stages:
+    if not stages or m * n == 0:  # steps leave out empty matrices
         return Footprint(0, 0)
 
     def empty(*size: int, dtype: torch.dtype) -> Tensor:
