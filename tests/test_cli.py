@@ -23,6 +23,7 @@ from quintic.data.dataset import Dataset
 from quintic.data.loader import validation_rows
 from quintic.eval.baselines import reference_scores
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
+from quintic.simulate.options import RatesOptions
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
 from quintic.train.saved_config import load_config, to_dict
@@ -37,6 +38,7 @@ COMMANDS: dict[str, list[Any]] = {
     "eval": [EvalOptions],
     "report": [ReportOptions],
     "export": [ExportOptions],
+    "rates": [RatesOptions],
 }
 
 pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
