@@ -62,6 +62,9 @@ def test_help_lists_every_option_with_its_default(command: str, capsys: pytest.C
     for section in COMMANDS[command]:
         for f in dataclasses.fields(section):
             option = "--" + f.name.replace("_", "-")
+            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+                assert re.search(rf" {option}[ ,][^(]*\(required\)", text), option
+                continue
             entry = re.search(rf" {option}[ ,].*?\(default: ([^)]*)\)", text)
             assert entry, option
             default = f.default
