@@ -4,6 +4,7 @@ Batch and weight decay are the harness' laws (`quintic.train.schedule`), which a
 counted on the model and its optimizer on the meta device.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from quintic.commands.options import rates_options
 from quintic.commands.presets import gpu_preset
+from quintic.errors import ConfigError
 from quintic.grouping.param_groups import param_groups
 from quintic.optim.muon import Muon
 from quintic.optim.state.placement import state_bytes
@@ -61,7 +63,10 @@ class StartingPoint:
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = rates_options(arguments)
-    model = planned_model(options.model, torch.bfloat16)
+    try:
+        model = planned_model(options.model, torch.bfloat16)
+    except ConfigError as error:
+        raise ConfigError(re.sub("^model=", "--model ", str(error))) from error
     kinds = {"muon": 0, "adamw": 0}
     for group in param_groups(model):
         kinds[group["algorithm"]] += sum(param.numel() for param in group["params"])
