@@ -6,6 +6,7 @@ from torch.distributed.tensor import Shard
 
 import quintic
 from quintic.optim.layout.layouts import mesh_layout
+from quintic.optim.plan.gathered import shared_buckets
 from quintic.optim.plan.planning import build_plan
 
 SHAPE = (48, 32)
@@ -74,3 +75,7 @@ def test_the_workspace_has_room_for_three_buffers_of_offloaded_state(master, byt
         if per_owner > 1:
             found = counts_of(6 * num_ranks, num_ranks, exactly - 1, offload=True, master=master)
             assert found[0] == (per_owner - 1,) * num_ranks
+
+
+def test_a_plan_without_messages_is_balanced():
+    assert shared_buckets([], []) == ([], 1.0)
