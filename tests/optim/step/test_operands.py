@@ -56,5 +56,5 @@ def test_second_moments_of_another_form(moment):
 def test_a_parameter_is_left_out_by_the_flags_of_its_own_matrices_alone():
     bank, matrix = Piece("bank", 0, (0, 1), None), Piece("matrix", 1, (0,), None)
     members = Operands((bank, matrix), [], [], [], 3)
-    for flags, expected in (((0, 1, 1), [False, True]), ((1, 0, 1), [False, True]), ((1, 1, 0), [True, False])):
+    for flags, expected in (((0, 0, 1), [False, True]), ((0, 1, 0), [False, False]), ((1, 1, 0), [True, False])):
         assert _present(members, flags) == expected
