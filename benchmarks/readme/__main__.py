@@ -48,17 +48,17 @@ def measure(options: argparse.Namespace, kept: Path) -> dict[str, Any]:
         "commit": options.commit or git_commit(),
     }
     is_cuda = options.devices[0].startswith("cuda")
-    if "curves" not in result:
-        preset = "gpu-small" if is_cuda else "cpu"
+    if "curves" not in result and "curves" in options.only:
         changed = given_values(options.set)
-        result["curves"] = curves.measure_curves(options.out, options.devices, options.seeds, changed, preset)
+        result["curves"] = curves.measure_curves(options.out, options.devices, options.seeds, changed)
         write_result(kept.with_suffix(""), result, page(result))
     shared = ["--peers", str(options.peers)] if options.peers else []
     shared += ["--commit", result["commit"], "--time-limit", str(options.step_seconds)]
     if not is_cuda:
         shared += ["--device", "cpu"]
     for name, words in figures.STEPS.items():
-        if name in result or not is_cuda or (name == "layouts" and len(options.devices) < 2):
+        too_few = name == "layouts" and len(options.devices) < 2
+        if name in result or name not in options.only or not is_cuda or too_few:
             continue
         folder = options.out / name
         command = [sys.executable, "-m", "benchmarks.optimizer_step", "--out", str(folder), "--name", name, *words]
@@ -102,6 +102,8 @@ def arguments() -> argparse.Namespace:
     add_options(parser, "readme")
     parser.add_argument("--devices", nargs="+", default=["cpu"], help="cpu, or cuda:0 cuda:1 ...")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
+    parts = ["curves", *figures.STEPS]
+    parser.add_argument("--only", nargs="+", default=parts, choices=parts, help="measure these, all by default")
     parser.add_argument("--peers", type=Path, help="folder with the packages of other libraries")
     parser.add_argument(
         "--step-seconds", type=float, default=600, help="start no row of a table after this many seconds"

@@ -1,8 +1,8 @@
-"""Trains the harness' default model with AdamW and with Muon, some seeds each, for the chart of the README.
+"""Trains the model of `--preset cpu` with AdamW and with Muon, some seeds each, for the chart of the README.
 
-Both have the presets' rates, which were searched for. A seed has the same initial weights and the same batches under
-both. On each device one run follows another, so that their seconds can be compared; the first run of each optimizer
-there only compiles, and its seconds are left out.
+Muon has the preset's rates and AdamW those that a search found, both for this model and text. A seed has the same
+initial weights and the same batches under both. On each device one run follows another, so that their seconds can be
+compared; the first run of each optimizer there only compiles, and its seconds are left out.
 """
 
 import time
@@ -19,11 +19,25 @@ from quintic.train.saved_config import to_dict
 
 __all__ = ["curves_in", "measure_curves", "page"]
 
-OPTIMIZERS = ("adamw", "muon")
+# What each optimizer has in place of the preset's options. AdamW's were found by `benchmarks.training.baseline`,
+# see benchmarks/results/2026-11-23-h200-adamw-baseline.md.
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {
+        "adamw_lr": 0.00405,
+        "embedding_lr": 0.332,
+        "adamw_head_lr": 0.012,
+        "warmup_frac": 0.02,
+        "beta1": 0.8,
+        "beta2": 0.95,
+        "clip_norm": 2.0,
+        "adamw_weight_decay": 0.1,
+    },
+    "muon": {},
+}
 
 
 def measure_curves(
-    folder: Path, devices: Sequence[str], seeds: Sequence[int], changed: Mapping[str, Any], preset_name: str
+    folder: Path, devices: Sequence[str], seeds: Sequence[int], changed: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Train all runs, and return their curves with what made them.
 
@@ -32,18 +46,17 @@ def measure_curves(
         devices: `cpu`, or `cuda:0 cuda:1 ...`; each trains one run at a time.
         seeds: of weights and batches.
         changed: options of `quintic train` that all runs have in place of the preset's.
-        preset_name: of the defaults, see `quintic train --help`.
 
     Raises:
         SystemExit: a run failed.
     """
     fixed = {"device": devices[0].partition(":")[0], "rms_every": 0, "save_every": 0, "data_dir": str(folder / "data")}
-    base = with_values(preset(preset_name), {"eval_every": 20, **fixed, **changed})
+    base = with_values(preset("cpu"), {"eval_every": 20, **fixed, **changed})
     dataset = prepared(base.data)
     pool = Pool(list(devices), 1, 1 if fixed["device"] == "cuda" else 2)
 
     def job(optimizer: str, seed: int) -> dict[str, Any]:
-        config = with_values(base, {"optimizer": optimizer, "seed": seed})
+        config = with_values(base, {**OPTIMIZERS[optimizer], "optimizer": optimizer, "seed": seed, **changed})
         never = time.time() + 86_400
         return {"config": to_dict(config), "data": str(dataset.path.resolve()), "deadline": never, "start_by": never}
 
@@ -66,7 +79,8 @@ def measure_curves(
     computing = {name: runs[0][name] for name in ("machine", "versions")}
     return {
         **computing,
-        "preset": preset_name,
+        "preset": "cpu",
+        "settings": {name: dict(values) for name, values in OPTIMIZERS.items()},
         "changed": dict(changed),
         "data": {name: value for name, value in dataset.summary().items() if name != "path"},
         "runs": [{key: value for key, value in run.items() if key not in computing} for run in runs],

@@ -1,4 +1,4 @@
-"""Chooses the implementation of an operation: Triton on CUDA devices, plain PyTorch everywhere else.
+"""Chooses the implementation of an operation: Triton on CUDA devices, its twin in plain PyTorch everywhere else.
 
 Every operation with a kernel has a function `obstacle_to_...`: it returns None if Triton can compute the operation, or
 the reason why not, worded as a clause of a longer sentence. `decide` combines it with the user's option `kernels`.

@@ -54,24 +54,24 @@ def _copy_kernel(
     numel = tl.load(numels + span)
     element = tile * BLOCK + tl.arange(0, BLOCK)
     address = tl.load(addresses + span)
-    outside = pointers_at(address, element, DTYPE, ALIGNED)
+    unpacked = pointers_at(address, element, DTYPE, ALIGNED)
     packed = buffer + (tl.load(places + span) + element)
     if ALIGNED:
         packed = tl.max_contiguous(tl.multiple_of(packed, 16), 16)
     if ((tile + 1) * BLOCK <= numel) & (address != 0):
         # A whole tile of a span that exists needs no masks, which would be evaluated entry by entry.
         if PACKS:
-            tl.store(packed, tl.load(outside).to(buffer.dtype.element_ty))
+            tl.store(packed, tl.load(unpacked).to(buffer.dtype.element_ty))
         else:
-            tl.store(outside, tl.load(packed).to(DTYPE))
+            tl.store(unpacked, tl.load(packed).to(DTYPE))
     else:
         inside = element < numel
         if PACKS:
             # Address 0 makes the mask false everywhere, so that zeros are written and nothing is read.
-            values = tl.load(outside, mask=element < numel * (address != 0).to(tl.int64), other=0.0)
+            values = tl.load(unpacked, mask=element < numel * (address != 0).to(tl.int64), other=0.0)
             tl.store(packed, values.to(buffer.dtype.element_ty), mask=inside)
         else:
-            tl.store(outside, tl.load(packed, mask=inside, other=0.0).to(DTYPE), mask=inside)
+            tl.store(unpacked, tl.load(packed, mask=inside, other=0.0).to(DTYPE), mask=inside)
 
 
 def copy_spans_(

@@ -73,7 +73,7 @@ class CapturedStep:
 
     With several ranks all of them must call it, like `step`, and equally often: NCCL runs a collective as a graph on
     all ranks or on none. Close it (or leave its `with` block) before `torch.distributed.destroy_process_group`, which
-    otherwise waits for the graph for ever. Until then each graph keeps the temporary memory of a step, and the captured
+    otherwise waits for the graph forever. Until then each graph keeps the temporary memory of a step, and the captured
     gradients.
 
     Args:
@@ -161,7 +161,7 @@ class CapturedStep:
         plans.rows.check(wait=False)
 
     def _capture(self, steps_waited: Sequence[int], averages: dict[int, Averages]) -> _Recorded:
-        """Capture a step of the groups whose pending steps are 0; capturing records the step and does not make it."""
+        """Capture a step of the groups with 0 in `steps_waited`; capturing records the step and does not make it."""
         self._check()
         optimizer = self._optimizer
         gradients = [(name, param, param.grad) for name, param in self._read(steps_waited)]
@@ -176,7 +176,7 @@ class CapturedStep:
         return _Recorded(graph, gradients, averages, outcome)
 
     def _step_groups(self, steps_waited: Sequence[int]) -> StepOutcome:
-        """Step the groups that wait for 0 more steps, without any record of it on the host."""
+        """Step the groups with 0 in `steps_waited`, without any record of it on the host."""
         plans = self._optimizer._plans
         runner = plans.connected()
         if not runner.context.is_single_rank:
@@ -255,10 +255,10 @@ def _bring_gradients(captured: Sequence[tuple[str, Tensor, Tensor | None]]) -> N
                 f"{'there' if gradient is None else 'missing'} when the step was captured; step with "
                 f"optimizer.step() where parameters take turns, or close() the captured step on all ranks"
             )
-        cuts = [getattr(one, "placements", None) for one in (gradient, target)]
-        if cuts[0] != cuts[1]:
+        placements = [getattr(one, "placements", None) for one in (gradient, target)]
+        if placements[0] != placements[1]:
             raise RuntimeError(
-                f"{name}: its gradient has placements {cuts[0]} now and had {cuts[1]} when the "
+                f"{name}: its gradient has placements {placements[0]} now and had {placements[1]} when the "
                 f"step was captured, and a replay would mistake one for the other; redistribute it before the step, on "
                 f"all ranks, or close() the captured step on all ranks"
             )

@@ -194,8 +194,8 @@ def _own_gradient(name: str, param: Any) -> Tensor | None:
         return None
     reject_sparse(name, gradient)
     reject_plain_gradient(name, param, gradient)
-    cut, wanted = getattr(gradient, "placements", None), getattr(param, "placements", None)
-    if cut != wanted and cut is not None and wanted is not None:
+    given, wanted = getattr(gradient, "placements", None), getattr(param, "placements", None)
+    if given != wanted and given is not None and wanted is not None:
         # Stored as the gradient, so that `step` need not redistribute it again.
         param.grad = gradient = placed_as(name, param, gradient)
     return local_tensor(gradient)
@@ -210,7 +210,7 @@ def _device_of(optimizer: Muon, gradients: Sequence[_Gradient]) -> torch.device:
     return next((param.device for param in params), torch.device("cpu"))
 
 
-def _wide(device: torch.device) -> torch.dtype:
+def _sum_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which squares are added on a device: MPS has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
@@ -230,11 +230,11 @@ def _squared_norms(
         if mesh is None or mesh.get_coordinate() is not None:
             places.setdefault((mesh, param.device), []).append(place)
     names: list[str] = []
-    shards = [torch.zeros(0, dtype=_wide(device), device=device)]
+    shards = [torch.zeros(0, dtype=_sum_dtype(device), device=device)]
     # Meshes in one order on all ranks, since a rank of several meshes runs a collective in each.
     for (mesh, where), members in sorted(places.items(), key=lambda item: _mesh_ranks(item[0][0])):
         # (n,) for the n parameters of this mesh and device.
-        zero = torch.zeros((), dtype=_wide(where), device=where)
+        zero = torch.zeros((), dtype=_sum_dtype(where), device=where)
         squares = torch.stack([norms.get(place, zero) for place in members]).square()
         if mesh is not None:
             squares = _over_mesh(squares, mesh, [gradients[place].param for place in members], communicators)
@@ -253,7 +253,7 @@ def _squared_norms_of_shards(
     """Return the (n,) squared norms of sharded averages, summed over the ranks of a group. All of them must call it."""
     # A rank without a piece of a parameter adds zero.
     norms = _gradient_norms(shards)
-    zero = torch.zeros((), dtype=_wide(device), device=device)
+    zero = torch.zeros((), dtype=_sum_dtype(device), device=device)
     squares = torch.stack([norms.get(place, zero).to(device) for place in range(len(shards))]).square()
     return _gathered(squares, group, num_ranks).sum(dim=0)
 
@@ -265,7 +265,7 @@ def _gradient_norms(gradients: Sequence[_Gradient]) -> dict[int, Tensor]:
     # One fused call per device and dtype.
     for (device, _), places in group_by_device_dtype(pieces).items():
         together = [piece for place in places if (piece := pieces[place]) is not None]
-        norms |= zip(places, torch._foreach_norm(together, 2, dtype=_wide(device)), strict=True)
+        norms |= zip(places, torch._foreach_norm(together, 2, dtype=_sum_dtype(device)), strict=True)
     return norms
 
 

@@ -12,7 +12,7 @@ _R = TypeVar("_R")
 
 
 def renamed_method(old: str, method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return a method that does what `method` does under its old name, and warns that it has a new one."""
+    """Return `method` under its old name, with a warning that names the new one."""
     new = getattr(method, "__name__", str(method))
 
     @functools.wraps(method)

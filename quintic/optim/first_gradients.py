@@ -36,8 +36,10 @@ class FirstGradients:
     def check(self, groups: Sequence[Group], *, allow_missing: bool) -> None:
         """Before a step: check, if it is the first, whether this rank has a gradient; warn if answers have arrived.
 
-        With `allow_missing` gradients may be missing for a good reason, and the next step counts as the first one. A
-        gradient on the meta device is a ValueError.
+        With `allow_missing` gradients may be missing for a good reason, and the next step counts as the first one.
+
+        Raises:
+            ValueError: a gradient is on the meta device.
         """
         self._warn()
         if self._is_over or allow_missing:

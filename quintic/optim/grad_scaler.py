@@ -1,7 +1,7 @@
 """Support for `torch.amp.GradScaler` with several ranks: gradients are unscaled, and all ranks skip the same steps.
 
 The scaler examines only this rank's gradients, and does not call `step` if they overflowed. If the step averages
-gradients over ranks, the other ranks would then wait for this one for ever. `_step_supports_amp_scaling` makes the
+gradients over ranks, the other ranks would then wait for this one forever. `_step_supports_amp_scaling` makes the
 scaler call `step` in any case, as with PyTorch's fused AdamW. One rank's overflow makes the averages non-finite on all
 ranks, so that all of them skip the step.
 """

@@ -22,7 +22,7 @@ from quintic.optim.deprecated import renamed_method
 from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.grad_scaler import leaves_overflow_to_step, unscale_
 from quintic.optim.group_keys import check_keys, check_loaded, check_supported, suggests_options, with_algorithm
-from quintic.optim.groups.group import found_parameter
+from quintic.optim.groups.group import find_parameter
 from quintic.optim.groups.names import without_wrappers
 from quintic.optim.groups.options import Orthogonalizer, adopt_old_names, group_defaults, with_new_names
 from quintic.optim.linked_options import LinkedOptions
@@ -43,7 +43,7 @@ from quintic.optim.step.runner import StepOutcome
 from quintic.optim.step.telemetry import MatrixTelemetry, StepReport, collected
 from quintic.optim.step_history import StepHistory
 from quintic.optim.undecided import Undecided
-from quintic.optim.validate import add_names, check_apart, check_is_group, check_params
+from quintic.optim.validate import add_names, check_is_group, check_is_listed_once, check_params
 
 __all__ = ["Muon", "Orthogonalizer", "muon_in"]
 
@@ -256,7 +256,7 @@ class Muon(Optimizer):
         check_is_group(number, param_group)
         group = with_new_names(dict(param_group), f"parameter group {number}", stacklevel=2)
         check_keys(number, group, self.defaults)
-        decided = self._undecided.divided(number, with_algorithm(number, group), self.defaults)
+        decided = self._undecided.assigned_groups(number, with_algorithm(number, group), self.defaults)
         try:
             for one in decided:
                 self._add_decided(one)
@@ -275,7 +275,7 @@ class Muon(Optimizer):
         number = len(self.param_groups)
         add_names(number, group)
         if isinstance(group.get("params"), list):
-            check_apart(number, group, self.param_groups)
+            check_is_listed_once(number, group, self.param_groups)
         if not orthogonalizes(group.get("algorithm", "muon")):
             fill_adamw_rates(number, group, self.defaults)
         super().add_param_group(group)
@@ -457,8 +457,8 @@ class Muon(Optimizer):
 
         Args:
             param: the table, or its name.
-            rows: numbers of rows, integers of any shape on the device or the CPU, in any order, several times or
-                without being touched after all.
+            rows: row indices, integers of any shape on the device or the CPU, in any order; a row may occur several
+                times, and need not be touched after all.
             more: whether another call for this table follows before the step, as with accumulated gradients: rows are
                 collected, and sent with the last call. With `step_every` they are collected over the steps between.
 
@@ -592,7 +592,7 @@ class Muon(Optimizer):
             ValueError: they cannot be tied, as `DTensor`s cannot; the message says why, and nothing was changed.
         """
         (head_group, index), (group, _) = (
-            found_parameter(self._plans.current_groups(), param, "tie was given") for param in (head, embedding)
+            find_parameter(self._plans.current_groups(), param, "tie was given") for param in (head, embedding)
         )
         dictionary, before = self.param_groups[group.number], group.tied_to
         dictionary["tied_to"] = (head_group.param_names[index], transposed)
@@ -616,7 +616,7 @@ class Muon(Optimizer):
         Raises:
             ValueError: it is not tied, or cannot have the state; nothing was changed.
         """
-        group, index = found_parameter(self._plans.current_groups(), embedding, "untie was given")
+        group, index = find_parameter(self._plans.current_groups(), embedding, "untie was given")
         if group.tied_to is None:
             raise ValueError(f"{group.param_names[index]} is not tied to another parameter")
         head, transposed = group.tied_to
@@ -632,11 +632,11 @@ class Muon(Optimizer):
         """Return a copy with the same process groups, which cannot be copied."""
         for group in (self.defaults, *self.param_groups):
             memo[id(group["process_group"])] = group["process_group"]
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        twin.__setstate__(deepcopy(self.__getstate__(), memo))
-        twin._step_history = self._step_history.copy()
-        twin._step_history.first_gradients = FirstGradients()  # its parameters are others
-        return twin
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(deepcopy(self.__getstate__(), memo))
+        copied._step_history = self._step_history.copy()
+        copied._step_history.first_gradients = FirstGradients()  # its parameters are others
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to pickle an optimizer with a process group, which other processes cannot use: a TypeError."""
@@ -670,7 +670,7 @@ class Muon(Optimizer):
     def _record_step(
         self, outcome: StepOutcome, steps_waited: Sequence[int], *, qk_layers: int = 0, is_replayed: bool = False
     ) -> None:
-        """Count down each group's steps, and keep the outcome for `last_step`; for `CapturedStep`, too."""
+        """Update counts of pending steps, and keep the outcome for `last_step`; `CapturedStep` calls it, too."""
         waiting = sum(len(g["params"]) for g, n in zip(self._home["param_groups"], steps_waited, strict=True) if n)
         self._plans.end_step(steps_waited)
         self._step_history.rejected_steps = None

@@ -136,7 +136,7 @@ class PlanCache:
         return runner
 
     def steps_waited(self) -> list[int]:
-        """Return for each group how many steps it has waited once the next one is over: 0 if that steps the group.
+        """Return for each group 0 if the next step steps it, else how many steps it will have waited after that step.
 
         With `step_every=4` a group has 1, 2, 3, 0, 1, ...
         """
@@ -181,13 +181,13 @@ class PlanCache:
         return states
 
     def give_state(self) -> None:
-        """Do as `needed_state` does, for a caller that may replace tensors of the state; cheap if nothing changed."""
+        """Make state complete for a caller that may replace its tensors; cheaper than `needed_state` if unchanged."""
         self.refresh()
         if self._state_sync.is_stale:
             self._make_state()
         if self.runner is not None:
             self.runner.finish()
-        self._state_sync.is_given = True
+        self._state_sync.may_be_edited = True
 
     def end_load(self, without: Container[Tensor], names: Mapping[str, str]) -> None:
         """Record that state was loaded, and drop state at its defaults.
@@ -254,7 +254,7 @@ class PlanCache:
             self.invalidate()
         # 2. Options. The usual case ends here: no option has changed since the last refresh.
         are_known = len(self.groups) == len(dictionaries) and not self._state_sync.is_stale
-        if are_known and all(map(Group.is_as_in, self.groups, dictionaries)):
+        if are_known and all(map(Group.has_options_of, self.groups, dictionaries)):
             return
         self._links.follow()
         must_plan = False

@@ -63,9 +63,9 @@ class StepHistory:
 
     def copy(self) -> "StepHistory":
         """Return a copy that later steps do not change."""
-        twin = copy(self)
-        twin._skipped = None if self._skipped is None else self._skipped.clone()
-        return twin
+        copied = copy(self)
+        copied._skipped = None if self._skipped is None else self._skipped.clone()
+        return copied
 
     def restore(self, kept: "StepHistory") -> None:
         """Go back to the values that a copy has kept."""

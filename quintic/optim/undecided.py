@@ -37,7 +37,7 @@ _NUM_LISTED = 5
 _Guess: TypeAlias = tuple[str, tuple[int, ...], Algorithm]
 
 
-def _decided(
+def _assigned_groups(
     number: int, group: Mapping[str, Any], defaults: Mapping[str, Any], *, has_decisions: bool, trusts_matrices: bool
 ) -> tuple[list[dict[str, Any]], list[_Guess]]:
     """Return the groups that a group without an `algorithm` becomes, and the guesses that this took.
@@ -45,7 +45,7 @@ def _decided(
     A group with an `algorithm` or a view is returned unchanged, and so is one without any hint on its parameters.
 
     Args:
-        number: the number of the group in the optimizer.
+        number: the index of the group in the optimizer.
         group: the group that the caller passed.
         defaults: options of the optimizer.
         has_decisions: whether any group has an `algorithm`, or the constructor's groups were mixed.
@@ -85,7 +85,7 @@ def _decided(
         options = repr(sorted(one.options.items(), key=lambda item: item[0]))
         key = (one.algorithm, str(one.view), getattr(one.view, "names", None), options)
         members.setdefault(key, []).append((own_name, param, one))
-    # Muon groups come first, as in `param_groups`. Several groups remember the number of the group they came from.
+    # Muon groups come first, as in `param_groups`. Several groups remember the index of the group they came from.
     made = [_as_group(group, members[key], defaults) for key in sorted(members, key=lambda key: key[0] != "muon")]
     if len(made) > 1:
         for each in made:
@@ -194,17 +194,21 @@ class Undecided:
         self._is_new = self._takes_matrices = False
         self.warn(stacklevel + 1)
 
-    def divided(self, number: int, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def assigned_groups(
+        self, number: int, group: Mapping[str, Any], defaults: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
         """Return the groups that a new group becomes: itself if there is nothing to decide."""
         # Parameters without groups, as `torch.optim.Muon` takes them: all must be matrices.
         if self._takes_matrices:
             return [dict(group)]
         trusts_matrices = not self._is_mixed and (self._is_new or self.decided_by != "model")
         has_decisions = self._is_mixed or self.decided_by != "nobody"
-        parts, guesses = _decided(number, group, defaults, has_decisions=has_decisions, trusts_matrices=trusts_matrices)
+        assigned, guesses = _assigned_groups(
+            number, group, defaults, has_decisions=has_decisions, trusts_matrices=trusts_matrices
+        )
         self._guesses += guesses
         self._note([group])
-        return parts
+        return assigned
 
     def forget_guesses(self) -> None:
         """Drop the guesses about a group that was refused."""

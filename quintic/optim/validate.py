@@ -31,9 +31,9 @@ from quintic.optim.rules.update import adjust_lr_factor
 __all__ = [
     "CHECKED_OPTIONS",
     "add_names",
-    "check_apart",
     "check_group",
     "check_is_group",
+    "check_is_listed_once",
     "check_members",
     "check_options",
     "check_params",
@@ -128,12 +128,12 @@ def _kind(value: object) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def check_apart(number: int, group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
+def check_is_listed_once(number: int, group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
     """Reject a tensor or a name that is listed twice, in one group or in two; the ValueError names both places.
 
     The group's `params` are a list of tensors, with `param_names`, or of pairs; the others are complete.
     """
-    # Parameters of other groups -> name and group, for the message; names -> number of their group.
+    # Parameters of other groups -> name and group, for the message; names -> index of their group.
     places: dict[Tensor, str] = {}
     taken: dict[str, int] = {}
     for place, other in enumerate(others):
@@ -314,7 +314,7 @@ def check_options(number: int, group: Mapping[str, Any]) -> None:
     check_scheduled(number, group)
     _check_values(number, group, CHECKED_OPTIONS)
     if group["qk_clip"] is not None and not isinstance(group["qk_clip"], QKClip):
-        raise _unfit(number, group, "qk_clip")
+        raise _option_error(number, group, "qk_clip")
     try:
         if not callable(group["adjust_lr"]):
             adjust_lr_factor(group["adjust_lr"], 1, 1)
@@ -334,9 +334,9 @@ def check_options(number: int, group: Mapping[str, Any]) -> None:
 def _check_values(number: int, group: Mapping[str, Any], names: Iterable[str]) -> None:
     for name in names:
         if not OPTIONS[name].values.accepts(group[name]):
-            raise _unfit(number, group, name)
+            raise _option_error(number, group, name)
 
 
-def _unfit(number: int, group: Mapping[str, Any], name: str) -> ValueError:
+def _option_error(number: int, group: Mapping[str, Any], name: str) -> ValueError:
     need = OPTIONS[name].values.text
     return ValueError(f"parameter group {number} ({first_name(group)}): {name}={group[name]!r} must be {need}")

@@ -33,7 +33,7 @@ from quintic.optim.plan.order import order_buckets
 from quintic.optim.plan.plan import small_bytes
 from quintic.optim.plan.planning import local_buckets
 from quintic.optim.plan.replicas import ReplicaChoice, choose_replica_strategies, layouts_for_work, renumbered
-from quintic.optim.plan.schedule import Schedule, Stages, overlapping_bytes
+from quintic.optim.plan.schedule import PhaseBytes, Schedule, overlapping_bytes
 from quintic.optim.plan.workspace.buckets import memory_keys
 from quintic.optim.state.owners import balance
 from quintic.simulate.parallelism import layouts_by_name
@@ -159,19 +159,19 @@ def simulate_plan(
             for one in shared:
                 if one.key.group != number:
                     continue
-                stages = _stages_of_ranks(one)
-                loads.append(_comm_load(one, stages, ranks.like, nodes, counted))
+                phase_bytes = _bytes_of_ranks(one)
+                loads.append(_comm_load(one, phase_bytes, ranks.like, nodes, counted))
                 if not one.exchange.is_local:
                     buckets = gathered_buckets(one, ranks.layouts[number], one.exchange.ranks[0])
-                    comms += [_CommBucket(bucket, stages) for bucket in buckets]
+                    comms += [_CommBucket(bucket, phase_bytes) for bucket in buckets]
         still = [index for index, layout in enumerate(sent) if layout is None]
         loads += _local_loads(number, group, still, whole, num_ranks, meta_tensors)
     orders = optimizer._plans.orders.resolved(groups)
     workspaces = torch.zeros(num_ranks, dtype=torch.int64)
     for (ranks, _), comms in zip(classes, comm_buckets, strict=True):
         in_order, schedule = order_buckets([one.bucket for one in comms], groups, orders)
-        stages_of = {id(one.bucket): dict(zip(one.bucket.ranks, one.stages, strict=True)) for one in comms}
-        _fill_workspaces_(workspaces, [stages_of[id(bucket)] for bucket in in_order], schedule, loads, ranks.like)
+        bytes_of = {id(one.bucket): dict(zip(one.bucket.ranks, one.phase_bytes, strict=True)) for one in comms}
+        _fill_workspaces_(workspaces, [bytes_of[id(bucket)] for bucket in in_order], schedule, loads, ranks.like)
     # Flags and tables that kernels need on every rank.
     workspaces += small_bytes(param.device for group in groups for param in group.params)
     state = _state_bytes(optimizer, everywhere, num_ranks)
@@ -216,7 +216,7 @@ class _CommBucket(NamedTuple):
     """A bucket with collectives as planned by its first rank, and the temporary memory of each of its ranks."""
 
     bucket: Gathered
-    stages: list[Stages]
+    phase_bytes: list[PhaseBytes]
 
 
 class _MetaTensor(Tensor):
@@ -253,7 +253,7 @@ class _MetaTensors:
 
 def _comm_load(
     shared: SharedBucket,
-    stages: Sequence[Stages],
+    phase_bytes: Sequence[PhaseBytes],
     like: Mapping[int, int],
     nodes: Sequence[int],
     counted: set[tuple[int, Piece]],
@@ -262,7 +262,7 @@ def _comm_load(
 
     Args:
         shared: the bucket as planned for the class.
-        stages: temporary memory of each of the bucket's ranks.
+        phase_bytes: temporary memory of each of the bucket's ranks.
         like: each rank of the class -> the rank of the bucket that stands for it.
         nodes: node of each rank.
         counted: (group, unit) pairs whose matrices earlier loads include; the bucket's units are added.
@@ -291,7 +291,7 @@ def _comm_load(
         dtype=shared.key.spec.dtype,
         present=to_all_ranks(present),
         flops=to_all_ranks(counts * shared.units.flops),
-        workspace_bytes=to_all_ranks(torch.tensor([stage.most for stage in stages]) * present),
+        workspace_bytes=to_all_ranks(torch.tensor([phase.most for phase in phase_bytes]) * present),
         bytes_sent=to_all_ranks(sent),
         bytes_received=to_all_ranks(received),
         bytes_between=to_all_ranks(between),
@@ -299,32 +299,32 @@ def _comm_load(
     )
 
 
-def _stages_of_ranks(shared: SharedBucket) -> list[Stages]:
+def _bytes_of_ranks(shared: SharedBucket) -> list[PhaseBytes]:
     """Return the temporary memory of each of a bucket's ranks, computed once for ranks with equal needs."""
-    alike: dict[Hashable, Stages] = {}
+    alike: dict[Hashable, PhaseBytes] = {}
     needs = memory_keys(shared.exchange)
     for position, need in enumerate(needs):
         if need not in alike:
-            alike[need] = shared.stages(replace(shared.exchange, position=position))
+            alike[need] = shared.phase_bytes(replace(shared.exchange, position=position))
     return [alike[need] for need in needs]
 
 
 def _fill_workspaces_(
     workspaces: Tensor,
-    stages: Sequence[Mapping[int, Stages]],
+    phase_bytes: Sequence[Mapping[int, PhaseBytes]],
     schedule: Schedule,
     loads: Sequence[BucketLoad],
     like: Mapping[int, int],
 ) -> None:
     """Set the peak temporary bytes of each rank of a class in `workspaces`, (ranks,) int64.
 
-    `stages` has rank -> temporary memory for each bucket with collectives, in the order of execution. Ranks with equal
-    memory are computed once.
+    `phase_bytes` has rank -> temporary memory for each bucket with collectives, in the order of execution. Ranks with
+    equal memory are computed once.
     """
     local = [load.workspace_bytes.tolist() for load in loads if load.exchange_bytes is None]
     alike: dict[Any, int] = {}
     for rank, other in like.items():
-        key = tuple(of_bucket[other] for of_bucket in stages), max((sizes[rank] for sizes in local), default=0)
+        key = tuple(of_bucket[other] for of_bucket in phase_bytes), max((sizes[rank] for sizes in local), default=0)
         if key not in alike:
             alike[key] = overlapping_bytes(key[0], schedule, key[1])
         workspaces[rank] = alike[key]

@@ -35,7 +35,7 @@ def check_warm_ups(rank, world_size):
     layout = replicated_layout((3, 3), range(world_size))
     with (
         mock.patch.object(communicators, "warm_up", lambda group, device: made.append(device.type)),
-        mock.patch.object(communicators, "connects", lambda group, device: device.type != "meta"),
+        mock.patch.object(communicators, "supports_device", lambda group, device: device.type != "meta"),
     ):
         for device in ("meta", "cpu", "cpu", "cuda", "cuda", "cpu"):
             params = [SimpleNamespace(device=torch.device(device)) for _ in range(2)]

@@ -219,7 +219,7 @@ def connect_late(rank, world_size, first):
         model = model_of()
         laid_out((2, 2))(model)
         held = held_by(model_of, laid_out((2, 2)))
-        with mock.patch.object(communicators, "connects", return_value=False):
+        with mock.patch.object(communicators, "supports_device", return_value=False):
             optimizer = optimizer_of(model, "neuron")
         if rank < 2:  # some ask early
             assert optimizer.plan().choices == ()

@@ -274,7 +274,7 @@ def send_few(rank, world_size):
             optimizer.step()
         sent.append([(sends // 32, receives // 32) for sends, receives in watch.sent])
         [bucket] = optimizer.plan()
-        assert all(4 * sum(entries) <= bucket.stages.gathering for entries in watch.sent)
+        assert all(4 * sum(entries) <= bucket.phase_bytes.gathering for entries in watch.sent)
     return sent, str(optimizer.plan())
 
 

@@ -171,11 +171,12 @@ def test_the_first_step_does_not_depend_on_the_size_of_the_gradient(scale):
     torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (0, 4), (4, 0)])
-def test_degenerate_shapes_step(shape):
+@pytest.mark.parametrize("normalize", [None, "neuron", "element"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (0, 4), (4, 0), (0, 1), (1, 0), (0, 0)])
+def test_degenerate_shapes_step(shape, normalize):
     param = parameter(*shape)
     before = param.detach().clone()
-    optimizer = Muon([param], lr=0.1, normalize="neuron", weight_decay=0.1)
+    optimizer = Muon([param], lr=0.1, normalize=normalize, weight_decay=0.1)
     give_gradients([param])
     optimizer.step()
     assert torch.isfinite(param).all()

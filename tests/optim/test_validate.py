@@ -250,8 +250,8 @@ def test_checking_costs_a_steady_step_nothing():
         return min(times)
 
     one_by_one = seconds(lambda: [[group[key] for key in keys] for group in groups] == planned)
-    assert all(map(Group.is_as_in, typed, groups))
-    assert seconds(lambda: all(map(Group.is_as_in, typed, groups))) < 3 * one_by_one
+    assert all(map(Group.has_options_of, typed, groups))
+    assert seconds(lambda: all(map(Group.has_options_of, typed, groups))) < 3 * one_by_one
 
 
 def test_schedules_look_at_no_parameter():

@@ -96,7 +96,7 @@ def bytes_sent(bucket, normalizes, nodes=None):
     directions = max(direction_dtype(kind.form, bucket.dtype).itemsize for kind in bucket.units.kinds)
     updates = max(update_dtype(kind.form, bucket.dtype).itemsize for kind in bucket.units.kinds)
     # Padded to the longest, but where few ranks own anything: they broadcast it.
-    longest = exchange.num_owned if exchange.is_sparse else max(exchange.counts)
+    longest = exchange.num_owned if exchange.has_few_owners else max(exchange.counts)
     factors = 2 * 4 * longest * others * sum(max(kind.shape) for kind in bucket.units.kinds) * normalizes
     if exchange.is_replicated:
         return longest * torch.Size(exchange.unit_shape).numel() * updates * others + factors
@@ -130,7 +130,7 @@ def test_all_ranks_at_a_time_are_the_plans_of_each_rank(where, sizes, options, n
         # Of what AdamW updates these plans have the whole.
         sizes = [int(load.workspace_bytes[rank]) for load in simulation.bucket_loads if not load.shapes]
         alone = max([*sizes, *(bucket.workspace_bytes for bucket in buckets if not bucket.needs_comm)], default=0)
-        stages = [bucket.stages for bucket in buckets if bucket.needs_comm]
+        stages = [bucket.phase_bytes for bucket in buckets if bucket.needs_comm]
         assert simulation.workspace_bytes[rank] == overlapping_bytes(stages, plan.schedule, alone)
 
 

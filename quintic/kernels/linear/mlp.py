@@ -173,6 +173,7 @@ def _mlp_relu2(
 def _in_8_bits(
     x: Tensor, up: Tensor, down: Tensor, kernels: str, scales: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
+    # x (tokens, d), up (h, d), down (o, h) -> the output (tokens, o) and the activation (tokens, h)
     x_scale, up_scale, activation_scale, down_scale = scales
     chosen = _choose_mlp(kernels, x, fp8=True)
     x_rows, up_rows, down_rows = (
@@ -219,7 +220,7 @@ def _mlp_relu2_backward(
     grad_scale: Tensor | None = None,
     pre_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, up and down; one that is not needed has size 0.
+    """Return the gradients of x, up and down, given `grad` (tokens, o); one that is not needed has size 0.
 
     With scales, dpre and dx are products in 8 bits: `grad_scale` is for the gradient of the output, `pre_scale` for
     that of the pre-activation.

@@ -132,6 +132,7 @@ def _wide(tensor: Tensor, x: Tensor) -> Tensor:
 
 
 def _lookup_twin(x: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, plan: LookupPlan) -> tuple[Tensor, Tensor]:
+    # x (N, d), keys and values (rows, d) -> outputs (N, d) and the log-sum-exp of each softmax (N,)
     out, lse = _empty(x)
     for i, rows, together in _position_tiles(plan, offsets):
         scores = (_wide(x[i], x) @ _wide(keys[rows], x).mT).masked_fill_(~together, -math.inf)
@@ -143,6 +144,7 @@ def _lookup_twin(x: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, plan:
 def _backward_twin(
     grad: Tensor, x: Tensor, keys: Tensor, values: Tensor, lse: Tensor, delta: Tensor, offsets: Tensor, plan: LookupPlan
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # grad and x (N, d), keys and values (rows, d), lse and delta (N,) -> gradients of x, keys and values
     grad_x, grad_keys = torch.empty_like(x), torch.zeros_like(keys, dtype=lse.dtype)
     grad_values = grad_keys if values is keys else torch.zeros_like(grad_keys)
     for i, rows, together in _position_tiles(plan, offsets):

@@ -16,7 +16,7 @@ from quintic.kernels.launch import launch
 __all__ = ["launch_add_to_rows", "launch_lookup", "launch_lookup_backward"]
 
 # Positions and rows of a tile, terms of a product that are loaded at a time, largest number of columns that a program
-# writes (every program computes its scores again), and warps. Not tuned yet; with fewer warps registers are spilt.
+# writes (every program computes its scores again), and warps. Not tuned; with fewer warps registers are spilt.
 _POSITIONS, _ROWS, _CHUNK, _COLUMNS, _WARPS = 64, 32, 64, 256, 8
 
 # For `_add_kernel`, which multiplies nothing: positions at a time, columns, and warps.

@@ -27,7 +27,7 @@ from quintic.kernels.linear.fp8 import scaled_product
 from quintic.kernels.linear.fp8_quantize import empty_quantized, quantized_layouts, quantized_twin
 from quintic.kernels.linear.transpose import transpose_copy_
 from quintic.kernels.loss.problem import Fp8Scales, Problem, Wanted
-from quintic.kernels.loss.rows import in_ln2, launch_rows, scale_rows, takes_one_pass
+from quintic.kernels.loss.rows import cap_constants, launch_rows, scale_rows, takes_one_pass
 
 __all__ = ["loss_on_device", "loss_twin"]
 
@@ -156,9 +156,9 @@ def loss_on_device(problem: Problem, wanted: Wanted | None) -> tuple[Tensor, Ten
     losses = x.new_empty(x.shape[0], dtype=torch.float32)
     empty = losses.new_empty(0)
     if problem.fp8 is not None:
-        return losses, *_chunk_in_8_bits(problem, problem.fp8, wanted, columns, losses)
+        return losses, *_compute_in_8_bits(problem, problem.fp8, wanted, columns, losses)
     if wanted is not None:
-        return losses, *_in_chunks(problem, wanted, columns, losses)
+        return losses, *_compute_with_gradients(problem, wanted, columns, losses)
     head = _low_head(problem, columns)
     for rows in _slices(x.shape[0], columns * x.element_size(), _LOSS_BYTES):
         launch_rows(problem, rows, F.linear(x[rows], head), columns, losses, None)
@@ -184,7 +184,8 @@ def _low_head(problem: Problem, columns: int) -> Tensor:
     return weight.mT if problem.transposed else weight
 
 
-def _in_chunks(problem: Problem, wanted: Wanted, columns: int, losses: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_with_gradients(problem: Problem, wanted: Wanted, columns: int, losses: Tensor) -> tuple[Tensor, Tensor]:
+    """Write the losses (tokens,), and return the gradients of x (tokens, d) and of the stored weight, by chunks."""
     x, transposed = problem.x, problem.transposed
     head = _low_head(problem, columns)
     grad_x, grad_weight = empty_gradients(x, problem.weight, wanted)
@@ -197,7 +198,7 @@ def _in_chunks(problem: Problem, wanted: Wanted, columns: int, losses: Tensor) -
         # Gradients of the loss are too small for float16, so gradients of logits are made as large as the range allows.
         largest = _largest_gradients(problem, wanted.scale).amax().clamp_min(torch.finfo(torch.float32).tiny)
         # The derivative of a cap is at most a quarter of its slope.
-        largest *= max(1.0, in_ln2(problem.softcap)[-1] / 4)
+        largest *= max(1.0, cap_constants(problem.softcap)[-1] / 4)
         unit = largest / _FLOAT16_LARGEST
         wanted = wanted._replace(scale=wanted.scale / unit)
     one_pass = takes_one_pass(problem.softcap, x.dtype, gradient=True)
@@ -269,7 +270,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """Add a @ b to a float32 total in place; `first` overwrites the total instead."""
+    """Add a @ b, (m, n), to a float32 total in place; `first` overwrites the total instead."""
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=0.0 if first else 1.0, out=total)
     elif not a.is_cuda:
@@ -294,9 +295,10 @@ def _adds_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def _chunk_in_8_bits(
+def _compute_in_8_bits(
     problem: Problem, scales: Fp8Scales, wanted: Wanted | None, columns: int, losses: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Write the losses and return the gradients, by products in 8 bits; empty gradients if `wanted` is None."""
     # Imported here because the module needs Triton, of which Gluon is a component.
     from quintic.kernels.loss.fp8_rows import launch_rows_fp8
 
@@ -308,7 +310,7 @@ def _chunk_in_8_bits(
     # weight as the right operand in its two orientations: (columns, d) and (d, columns).
     layouts = (for_x, True) if transposed else (True, for_x)
     by_rows, by_columns = quantized_layouts(weight, scales.weight, e4m3, *layouts, "triton")
-    head, head_turned = (by_columns, by_rows) if transposed else (by_rows, by_columns)
+    head, head_transposed = (by_columns, by_rows) if transposed else (by_rows, by_columns)
     grad_x, grad_weight = losses.new_empty(0), losses.new_empty(0)
     if wanted is not None:
         grad_x, grad_weight = empty_gradients(x, problem.weight, wanted)
@@ -319,7 +321,7 @@ def _chunk_in_8_bits(
         grad_scale = scales.grad if per_token else scales.grad * wanted.scale
     most_bytes = _LOSS_BYTES if wanted is None else _chunk_bytes_in_8_bits(x.device)
     for rows in _slices(x.shape[0], columns * x.element_size(), most_bytes):
-        x_low, x_turned = quantized_layouts(x[rows], scales.x, e4m3, True, for_weight, "triton")
+        x_low, x_transposed = quantized_layouts(x[rows], scales.x, e4m3, True, for_weight, "triton")
         logits = scaled_product(x_low, head, scales.x, scales.weight, x.dtype, fast=True, chosen="triton")
         if wanted is None:
             launch_rows(problem, rows, logits, columns, losses, None)
@@ -327,12 +329,12 @@ def _chunk_in_8_bits(
         grad = launch_rows_fp8(problem, rows, logits, losses, units)
         if for_x:
             grad_x[rows] = scaled_product(
-                grad, head_turned, grad_scale, scales.weight, grad_x.dtype, fast=False, chosen="triton"
+                grad, head_transposed, grad_scale, scales.weight, grad_x.dtype, fast=False, chosen="triton"
             )
         # The weight's gradient sums over tokens, so both operands are needed with tokens along their rows.
         if for_weight:
-            grad_turned = _turned(grad)
-            a, b = (x_turned, grad_turned) if transposed else (grad_turned, x_turned)
+            grad_transposed = _transposed_copy(grad)
+            a, b = (x_transposed, grad_transposed) if transposed else (grad_transposed, x_transposed)
             a_scale, b_scale = (scales.x, grad_scale) if transposed else (grad_scale, scales.x)
             product = scaled_product(a, b, a_scale, b_scale, used.dtype, fast=False, chosen="triton")
             if rows.start == 0:
@@ -352,10 +354,10 @@ def _chunk_bytes_in_8_bits(device: torch.device) -> int:
     return max(_CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // 64)
 
 
-def _turned(grad: Tensor) -> Tensor:
+def _transposed_copy(grad: Tensor) -> Tensor:
     """Return the contiguous transpose of a matrix of 8-bit floats, its rows padded with zeros to a multiple of 16."""
     tokens = grad.shape[0]
-    _, turned = empty_quantized(grad, grad.dtype, False, True)
-    turned[:, tokens:].view(torch.uint8).zero_()
-    transpose_copy_(turned[:, :tokens], grad, kernels="triton")
-    return turned
+    _, copy = empty_quantized(grad, grad.dtype, False, True)
+    copy[:, tokens:].view(torch.uint8).zero_()
+    transpose_copy_(copy[:, :tokens], grad, kernels="triton")
+    return copy

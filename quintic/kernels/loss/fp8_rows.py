@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from quintic.kernels.launch import launch
 from quintic.kernels.loss.problem import Problem
-from quintic.kernels.loss.rows import LOG2_E, in_ln2, takes_one_pass
+from quintic.kernels.loss.rows import LOG2_E, cap_constants, takes_one_pass
 from quintic.kernels.products.hopper_tiles import group_barrier
 
 __all__ = ["launch_rows_fp8"]
@@ -202,7 +202,7 @@ def _as_tanh(cap: tuple[float, ...] | None) -> tuple[float, float, float, float]
     z is in units of ln 2; its derivative, in nats, is slope (1 - tanh^2). Without a cap z = steepness logit and the
     derivative is slope = 1.
     """
-    _, span, steepness, offset, slope = in_ln2(cap)
+    _, span, steepness, offset, slope = cap_constants(cap)
     if cap is None:
         return 0.0, steepness, offset, slope
     # rows.py has r = 1 / (1 + exp 2u) with tanh u = 1 - 2 r, and 2u in units of ln 2.

@@ -17,7 +17,7 @@ from quintic.kernels.jit import jit, tl, triton
 from quintic.kernels.launch import launch
 from quintic.kernels.loss.problem import Problem, Wanted
 
-__all__ = ["LOG2_E", "in_ln2", "launch_rows", "scale_rows", "takes_one_pass"]
+__all__ = ["LOG2_E", "cap_constants", "launch_rows", "scale_rows", "takes_one_pass"]
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -101,7 +101,7 @@ def _row_kernel(logits, targets, weights, scale, losses, factors, vocab, columns
     Tensors: logits (tokens, columns) with rows `logits_row` apart; targets (tokens, num_targets) int64, contiguous;
     weights (tokens, num_targets) with two strides, read if WEIGHTED; scale () or (tokens,) with stride `scale_row`;
     losses and factors (tokens,) float32. Columns from `vocab` on are padding. TARGETS is num_targets rounded up to a
-    power of two. cap, span, steepness, offset and slope are from `in_ln2`.
+    power of two. cap, span, steepness, offset and slope are from `cap_constants`.
     """
     # int64: the offset of a row in a chunk of logits may exceed 2^31.
     row = tl.program_id(0).to(tl.int64)
@@ -221,8 +221,11 @@ def _approximate(x: Tensor) -> bool:
     return x.is_cuda and torch.version.hip is None and not triton_is_interpreted()
 
 
-def in_ln2(softcap: tuple[float, ...] | None) -> tuple[float, float, float, float, float]:
-    """Return cap, span, steepness, offset and slope for `_capped` and `_derivative`; all but slope in units of ln 2."""
+def cap_constants(softcap: tuple[float, ...] | None) -> tuple[float, float, float, float, float]:
+    """Return the constants (cap, span, steepness, offset, slope) of `_capped` and `_derivative`.
+
+    All but the slope are in units of ln 2.
+    """
     if softcap is None:
         return 0.0, 0.0, LOG2_E, 0.0, 1.0
     if len(softcap) == 1:
@@ -261,7 +264,7 @@ def launch_rows(
     launch(_row_kernel, (logits.shape[0],), logits, targets[rows], losses if weights is None else weights[rows],
            scale[rows] if scale.ndim else scale, losses[rows], losses if factors is None else factors,
            problem.vocab_size, columns, logits.stride(0), targets.shape[1], 0 if weights is None else weights.stride(0),
-           0 if weights is None else weights.stride(1), scale.stride(0) if scale.ndim else 0, *in_ln2(cap),
+           0 if weights is None else weights.stride(1), scale.stride(0) if scale.ndim else 0, *cap_constants(cap),
            problem.ignore_index, WEIGHTED=weights is not None, CAPPED=cap is not None,
            ONE_PASS=takes_one_pass(cap, logits.dtype, gradient=wanted is not None), GRADIENT=wanted is not None,
            APPROXIMATE=_approximate(logits), TARGETS=triton.next_power_of_2(targets.shape[1]), BLOCK=_ROW_BLOCK,

@@ -7,7 +7,7 @@ import torch
 from quintic.kernels.dispatch import fits_copy_engine
 from quintic.versions import gluon_is_known
 
-__all__ = ["ProductKernels", "choose_products", "queued_matrices"]
+__all__ = ["ProductKernels", "choose_products", "largest_queued_batch"]
 
 ProductKernels = Literal["queue", "hopper", "symmetric"]
 """Kernels for the products of an orthogonalisation.
@@ -21,7 +21,7 @@ ProductKernels = Literal["queue", "hopper", "symmetric"]
 _QUEUE_LIMIT = 5e10
 
 
-def queued_matrices(m: int, n: int, dtype: torch.dtype, device: torch.device, *, worst_case: bool = False) -> int:
+def largest_queued_batch(m: int, n: int, dtype: torch.dtype, device: torch.device, *, worst_case: bool = False) -> int:
     """Return the largest batch of (m, n) matrices whose products run as one queued launch; 0 if no batch does.
 
     Args:
@@ -51,7 +51,7 @@ def choose_products(shape: torch.Size, dtype: torch.dtype, device: torch.device)
         from quintic.kernels.products.hopper import can_multiply_on_hopper
 
         if can_multiply_on_hopper(shape, dtype, device):
-            small = shape[0] <= queued_matrices(shape[1], shape[2], dtype, device, worst_case=True)
+            small = shape[0] <= largest_queued_batch(shape[1], shape[2], dtype, device, worst_case=True)
             # In a captured graph launches cost nothing, and the queue's tables could not be copied to the device.
             return "queue" if small and not torch.cuda.is_current_stream_capturing() else "hopper"
     return "symmetric" if can_multiply(shape, dtype) else None

@@ -12,7 +12,7 @@ different tasks:
 
 If the result is symmetric, only the tiles on and below the diagonal are computed; the others are stored as their
 transposes. Every entry is a sum over k in ascending order for any tiles, batch and grid, so a matrix has the same bits
-in every batch. The plain twin is `torch.bmm`; optim/polar/program.py chooses between them.
+in every batch. The plain twin is `multiply` in optim/polar/products.py; `choose_products.py` chooses.
 
 Import this module only where Triton is installed, and call it on devices of compute capability 9.0.
 """
@@ -117,7 +117,7 @@ def _fetch(
 
 @gluon.jit
 def _matmul(
-    # Number of the group, 0 or 1.
+    # Index of the group, 0 or 1.
     WHICH: gl.constexpr,
     # Descriptors (batch, m, n) of c (read if `adds`) and of the result.
     c,

@@ -32,7 +32,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quintic.kernels.launch import launch
-from quintic.kernels.products.hopper_order import await_stores, count_up
 from quintic.kernels.products.hopper_queue import (
     APPLY,
     COLUMNS,
@@ -46,6 +45,7 @@ from quintic.kernels.products.hopper_queue import (
     tiles_of,
     watch,
 )
+from quintic.kernels.products.hopper_sync import await_stores, count_up
 from quintic.kernels.products.hopper_tiles import (
     BLOCK_K,
     STAGES,
@@ -122,7 +122,7 @@ def _accumulate(
 
 @gluon.jit
 def _multiply(
-    # Number of the group, 0 or 1.
+    # Index of the group, 0 or 1.
     WHICH: gl.constexpr,
     # Descriptors of results: whole matrices, the last product's result, small matrices, and these in transposed blocks.
     apply_out,

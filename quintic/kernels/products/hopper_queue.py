@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from quintic.kernels.products.hopper_order import await_count, let_copies_see
+from quintic.kernels.products.hopper_sync import await_count, let_copies_see
 from quintic.kernels.products.hopper_tiles import BLOCK_K, STAGES, TILE, rectangle, reinterpret, tma_load, triangle
 
 __all__ = [

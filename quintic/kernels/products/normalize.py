@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quintic.kernels.launch import launch
 
-__all__ = ["can_normalize", "normalize_matrices", "scratch_bytes"]
+__all__ = ["can_normalize", "normalize_matrices"]
 
 # Entries of a tile.
 _BLOCK = 8192
@@ -126,13 +126,6 @@ def can_normalize(x: Tensor, dtype: torch.dtype) -> bool:
         return False
     _, m, n = x.shape
     return x.numel() > 0 and m * n < 2**31 and (x.is_contiguous() or x.mT.is_contiguous())
-
-
-def scratch_bytes(m: int, n: int) -> int:
-    """Return the bytes that `normalize_matrices` allocates per (m, n) matrix, without its result."""
-    tiles = -(-m * n // _BLOCK)
-    # An int32 and a float32 per tile, and two float32 factors.
-    return 8 * tiles + (8 if tiles > _MAX_TILES else 0)
 
 
 def normalize_matrices(x: Tensor, norm: float, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:

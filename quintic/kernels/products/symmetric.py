@@ -102,8 +102,8 @@ def _symmetric_kernel(
     if row_tile != column_tile:
         # Store the transpose above the diagonal.
         mirrored = columns[:, None].to(tl.int64) * side + rows[None, :]
-        outside = (columns[:, None] < side) & (rows[None, :] < side)
-        tl.store(out + place + mirrored, tl.trans(result), mask=outside)
+        mirror_inside = (columns[:, None] < side) & (rows[None, :] < side)
+        tl.store(out + place + mirrored, tl.trans(result), mask=mirror_inside)
 
 
 def can_multiply(shape: torch.Size, dtype: torch.dtype) -> bool:

@@ -3,8 +3,8 @@
     momentum_directions_   gradient, momentum -> momentum, direction           before the orthogonalisation
     apply_updates_         weight, master, update, factors -> weight, master   after it
 
-The plain twins are `momentum_` and `apply_` in optim/rules/update.py. Gradients, momenta, weights and masters lie in
-the memory of their parameters; directions and updates are stacked, (b, m, n).
+The plain twins are `momentum_` and `decay_and_step_` in optim/rules/update.py. Gradients, momenta, weights and masters
+lie in the memory of their parameters; directions and updates are stacked, (b, m, n).
 
 - A launch finds its matrices through a table of addresses, so that forty weights of a model take one launch.
 - Hyperparameters are read from device memory: they may change between replays of a captured CUDA graph, and a new
@@ -299,7 +299,7 @@ def apply_updates_(
         master_dtype: float32, uint16 or None; see `quintic/optim/numeric/precision.py`.
         lr_index: index of the learning rate in `hyperparameters`.
         weight_decay_index: index of the weight decay in `hyperparameters`.
-        cautious: decay only entries where update and weight agree in sign; see optim/rules/update.py `apply_`.
+        cautious: decay only entries where update and weight agree in sign; see `decay_and_step_`.
         squared_lr_decay: decay by lr^2 weight_decay instead of lr weight_decay.
         apply_mask: () or (b,) int32 on the device, 1 or 0: a matrix with 0 keeps its weight and master. None for all 1.
         aligned: whether all addresses are multiples of 16 bytes.

@@ -78,7 +78,7 @@ def store_weight(weights, masters, value, mask, MASTER: tl.constexpr):
 def stepped_weight(
     value, update, factor, decay_factor, lr, weight_decay, CAUTIOUS: tl.constexpr, SQUARED: tl.constexpr
 ):
-    """Return value - lr (update factor + decay), as `apply_` in optim/rules/update.py.
+    """Return value - lr (update factor + decay), as `decay_and_step_` in optim/rules/update.py.
 
     The decay is value * weight_decay * decay_factor, times lr once more if SQUARED. CAUTIOUS drops it where update and
     value differ in sign ("strict": also where one of them is zero).

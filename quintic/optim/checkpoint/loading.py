@@ -149,8 +149,8 @@ def load_state(
     # `deepcopy` keep parameters that values refer to.
     keys = {key for group in saved_groups for key in group["params"]}
     same = {id(param): param for group in groups for param in group["params"]}
-    of_none = {key: deepcopy(value, same) for key, value in saved_states.items() if key not in keys}
-    of_users = {match.param: _users_values(match.param, saved_states.get(match.key) or {}) for match in matches}
+    own_entries = {key: deepcopy(value, same) for key, value in saved_states.items() if key not in keys}
+    own_values = {match.param: _users_values(match.param, saved_states.get(match.key) or {}) for match in matches}
     # Everything fits: from here on the optimizer changes.
     for target, source in copies:
         copy_(target, source)
@@ -159,10 +159,10 @@ def load_state(
             del state[param][key]
     for key in [key for key in state if not isinstance(key, Tensor)]:
         del state[key]
-    for param, values in (*made.items(), *of_users.items()):
+    for param, values in (*made.items(), *own_values.items()):
         if values:
             state.setdefault(param, {}).update(values)
-    state.update(of_none)
+    state.update(own_entries)
     for group, other in zip(groups, complete, strict=True):
         group.update(other)
     return without, names

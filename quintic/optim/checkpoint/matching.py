@@ -34,9 +34,9 @@ class Match(NamedTuple):
     name: str
     param: Tensor
     group: int
-    """Number of its group in the optimizer."""
+    """Index of its group in the optimizer."""
     saved_group: int
-    """Number of its group in the state dict."""
+    """Index of its group in the state dict."""
     key: Any
     """Its key in the saved state."""
     saved_name: str | None
@@ -75,7 +75,10 @@ class _Saved(NamedTuple):
 def matched(groups: _Groups, saved_groups: _Groups, *, strict: bool = True) -> list[Match]:
     """Return the matches of all parameters, in the order of the groups.
 
-    A parameter that only one side has is a ValueError that names it; if `strict` is False, it is left out.
+    A parameter that only one side has is left out if `strict` is False.
+
+    Raises:
+        ValueError: parameters cannot be matched, or only one side has one and `strict` is True; the message names it.
     """
     # List both sides. Saved names are reduced to the optimizer's, without wrappers' prefixes.
     own = [

@@ -2,7 +2,7 @@
 
 A state dict has `"state"`, {number of a parameter: its state}, and `"param_groups"`, whose `"params"` are such numbers;
 they count parameters through all groups. Options become types that `torch.load(weights_only=True)` accepts: views and
-callables text, NumPy's numbers Python's.
+callables are saved as text, NumPy's numbers as Python's.
 """
 
 from collections import defaultdict

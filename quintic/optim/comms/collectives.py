@@ -2,7 +2,7 @@
 
 `start_...` functions return a `Pending` at once and let work go on until its `wait`; the others wait themselves. Every
 function here except the queries must be called by all ranks of its group, in the same order. Messages are contiguous
-tensors on a device that the group's backend knows (`connects`).
+tensors on a device that the group's backend knows (`supports_device`).
 """
 
 import socket
@@ -23,7 +23,6 @@ __all__ = [
     "all_agree_",
     "all_gather_uneven",
     "all_gather_values",
-    "connects",
     "default_group",
     "group_ranks",
     "has_process_group",
@@ -35,6 +34,7 @@ __all__ = [
     "start_all_to_all",
     "start_broadcasts",
     "start_sum",
+    "supports_device",
     "this_rank",
     "warm_up",
 ]
@@ -135,7 +135,7 @@ def all_gather_values(value: Any, group: ProcessGroup | None) -> list[Any]:
 
 
 def has_process_group() -> bool:
-    """Return whether process groups exist, be it with one rank."""
+    """Return whether process groups exist, even if they have only one rank."""
     return dist.is_initialized()
 
 
@@ -164,7 +164,7 @@ def num_ranks() -> int:
 
 
 def all_agree_(flags: Tensor, group: ProcessGroup | None) -> None:
-    """Replace each of some int32 flags, of any shape, by the smallest of all ranks, in place. All must call it."""
+    """Replace int32 flags, of any shape, by their minimum over ranks, in place: 1 if all agree. All must call it."""
     dist.all_reduce(flags, dist.ReduceOp.MIN, group=group)
 
 
@@ -210,7 +210,7 @@ def hosts_of(group: ProcessGroup) -> tuple[int, ...]:
     return tuple(map(names.index, names))
 
 
-def connects(group: ProcessGroup, device: torch.device) -> bool:
+def supports_device(group: ProcessGroup, device: torch.device) -> bool:
     """Return whether a process group can send tensors of a device type: NCCL, for instance, only those on GPUs."""
     # A private attribute of PyTorch's: the device types that the group's backends serve.
     return any(known.type == device.type for known in group._device_types)

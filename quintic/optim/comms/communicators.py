@@ -15,11 +15,11 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import (
     ProcessGroup,
-    connects,
     default_group,
     group_ranks,
     hosts_of,
     new_group,
+    supports_device,
     this_rank,
     warm_up,
 )
@@ -49,9 +49,9 @@ class Communicators:
         """
         for group, of_group in zip(groups, layouts, strict=True):
             # Ranks that the user links although they share no parameter.
-            bound = user_linked_ranks(group)
-            if bound:
-                self._find(bound, group.params[0].device, _candidates(group.params[0], group))
+            linked = user_linked_ranks(group)
+            if linked:
+                self._find(linked, group.params[0].device, _candidates(group.params[0], group))
             for param, layout in zip(group.params, of_group, strict=True):
                 # Only this rank has the parameter, or only others do.
                 if layout is None or this_rank() not in layout.ranks:
@@ -79,7 +79,7 @@ class Communicators:
         """Connect the ranks of a group for a type of device, once. All ranks of the group must call it."""
         key = group, device.type
         # A backend may not know the device (NCCL the CPU): the model will be moved before its first step.
-        if key not in self._warm and connects(group, device):
+        if key not in self._warm and supports_device(group, device):
             warm_up(group, device)
             self._warm.add(key)
             ranks = group_ranks(group)

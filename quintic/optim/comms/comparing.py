@@ -17,7 +17,7 @@ from quintic.optim.layout.layouts import Layout
 __all__ = ["Place", "described", "difference"]
 
 Place: TypeAlias = tuple[int, int]
-"""(number of a parameter's group, position of the parameter in the group)."""
+"""(index of a parameter's group, position of the parameter in the group)."""
 
 # Options that must be equal on all ranks, as they decide which collectives run and how large they are.
 _COMPARED_OPTIONS = options_affecting("ranks")

@@ -1,7 +1,7 @@
 """Connected ranks: ranks that share parameters, directly or through other ranks; they skip steps and clip as one.
 
 A non-finite gradient that stops the step of one rank must stop it on every rank that shares a parameter with this rank,
-since copies and pieces of the parameter would drift apart otherwise; and in turn on the ranks connected with those.
+since copies and pieces of the parameter would drift apart otherwise; and so on, to all ranks connected with these.
 The same holds for the norm by which gradients are clipped. Ranks without such a connection, like the stages of a
 pipeline, exchange nothing, unless the user links them (`process_group`).
 
@@ -58,10 +58,10 @@ def local_rank_info(
     of_params = [layout for of_group in layouts for layout in of_group]  # None for a parameter of this rank only
     sharing = {tuple(sorted(layout.ranks)) for layout in of_params if layout and this_rank() in layout.ranks}
     # Ranks that the user links although they share no parameter.
-    bound = {user_linked_ranks(group) for group in groups} - {()}
+    linked = {user_linked_ranks(group) for group in groups} - {()}
     policies = [group.on_nonfinite for group in groups if group.on_nonfinite != "propagate" and group.params]
     return RankInfo(
-        sets=tuple(sorted(sharing | bound)),
+        sets=tuple(sorted(sharing | linked)),
         guards_nonfinite=bool(policies),
         raises="raise" in policies,
         devices=tuple(_devices(groups)),
@@ -158,7 +158,7 @@ class Connected:
         """
         if self.is_single_rank or self._all_share_all:
             return values.sum()
-        # One slot for each name on any rank, and one that tells of a NaN: (slots + 1,).
+        # One slot for each name on any rank, and a last one that is 1 if a value is NaN: (slots + 1,).
         slots = self._slots_of_names()
         here = values.to(self.device)
         by_name = here.new_zeros(len(slots) + 1)

@@ -1,4 +1,4 @@
-"""The ranks that share the parameters of a group, as its option `comms` or its `DTensor`s tell.
+"""Finds the ranks that share the parameters of a group, from its option `comms` or its `DTensor`s.
 
 | `comms`            | parameters                | gradients are averaged by | state        | orthogonalised by  |
 |--------------------|---------------------------|---------------------------|--------------|--------------------|

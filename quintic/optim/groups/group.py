@@ -19,7 +19,7 @@ from quintic.optim.numeric.numbers import cpu_scalar_or_none
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.table import rule_of
 
-__all__ = ["Group", "found_parameter", "needs_state"]
+__all__ = ["Group", "find_parameter", "needs_state"]
 
 _values_of: Callable[[Mapping[str, Any]], tuple[Any, ...]] = itemgetter(*STEP_OPTIONS)
 
@@ -42,7 +42,7 @@ class Group(Options):
     values: tuple[Any, ...]
     """The options in the order of `STEP_OPTIONS`, as the dictionary had them."""
     host_values: tuple[tuple[Any, float], ...]
-    """Options that can be changed in place without waiting for a device to see it, with the numbers in them."""
+    """Options that may be changed in place and are on the host (CPU tensors, arrays), with the numbers in them."""
 
     @classmethod
     def of(cls, number: int, group: Mapping[str, Any], awake: Container[Tensor] = ()) -> "Group":
@@ -68,14 +68,14 @@ class Group(Options):
         )
 
     def changed_options(self, group: Mapping[str, Any]) -> set[str]:
-        """Return the names of the options for which a dictionary has another object, be it an equal one."""
+        """Return the names of the options for which a dictionary has another object, even if it is equal."""
         pairs = zip(STEP_OPTIONS, _values_of(group), self.values, strict=True)
         return {name for name, value, before in pairs if value is not before}
 
-    def is_as_in(self, group: Mapping[str, Any]) -> bool:
-        """Return whether a dictionary still has the same objects as options, and numbers on the host their values.
+    def has_options_of(self, group: Mapping[str, Any]) -> bool:
+        """Return whether a dictionary has the same option objects, and numbers on the host still have the same values.
 
-        Parameters, and tensors on a device, are not compared.
+        Parameters, and values of tensors on a device, are not compared.
         """
         # Identity, and not equality: this runs for every group in every step, and values may be tensors on a device.
         if not all(map(is_, _values_of(group), self.values)):
@@ -119,7 +119,7 @@ def _option_fields(group: Mapping[str, Any]) -> dict[str, Any]:
     return {**dict(zip(STEP_OPTIONS, values, strict=True)), "values": values, "host_values": host_values}
 
 
-def found_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> tuple[Group, int]:
+def find_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> tuple[Group, int]:
     """Return a parameter's group and its position in it.
 
     Raises:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quintic.optim.groups.group import Group, found_parameter
+from quintic.optim.groups.group import Group, find_parameter
 from quintic.optim.layout.layouts import gradient_dtype, is_dtensor, reject_sparse, writable_gradient
 from quintic.optim.rules.device import is_capturing
 
@@ -104,7 +104,7 @@ def _tie_of(group: Group, groups: Sequence[Group]) -> Tie:
             f"{name}: its group has {len(group.params)} parameters, and one that is tied to another waits with its "
             f"whole group; give it a group of its own"
         )
-    head_group, index = found_parameter(groups, wanted, f"{name} is tied to")
+    head_group, index = find_parameter(groups, wanted, f"{name} is tied to")
     param, head = group.params[0], head_group.params[index]
     what = f"{name} cannot be tied to {head_group.param_names[index]}"
     if head_group.tied_to is not None or head_group is group:

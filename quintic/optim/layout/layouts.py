@@ -49,9 +49,9 @@ _MOVES_STRIDED = moves_strided_shards()
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """A range (start, stop) for each dimension of the logical tensor; empty where start == stop."""
 
-# How one mesh dimension splits a tensor: (tensor dimension, split factor), see `mesh_layout`; None if it replicates.
 _GRADIENT = attrgetter("grad")
 
+# How one mesh dimension splits a tensor: (tensor dimension, split factor), see `mesh_layout`; None if it replicates.
 _MeshSplit: TypeAlias = tuple[int, int] | None
 
 
@@ -63,7 +63,7 @@ class Layout:
         shape: shape of the logical (global) tensor.
         ranks: global ranks, in row-major order of the mesh, also those with an empty box.
         boxes: for each of these ranks the box that it holds.
-        copies: for each of these ranks the number of the complete copy that its box belongs to, counted from 0; the
+        copies: for each of these ranks the index of the complete copy that its box belongs to, counted from 0; the
             boxes of one copy tile the tensor exactly once.
     """
 
@@ -78,7 +78,7 @@ class Layout:
         object.__setattr__(self, "_positions", {rank: position for position, rank in enumerate(self.ranks)})
 
     def box_of(self, rank: int) -> Box:
-        """Return the box that a global rank holds; a KeyError if it takes no part in the layout."""
+        """Return the box that a global rank holds; the rank must be one of the layout's."""
         return self.boxes[self._positions[rank]]
 
     @property
@@ -368,7 +368,7 @@ def _mesh_layout(
         starts = start.expand(mesh_shape).flatten().tolist()
         stops = (start + length).expand(mesh_shape).flatten().tolist()
         columns.append(list(zip(starts, stops, strict=True)))
-    # The number of a copy: the coordinates in the mesh dimensions that replicate, in row-major order.
+    # The index of a copy: the coordinates in the mesh dimensions that replicate, in row-major order.
     copies = torch.tensor(0, device=cpu)
     for mesh_dim, split in enumerate(splits):
         if split is None:

@@ -2,7 +2,7 @@
 
     pack      tensors, dense in any memory order  ->  buffer (entries,), cast to its dtype
     send      by `collectives.py`, buffer -> (ranks, entries)
-    mean      (ranks, entries)  ->  (entries,): summed in rank order in float32 or wider, sharded, and rounded once
+    mean      (ranks, entries)  ->  (entries,): summed in rank order in float32 or wider, divided, and rounded once
     unpack    buffer  ->  tensors
 
 Plain PyTorch here; the Triton twin is in `quintic/kernels/spans.py`.

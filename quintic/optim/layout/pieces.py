@@ -1,4 +1,4 @@
-"""Pieces of parameters, which a bucket steps, sends or orthogonalises as one, and how to find them in a tensor."""
+"""Pieces of parameters, which a bucket steps, sends or orthogonalises, and how to find them in a tensor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,19 +20,16 @@ class Piece:
     name: str
     # Position of the parameter in its group.
     index: int
-    # The matrices that it has, or has some entries of: their positions among all matrices of the parameter, which are
-    # numbered through all blocks of the view; () for AdamW.
+    # The matrices that lie in it, whole or in part, as positions among all matrices of the parameter; the numbering
+    # goes on from block to block of the view. () for AdamW.
     matrices: tuple[int, ...] = ()
-    # The box that it is: of this rank's tensors in `Bucket.members`, of the whole parameter in `Units`; () for all of
-    # it. None: it is whole matrices, which the view finds.
+    # Its box, in this rank's local tensors for `Bucket.members` and in the whole parameter for `Units`; () for all of
+    # the tensor. None if the piece is a list of whole matrices, which the view finds.
     box: Box | None = ()
 
     @property
     def batch_size(self) -> int:
-        """Return the number of matrices that it is in a batch (b, m, n), each with a flag in the mask of a step.
-
-        A box is one, whatever it has entries of.
-        """
+        """Return how many rows of a batch (b, m, n), and flags of a step's mask, the piece takes; a box takes one."""
         return len(self.matrices) if self.box is None else 1
 
 

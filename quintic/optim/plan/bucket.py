@@ -24,7 +24,7 @@ from quintic.optim.plan.exchange import Exchange
 from quintic.optim.plan.kinds import Kind, direction_dtype, update_dtype
 from quintic.optim.plan.offload_size import Offloaded
 from quintic.optim.plan.row_sharding import RowSharding
-from quintic.optim.plan.schedule import Stages
+from quintic.optim.plan.schedule import PhaseBytes
 from quintic.optim.polar.forms import Form
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.state.shards import StateShard
@@ -98,9 +98,9 @@ class Units:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """A bucket that this rank has whole: matrices, or with AdamW parameters. The other kinds build on it."""
+    """Matrices, or parameters under AdamW, that this rank has whole. The other kinds of bucket build on it."""
 
-    # The update rule of the bucket's group.
+    # The update rule of the parameter group.
     rule: UpdateRule
     # The global ranks that step it together, in the order of their process group; () if this rank has it whole.
     ranks: tuple[int, ...] = ()
@@ -108,14 +108,14 @@ class Bucket:
     group: int
     # The matrices, pieces or whole parameters that this rank holds, or owns where state is sharded.
     members: tuple[Piece, ...]
-    # (m, n) of every matrix, with units of their first kind; None for AdamW.
+    # (m, n) of every matrix, or of the first matrix of every unit; None for AdamW.
     shape: tuple[int, int] | None = None
     # The dtype and the device of the weights.
     dtype: torch.dtype
     device: torch.device
     # Implementation of the element-wise passes.
     kernels: Kernels
-    # How the matrices, with units of their first kind, are orthogonalised; None for AdamW and for a user's function.
+    # How matrices of this shape are orthogonalised; None for AdamW and for a user's function.
     form: Form | None = None
     # The units with the matrices, where every unit has an owner among several ranks.
     units: Units | None = None
@@ -123,8 +123,8 @@ class Bucket:
     numel: int
     # Floating-point operations of this rank's orthogonalisation, matrix products only; 0 for AdamW.
     flops: int = 0
-    # Upper bounds of this rank's temporary bytes, by stage (`schedule.py`). Without messages there is only one stage.
-    stages: Stages
+    # Upper bounds of this rank's temporary bytes; without messages there is only the phase `computing`.
+    phase_bytes: PhaseBytes
     # The size of the state that is in host memory; None without `offload=True`.
     offloaded: Offloaded | None = None
 
@@ -136,7 +136,7 @@ class Bucket:
     @property
     def workspace_bytes(self) -> int:
         """Return an upper bound of the temporary bytes at any time of the bucket's step."""
-        return self.stages.most
+        return self.phase_bytes.most
 
     @cached_property
     def direction_dtype(self) -> torch.dtype:
@@ -165,7 +165,7 @@ class Bucket:
 
     @property
     def num_pieces(self) -> int:
-        """Return the number of members; of more than one the table of the plan prints the first name and a number."""
+        """Return the number of members; `Plan.to_table` prints the first name and how many more there are."""
         return len(self.members)
 
     @property
@@ -182,8 +182,8 @@ class Gathered(Bucket):
 
     units: Units
     exchange: Exchange
-    # The largest `stages` of any rank. All ranks know these, and decide by them how many buckets are under way at once.
-    shared_stages: Stages
+    # The largest `phase_bytes` of any rank: all ranks decide by them, and so alike, how many buckets are under way.
+    max_phase_bytes: PhaseBytes
 
     @cached_property
     def needs_comm(self) -> bool:
@@ -211,8 +211,8 @@ class Gathered(Bucket):
 class Sharded(Bucket):
     """Pieces of parameters, each with an owner that has its state; with Muon each piece is a unit."""
 
-    # The largest `stages` of any rank, as `Gathered.shared_stages`.
-    shared_stages: Stages
+    # The largest `phase_bytes` of any rank, as `Gathered.max_phase_bytes`.
+    max_phase_bytes: PhaseBytes
     # This rank's position among `ranks`.
     position: int
     members: tuple[StateShard, ...]

@@ -45,7 +45,7 @@ class Exchange:
         position: this rank's place among them.
         unit_shape: the shape of every unit.
         pieces: for each rank the box of a unit that it holds, relative to the unit; None where it holds nothing.
-        copies: for each rank the number of the complete copy of the unit that its piece belongs to (HSDP has several).
+        copies: for each rank the index of the complete copy of the unit that its piece belongs to (HSDP has several).
         counts: for each rank the number of units that it owns.
     """
 
@@ -91,9 +91,9 @@ class Exchange:
         return all(piece is not None and size_of(piece) == self.unit_shape for piece in self.pieces)
 
     @cached_property
-    def is_sparse(self) -> bool:
-        """Return whether an all-gather would send more padding than units, because few ranks own any."""
-        # It sends as many units for each rank as the owner with most has.
+    def has_few_owners(self) -> bool:
+        """Return whether so few ranks own units that an all-gather would send more padding than units."""
+        # An all-gather sends max(counts) units for each rank.
         return len(self.ranks) * max(self.counts) > 2 * self.num_units
 
     @cached_property
@@ -201,7 +201,7 @@ class Exchange:
         if self.is_local:
             return lambda: owned
         # Few owners: each broadcasts its units into their places.
-        if self.is_sparse:
+        if self.has_few_owners:
             received = owned.new_empty((self.num_units, *owned.shape[1:]))
             received[self.local_slice] = owned
             return start_broadcasts(received, self.counts, group).wait
@@ -242,19 +242,20 @@ def traffic_of(exchange_bytes: ExchangeBytes, places: Tensor | None = None) -> t
 
     Args:
         exchange_bytes: the exchange.
-        places: (ranks,) int64, whole numbers from 0, such as the host of each rank; None if every rank is a place of
-            its own.
+        places: (ranks,) int64, the place of each rank, such as its host, numbered from 0; None if every rank is a
+            place of its own.
     """
     exchange = exchange_bytes.exchange
     counts, copies = (torch.tensor(values, device="cpu") for values in (exchange.counts, exchange.copies))
     pieces = torch.tensor(exchange.numels, device="cpu")
     places = torch.arange(len(counts), device="cpu") if places is None else places
-    # Everything below is (ranks,): units, copies, entries of pieces; ranks at other places, and the units of these.
+    # Everything below is (ranks,): units, copies, entries of pieces; the number of ranks at other places, and of the
+    # units that these own.
     elsewhere, owned_elsewhere = (
         len(counts) - segment_sum(torch.ones_like(counts), places),
-        _off_rank_sum(counts, places),
+        _sum_at_other_places(counts, places),
     )
-    if exchange.is_sparse:  # broadcasts, without padding
+    if exchange.has_few_owners:  # broadcasts, without padding
         given, taken = counts * elsewhere, owned_elsewhere
     else:  # all-gathers, in which every rank sends as much as the one with most units
         given = taken = max(exchange.counts) * elsewhere
@@ -267,7 +268,7 @@ def traffic_of(exchange_bytes: ExchangeBytes, places: Tensor | None = None) -> t
     of_copy = copies * (int(places.max()) + 1) + places
     gather_sent = pieces * (segment_sum(counts, copies) - segment_sum(counts, of_copy))
     gather_received = counts * (segment_sum(pieces, copies) - segment_sum(pieces, of_copy))
-    scatter_sent, scatter_received = counts * _off_rank_sum(pieces, places), pieces * owned_elsewhere
+    scatter_sent, scatter_received = counts * _sum_at_other_places(pieces, places), pieces * owned_elsewhere
     return (
         gather_sent * exchange_bytes.direction + scatter_sent * exchange_bytes.update + given * exchange_bytes.factors,
         gather_received * exchange_bytes.direction
@@ -281,6 +282,6 @@ def segment_sum(values: Tensor, keys: Tensor) -> Tensor:
     return values.new_zeros(int(keys.max()) + 1).index_add_(0, keys, values)[keys]
 
 
-def _off_rank_sum(values: Tensor, places: Tensor) -> Tensor:
+def _sum_at_other_places(values: Tensor, places: Tensor) -> Tensor:
     """Return for each position the sum of all values at other places, (n,)."""
     return values.sum() - segment_sum(values, places)

@@ -28,8 +28,8 @@ from quintic.optim.plan.bucket import Gathered, Units
 from quintic.optim.plan.exchange import Exchange, ExchangeBytes
 from quintic.optim.plan.kinds import kinds_of
 from quintic.optim.plan.offload_size import POOL_BUFFERS, offloaded_bytes, offloaded_entries
-from quintic.optim.plan.schedule import Stages
-from quintic.optim.plan.workspace.buckets import distinct_by_memory, piece_entries, stages_of_units
+from quintic.optim.plan.schedule import PhaseBytes
+from quintic.optim.plan.workspace.buckets import distinct_by_memory, piece_entries, unit_phase_bytes
 from quintic.optim.plan.workspace.matrices import WorkspaceSpec, width_of
 from quintic.optim.state.owners import assign_owners, balance, loads_of
 
@@ -53,13 +53,13 @@ class BucketKey(NamedTuple):
     in_order: bool
 
 
-# (key of its bucket, unit, positions of the ranks that hold it whole, and can own it without receiving anything).
-_Assignment = tuple[BucketKey, Piece, tuple[int, ...]]
+# (key of its bucket, unit, holders: positions of the ranks that hold the unit whole, and so need to receive nothing).
+_UnassignedUnit = tuple[BucketKey, Piece, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class SharedBucket:
-    """A bucket before it is adapted to a rank: units and exchange are those of the rank at position 0."""
+    """A bucket as all ranks plan it: units and exchange are seen from the rank at position 0."""
 
     key: BucketKey
     units: Units
@@ -78,13 +78,13 @@ class SharedBucket:
         return ExchangeBytes(self.exchange, direction + spec.state_width, update + spec.state_width, factors)
 
     @cached_property
-    def most(self) -> Stages:
-        """Return for each stage the largest temporary bytes of any rank, on the worst device of the type."""
-        return Stages(*map(max, zip(*_worst_case_stages(self.key, self.units, self.exchange), strict=True)))
+    def max_phase_bytes(self) -> PhaseBytes:
+        """Return for each phase the largest temporary bytes of any rank, on the worst device of the type."""
+        return PhaseBytes(*map(max, zip(*_worst_case_bytes(self.key, self.units, self.exchange), strict=True)))
 
-    def stages(self, exchange: Exchange) -> Stages:
+    def phase_bytes(self, exchange: Exchange) -> PhaseBytes:
         """Return upper bounds of the temporary bytes on a rank, given the exchange as that rank sees it."""
-        return stages_of_units(self.units, exchange, self.key.spec, in_order=self.key.in_order)
+        return unit_phase_bytes(self.units, exchange, self.key.spec, in_order=self.key.in_order)
 
 
 def shared_buckets(
@@ -99,36 +99,37 @@ def shared_buckets(
         layouts: for each group and parameter the layout of a parameter with messages; None for one without.
     """
     # 1. Units of all parameters with messages.
-    assignments: list[_Assignment] = []
+    unassigned: list[_UnassignedUnit] = []
     for number, (group, of_group) in enumerate(zip(param_groups, layouts, strict=True)):
         for index, layout in enumerate(of_group):
             if layout is not None:
-                assignments += _assignments(number, group, index, layout)
+                unassigned += _units_of_param(number, group, index, layout)
     # The kinds of matrices of each key, from which the costs of its units follow.
-    units_of = {key: _units_of(key, param_groups[key.group]) for key in dict.fromkeys(key for key, _, _ in assignments)}
+    keys = dict.fromkeys(key for key, _, _ in unassigned)
+    units_of = {key: _empty_units(key, param_groups[key.group]) for key in keys}
     # 2. Owners, balanced over all groups.
-    owners, worst = _owners(assignments, units_of)
+    owners, busiest = _owners(unassigned, units_of)
     # 3. Buckets of units with equal keys.
     together: dict[BucketKey, list[tuple[int, Piece]]] = {}
-    for (key, unit, _), owner in zip(assignments, owners, strict=True):
+    for (key, unit, _), owner in zip(unassigned, owners, strict=True):
         together.setdefault(key, []).append((owner, unit))
     buckets: list[SharedBucket] = []
     for key, units in together.items():
         buckets += _shared_buckets(key, units_of[key], param_groups[key.group], units)
-    return buckets, worst
+    return buckets, busiest
 
 
-def _assignments(number: int, group: Group, index: int, layout: Layout) -> Iterator[_Assignment]:
+def _units_of_param(number: int, group: Group, index: int, layout: Layout) -> Iterator[_UnassignedUnit]:
     """Yield the units of the parameter at position `index` of a group, each with its bucket's key and its holders."""
     param = group.params[index]
     local = local_tensor(param)
     spec = WorkspaceSpec.of_group(group, local.dtype, local.device, choose_kernels(group.kernels, local))
-    for unit, matrices, exchange, holders in _cuts(layout, group.view):
+    for unit, matrices, exchange, holders in _units_of_layout(layout, group.view):
         key = BucketKey(number, exchange, unit.view, spec, param.is_contiguous())
         yield key, Piece(group.param_names[index], index, matrices, unit.box), holders
 
 
-def _units_of(key: BucketKey, group: Group) -> Units:
+def _empty_units(key: BucketKey, group: Group) -> Units:
     """Return `Units` with the shape and kinds of matrices that belong to a key, but without any units yet."""
     shape = key.exchange.unit_shape
     return Units(shape, key.view, kinds_of(key.view, shape, group, key.spec.dtype, key.spec.device), (), slice(0))
@@ -136,8 +137,8 @@ def _units_of(key: BucketKey, group: Group) -> Units:
 
 # Models have many parameters of one shape, whose units and pieces are the same.
 @lru_cache(maxsize=64)
-def _cuts(layout: Layout, view: View) -> tuple[tuple[Unit, tuple[int, ...], Exchange, tuple[int, ...]], ...]:
-    """Return the units that are not empty, with positions of matrices, `BucketKey.exchange` and holders."""
+def _units_of_layout(layout: Layout, view: View) -> tuple[tuple[Unit, tuple[int, ...], Exchange, tuple[int, ...]], ...]:
+    """Return (unit, positions of its matrices, `BucketKey.exchange`, holders) for each unit that is not empty."""
     # Process groups have their ranks in ascending order, layouts in the order of the mesh.
     order = sorted(range(len(layout.ranks)), key=lambda position: layout.ranks[position])
     ranks = tuple(layout.ranks[position] for position in order)
@@ -156,14 +157,14 @@ def _cuts(layout: Layout, view: View) -> tuple[tuple[Unit, tuple[int, ...], Exch
 
 
 def _box_within(outer: Box, box: Box) -> Box | None:
-    """Return what `outer` has of another box, in coordinates of `outer`; None if that is nothing."""
+    """Return the intersection of two boxes, in coordinates of `outer`; None if it is empty."""
     common = intersection(box, outer)
     if common is None:
         return None
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(common, outer, strict=True))
 
 
-def _owners(assignments: Sequence[_Assignment], units_of: Mapping[BucketKey, Units]) -> tuple[list[int], float]:
+def _owners(unassigned: Sequence[_UnassignedUnit], units_of: Mapping[BucketKey, Units]) -> tuple[list[int], float]:
     """Return the owner of each unit, as a position among the ranks that share it, and the balance of the work.
 
     The balance is the work of the busiest rank over the mean work of its set of ranks; the largest of all sets counts.
@@ -171,18 +172,18 @@ def _owners(assignments: Sequence[_Assignment], units_of: Mapping[BucketKey, Uni
     """
     # Parameters of one set of ranks go to owners in this set.
     together: dict[tuple[int, ...], list[int]] = {}
-    for number, (key, _, _) in enumerate(assignments):
+    for number, (key, _, _) in enumerate(unassigned):
         together.setdefault(key.exchange.ranks, []).append(number)
     # The cost of a unit is that of orthogonalising its matrices; messages are not counted.
     cost_of = {key: sum(kind.cost for kind in units.kinds) for key, units in units_of.items()}
-    owners, worst = [0] * len(assignments), 1.0
+    owners, busiest = [0] * len(unassigned), 1.0
     for ranks, members in together.items():
-        costs, holders = [cost_of[assignments[i][0]] for i in members], [assignments[i][2] for i in members]
+        costs, holders = [cost_of[unassigned[i][0]] for i in members], [unassigned[i][2] for i in members]
         assigned = assign_owners(costs, holders, len(ranks))
         for i, owner in zip(members, assigned, strict=True):
             owners[i] = owner
-        worst = max(worst, balance(loads_of(costs, assigned, len(ranks))))
-    return owners, worst
+        busiest = max(busiest, balance(loads_of(costs, assigned, len(ranks))))
+    return owners, busiest
 
 
 def _shared_buckets(
@@ -230,8 +231,8 @@ def gathered_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], ran
         form=units.kinds[0].form,
         numel=math.prod(units.shape) * exchange.num_units,
         flops=exchange.num_owned * units.flops,
-        stages=shared.stages(exchange),
-        shared_stages=shared.most,
+        phase_bytes=shared.phase_bytes(exchange),
+        max_phase_bytes=shared.max_phase_bytes,
         units=replace(units, local_slice=exchange.local_slice),
         exchange=exchange,
         ranks=exchange.ranks,
@@ -294,17 +295,17 @@ def _at_a_time(key: BucketKey, units: Units, group: Group, counts: Sequence[int]
     return owners, 1
 
 
-def _worst_case_stages(key: BucketKey, units: Units, exchange: Exchange) -> list[Stages]:
-    """Return the temporary bytes by stage, on the worst device of the type, of each rank that needs another amount.
+def _worst_case_bytes(key: BucketKey, units: Units, exchange: Exchange) -> list[PhaseBytes]:
+    """Return the temporary bytes by phase, on the worst device of the type, one entry for each distinct need of a rank.
 
-    They follow only from facts that all ranks know, so all ranks compute the same numbers and plan the same buckets.
+    All ranks know the inputs, so they compute the same numbers and plan the same buckets.
     """
     spec = key.spec._replace(worst_case=True)
-    return [stages_of_units(units, one, spec, in_order=key.in_order) for one in distinct_by_memory(exchange)]
+    return [unit_phase_bytes(units, one, spec, in_order=key.in_order) for one in distinct_by_memory(exchange)]
 
 
 def _peak(key: BucketKey, units: Units, counts: Iterable[int]) -> int:
     """Return the most temporary bytes of any rank, while the buckets before and after are as large as this one."""
     # While a bucket is computed, updates of the one before are being sent and directions of the one after, too.
-    stages = _worst_case_stages(key, units, _exchange_of(key, counts))
-    return max(stage.scattering + stage.most + stage.gathering for stage in stages)
+    of_ranks = _worst_case_bytes(key, units, _exchange_of(key, counts))
+    return max(one.scattering + one.most + one.gathering for one in of_ranks)

@@ -31,9 +31,8 @@ ADAMW_BYTES = 7 * 8
 class Kind(NamedTuple):
     """Matrices of one shape, and how they are orthogonalised."""
 
-    # (m, n), and None for a user's function.
-    shape: tuple[int, int]
-    form: Form | None
+    shape: tuple[int, int]  # (m, n)
+    form: Form | None  # None if the orthogonalizer is a user's function
 
     @property
     def flops(self) -> int:

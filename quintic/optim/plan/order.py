@@ -1,6 +1,6 @@
 """Orders the buckets with collectives, and decides when the messages of each start.
 
-    process groups    in ascending order of their ranks, so that ranks in several groups meet them alike
+    process groups    in ascending order of their ranks, so that ranks that share several groups run them in one order
     buckets           of one process group stay together: by the user's `compute_order`, else the largest first
     starts            as early as memory allows (`schedule.py`), by the user's `comm_order`
 
@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 from quintic.optim.groups.group import Group
 from quintic.optim.groups.names import resolve_name
 from quintic.optim.plan.bucket import Gathered, Sharded
-from quintic.optim.plan.schedule import Schedule, overlapping, prefetch_one_schedule
+from quintic.optim.plan.schedule import Schedule, overlapping_schedule, prefetch_one_schedule
 
 __all__ = ["Orders", "order_buckets", "orders_of"]
 
@@ -35,7 +35,8 @@ class Orders(NamedTuple):
     def resolved(self, groups: Iterable[Group]) -> "Orders":
         """Return the orders with the names that parameters have in the groups, without wrappers' prefixes.
 
-        A ValueError if no parameter has one of the names, or an order has a name twice.
+        Raises:
+            ValueError: no parameter has one of the names, or an order has a name twice.
         """
         known = {name for group in groups for name in group.param_names}
         asked = {name: resolve_name(name, known) for name in (*(self.comm or ()), *(self.compute or ()))}
@@ -63,7 +64,7 @@ def orders_of(comm_order: Sequence[str] | None, compute_order: Sequence[str] | N
 def order_buckets(
     buckets: Iterable[_Shared], groups: Sequence[Group], orders: Orders
 ) -> tuple[list[_Shared], Schedule]:
-    """Return one rank's buckets with collectives in the order of their computation, and the schedule of their parts."""
+    """Return one rank's buckets with collectives in the order of their computation, and their schedule."""
     in_order: list[_Shared] = []
     schedule: list[int | None] = []
     # One process group after the other, each with a schedule of its own numbers.
@@ -71,7 +72,7 @@ def order_buckets(
         ordered = _by_names(_largest_first(of_ranks), orders.compute)
         first = len(in_order)
         in_order += ordered
-        numbered = [None if step is None else first + step for step in _overlapping(ordered, groups, orders.comm)]
+        numbered = [None if step is None else first + step for step in _schedule_of(ordered, groups, orders.comm)]
         if first:
             # Join the schedules: the entries of this one before its None, which start its first buckets, come before
             # the last entry of the previous one, which finishes its last bucket.
@@ -91,18 +92,18 @@ def _largest_first(buckets: Iterable[_Shared]) -> list[_Shared]:
     return sorted(by_size, key=lambda bucket: (bucket is not first, bucket.shape is not None))
 
 
-def _overlapping(buckets: Sequence[_Shared], groups: Sequence[Group], names: Sequence[str] | None) -> list[int | None]:
+def _schedule_of(buckets: Sequence[_Shared], groups: Sequence[Group], names: Sequence[str] | None) -> list[int | None]:
     """Return the schedule of one process group's buckets, in their order; `names` is the user's `comm_order`."""
     # With offload a bucket needs its state before it starts: starting many at once would make the device wait for the
     # host, so start one ahead only.
     if names is None and any(groups[bucket.group].offload and isinstance(bucket, Gathered) for bucket in buckets):
         return prefetch_one_schedule(len(buckets))
     # Bounded by the rank that needs most, since all ranks must make the same schedule, and by the smallest workspace.
-    memory = [bucket.shared_stages for bucket in buckets]
+    memory = [bucket.max_phase_bytes for bucket in buckets]
     budgets = [groups[bucket.group].max_workspace_bytes for bucket in buckets]
     budget = min((value for value in budgets if value is not None), default=None)
     numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
-    return overlapping([numbers[id(bucket)] for bucket in _by_names(buckets, names)], memory, budget)
+    return overlapping_schedule([numbers[id(bucket)] for bucket in _by_names(buckets, names)], memory, budget)
 
 
 def _by_names(buckets: Sequence[_Shared], names: Sequence[str] | None) -> list[_Shared]:

@@ -62,9 +62,9 @@ class Plan:
         """Return an upper bound of the temporary bytes of a step on this rank, see `overlapping_bytes`."""
         # Averaging is over before the first bucket starts, so the larger of the two counts.
         # Buckets with collectives overlap as the schedule says; the others run one at a time.
-        stages = [bucket.stages for bucket in self.buckets if bucket.needs_comm]
+        memory = [bucket.phase_bytes for bucket in self.buckets if bucket.needs_comm]
         local_bytes = max((bucket.workspace_bytes for bucket in self.buckets if not bucket.needs_comm), default=0)
-        peak = overlapping_bytes(stages, self.schedule, local_bytes)
+        peak = overlapping_bytes(memory, self.schedule, local_bytes)
         small = small_bytes(bucket.device for bucket in self.buckets)
         return max(peak + self.offload_buffer_bytes, self.averaging_bytes) + small
 
@@ -107,7 +107,7 @@ class Plan:
 
 
 def _bucket_lines(buckets: Sequence[Bucket], width: int) -> list[str]:
-    """Return a heading and the buckets as lines of at most `width` columns of text, or of about 70 if that is less."""
+    """Return a heading and the buckets as lines of at most `width` columns of text, but never below about 70."""
     # Three blocks of cells per row, each aligned by itself: method and matrices, costs, name of the first parameter.
     has_host = any(bucket.offloaded is not None for bucket in buckets)
     heading = (

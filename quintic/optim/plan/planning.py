@@ -27,9 +27,9 @@ from quintic.optim.plan.offload_size import POOL_BUFFERS, offloaded_bytes, offlo
 from quintic.optim.plan.order import Orders, order_buckets
 from quintic.optim.plan.plan import Plan
 from quintic.optim.plan.replicas import ReplicaChoice
-from quintic.optim.plan.schedule import NO_STAGES
+from quintic.optim.plan.schedule import NO_BYTES
 from quintic.optim.plan.sharded import sharded_buckets
-from quintic.optim.plan.workspace.buckets import adamw_workspace_bytes, batch_bytes, is_put_in_order
+from quintic.optim.plan.workspace.buckets import adamw_workspace_bytes, batch_bytes, needs_row_order
 from quintic.optim.plan.workspace.matrices import WorkspaceSpec
 
 __all__ = ["build_plan", "local_buckets"]
@@ -71,11 +71,11 @@ def build_plan(
         # Parameters that need no messages; frozen ones are in no bucket.
         here = [index for index, layout in enumerate(of_group) if layout is None and index not in group.idle]
         buckets += local_buckets(number, group, here)
-    # A shared bucket whose owner holds all of its units whole needs no messages, and comes among the local ones.
-    moving = [bucket for bucket in buckets if isinstance(bucket, Gathered | Sharded) and bucket.needs_comm]
-    in_order, schedule = order_buckets(moving, param_groups, orders or Orders())
-    still = [bucket for bucket in buckets if not bucket.needs_comm]
-    return Plan((*in_order, *still), balance, schedule, choices=tuple(choices))
+    # A shared bucket whose owner holds all of its units whole needs no messages, and runs among the local ones.
+    with_comm = [bucket for bucket in buckets if isinstance(bucket, Gathered | Sharded) and bucket.needs_comm]
+    in_order, schedule = order_buckets(with_comm, param_groups, orders or Orders())
+    without_comm = [bucket for bucket in buckets if not bucket.needs_comm]
+    return Plan((*in_order, *without_comm), balance, schedule, choices=tuple(choices))
 
 
 def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Bucket]:
@@ -102,7 +102,7 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> It
             device=device,
             kernels=kernels,
             numel=sum(numels),
-            stages=NO_STAGES._replace(
+            phase_bytes=NO_BYTES._replace(
                 computing=adamw_workspace_bytes(max(numels), group, dtype, device, kernels, dense=dense)
             ),
         )
@@ -128,9 +128,9 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
         total = sum(member.batch_size for member in members)
         largest = max(member.batch_size for member in members)
 
-        # The most matrices at a time, in the memory that they need on any device of the type: so all ranks agree.
-        is_copied = kernels == "triton" and is_put_in_order(block_shape, strides, form)
-        most = functools.partial(
+        # The number of matrices at a time follows from the worst device of the type, so that all ranks agree on it.
+        is_copied = kernels == "triton" and needs_row_order(block_shape, strides, form)
+        worst_case_bytes = functools.partial(
             batch_bytes,
             largest=largest,
             shape=(m, n),
@@ -138,7 +138,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
             spec=spec._replace(worst_case=True),
             is_copied=is_copied,
         )
-        at_a_time = _matrices_at_a_time(group, total, m * n, dtype, most)
+        at_a_time = _matrices_at_a_time(group, total, m * n, dtype, worst_case_bytes)
         if device.type == "cpu":
             at_a_time = min(at_a_time, max(1, _CPU_ENTRIES // max(1, m * n)))
         # One bucket for each list of matrices; its bound is for this device.
@@ -156,7 +156,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
                 form=form,
                 numel=count * m * n,
                 flops=count * Kind((m, n), form).flops,
-                stages=NO_STAGES._replace(computing=batch_bytes(count, max(counts), (m, n), form, spec, is_copied)),
+                phase_bytes=NO_BYTES._replace(computing=batch_bytes(count, max(counts), (m, n), form, spec, is_copied)),
             )
 
 

@@ -1,6 +1,6 @@
 """The order in which a step's collectives begin and end, the same on all ranks that take part in them.
 
-A bucket with collectives is stepped in three stages:
+A bucket with collectives is stepped in three phases:
 
     1. it starts        its first message is under way
     2. it is computed   then its second message is under way
@@ -15,30 +15,30 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 __all__ = [
-    "NO_STAGES",
+    "NO_BYTES",
+    "PhaseBytes",
     "Schedule",
-    "Stages",
     "filter_schedule",
-    "overlapping",
     "overlapping_bytes",
+    "overlapping_schedule",
     "prefetch_one_schedule",
 ]
 
-# Numbers of buckets: each moves the bucket on to its next stage. None stands for the work without collectives.
+# Indices of buckets: each moves its bucket on to the next phase. None stands for the buckets without collectives, which
+# run together.
 Schedule = Sequence[int | None]
 
 
-class Stages(NamedTuple):
-    """Bytes that a bucket holds on this rank, by stage; neighbours with collectives overlap."""
+class PhaseBytes(NamedTuple):
+    """Temporary bytes of one bucket, by phase; phases of neighbouring buckets with collectives overlap."""
 
-    # In the order of a bucket's life: started, computed, finished.
     # From its start until its first message has arrived.
     gathering: int
     # From then until its updates are computed.
     computing: int
-    # Beside the second message, while that is being started.
+    # While the second message is being started, beside `scattering`.
     updates: int
-    # From then until it is finished.
+    # From the start of the second message until the bucket is finished.
     scattering: int
     # While it starts, if that is more than `gathering`.
     starting: int = 0
@@ -52,11 +52,11 @@ class Stages(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Return the most at any time."""
+        """Return the most bytes at any time."""
         return max(self.starting, self.working, self.finishing)
 
 
-NO_STAGES = Stages(0, 0, 0, 0)
+NO_BYTES = PhaseBytes(0, 0, 0, 0)
 
 
 def prefetch_one_schedule(count: int) -> list[int | None]:
@@ -71,15 +71,17 @@ def prefetch_one_schedule(count: int) -> list[int | None]:
     return [*schedule, *range(max(count - 1, 0), count)]
 
 
-def overlapping(comm_order: Sequence[int], memory: Sequence[Stages], budget: int | None) -> list[int | None]:
+def overlapping_schedule(
+    comm_order: Sequence[int], memory: Sequence[PhaseBytes], budget: int | None
+) -> list[int | None]:
     """Return a schedule that starts buckets as early, and finishes them as late, as memory allows.
 
     Waiting on a collective stalls the device, so each wait is put off until after the next bucket has been computed, if
     memory allows.
 
     Args:
-        comm_order: the numbers of the buckets in the order in which they start; they are computed in ascending order.
-        memory: the bytes of each bucket, by stage.
+        comm_order: the indices of the buckets in the order in which they start; they are computed in ascending order.
+        memory: the bytes of each bucket, by phase.
         budget: bytes, exceeded only for the bucket that is computed next; None for no bound.
     """
     schedule: list[int | None] = []
@@ -102,19 +104,19 @@ def overlapping(comm_order: Sequence[int], memory: Sequence[Stages], budget: int
         """Start the buckets that fit beside the computation of the needed one, and that one in any case."""
         nonlocal held
         while waiting:
-            # The peak if `step` starts now: while the needed one computes, or while `step` itself starts.
-            step = waiting[0]
+            # The peak if `first` starts now: while the needed one computes, or while `first` itself starts.
+            first = waiting[0]
             more = 0
-            if step != needed:
-                more = memory[step].gathering + max(0, largest - sum(memory[one].scattering for one in unfinished))
-            most = max(held_at_work(needed) + more, held + memory[step].starting)
+            if first != needed:
+                more = memory[first].gathering + max(0, largest - sum(memory[one].scattering for one in unfinished))
+            most = max(held_at_work(needed) + more, held + memory[first].starting)
             fits = budget is None or most <= budget
             # Make room by finishing an old bucket, but not the last one computed, whose message may still be under way.
             if not fits and unfinished and (needed in waiting or unfinished[0] < needed - 1):
                 finish()
             elif fits or needed in waiting:
                 schedule.append(waiting.pop(0))
-                held += memory[step].gathering
+                held += memory[first].gathering
             else:
                 return
 
@@ -145,34 +147,34 @@ def filter_schedule(schedule: Schedule, kept: Sequence[int]) -> Schedule:
     return order
 
 
-def overlapping_bytes(stages: Sequence[Stages], schedule: Schedule, local_bytes: int) -> int:
+def overlapping_bytes(memory: Sequence[PhaseBytes], schedule: Schedule, local_bytes: int) -> int:
     """Return the peak of temporary memory, in bytes, of a step that follows the schedule.
 
     Args:
-        stages: the bytes of each bucket with collectives, in the order in which they are computed.
+        memory: the bytes of each bucket with collectives, in the order in which they are computed.
         schedule: their schedule.
         local_bytes: the most bytes that one of the other buckets needs; they run one after the other, beside the
             messages that are under way then.
     """
-    begun = [0] * len(stages)  # stages that each bucket has begun
+    begun = [0] * len(memory)  # phases that each bucket has begun
     peak = held = 0
-    # Follow the schedule and add up the bytes that buckets hold between their stages.
+    # Follow the schedule and add up the bytes that buckets hold between their phases.
     for number in schedule:
         if number is None:
             peak = max(peak, held + local_bytes)
             continue
-        stage = stages[number]
+        of_bucket = memory[number]
         # The bucket starts, is computed, or is finished.
         if begun[number] == 0:
-            peak = max(peak, held + stage.starting)
-            held += stage.gathering
+            peak = max(peak, held + of_bucket.starting)
+            held += of_bucket.gathering
         elif begun[number] == 1:
-            held -= stage.gathering
-            peak = max(peak, held + stage.working)
-            held += stage.scattering
+            held -= of_bucket.gathering
+            peak = max(peak, held + of_bucket.working)
+            held += of_bucket.scattering
         else:
-            held -= stage.scattering
-            peak = max(peak, held + stage.finishing)
+            held -= of_bucket.scattering
+            peak = max(peak, held + of_bucket.finishing)
         begun[number] += 1
         peak = max(peak, held)
     return peak

@@ -28,8 +28,8 @@ from quintic.optim.plan.bucket import Sharded, Units
 from quintic.optim.plan.kinds import kinds_of
 from quintic.optim.plan.offload_size import offloaded_entries
 from quintic.optim.plan.row_sharding import RowSharding, sharded_rows
-from quintic.optim.plan.schedule import NO_STAGES
-from quintic.optim.plan.workspace.buckets import stages_of_shards
+from quintic.optim.plan.schedule import NO_BYTES
+from quintic.optim.plan.workspace.buckets import shard_phase_bytes
 from quintic.optim.state.shards import StateShard, shards_of
 
 __all__ = ["sharded_buckets"]
@@ -39,7 +39,7 @@ _LEAST_DIRECT = 2**20
 
 
 def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int) -> Iterator[Sharded]:
-    """Yield one rank's buckets of the group with this number, whose state is sharded over the global ranks `ranks`."""
+    """Yield one rank's buckets of the group with this index, whose state is sharded over the global ranks `ranks`."""
     # Collect pieces by the properties that a bucket's pieces share: kind of unit, dtype, device, kernels, and the
     # parameter if that is sent from its own memory.
     together: dict[tuple[Any, ...], list[StateShard]] = {}
@@ -77,8 +77,8 @@ def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
                 units=units,
                 flops=0 if units is None else len(own) * units.flops,
                 numel=sum(shard.numel for shard in shards),
-                stages=NO_STAGES,
-                shared_stages=NO_STAGES,
+                phase_bytes=NO_BYTES,
+                max_phase_bytes=NO_BYTES,
                 ranks=ranks,
                 position=ranks.index(rank),
                 shards=tuple(shards),
@@ -86,8 +86,8 @@ def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
                 rows=None if direct is None else shardings.get(direct),
             )
             # Memory follows from the bucket itself.
-            of_all, of_this = stages_of_shards(bucket, group, worst_case=True), stages_of_shards(bucket, group)
-            yield replace(bucket, stages=of_this, shared_stages=of_all)
+            of_all, of_this = shard_phase_bytes(bucket, group, worst_case=True), shard_phase_bytes(bucket, group)
+            yield replace(bucket, phase_bytes=of_this, max_phase_bytes=of_all)
 
 
 def _offload_limit(group: Group, dtype: torch.dtype, num_ranks: int) -> int:
@@ -98,9 +98,9 @@ def _offload_limit(group: Group, dtype: torch.dtype, num_ranks: int) -> int:
 
 
 def _is_sent_directly(shards: Sequence[StateShard], param: Tensor, num_ranks: int) -> bool:
-    """Return whether a large parameter can be a bucket sent from its own memory.
+    """Return whether a parameter is large enough, and so divided, that it can be sent from its own memory, unpacked.
 
-    All ranks then own pieces of it, of one kind, which follow each other in memory in the order of the ranks.
+    Then it is a bucket of its own: all ranks own pieces of it, of one kind, in memory in the order of the ranks.
     """
     if param.numel() < _LEAST_DIRECT or {shard.owner for shard in shards} != set(range(num_ranks)):
         return False
@@ -115,7 +115,7 @@ def _is_sent_directly(shards: Sequence[StateShard], param: Tensor, num_ranks: in
 def _chunks(
     shards: Sequence[StateShard], group: Group, num_ranks: int, dtype: torch.dtype
 ) -> Iterator[list[StateShard]]:
-    """Yield pieces that are one bucket, some of each owner's, such that their messages fit the workspace."""
+    """Yield the pieces of each bucket, some of every owner's, such that a bucket's messages fit the workspace."""
     budget = group.max_workspace_bytes
     # Bytes for each entry: gradients sent and received, and weights, of this bucket and its neighbours; then the
     # owner's work, which is divided among the ranks.

@@ -32,7 +32,7 @@ from quintic.optim.polar.products import SMALL_PRODUCT
 __all__ = ["iterate_on_cpu", "iterates_on_cpu", "iteration_bytes"]
 
 # From this short side on a single matrix keeps all cores busy (2 cores, benchmarks/cpu_step.py).
-_ALONE_SIDE = 512
+_SINGLE_SIDE = 512
 
 # Rows per call of a symmetric product with long sums: with fewer rows the calls cost more than the symmetry saves.
 _BLOCK_ROWS = 256
@@ -78,7 +78,7 @@ def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None
     result = x.new_empty(x.shape, dtype=dtype or form.compute_dtype)
     # Small matrices go through the products as one batch, if that changes no bit of them; others one by one.
     together = 1
-    if batch > 1 and min(m, n) < _ALONE_SIDE and _is_the_same_alone(batch, m, n, form, torch.get_num_threads()):
+    if batch > 1 and min(m, n) < _SINGLE_SIDE and _batch_keeps_bits(batch, m, n, form, torch.get_num_threads()):
         together = batch
     memory = _buffers(together, m, n, form.compute_dtype)
     for part, target in zip(x.split(together), result.split(together), strict=True):
@@ -88,14 +88,14 @@ def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None
 
 def iteration_bytes(form: Form, batch: int, m: int, n: int, direction: torch.dtype) -> int:
     """Return an upper bound of the bytes that `iterate_on_cpu` allocates, its result included, for input of a dtype."""
-    dtype, together = form.compute_dtype, batch if min(m, n) < _ALONE_SIDE else 1
+    dtype, together = form.compute_dtype, batch if min(m, n) < _SINGLE_SIDE else 1
     # Entries of the buffers: two (m, n) and `_NUM_SMALL` (side, side) for each matrix computed at once.
     memory = together * (2 * m * n + _NUM_SMALL * min(m, n) ** 2)
     if dtype == torch.bfloat16:
         # oneDNN copies matrices whose sides are no multiples of 8, and a little of others (seen with two threads).
         aligned = m % 8 == 0 == n % 8
         memory += 2**15 if aligned else 2**14 + 2 * (m + 63) * (n + 63) + (min(m, n) + 63) ** 2
-    # The most of either phase: computing the batch, or comparing it with single matrices (`_is_the_same_alone`).
+    # The most of either phase: computing the batch, or comparing it with single matrices (`_batch_keeps_bits`).
     lines = _LINE * (2 + _NUM_SMALL)
     running = lines + dtype.itemsize * memory + _scaling_bytes(direction, dtype, together, m, n)
     comparing = lines + dtype.itemsize * (memory + (batch + 1) * m * n) + _scaling_bytes(dtype, dtype, together, m, n)
@@ -110,7 +110,7 @@ def _scaling_bytes(direction: torch.dtype, dtype: torch.dtype, batch: int, m: in
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_the_same_alone(batch: int, m: int, n: int, form: Form, threads: int) -> bool:
+def _batch_keeps_bits(batch: int, m: int, n: int, form: Form, threads: int) -> bool:
     """Return whether a batch gives each matrix the same bits as a batch of one does, on this machine.
 
     Tried once per batch size, shape, form and number of threads, with random matrices.
@@ -120,10 +120,10 @@ def _is_the_same_alone(batch: int, m: int, n: int, form: Form, threads: int) -> 
     for number, matrix in enumerate(together):
         matrix.normal_(generator=generator.manual_seed(number))
     _iterate_in_buffers(together, form, 1.0, _buffers(batch, m, n, form.compute_dtype), together)
-    memory, alone = _buffers(1, m, n, form.compute_dtype), torch.empty_like(together[:1])
+    memory, single = _buffers(1, m, n, form.compute_dtype), torch.empty_like(together[:1])
     for number, expected in enumerate(together.split(1)):
-        _iterate_in_buffers(alone.normal_(generator=generator.manual_seed(number)), form, 1.0, memory, alone)
-        if not torch.equal(alone, expected):
+        _iterate_in_buffers(single.normal_(generator=generator.manual_seed(number)), form, 1.0, memory, single)
+        if not torch.equal(single, expected):
             return False
     return True
 
@@ -162,7 +162,7 @@ def _iterate_in_buffers(x: Tensor, form: Form, norm: float, memory: _Buffers, ou
     (current, other), (g, h, s, q, spare) = memory
     _normalize(x, norm, current)
     wide = x.shape[-2] <= x.shape[-1]
-    is_large = g.shape[-1] >= _ALONE_SIDE
+    is_large = g.shape[-1] >= _SINGLE_SIDE
     gram, add_symmetric = (_gram, _add_symmetric) if is_large else (torch.bmm, torch.baddbmm)
     for start, stop in form.segments:
         # Short side first: (side, long) times (long, side).

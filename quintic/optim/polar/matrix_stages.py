@@ -2,8 +2,8 @@
 
     matrices (b, m, n) -> stage by stage -> matrices (b, m, n), and factors (b, m or 1, n or 1) that multiply updates
 
-A stage with a kernel twin runs as the kernel where the bucket has kernels; the others run in plain PyTorch, which has
-copies of the state that they advance: what a mask leaves as it is gets its old value back.
+A stage with a kernel twin runs as that kernel if the bucket has kernels. The others run in plain PyTorch on copies of
+state; the copies are then stored, except for matrices whose mask is zero.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,8 @@ class MatrixState:
     batches: Mapping[str, Tensor]
     """State of the parameter's shape by name, (b, m, n), in its own dtype; advanced in place."""
     neurons: Sequence[Tensor] = ()
-    """Tensors (matrices, m, 1) or (matrices, 1, n) that are together those of the batch and share memory with state."""
+    """State with one entry per neuron: tensors (matrices, m, 1) or (matrices, 1, n) that together have all matrices of
+    the batch, and share memory with the state."""
     addresses: Tensor | None = None
     """The address of each matrix' neurons for kernels, (b,) int64; None where the bucket has none."""
 
@@ -44,7 +45,7 @@ def apply_stages(
 ) -> tuple[Tensor, Tensor]:
     """Return matrices (b, m, n) after some stages, in the dtype that they had, and factors times scales (b, 1, 1).
 
-    State is advanced in place; where `mask`, () or (b,) int32 on the device, is zero it stays. None for nowhere.
+    State is advanced in place, except where `mask`, () or (b,) int32 on the device, is zero; None advances all.
     """
     matrices, factors = given, scales
     for stage in stages:
@@ -60,7 +61,7 @@ def apply_stages(
 def _apply_plain(
     stage: MatrixStage, matrices: Tensor, state: MatrixState, options: StageOptions, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a stage on copies of its state, and store these where the mask does not say otherwise."""
+    """Run a stage on matrices (b, m, n) and copies of its state; store the copies where the mask is not zero."""
     before: dict[str, Tensor] = {}
     for spec in stage.state:
         before[spec.name] = torch.cat(list(state.neurons)) if spec.shape == "neurons" else state.batches[spec.name]

@@ -17,7 +17,7 @@ Phases, for x of shape (batch, m, n):
     cast        to the dtype asked for
 Invariant: the bits of a matrix depend on its values, shape, dtype and device, never on the batch that it is in.
 
-Parameters, learning rates and ranks are unknown here. Read next: `update.py`; the maths and the measured errors:
+Parameters, learning rates and ranks are unknown here. Read next: `rules/update.py`; the maths and the measured errors:
 docs/explanation/orthogonalization.md.
 
 Sources: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Polar Express, N. Amsel et al. 2025,
@@ -135,7 +135,7 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype:
     """
     if (x.is_cuda or kernels == "triton") and not (x.is_contiguous() or x.mT.is_contiguous()):
         x = x.contiguous()  # kernels take no gaps, and strides must not decide which kernels run
-    on_device = kernels != "torch" and choose_kernels(kernels, x) == "triton" and not x.requires_grad
+    uses_kernels = kernels != "torch" and choose_kernels(kernels, x) == "triton" and not x.requires_grad
     if x.numel() == 0:
         return torch.zeros(x.shape, dtype=dtype or form.compute_dtype, device=x.device)
     with ieee_matmul(x.device.type, form.compute_dtype):
@@ -144,9 +144,9 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype:
         matrices = x.reshape(-1, *x.shape[-2:])  # (batch, m, n)
         # The CPU's own way writes in place, which autograd cannot follow.
         has_graph = x.requires_grad and torch.is_grad_enabled()
-        if x.device.type == "cpu" and not on_device and not has_graph and iterates_on_cpu(form, *x.shape[-2:]):
+        if x.device.type == "cpu" and not uses_kernels and not has_graph and iterates_on_cpu(form, *x.shape[-2:]):
             return iterate_on_cpu(matrices, form, form.entry_norm, dtype).reshape(x.shape)
-        return _iterate_padded(matrices, form, on_device, dtype).reshape(x.shape)
+        return _iterate_padded(matrices, form, uses_kernels, dtype).reshape(x.shape)
 
 
 def apply_function(x: Tensor, function: Callable[[Tensor], Any], name: str) -> Tensor:
@@ -174,14 +174,15 @@ def apply_function(x: Tensor, function: Callable[[Tensor], Any], name: str) -> T
 
 
 def _normalized(
-    x: Tensor, norm: float, dtype: torch.dtype, *, on_device: bool = False, out: Tensor | None = None
+    x: Tensor, norm: float, dtype: torch.dtype, *, uses_kernels: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """Return each matrix of `x`, (..., m, n) and not empty, scaled to the Frobenius norm `norm`, however large it is.
 
     A zero matrix stays zero; a matrix with a NaN or an infinity becomes NaN. The arithmetic is float32, or float64
-    where `x` or the result is. `on_device` uses Triton's kernel if it supports `x`; `out` has the memory order of `x`.
+    where `x` or the result is. With `uses_kernels`, Triton's kernel runs if it supports `x`; `out` has the memory order
+    of `x`.
     """
-    if on_device:
+    if uses_kernels:
         from quintic.kernels.products.normalize import can_normalize, normalize_matrices
 
         if can_normalize(x, dtype):
@@ -197,18 +198,18 @@ def _normalized(
     return result.to(dtype) if out is None else out.copy_(result)
 
 
-def _iterate_padded(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) -> Tensor:
+def _iterate_padded(x: Tensor, form: Form, uses_kernels: bool, dtype: torch.dtype | None) -> Tensor:
     """Return `_iterate` of `x`, (batch, m, n), padded with zeros to sides of `padded_side` and then sliced back."""
     m, n = x.shape[-2:]
     rows, columns = (padded_side(side, form.compute_dtype, x.device) for side in (m, n))
     if (rows, columns) == (m, n):
-        return _iterate(x, form, on_device, dtype)
+        return _iterate(x, form, uses_kernels, dtype)
     # (batch, rows, columns): every product keeps the padding zero, so that the slice is the result for `x`.
     padded = torch.nn.functional.pad(x, (0, columns - n, 0, rows - m))
-    return _iterate(padded, form, on_device, dtype)[:, :m, :n].contiguous()
+    return _iterate(padded, form, uses_kernels, dtype)[:, :m, :n].contiguous()
 
 
-def _iterate(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) -> Tensor:
+def _iterate(x: Tensor, form: Form, uses_kernels: bool, dtype: torch.dtype | None) -> Tensor:
     """Normalise `x`, (batch, m, n), and return the form's polynomials of it, by the products of `program.py`."""
     norm = _ENTRY_NORM * form.entry_norm
     # A column-major x is computed as its transpose, so that products read and write contiguous rows. Only in 16 bits:
@@ -218,16 +219,16 @@ def _iterate(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) 
     x = x.mT if transposed else x.contiguous()
     program = products_of(tuple(form.segments), form.coefficients, _ENTRY_NORM)
     # The plan counts the memory of a tensor without any: all kernels of single products allocate as PyTorch does.
-    kernels = choose_products(x.shape, form.compute_dtype, x.device) if on_device and not x.is_meta else None
+    kernels = choose_products(x.shape, form.compute_dtype, x.device) if uses_kernels and not x.is_meta else None
     if kernels == "queue":
         # One launch for all products: (2, batch, m, n), the normalised x and room for the next.
         pair = x.new_empty((2, *x.shape), dtype=form.compute_dtype)
-        _normalized(x, norm, form.compute_dtype, on_device=True, out=pair[0])
+        _normalized(x, norm, form.compute_dtype, uses_kernels=True, out=pair[0])
         result = run_queue(program, pair, dtype)
     else:
         # Passed in a list, which `run_products` empties: the normalised matrices are freed after the first segment.
         result = run_products(
-            program, [_normalized(x, norm, form.compute_dtype, on_device=on_device)], multiplier(kernels), dtype
+            program, [_normalized(x, norm, form.compute_dtype, uses_kernels=uses_kernels)], multiplier(kernels), dtype
         )
     return result.mT if transposed else result
 

@@ -83,9 +83,9 @@ def _products(a: Tensor, b: Tensor, alpha: float, c: Tensor | None, beta: float)
     if batch <= 1 or (a.is_cuda and a.itemsize == 2 and a.shape[2] <= MAX_SUM):
         return _batched(a, b, alpha, c, beta)
 
-    # One matrix after the other, see the head of this module.
+    # One matrix after the other, as the module's docstring explains.
     def operands(i: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        return _alone(a, i), _alone(b, i), None if c is None else c[i : i + 1]
+        return _single(a, i), _single(b, i), None if c is None else c[i : i + 1]
 
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, c)):
         rows = (operands(i) for i in range(batch))
@@ -102,6 +102,7 @@ def _products(a: Tensor, b: Tensor, alpha: float, c: Tensor | None, beta: float)
 
 
 def _batched(a: Tensor, b: Tensor, alpha: float, c: Tensor | None, beta: float, out: Tensor | None = None) -> Tensor:
+    # a (batch, m, k), b (batch, k, n), c and out (batch, m, n)
     if c is None and alpha == 1:
         return torch.bmm(a, b, out=out)
     # `baddbmm` needs an addend for `alpha` to apply; with beta 0 it is ignored.
@@ -109,7 +110,7 @@ def _batched(a: Tensor, b: Tensor, alpha: float, c: Tensor | None, beta: float, 
     return torch.baddbmm(addend, a, b, beta=0.0 if c is None else beta, alpha=alpha, out=out)
 
 
-def _alone(a: Tensor, i: int) -> Tensor:
+def _single(a: Tensor, i: int) -> Tensor:
     """Return matrix `i` of a batch as a (1, m, n) batch, copied if its address is aligned less than a new tensor's."""
     matrix = a[i : i + 1]
     return matrix if _is_aligned(matrix) else matrix.clone()

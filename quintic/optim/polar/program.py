@@ -14,7 +14,7 @@ nearly equal: with transposes in between, the asymmetry would grow from product 
 Entries of x may be scaled up (see `_ENTRY_NORM`): g then carries the square of the scale, and the products that read it
 divide it out.
 
-kernels/dispatch.py decides which kernels multiply.
+kernels/products/choose_products.py decides which kernels multiply.
 """
 
 import functools
@@ -32,7 +32,7 @@ __all__ = ["Product", "Program", "multiplier", "products_of", "run_products", "r
 
 
 class Product(NamedTuple):
-    """out = alpha a b + beta c + diagonal I, rounded once; a, b, c are numbers of matrices.
+    """out = alpha a b + beta c + diagonal I, rounded once; a, b, c are indices of matrices.
 
     Matrix 0 is x; product k of the list makes matrix k + 1.
     """
@@ -52,7 +52,7 @@ class Program(NamedTuple):
 
     products: tuple[Product, ...]
     last_uses: tuple[int, ...]
-    """For each matrix the number of the product that reads it last; for the result the number of products."""
+    """For each matrix the index of the product that reads it last; for the result the number of products."""
     slots: tuple[int, ...]
     """For each matrix its buffer: 0 or 1 of the (m, n) ones, 0 to num_squares - 1 of the (side, side) ones."""
     num_squares: int
@@ -71,17 +71,17 @@ def products_of(segments: tuple[tuple[int, int], ...], coefficients: Coefficient
     x, scale = 0, norm
     for start, stop in segments:
         g = add(Product("gram", x, x, 1.0))
-        square = scale**2  # the factor that g is too large by
+        excess = scale**2  # the factor that g is too large by
         q: int | None = None
         for step in range(start, stop):
             a, b, c = coefficients[step]
-            p = add(Product("square", g, g, c / square**2, g, b / square, a))
+            p = add(Product("square", g, g, c / excess**2, g, b / excess, a))
             q = p if q is None else add(Product("square", q, p, 1.0))
             # The next step's g; the last step of a segment needs none.
             if step + 1 < stop:
-                half = add(Product("square", g, p, 1.0 / square))
+                half = add(Product("square", g, p, 1.0 / excess))
                 g = add(Product("square", p, half, 1.0))
-            square = 1.0
+            excess = 1.0
         assert q is not None
         x = add(Product("apply", q, x, 1.0 / scale))
         scale = 1.0

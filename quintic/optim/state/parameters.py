@@ -5,9 +5,9 @@ faster messages of its own (`plan/exchange.py`). Whole tensors are gathered one 
 share a parameter must call the functions that return whole tensors.
 
 A tensor of a parameter lies in one of three ways:
-    plain      on this rank only, or whole on every rank
-    pieces     each rank holds the box of a `Layout` (`DTensor`)
-    shards     each rank holds ranges of the parameter's memory, (entries,), one after the other (`shards.py`)
+    plain      whole, on this rank only or on every rank
+    pieces     each rank holds one box of a `Layout` (`DTensor`)
+    shards     each rank holds ranges of the parameter's memory, joined as (entries,) (`shards.py`)
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_uneven, group_ranks, start_broadcasts, this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import SHARDED_MODES, layouts_of
-from quintic.optim.groups.group import Group, found_parameter
+from quintic.optim.groups.group import Group, find_parameter
 from quintic.optim.groups.ties import check_shapes
 from quintic.optim.layout.layouts import Layout, intersection, local_tensor, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
@@ -66,7 +66,7 @@ class Parameter:
         """Return the ranks that hold the pieces of the same copy as this rank, in order."""
         if self.layout is None or self.layout.is_replicated:
             return (this_rank(),)
-        # Ranks of a layout with several copies, as under HSDP, are divided by the number of the copy.
+        # Ranks of a layout with several copies, as under HSDP, are divided by the index of the copy.
         copies = dict(zip(self.layout.ranks, self.layout.copies, strict=True))
         return tuple(rank for rank in self.ranks if copies[rank] == copies[this_rank()])
 
@@ -212,15 +212,15 @@ def whole_states(
     must call it; without any, nothing is communicated. Temporary memory: one parameter's state beside the result.
     """
     # Parameters whose state no single rank has whole.
-    apart = [one for one in all_parameters(groups, communicators) if _has_state_apart(one) and states.get(one.param)]
-    if not apart:
+    spread = [one for one in all_parameters(groups, communicators) if _has_spread_state(one) and states.get(one.param)]
+    if not spread:
         return {}
     # Connect the ranks of these parameters only; others need no messages.
-    layouts = {parameter.param: parameter.layout for parameter in apart}
+    layouts = {parameter.param: parameter.layout for parameter in spread}
     communicators.connect(groups, [[layouts.get(param) for param in group.params] for group in groups])
     wholes: dict[Tensor, dict[str, Tensor]] = {}
     # Process groups in one order on all ranks, since a rank in several of them runs collectives in each.
-    for one in sorted((parameter for parameter in apart if parameter.is_here), key=lambda one: one.ranks):
+    for one in sorted((parameter for parameter in spread if parameter.is_here), key=lambda one: one.ranks):
         state, neuron_key = states[one.param], one.group.rule.neuron_key
         # Not sharded: only second moments of matrices on some ranks differ between ranks.
         if one.sharded is None:
@@ -237,12 +237,12 @@ def whole_states(
     return wholes
 
 
-def _has_state_apart(one: Parameter) -> bool:
+def _has_spread_state(one: Parameter) -> bool:
     """Return whether ranks that share a parameter may have different state of it, from which whole state is made."""
     group, layout = one.group, one.layout
     if layout is None or group.comms in SHARDED_MODES:
         return layout is not None
-    # Second moments of matrices that lie whole on one rank of each copy.
+    # Second moments of a matrix that lies whole on one rank of each copy are right only there.
     return group.rule.neuron_state is not None and bool(_holders(layout, group.view))
 
 
@@ -259,7 +259,7 @@ def copy_state(
     # Check that the state fits, before anything is sent or changed.
     by_param = {parameter.param: parameter for parameter in all_parameters(groups, communicators)}
     # Both may be given as parameters or by name.
-    places = [found_parameter(groups, param, "copy_state was given") for param in (source, target)]
+    places = [find_parameter(groups, param, "copy_state was given") for param in (source, target)]
     origin, destination = (by_param[group.params[index]] for group, index in places)
     _check_copied(origin, destination, transposed=transposed)
     for one in (origin, destination):

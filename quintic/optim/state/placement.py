@@ -3,7 +3,7 @@
 State of a parameter's shape (momentum, moments, masters) lies as the parameter does, as a `DTensor` in its layout with
 its strides; or, with sharded state, it is one flat tensor, (entries,), of the shards that this rank owns. With
 `offload=True` it is in host memory, which is pinned for CUDA devices so that the host need not wait for copies;
-`offload.py` brings it to the device. Everything else is whole on every rank, on the parameter's device.
+`offload.py` brings it to the device. All other state is whole on every rank, on the parameter's device.
 """
 
 import math
@@ -29,7 +29,11 @@ StateForm: TypeAlias = tuple[torch.dtype, tuple[int, ...] | None]
 
 
 def state_forms(param: Tensor, group: Group) -> dict[str, StateForm]:
-    """Return the form of each state of a parameter of a validated group, by name; an error if its view does not fit."""
+    """Return {name: dtype and shape} for the state of a parameter of a validated group.
+
+    Raises:
+        ValueError: the group's view does not fit the parameter.
+    """
     # The rule's state, and a master for weights of low precision.
     specs = list(group.rule.state)
     if param.dtype.itemsize < 4 and group.master is not None:
@@ -72,7 +76,7 @@ def planned_state(param: Tensor, group: Group, own: Sequence[StateShard] | None 
 
 
 def matches_spec(state: Mapping[str, Any], param: Tensor, group: Group, own: Sequence[StateShard] | None) -> bool:
-    """Return whether a parameter's state has the names, dtypes, shapes and places of new state; `own` as above."""
+    """Return whether a parameter's state has the names, dtypes, shapes and devices of `init_state`."""
     forms = state_forms(param, group)
     if state.keys() & STATE_KEYS != forms.keys():
         return False
@@ -85,14 +89,14 @@ def matches_spec(state: Mapping[str, Any], param: Tensor, group: Group, own: Seq
         # Empty tensors are never pinned.
         if local.device != device or (pinned and local.numel() and not local.is_pinned()):
             return False
-        # State of its own shape, sharded state, and state that lies as the parameter does.
+        # Three cases: a shape of its own; sharded, so flat; laid out as the parameter is.
         if shape is not None:
             if is_dtensor(value) or tuple(value.shape) != shape or not value.is_contiguous():
                 return False
         elif own is not None:
             if is_dtensor(value) or tuple(value.shape) != (_numel(own),):
                 return False
-        elif not _lies_as(value, param):
+        elif not _has_layout_of(value, param):
             return False
     return True
 
@@ -139,7 +143,7 @@ def _numel(own: Sequence[StateShard]) -> int:
     return sum(shard.numel for shard in own)
 
 
-def _lies_as(value: Tensor, param: Tensor) -> bool:
+def _has_layout_of(value: Tensor, param: Tensor) -> bool:
     """Return whether a state has the layout of its parameter, and its strides unless these leave gaps."""
     if value.shape != param.shape or is_dtensor(value) != is_dtensor(param):
         return False

@@ -41,7 +41,7 @@ StateSharding: TypeAlias = tuple[tuple[int, ...], tuple[tuple[int, int, int], ..
 """The owner of every entry of a parameter: ranks, then (position of an owner, start, stop) for each range of memory,
 and the order of memory. Only to be compared, as flat state is valid only for the owners that it was made for."""
 
-# AdamW parameters with fewer entries per rank than this have one owner: smaller ranges are not worth a message.
+# An AdamW parameter with fewer entries per rank than this has one owner: smaller ranges are not worth a message.
 _LEAST_ENTRIES = 1024
 
 # Ranges begin at multiples of this many entries, so that kernels find them aligned.
@@ -52,7 +52,7 @@ _MULTIPLE = 64
 class StateShard(Piece):
     """A range [start, stop) of one parameter's entries, in the order of memory, which one rank owns and updates.
 
-    As a piece it is all of the tensors that the owner steps, see `view_as_shard`.
+    The owner steps it as a tensor of its own (`view_as_shard`), so that `box` stays ().
     """
 
     start: int
@@ -173,7 +173,7 @@ def _unit_owners(indices: Sequence[int], costs: Sequence[int], num_ranks: int) -
     A bank is a parameter with at least one unit for every rank, all of equal cost. Each rank should own consecutive
     units of it, which can be sent from the parameter's memory without packing.
     """
-    # The units of each parameter, by number, and the banks among the parameters.
+    # The units of each parameter, by index, and the banks among the parameters.
     of_params: dict[int, list[int]] = {}
     for number, index in enumerate(indices):
         of_params.setdefault(index, []).append(number)
@@ -182,18 +182,18 @@ def _unit_owners(indices: Sequence[int], costs: Sequence[int], num_ranks: int) -
         for numbers in of_params.values()
         if len(numbers) >= num_ranks and len({costs[number] for number in numbers}) == 1
     ]
-    # Consecutive units of all banks, or only of banks with equally many for each rank if that is better balanced.
+    # Consecutive units of all banks, or only of banks that divide evenly among the ranks if that balances better.
     even = [numbers for numbers in banks if len(numbers) % num_ranks == 0]
-    shardings = [_in_runs(banks, costs, num_ranks)]
+    shardings = [_consecutive_owners(banks, costs, num_ranks)]
     if len(even) < len(banks):
-        shardings.append(_in_runs(even, costs, num_ranks))
+        shardings.append(_consecutive_owners(even, costs, num_ranks))
     return min(shardings, key=lambda owners: max(loads_of(costs, owners, num_ranks)))  # the first one if equal
 
 
-def _in_runs(banks: Sequence[Sequence[int]], costs: Sequence[int], num_ranks: int) -> list[int]:
+def _consecutive_owners(banks: Sequence[Sequence[int]], costs: Sequence[int], num_ranks: int) -> list[int]:
     """Return the owner of each unit, such that every rank owns consecutive units of each bank.
 
-    `banks` are lists of numbers of units. All ranks get equally many units of a bank; what remains of it, and units of
+    `banks` are lists of indices of units. All ranks get equally many units of a bank; what remains of it, and units of
     other parameters, go to the ranks with the least work.
     """
     owners = [-1] * len(costs)
@@ -216,14 +216,14 @@ def _contiguous_units(view: View, param: Tensor) -> tuple[Unit, ...]:
     """Return the units of a tensor, or one unit of all its matrices if some units are not ranges of its memory."""
     shape = tuple(param.shape)
     units = view.units(shape)
-    if param.is_contiguous() and all(_is_run(unit, shape) for unit in units):
+    if param.is_contiguous() and all(_is_range_of_memory(unit, shape) for unit in units):
         return units
     # One unit, the whole tensor, with all its matrices.
     matrices = tuple((block, matrix) for block, (b, _, _) in enumerate(view.shapes(shape)) for matrix in range(b))
     return (Unit(tuple((0, size) for size in shape), view, matrices),)
 
 
-def _is_run(unit: Unit, shape: tuple[int, ...]) -> bool:
+def _is_range_of_memory(unit: Unit, shape: tuple[int, ...]) -> bool:
     start, stop = _range_of(unit, shape)
     return stop - start == numel_of(unit.box)
 
@@ -265,7 +265,8 @@ def shard_of_saved(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (view of a shard in this rank's flat state, the same entries of a saved whole tensor).
 
-    A ValueError, which begins with `what`, if the saved tensor has another shape than the parameter.
+    Raises:
+        ValueError: the saved tensor has another shape than the parameter; the message begins with `what`.
     """
     if source.shape != param.shape:
         raise ValueError(f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(param.shape)}")

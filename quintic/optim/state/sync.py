@@ -97,9 +97,9 @@ def _properties_of(param: Tensor, local: Tensor) -> tuple[Any, ...]:
 
 _Groups = Sequence[Group]
 _States = dict[Tensor, dict[str, Any]]
-# (number of a parameter's group, position of the parameter in the group).
+# (index of a parameter's group, position of the parameter in the group).
 _Place = tuple[int, int]
-# (number of a group, name) -> the shardings of the parameters with this name, since several may have one name.
+# (index of a group, name) -> the shardings of the parameters with this name, since several may have one name.
 _Shardings = dict[tuple[int, str], list[StateSharding | None]]
 
 
@@ -133,7 +133,7 @@ class StateSync:
         # Whether some state may be missing, or may not fit its parameter.
         self.is_stale = True
         # Whether a caller got the state dictionary, and may have put other tensors into it since.
-        self.is_given = False
+        self.may_be_edited = False
         # The parameters that state was made for, by tensor and by place; these keep references.
         self._entries: dict[Tensor, _Entry] = {}
         self._places: dict[_Place, Tensor] = {}
@@ -151,19 +151,22 @@ class StateSync:
     def is_current(self, groups: _Groups, states: _States) -> bool:
         """Return whether the state fits the parameters; `ParamFingerprint` has checked that they have not changed."""
         # Compare the state's tensors by identity with the ones that were made.
-        if self.is_given:
+        if self.may_be_edited:
             tensors = _tensors_of(groups, states)
             self.is_stale |= len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors))
-            self.is_given = False
+            self.may_be_edited = False
         return not self.is_stale
 
     # Tensors made in inference mode could not be changed outside of it.
     @torch.inference_mode(False)
     @torch.no_grad()
     def bring_up_to_date(self, groups: _Groups, states: _States) -> None:
-        """Make or adapt the state of every parameter in `states`; a ValueError if that is impossible.
+        """Make or adapt the state of every parameter in `states`.
 
         If state is moved, the host waits for the device. Temporary memory is at most one parameter's state.
+
+        Raises:
+            ValueError: existing state cannot be adapted; nothing was changed.
         """
         # The parameters now, and the existing state for each of them.
         places = _entries_of(groups)
@@ -182,15 +185,15 @@ class StateSync:
         # Find all values to move before changing any state, so that an error here changes nothing.
         values = {param: _values_to_move(entry, sources[param]) for param, entry in entries.items()}
         for param, entry in entries.items():
-            _make(entry, values[param], sources[param], states)
-        # Of parameters that are in no group, drop state at its defaults. Used state stays, as in PyTorch, since the
-        # parameter may come back. Keys that are not tensors are the user's.
+            _set_state(entry, values[param], sources[param], states)
+        # Drop default state of parameters that are in no group. Used state stays, as in PyTorch, since the parameter
+        # may come back. Keys that are not tensors are the user's.
         for param in states.keys() - entries.keys():
             if isinstance(param, Tensor) and _is_default_state(states[param], param.dtype):
                 del states[param]
         self._entries, self._places = entries, {place: entry.param for place, entry in places.items()}
         self._shardings, self._tensors = {**self._used, **shardings}, _tensors_of(groups, states)
-        self.is_stale = self.is_given = False
+        self.is_stale = self.may_be_edited = False
 
     def drop_unused(self, states: _States) -> None:
         """Drop state at its defaults, which is made again when it is needed.
@@ -245,8 +248,10 @@ def _tensors_of(groups: _Groups, states: _States) -> list[object]:
 def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] | None:
     """Return the values that move to a parameter's new state, by name; None if it keeps the state of its source.
 
-    Values are this rank's pieces, or whole tensors if the new state is sharded and the old one was not. A ValueError
-    that names the parameter if they cannot move.
+    Values are this rank's pieces, or whole tensors if the new state is sharded and the old one was not.
+
+    Raises:
+        ValueError: the values cannot move; the message names the parameter.
     """
     # A frozen parameter gets no state.
     if entry.is_idle and not _has_state(source):
@@ -283,14 +288,14 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
                 f"{what} has shape {tuple(value.shape)}, and the parameter that replaced it needs {shape}: state that "
                 f"steps have used does not fit a parameter of another shape; make a new optimizer for it"
             )
-        # State becomes this rank's piece of it, or stays whole for `_make`, which takes the shards from it.
+        # State becomes this rank's piece of it, or stays whole for `_set_state`, which takes the shards from it.
         piece = piece_of(what, param, value) if key in PARAM_SHAPED_STATE and entry.local is None else value
         if piece is not None:
             moved[key] = piece
     return moved
 
 
-def _make(entry: _Entry, values: dict[str, Tensor] | None, source: _Source | None, states: _States) -> None:
+def _set_state(entry: _Entry, values: dict[str, Tensor] | None, source: _Source | None, states: _States) -> None:
     """Give a parameter its state: the source's if `values` is None, otherwise new state with these values."""
     # Nothing to do: no state, or its own state that fits.
     if values is None and (source is None or source.was.param is entry.param):
@@ -342,10 +347,10 @@ def _sharding_changed(name: str) -> ValueError:
 
 def _is_default_state(state: Mapping[str, Any], dtype: torch.dtype) -> bool:
     """Return whether all state is at its initial value: zeros, and a master equal to its weight of `dtype`."""
-    return all(_is_new(key, local_tensor(as_tensor(state[key])), dtype) for key in state.keys() & STATE_KEYS)
+    return all(_is_default_value(key, local_tensor(as_tensor(state[key])), dtype) for key in state.keys() & STATE_KEYS)
 
 
-def _is_new(key: str, value: Tensor, dtype: torch.dtype) -> bool:
+def _is_default_value(key: str, value: Tensor, dtype: torch.dtype) -> bool:
     if value.is_meta or not value.numel():
         return True
     # A float32 master is new if the dtype of the weights can hold all of its bits.
@@ -353,5 +358,5 @@ def _is_new(key: str, value: Tensor, dtype: torch.dtype) -> bool:
         return dtype.itemsize >= 4 or bool((value.to(dtype) == value).all())
     if value.dtype == torch.uint16:
         value = value.view(torch.int16)
-    # Other state is new if it is zero. The first row is tested alone first: used state often differs there already.
+    # Other state is new if it is zero. The first row is tested first, since used state is rarely zero there.
     return not (value.ndim and bool(value[:1].any())) and not bool(value.any())

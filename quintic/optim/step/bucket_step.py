@@ -95,13 +95,13 @@ class StepContext:
     is_profiled: bool = False
     # Whether gradients that are not finite stop this step of all groups, even with `on_nonfinite="propagate"`.
     skips_nonfinite: bool = False
-    # Number of a bucket -> number of a kind of matrix in its units -> telemetry of the last sampled step.
+    # Index of a bucket -> index of a kind of matrix in its units -> telemetry of the last sampled step.
     measured: dict[int, dict[int, Measured]] = field(default_factory=dict)
-    # (number of a group, device) -> its learning rate, momentum and so on in the memory of the device.
+    # (index of a group, device) -> its learning rate, momentum and so on in the memory of the device.
     hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters] = field(default_factory=dict)
 
     def hyperparameters_of(self, number: int, device: torch.device) -> DeviceHyperparameters:
-        """Return the current hyperparameters of the group with this number, as tensors on a device."""
+        """Return the current hyperparameters of the group with this index, as tensors on a device."""
         on_device = self.hyperparameters.get((number, device))
         if on_device is None:
             on_device = self.hyperparameters[number, device] = DeviceHyperparameters(device)
@@ -230,7 +230,7 @@ class BucketStep:
                     else:
                         self._step_adamw_pieces(self._offload, active, own_mask)
             if isinstance(transport, Shard) and mask is not None:
-                transport.count_elsewhere(group, context.state, mask)
+                transport.count_unowned_steps(group, context.state, mask)
         elif active.params or isinstance(transport, Gather):
             # momentum. A rank without pieces has no backend but sends and receives messages, since it may own units.
             backend: UpdateBackend | None = None
@@ -434,7 +434,7 @@ class BucketStep:
             members: the matrices, in order.
             batches: by name state (b, m, n) of the parameter's shape.
             moments: second moments of the batch, each (matrices, m, 1) or (matrices, 1, n); None if the rule has none.
-            kind: the number of the matrices' kind in a unit.
+            kind: the index of the matrices' kind in a unit.
         """
         if moments is None:
             return MatrixState(batches)
@@ -539,7 +539,7 @@ class BucketStep:
             scales: (b, 1, 1), the factor from `adjust_lr` times the matrix' entry in `lr_multipliers`.
             state: the state of these matrices, which is advanced in place.
             mask: () or (b,) int32 on the device; where it is zero, state keeps its bits. None for nowhere.
-            kind: the number of the matrices' kind in a unit.
+            kind: the index of the matrices' kind in a unit.
         """
         rule, group, bucket = self._rule, self.group, self.bucket
         prepared = directions

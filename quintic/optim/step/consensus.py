@@ -4,7 +4,7 @@
                 which ranks they are connected with; a difference is an error on all connected ranks
     each step   ranks that share parameters count, in one all-reduce, how many of them have a gradient of each
 
-The count stays on the device: the host of a step waits for nothing here, but for errors about Partial gradients.
+The count stays on the device. The host waits for it only to raise errors about Partial gradients.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,7 +80,7 @@ class RankConsensus:
         self._places: dict[Place, tuple[tuple[int, ...], int]] = {}
         """Shared parameter -> (sharing ranks, index in their count vector)."""
         self._selections: dict[int, tuple[object, int, _Selected]] = {}
-        """Number of a bucket -> (its pieces, the number of flags, where their counts are), as of the last step."""
+        """Index of a bucket -> (its pieces, the number of flags, where their counts are), as of the last step."""
 
     def validate_plans(self) -> None:
         """Compare plans before the first step. All ranks that share parameters must call it.
@@ -103,7 +103,7 @@ class RankConsensus:
         infos = gather_rank_info(local_rank_info(self._groups, self._layouts, problem), self._communicators)
         for rank, info in sorted(infos.items()):
             if info.problem is not None:
-                # Connected ranks raise, too, even if they do not share these parameters: they would wait for ever.
+                # Connected ranks raise, too, even if they do not share these parameters: they would wait forever.
                 raise RuntimeError(problem or f"on rank {rank}: {info.problem}")
         # The ranks that orthogonalise together, which may be some of the ranks that share the parameters.
         self._communicators.connect(self._groups, self._gathered)
@@ -113,7 +113,7 @@ class RankConsensus:
         self.is_single_rank = not self._presence and self.connected.is_single_rank
 
     def _compare(self, ranks: tuple[int, ...], shared: Sequence[tuple[Place, str]]) -> str | None:
-        """Compare the parameters that some ranks share, and get ready to count their gradients; return a difference.
+        """Compare the parameters that some ranks share, and prepare to count their gradients; return any error message.
 
         Args:
             ranks: all of them must call it.
@@ -131,7 +131,7 @@ class RankConsensus:
             differs = self.partial.exchange(watched, process_group)
         if differs is not None:
             return differs
-        # One rank's gradient is enough where the optimizer averages: zeros stand for the others.
+        # Where the optimizer averages, one rank's gradient is enough: the missing ones count as zeros.
         needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for group, _ in places]
         self._partial_params += [
             (param, group) for param, (group, _) in zip(params, places, strict=True) if param in watched
@@ -143,9 +143,9 @@ class RankConsensus:
         return None
 
     def check_partial(self, steps_waited: Sequence[int]) -> None:
-        """Check before a step sends anything that no gradient is Partial that ranks do not know as such.
+        """Check, before a step sends anything, that ranks know every Partial gradient.
 
-        Before the first step any gradient may be Partial: ranks exchange which ones are.
+        Before the first step any gradient may be Partial: ranks then exchange which ones are.
 
         Raises:
             RuntimeError: as `PartialGradients.check`.
@@ -208,7 +208,7 @@ class RankConsensus:
         A box has one flag, and so has each matrix of a piece that has whole matrices.
 
         Args:
-            number: the number of the bucket.
+            number: the index of the bucket.
             bucket: whose pieces they are.
             pieces: the pieces that have flags, in order.
         """
@@ -275,7 +275,7 @@ class _GradientPresence:
         self.last_mask = torch.empty(0)
         """(parameters,) int32: 1 for those with the required gradients, once the count is no longer pending."""
         self.pending: Pending | None = None
-        # Of a Partial gradient one addend is enough, unless it has copies.
+        # A Partial gradient needs only one rank's addend, unless addends have copies.
         needed = [
             1 if partial.may_lack_addends(param) else number for param, number in zip(params, needed, strict=True)
         ]

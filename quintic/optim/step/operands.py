@@ -36,7 +36,7 @@ State = Mapping[Tensor, Mapping[str, Tensor]]
 class Operands(NamedTuple):
     """The members of a bucket that have a gradient, with their tensors: equally long lists, one entry for each member.
 
-    All of a bucket's parameters have the same kinds of state, and so all of them have a master, or none has.
+    All members have the same kinds of state, so either all of them have a master or none has.
     `num_matrices` counts the matrices of all members.
     """
 
@@ -89,7 +89,7 @@ class BucketCache:
         self.runs: list[tuple[MatrixLayout, int]] | None = None
         """Each layout of the members' matrices, with the number of consecutive matrices that have it."""
         self._neuron_tables: dict[int, AddressTable] = {}
-        """Number of a kind of matrix -> the addresses of its second moments."""
+        """Index of a kind of matrix -> the addresses of its second moments."""
 
     def invalidate_views(self) -> None:
         """Forget where weights and state are, because their memory may have changed."""
@@ -240,7 +240,7 @@ class BucketCache:
             neuron_key: the name of this state, for errors.
             moments: for each member or unit (matrices, m, 1) or (matrices, 1, n), all of one kind.
             names: the parameter of each, for errors.
-            kind: the number of this kind in a unit.
+            kind: the index of this kind in a unit.
 
         Raises:
             ValueError: a kernel would misread a moment: wrong device or dtype, or memory with gaps.

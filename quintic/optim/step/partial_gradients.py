@@ -1,14 +1,14 @@
 """Gradients that are sums still to be made over ranks (`Partial`), as tensor parallelism leaves some.
 
-To sum them is a collective of all ranks of the parameter's mesh: a rank without a gradient must join with zeros, and so
+Summing them is a collective of all ranks of the parameter's mesh: a rank without a gradient must join with zeros, so it
 has to know that other ranks have a Partial gradient.
 
     first step    ranks tell each other which gradients are Partial (`exchange`), along with the plans that they compare
     each step     all ranks of the mesh sum the gradients that are known to be Partial, whether they have one or not
 
 Nothing is sent, and no rank waits, if no gradient is Partial. A gradient that is Partial for the first time in a later
-step is an error on the ranks that have it, before they send anything: to ask the other ranks would make every step
-wait. A gradient that was Partial and no longer is on this rank may have been summed by the user, then on all ranks.
+step is an error on the ranks that have it, before they send anything: asking the other ranks would make every step
+wait. If a gradient is no longer Partial on this rank, the user may have summed it, which must then hold for all ranks.
 This rank joins the sum with zeros, so that no rank waits for it, and reports it with the counts of gradients
 (`consensus.py`), which make a mixture of both an error.
 """
@@ -63,7 +63,7 @@ def zero_addend(param: Any, partial: PartialSpec) -> "DTensor":
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = param.device_mesh
-    # An addend has the shape that a replica has: Partial says how values combine, and cuts nothing.
+    # An addend has the shape of a replica: Partial says how values combine, and divides no dimension.
     pieces = [Replicate() if placement.is_partial() else placement for placement in partial.placements]
     shape = size_of(mesh_layout(param.shape, mesh.mesh, pieces).box_of(this_rank()))
     # run_check=False: the metadata are right, and comparing them would be a collective.
@@ -136,7 +136,7 @@ class PartialGradients:
             sums = [partial for partial in specs if partial is not None]
             if not sums:
                 continue
-            # Different placements would be different collectives, which wait for each other for ever.
+            # Different placements would be different collectives, which wait for each other forever.
             if len(sums) > 1:
                 return self._disagreement(param, "on one rank it is", sums[0], "on another one", sums[1])
             if None in specs:

@@ -1,7 +1,7 @@
-"""Named ranges in PyTorch's profiler for the stages of a step: `quintic.step/bucket 3 muon 12x768x768/orthogonalize`.
+"""Named ranges in PyTorch's profiler for the phases of a step: `quintic.step/bucket 3 muon 12x768x768/orthogonalize`.
 
 They are made only while a profiler runs (`torch.profiler`, or `torch.autograd.profiler.emit_nvtx` for Nsight).
-Otherwise a stage enters a context that does nothing.
+Otherwise a phase enters a context that does nothing.
 """
 
 from collections import defaultdict
@@ -16,9 +16,9 @@ from quintic.optim.plan.bucket import Bucket, Sharded
 __all__ = ["NO_RANGES", "Ranges", "is_profiled", "range_of", "ranges_of"]
 
 Ranges = Mapping[str, AbstractContextManager[object]]
-"""For each stage the context in which it runs."""
+"""For each phase the context in which it runs."""
 
-# A lookup is cheaper than a call, and every stage of every step makes one.
+# A lookup is cheaper than a call, and every phase of every step makes one.
 NO_RANGES: Ranges = defaultdict(nullcontext[None])
 
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
@@ -32,13 +32,13 @@ class _BucketRanges(dict[str, AbstractContextManager[object]]):
         self._label = label
 
     # A new range at each entry: `record_function` contexts are used once, and so are never stored.
-    def __missing__(self, stage: str) -> AbstractContextManager[object]:
-        return record_function(f"{_PREFIX}/{self._label}/{stage}")
+    def __missing__(self, phase: str) -> AbstractContextManager[object]:
+        return record_function(f"{_PREFIX}/{self._label}/{phase}")
 
 
-def range_of(stage: str) -> AbstractContextManager[object]:
-    """Return the context of a stage that belongs to no bucket."""
-    return record_function(f"{_PREFIX}/{stage}") if is_profiled() else nullcontext()
+def range_of(phase: str) -> AbstractContextManager[object]:
+    """Return the context of a phase that belongs to no bucket."""
+    return record_function(f"{_PREFIX}/{phase}") if is_profiled() else nullcontext()
 
 
 def ranges_of(number: int, bucket: Bucket) -> Ranges:

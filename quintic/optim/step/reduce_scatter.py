@@ -30,7 +30,7 @@ _MOST_TOGETHER = 2**25
 # In a packed message each rank's entries begin at a multiple of this number: an alignment that suits every kernel.
 _MULTIPLE = 64
 
-# (Number of the tensor, start, stop): a range of its entries in the order of memory.
+# (Index of the tensor, start, stop): a range of its entries in the order of memory.
 Entries = tuple[int, int, int]
 
 
@@ -163,7 +163,7 @@ def evenly_owned(
     *,
     limit: int | None,
 ) -> Iterator[tuple[ReduceScatter, list[int]]]:
-    """Yield messages, each with the numbers of its tensors; every rank owns equally many entries of a message.
+    """Yield messages, each with the indices of its tensors; every rank owns equally many entries of a message.
 
     Args:
         numels: the number of entries of each tensor.

@@ -1,6 +1,6 @@
 """Averages of gradients over ranks: made in the step, or ahead of it by clipping, which needs their norm.
 
-Who owns which entry. Every entry of a gradient has one owner, who averages it (`reduce_scatter.py`):
+Which rank owns an entry. Every entry of a gradient has one owner, which averages it (`reduce_scatter.py`):
 
     comms         owner of an entry                              the average comes to
     replicated    all ranks in turn, each equally many entries   all ranks, in `p.grad`
@@ -13,15 +13,15 @@ of missing gradients.
     sharded       with each bucket: its first message has the gradients, its second the weights (`transports.Shard`)
     clipping      the same messages of gradients for the groups that it clips (`precompute`); the step then sends none
 
-When an average is valid that was made ahead of the step. It belongs to its gradients, and the step that uses it forgets
-it. All such averages are dropped at once, so that all ranks decide alike:
+How long an average made ahead of the step stays valid. It belongs to its gradients, and the step that uses it forgets
+it. All such averages are dropped at once, so that all ranks decide alike, if
 
     `p.grad` of any of them is another tensor, or was changed in place, which PyTorch counts (`valid`)
     all ranks reset the gradients of one of these groups (`invalidate`), which a rank without any would not see
     all ranks change `comms` of one of these groups (`use_plan`)
 
-Clipping scales gradients and averages alike, and says so (`accept_gradients`). A new plan keeps them: one rank may make
-one while others do not.
+Clipping scales gradients and averages by the same factor, and then calls `accept_gradients`. A new plan keeps averages,
+since one rank may make a new plan while others do not.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ from quintic.optim.comms.sharing import AVERAGING, ranks_of
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, gradient_dtype, writable_gradient
 from quintic.optim.plan.schedule import overlapping_bytes, prefetch_one_schedule
-from quintic.optim.plan.workspace.buckets import averaged_entries, averaging_stages
+from quintic.optim.plan.workspace.buckets import averaged_entries, averaging_phase_bytes
 from quintic.optim.step.bucket_step import run_overlapping
 from quintic.optim.step.operands import dense_gradient
 from quintic.optim.step.ranges import range_of
@@ -59,12 +59,12 @@ _Versions: TypeAlias = list[tuple[Tensor | None, int]]
 
 
 class Reduction:
-    """Averages the gradients of all groups that average; keeps averages made ahead of a step, over any plans."""
+    """Averages gradients over ranks, and keeps averages made ahead of a step, also when the plan changes."""
 
     def __init__(self, communicators: Communicators) -> None:
         self._communicators = communicators
         self.cached: dict[int, tuple[Averages, _Versions]] = {}
-        """Number of a group -> its averages for the next step, valid or not, and the gradients that they belong to."""
+        """Index of a group -> its averages for the next step, valid or not, and the gradients that they belong to."""
         self.ranks: dict[int, tuple[int, ...]] = {}
         """The ranks of each group whose gradients differ among ranks."""
         self.whole: list[int] = []
@@ -127,7 +127,7 @@ class Reduction:
     # ------------------------------------------------------------------------------- averages made ahead of the step
 
     def precompute(self, numbers: Iterable[int]) -> dict[int, Averages]:
-        """Return averages of some groups' gradients, by group number; the next step uses them and makes none.
+        """Return averages of some groups' gradients, by group index; the next step uses them and makes none.
 
         All ranks that share parameters must call it, after they have compared their plans. A second call makes averages
         anew only if gradients have changed. Groups whose gradients need no average have none.
@@ -246,16 +246,16 @@ class Reduction:
             owners = len(ranks), ranks.index(this_rank())
             evenly = evenly_owned(each, *owners, dtype, device, kernels, limit=limit)
             messages = [(one, [chosen[place] for place in places]) for one, places in evenly]
-            stages = [
+            memory = [
                 # The mean of a tensor that is not packed is written to the tensor itself.
-                averaging_stages(
+                averaging_phase_bytes(
                     one.counts, one.most, dtype, kernels, is_direct=one.is_direct, is_in_place=one.is_direct
                 )
                 for one, _ in messages
             ]
             result.append(messages)
             # Messages of one list overlap, lists come one after the other.
-            peak = overlapping_bytes(stages, prefetch_one_schedule(len(stages)), 0)
+            peak = overlapping_bytes(memory, prefetch_one_schedule(len(memory)), 0)
             self.workspace_bytes = max(self.workspace_bytes, peak)
         return result
 

@@ -112,18 +112,18 @@ class Runner:
             self.plan = self.context.offload.plan
         self._steps = [self._new_step(number, bucket) for number, bucket in enumerate(self.plan)]
         shards = [step.transport for step in self._steps if isinstance(step.transport, Shard)]
-        # Parameters that are copies of others.
+        # Tied copies of parameters.
         self.ties = ties_of(groups)
         # Copies whose original is stepped by more than one bucket: they are written after all buckets.
-        self.written: list[Tie] = []
+        self.late_ties: list[Tie] = []
         # Any other copy is written by the only bucket with its original, while other buckets are still under way.
         for tie in self.ties:
             of_head = [s for s in self._steps if s.bucket.group == tie.head_group and tie.head_name in s.bucket.names]
-            (of_head[0].copies if len(of_head) == 1 else self.written).append(tie)
+            (of_head[0].copies if len(of_head) == 1 else self.late_ties).append(tie)
         self._reduction = reduction
         reduction.use_plan(groups, layouts, shards)
         self.plan = replace(self.plan, averaging_bytes=reduction.workspace_bytes)
-        # Numbers of the buckets with messages in a step -> the plan's schedule without all other buckets.
+        # Indices of the buckets with messages in a step -> the plan's schedule without all other buckets.
         self._schedules: dict[tuple[int, ...], Schedule] = {}
         log_plan(self.plan, groups, this_rank())
 
@@ -199,7 +199,7 @@ class Runner:
             apply_mask = self._nonfinite_mask(steps, policies)
             # buckets. All foreseeable errors have been raised; weights change from here on.
             self._run(steps, apply_mask)
-            for tie in self.written:
+            for tie in self.late_ties:
                 if steps_waited[tie.head_group] == 0:
                     tie.write()
         finally:
@@ -232,7 +232,7 @@ class Runner:
         schedule = self._schedules[numbers]
         if self.context.offload is not None:
             operands = {step.number: step.active for step in steps}
-            self.context.offload.begin(_order_of_stages(local, with_comm, schedule), operands)
+            self.context.offload.begin(_order_of_phases(local, with_comm, schedule), operands)
         run_overlapping(generators, schedule, local_generators)
 
     def _new_step(self, number: int, bucket: Bucket) -> BucketStep:
@@ -299,14 +299,14 @@ class Runner:
         return flags[0]
 
 
-def _order_of_stages(
+def _order_of_phases(
     local: Sequence[BucketStep], with_comm: Sequence[BucketStep], schedule: Schedule
 ) -> Iterator[tuple[int, int | None]]:
-    """Yield (number of a bucket, stage that it enters) as a step runs them, by which offload loads state ahead."""
+    """Yield (index of a bucket, phase that it enters) in the order of a step, by which offload loads state ahead."""
     # A bucket with messages appears three times in the schedule: started, computed, finished.
-    stages = [iter(range(3)) for _ in with_comm]
+    phases = [iter(range(3)) for _ in with_comm]
     for number in schedule:
         if number is None:
             yield from ((step.number, None) for step in local)
         else:
-            yield with_comm[number].number, next(stages[number])
+            yield with_comm[number].number, next(phases[number])

@@ -27,7 +27,7 @@ from quintic.optim.comms.collectives import (
     start_all_to_all,
 )
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.groups.group import Group, found_parameter
+from quintic.optim.groups.group import Group, find_parameter
 from quintic.optim.plan.bucket import Bucket, Sharded
 from quintic.optim.plan.row_sharding import RowSharding, mean_of_rows, places_of, rows_to_send, touched_rows
 from quintic.optim.rules.device import HostCopy, is_capturing, upload
@@ -56,12 +56,12 @@ class Table:
         """Whether all rows of the step have been announced."""
         self.is_sent = False
         """Whether the marks of this step are on their way."""
-        # This rank's. They are kept until the step is over: a message, or the stream that copies counts to the host,
-        # may still read them.
+        # The marks and counts of this rank. They are kept until the step is over: a message, or the stream that copies
+        # counts to the host, may still read them.
         self._touched_mask = self._counts = torch.empty(0)
         self._is_announced = False
         self._pinned: tuple[Tensor | None] | None = None
-        # All ranks'.
+        # The marks and counts of all ranks.
         self._pending_mask: Pending | None = None
         self._read_counts: Callable[[], list[list[int]]] | None = None
         self._stream: Any = None
@@ -276,7 +276,7 @@ class AnnouncedRows:
             may_send: whether ranks have compared their plans: else marks are sent with the step.
         """
         self.check(wait=False)
-        target = _parameter_meant(groups, param)
+        target = _sparse_parameter(groups, param)
         if not isinstance(rows, Tensor) or rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
             what = f"a {type(rows).__name__}" if not isinstance(rows, Tensor) else f"of dtype {rows.dtype}"
             raise TypeError(f"rows announced are {what}: they must be a tensor of integers, the numbers of rows")
@@ -285,7 +285,7 @@ class AnnouncedRows:
         if table is None:
             return
         _check_no_capture(table)
-        table.announce(_numbers(rows, table), is_complete=not more and steps_waited[table.group] == 0)
+        table.announce(_row_indices(rows, table), is_complete=not more and steps_waited[table.group] == 0)
         if may_send:
             self._send_complete(steps_waited)
 
@@ -338,8 +338,12 @@ class AnnouncedRows:
             table.send(self._communicators.sparse_group(table.ranks))
 
 
-def _numbers(rows: Tensor, table: Table) -> Tensor:
-    """Return the numbers of rows as (n,) int64 on the table's device; an IndexError if one is out of range."""
+def _row_indices(rows: Tensor, table: Table) -> Tensor:
+    """Return row indices as (n,) int64 on the table's device.
+
+    Raises:
+        IndexError: an index on the CPU is out of range.
+    """
     rows = rows.reshape(-1).long()
     # Rows on the device are not checked, which would wait for it.
     if rows.device.type != "cpu":
@@ -353,9 +357,13 @@ def _numbers(rows: Tensor, table: Table) -> Tensor:
     return upload(rows, table.param.device)
 
 
-def _parameter_meant(groups: Sequence[Group], param: Tensor | str) -> Tensor:
-    """Return a parameter, given it or its name; a ValueError if it is unknown, or its group has another `comms`."""
-    group, index = found_parameter(groups, param, "rows were announced for")
+def _sparse_parameter(groups: Sequence[Group], param: Tensor | str) -> Tensor:
+    """Return a parameter, given it or its name.
+
+    Raises:
+        ValueError: it is unknown, or its group has another `comms`.
+    """
+    group, index = find_parameter(groups, param, "rows were announced for")
     if group.comms != "sharded_sparse":
         raise ValueError(
             f"{group.param_names[index]}: rows are announced for comms='sharded_sparse', its group has "

@@ -1,7 +1,10 @@
-"""The passes before and after an orthogonalisation: what they are, and how plain PyTorch makes them; AdamW's step, too.
+"""The element-wise passes of a bucket in plain PyTorch: momentum before the polar step, weights after it, and AdamW.
 
-`triton_backend.py` makes them with kernels. Either hands over the same things: directions (b, m, n), updates (b, m, n)
-and factors (b, m or 1, n or 1).
+    directions   gradients, momentum -> directions (b, m, n)
+    apply        updates (b, m, n), factors (b, m or 1, n or 1) -> weights and masters
+    step_adamw   the whole update of AdamW
+
+`triton_backend.py` has the same passes as kernels.
 """
 
 from collections.abc import Sequence
@@ -38,7 +41,7 @@ class UpdateBackend(Protocol):
     def apply(self, update: Tensor, factors: Tensor) -> None:
         """Step the weights against updates (b, m, n), times factors and the learning rate.
 
-        Factors are (b, m or 1, n or 1); with `scale_decay` twice as many, the others of decay.
+        Factors are (b, m or 1, n or 1); with `scale_decay` (2b, ...), first those of updates, then those of decay.
         """
         ...
 
@@ -46,7 +49,8 @@ class UpdateBackend(Protocol):
 class TorchBackend:
     """The passes over at least one member of a bucket, see `UpdateBackend`, in plain PyTorch.
 
-    Members that are not `present` keep weights and state, and have zeros for a direction; None if all are.
+    `present` has a flag for each member: where it is false, weights and state stay, and directions are zeros. None
+    steps all members.
     """
 
     def __init__(
@@ -181,7 +185,7 @@ def masters_of(active: Operands) -> list[Tensor] | None:
 
 
 def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
-    """Step a bucket of AdamW parameters in plain PyTorch, with its fused kernel where that does what is asked."""
+    """Step a bucket of AdamW parameters in PyTorch, by its fused kernel if that has the options asked for."""
     if not active.params:
         return
     masters = masters_of(active)
@@ -191,7 +195,7 @@ def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
     has_gaps = not (active.params[0].is_contiguous() or is_dense(active.params[0]))
     plain = not group.cautious and group.decay_coupling == "lr" and not has_gaps
     firsts = [*map(itemgetter(EXP_AVG), active.states)]
-    # Nor for bfloat16 moments of bfloat16 weights, whose last bits the kernel rounds by where an entry lies.
+    # It would also round bfloat16 moments of bfloat16 weights differently by where an entry lies in memory.
     dtypes = {*map(_DTYPE, (*active.params, *active.gradients, *firsts))}
     if plain and masters is None and len(dtypes) == 1 and firsts[0].itemsize >= 4:
         torch_adamw(

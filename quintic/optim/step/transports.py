@@ -208,7 +208,7 @@ class Shard:
         # This rank's pieces without gradients, and for each gradient its shape, its strides, and its start in the mean.
         self._owned: tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]] | None = None
         # Counts of steps of parameters whose moments are on other ranks, and the flags of these parameters in a mask.
-        self._elsewhere: tuple[list[Tensor], Tensor] | None = None
+        self._unowned: tuple[list[Tensor], Tensor] | None = None
 
     @cached_property
     def process_group(self) -> ProcessGroup:
@@ -292,13 +292,13 @@ class Shard:
         first = mean.storage_offset()
         return operands._replace(gradients=[mean.as_strided(shape, stride, first + at) for shape, stride, at in spans])
 
-    def count_elsewhere(self, group: Group, state: State, mask: Tensor) -> None:
+    def count_unowned_steps(self, group: Group, state: State, mask: Tensor) -> None:
         """Count a step for AdamW parameters whose moments are only on other ranks.
 
         This rank updates none of their entries, but all ranks must save the same counts. `mask`, (pieces of all ranks,)
         int32, is 1 for pieces that are stepped and 0 for the others.
         """
-        if self._elsewhere is None:
+        if self._unowned is None:
             bucket, params = self.bucket, group.params
             # A parameter may have pieces in several buckets, but must be counted once: with the piece at its start.
             rows = [
@@ -307,8 +307,8 @@ class Shard:
             # Parameters with moments here are counted by the update itself.
             others = [(number, values[STEP]) for number, values in rows if not values[EXP_AVG].numel()]
             numbers = upload(host_tensor([number for number, _ in others], torch.int64), bucket.device)
-            self._elsewhere = [step for _, step in others], numbers
-        steps, numbers = self._elsewhere
+            self._unowned = [step for _, step in others], numbers
+        steps, numbers = self._unowned
         if steps:
             torch._foreach_add_(steps, list(mask[numbers].to(steps[0].dtype).unbind()))
 

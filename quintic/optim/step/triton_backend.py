@@ -32,7 +32,7 @@ _LR, _WEIGHT_DECAY, _MOMENTUM, _BETA1, _BETA2, _EPS = range(len(HYPERPARAMETERS)
 class TritonBackend:
     """The passes over at least one member of a bucket with the kernels, see `torch_backend.UpdateBackend`.
 
-    Where `apply_mask`, () or (matrices,) int32 on the device, is zero nothing changes; None for always.
+    Where `apply_mask`, () or (matrices,) int32 on the device, is zero, nothing changes; None steps all.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TritonBackend:
         # A launch for each run of matrices with one layout in memory; mostly there is one.
         of_layouts = []
         for layout, part in self._layouts():
-            # Directions are written in the order of memory; a transposed layout is turned by a view.
+            # Directions are written in the order of memory; a view transposes them back.
             rows, columns = layout.physical()[:2]
             directions = torch.empty(
                 (part.stop - part.start, rows, columns),
@@ -123,9 +123,9 @@ class TritonBackend:
             )
 
     def _layouts(self) -> "list[tuple[MatrixLayout, slice]]":
-        """Return the layouts, and which matrices have each."""
+        """Return each layout with the range of matrices, in the batch, that have it."""
         assert self._cache.runs is not None
-        if len(self._cache.runs) == 1:  # whatever members are left out for want of a gradient
+        if len(self._cache.runs) == 1:  # also if members without a gradient are left out
             return [(self._cache.runs[0][0], slice(0, self._table.shape[1]))]
         layouts, start = [], 0
         for layout, count in self._cache.runs:

@@ -29,7 +29,9 @@ def buckets_of(count, num_ranks, budget, **options):
 def needed(count, num_ranks):
     """Most bytes of any rank for a bucket of `count` matrices, while one like it starts and one like it ends."""
     [of_ranks] = buckets_of(count, num_ranks, None)
-    return max(bucket.stages.gathering + bucket.stages.most + bucket.stages.scattering for bucket in of_ranks)
+    return max(
+        bucket.phase_bytes.gathering + bucket.phase_bytes.most + bucket.phase_bytes.scattering for bucket in of_ranks
+    )
 
 
 def counts_of(count, num_ranks, budget, **options):

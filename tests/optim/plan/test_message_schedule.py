@@ -10,7 +10,13 @@ from torch import nn
 
 import quintic
 from quintic.optim.plan.order import Orders, order_buckets
-from quintic.optim.plan.schedule import Stages, filter_schedule, overlapping, overlapping_bytes, prefetch_one_schedule
+from quintic.optim.plan.schedule import (
+    PhaseBytes,
+    filter_schedule,
+    overlapping_bytes,
+    overlapping_schedule,
+    prefetch_one_schedule,
+)
 from quintic.optim.step.bucket_step import run_overlapping
 
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=8)
@@ -18,10 +24,10 @@ SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 
 
 @st.composite
 def schedules(draw):
-    memory = [Stages(a, b, 0, c) for a, b, c in draw(SIZES)]
+    memory = [PhaseBytes(a, b, 0, c) for a, b, c in draw(SIZES)]
     order = draw(st.permutations(range(len(memory))))
     budget = draw(st.none() | st.integers(0, 60))
-    return order, memory, budget, overlapping(order, memory, budget)
+    return order, memory, budget, overlapping_schedule(order, memory, budget)
 
 
 def parts_of(schedule):
@@ -88,8 +94,8 @@ def test_more_than_the_budget_is_held_only_for_the_next_step(found):
 
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9), st.integers(2, 9))
 def test_room_for_two_neighbours_lets_everything_overlap(gathering, working, scattering, count):
-    memory = [Stages(gathering, working, 0, scattering)] * count
-    schedule = overlapping(range(count), memory, gathering + memory[0].working + scattering)
+    memory = [PhaseBytes(gathering, working, 0, scattering)] * count
+    schedule = overlapping_schedule(range(count), memory, gathering + memory[0].working + scattering)
     places = {pair: place for place, pair in enumerate(parts_of(schedule))}
     for number in range(count - 1):
         assert places[number + 1, 0] < places[number, 1]  # the next one is under way when one is worked on
@@ -119,7 +125,7 @@ def test_the_first_step_that_is_left_starts_before_local_work():
     ],
 )
 def test_the_peak_is_what_all_buckets_under_way_hold_at_their_stages(first, second, local, peak):
-    stages = [Stages(1, 16, 0, 4, **first), Stages(2, 3, 32, 8, **second)]
+    stages = [PhaseBytes(1, 16, 0, 4, **first), PhaseBytes(2, 3, 32, 8, **second)]
     assert overlapping_bytes(stages, [0, None, 1, 0, 1, 0, 1], local) == peak
 
 
@@ -157,7 +163,7 @@ def test_names_of_an_order_are_checked():
 
 def test_the_largest_bucket_of_matrices_comes_first_and_tables_behind_it():
     def bucket(name, ranks, numel, dtype=torch.float32, shape=(2, 2)):
-        stages = Stages(0, 0, 0, 0)
+        memory = PhaseBytes(0, 0, 0, 0)
         return SimpleNamespace(
             names=(name,),
             ranks=ranks,
@@ -165,7 +171,7 @@ def test_the_largest_bucket_of_matrices_comes_first_and_tables_behind_it():
             dtype=dtype,
             shape=shape,
             group=0,
-            shared_stages=stages,
+            max_phase_bytes=memory,
         )
 
     buckets = [

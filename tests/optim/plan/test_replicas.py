@@ -117,7 +117,7 @@ def test_traffic_between_places_is_that_of_all_pairs_of_ranks(copies, shards, da
     for position in range(num_ranks):
         one = replace(exchange, position=position)
         if exchange.is_replicated:
-            most = counts[position] if exchange.is_sparse else max(counts)
+            most = counts[position] if exchange.has_few_owners else max(counts)
             to_each = [15 * 2 * most] * num_ranks
         else:
             gather, scatter = one.gathering.sends, one.scattering.sends

@@ -18,8 +18,8 @@ from quintic.kernels.products.choose_products import choose_products
 from quintic.optim.numeric.sums import sums
 from quintic.optim.plan.kinds import direction_dtype
 from quintic.optim.plan.plan import SMALL_BYTES
-from quintic.optim.plan.workspace.matrices import WorkspaceSpec, directions_bytes, polar_work, stages_work
-from quintic.optim.polar.cpu_orthogonalize import _is_the_same_alone
+from quintic.optim.plan.workspace.matrices import WorkspaceSpec, directions_bytes, polar_footprint, stages_footprint
+from quintic.optim.polar.cpu_orthogonalize import _batch_keeps_bits
 from quintic.optim.polar.forms import resolve
 from quintic.optim.polar.matrix_stages import MatrixState, apply_stages
 from quintic.optim.polar.orthogonalize import apply_form
@@ -55,11 +55,11 @@ SHAPES = [(64, 64), (64, 256), (256, 64), (33, 70)]
 def test_what_plain_products_allocate(method, compute_dtype, dtype, shape, batch):
     # A batch is compared with single matrices once for each number of threads, which takes memory: here, now.
     torch.set_num_threads(1)
-    _is_the_same_alone.cache_clear()
+    _batch_keeps_bits.cache_clear()
     form = resolve(method, *shape, compute_dtype=compute_dtype, device_type="cpu", dtype=dtype)
     x = torch.randn(batch, *shape).to(direction_dtype(form, dtype))
     peak = peak_bytes(lambda: apply_form(x, form, "torch"))
-    planned = polar_work(form, batch, *shape, WorkspaceSpec(dtype, CPU, "torch", MUON))
+    planned = polar_footprint(form, batch, *shape, WorkspaceSpec(dtype, CPU, "torch", MUON))
     # Of one bfloat16 matrix copies may be made that seldom are.
     copied = 100_000 if compute_dtype == torch.bfloat16 else 0
     assert peak <= planned.peak <= 1.2 * peak + copied + 256
@@ -73,7 +73,7 @@ def test_what_the_svd_allocates(dtype, shape):
     x = torch.randn(3, *shape, dtype=dtype)
     assert (
         peak_bytes(lambda: apply_form(x, form))
-        <= polar_work(form, 3, *shape, WorkspaceSpec(dtype, CPU, "torch", MUON)).peak
+        <= polar_footprint(form, 3, *shape, WorkspaceSpec(dtype, CPU, "torch", MUON)).peak
     )
 
 
@@ -114,7 +114,7 @@ def test_products_one_by_one(method, shape):
 
     # Memory that is never written to costs nothing.
     peak = peak_bytes(lambda: run(batch))
-    planned = polar_work(form, batch, *shape, spec)
+    planned = polar_footprint(form, batch, *shape, spec)
     assert peak <= planned.peak <= 1.25 * peak
     assert planned.kept == sizes[0]
 
@@ -135,7 +135,7 @@ def test_the_queue(method, shape, monkeypatch):
         sizes.append(result.untyped_storage().nbytes())
 
     peak = peak_bytes(run)
-    planned = polar_work(form, 3, *shape, spec)
+    planned = polar_footprint(form, 3, *shape, spec)
     assert peak <= planned.peak <= 1.25 * peak
     assert planned.kept == sizes[0]
 
@@ -158,10 +158,10 @@ def test_bounds_are_of_the_kernels_that_are_chosen(gpu, capability, shape, batch
     gpu.capability = capability
     form, _, spec = on_gpu("polar_express", shape)
     chosen = choose_products(torch.Size((batch, *shape)), torch.float16, CUDA)
-    planned = polar_work.__wrapped__(form, batch, *shape, spec)
+    planned = polar_footprint.__wrapped__(form, batch, *shape, spec)
     size = 2 * batch * shape[0] * shape[1]
     assert planned.kept == (2 * size if chosen == "queue" else size)
-    anywhere = polar_work(form, batch, *shape, spec._replace(worst_case=True))
+    anywhere = polar_footprint(form, batch, *shape, spec._replace(worst_case=True))
     assert planned.peak <= anywhere.peak
     assert planned.kept <= anywhere.kept
 
@@ -180,10 +180,10 @@ def test_bounds_for_any_device_grow_with_the_number_of_matrices(method, m, n, ei
     m, n = (8 * m, 8 * n) if eights else (m, n)
     form = resolve(method, m, n, compute_dtype=torch.float16, device_type="cuda")
     spec = WorkspaceSpec(torch.bfloat16, CUDA, kernels, MUON, worst_case=True)
-    fewer, more = (polar_work(form, count, m, n, spec) for count in (batch, batch + 1))
+    fewer, more = (polar_footprint(form, count, m, n, spec) for count in (batch, batch + 1))
     assert fewer.peak <= more.peak
     assert fewer.kept <= more.kept
-    exact = polar_work(form, batch, m, n, spec._replace(worst_case=False))
+    exact = polar_footprint(form, batch, m, n, spec._replace(worst_case=False))
     assert exact.peak <= fewer.peak
     assert exact.kept <= fewer.kept
 
@@ -226,7 +226,7 @@ def test_what_stages_allocate(stages, shape, state_dtype, given):
             stages, matrices, scales, MatrixState(batches, neurons), options, mask, collections.defaultdict(nullcontext)
         )
 
-    peak, planned = peak_bytes(run), count * stages_work(stages, *shape, given, spec).peak
+    peak, planned = peak_bytes(run), count * stages_footprint(stages, *shape, given, spec).peak
     assert peak <= planned <= 1.1 * peak + 1024
 
 
@@ -234,11 +234,13 @@ def test_stages_are_counted_as_the_device_of_the_plan_runs_them():
     # On GPUs squares are a new tensor. A kernel has sums of 6 segments for each of the 3072 neurons, and the factors.
     on_cpu = WorkspaceSpec(torch.float32, CPU, "torch", NORMUON)
     on_gpu = on_cpu._replace(device=CUDA)
-    widened, squared = (stages_work(NORMUON.after, 768, 3072, torch.float16, spec).peak for spec in (on_cpu, on_gpu))
+    widened, squared = (
+        stages_footprint(NORMUON.after, 768, 3072, torch.float16, spec).peak for spec in (on_cpu, on_gpu)
+    )
     assert widened < 4 * 768 * 3072 * 1.01
     assert squared > 2 * 4 * 768 * 3072
     pytest.importorskip("triton")
-    of_kernel = stages_work(NORMUON.after, 768, 3072, torch.float16, on_gpu._replace(kernels="triton")).peak
+    of_kernel = stages_footprint(NORMUON.after, 768, 3072, torch.float16, on_gpu._replace(kernels="triton")).peak
     assert of_kernel == 4 * 3072 * (6 + 1)
 
 

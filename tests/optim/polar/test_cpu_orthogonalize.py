@@ -39,7 +39,7 @@ def directions(*shape, dtype=torch.float32, seed=0):
 @pytest.fixture
 def blocks(monkeypatch):
     """Matrices of 24 rows count as large, and their symmetric products have blocks of 8 rows."""
-    monkeypatch.setattr(cpu_orthogonalize, "_ALONE_SIDE", 24)
+    monkeypatch.setattr(cpu_orthogonalize, "_SINGLE_SIDE", 24)
     monkeypatch.setattr(cpu_orthogonalize, "_BLOCK_ROWS", 8)
 
 
@@ -69,7 +69,7 @@ def test_blocks_are_the_polynomials_of_the_singular_values(blocks, method, shape
 def test_any_shape_and_number_of_steps(method, dtype, batch, m, n, steps, large):
     with pytest.MonkeyPatch.context() as patch:
         if large:
-            patch.setattr(cpu_orthogonalize, "_ALONE_SIDE", 1)
+            patch.setattr(cpu_orthogonalize, "_SINGLE_SIDE", 1)
             patch.setattr(cpu_orthogonalize, "_BLOCK_ROWS", 4)
         x, form = directions(batch, m, n, dtype=dtype), form_of(method, (m, n), dtype, steps=steps)
         expected = exactly(x, form)
@@ -105,7 +105,7 @@ def test_matrices_are_computed_alone_where_a_batch_has_other_bits(monkeypatch):
             out[2, 0, 0] += 1e-6
 
     monkeypatch.setattr(torch, "baddbmm", multiply)
-    cpu_orthogonalize._is_the_same_alone.cache_clear()
+    cpu_orthogonalize._batch_keeps_bits.cache_clear()
     try:
         assert torch.equal(apply_form(x, form), expected)
         assert set(sizes) == {1, 4}
@@ -115,13 +115,13 @@ def test_matrices_are_computed_alone_where_a_batch_has_other_bits(monkeypatch):
         assert apply_form(x[:3], form).shape[0] == 3  # another number of matrices is another question
         assert set(sizes) == {1, 3}
     finally:
-        cpu_orthogonalize._is_the_same_alone.cache_clear()
+        cpu_orthogonalize._batch_keeps_bits.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(5, 11, 13), (7, 17, 9), (4, 33, 31)], ids=str)
 @pytest.mark.parametrize("method", ["gram", "polar_express"])
 def test_bits_do_not_depend_on_where_results_lie(shape, method, monkeypatch):
-    monkeypatch.setattr(cpu_orthogonalize, "_is_the_same_alone", lambda *_: False)
+    monkeypatch.setattr(cpu_orthogonalize, "_batch_keeps_bits", lambda *_: False)
     x, form = directions(*shape), form_of(method, shape, torch.float32)
     alone = torch.cat([apply_form(matrix[None].clone(), form) for matrix in x])
     assert torch.equal(apply_form(x, form), alone)
@@ -129,7 +129,7 @@ def test_bits_do_not_depend_on_where_results_lie(shape, method, monkeypatch):
 
 def test_a_batch_is_multiplied_together(monkeypatch):
     sizes = []
-    monkeypatch.setattr(cpu_orthogonalize, "_is_the_same_alone", lambda *given: True)
+    monkeypatch.setattr(cpu_orthogonalize, "_batch_keeps_bits", lambda *given: True)
 
     def counted(right):
         return lambda *tensors, **options: (sizes.append(tensors[-1].shape[0]), right(*tensors, **options))

@@ -1,1 +1,1 @@
-"""The memory that the work on a bucket takes, stage by stage."""
+"""Upper bounds of the temporary memory of a bucket's step, phase by phase."""

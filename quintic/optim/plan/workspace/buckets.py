@@ -1,12 +1,13 @@
-"""Upper bounds of the bytes that the buckets of a plan allocate, stage by stage.
+"""Upper bounds of the bytes that the buckets of a plan allocate, phase by phase (`schedule.PhaseBytes`).
 
-A local bucket has one bound (`batch_bytes`, `adamw_workspace_bytes`). A bucket with sharded state (`stages_of_shards`,
-for `transports.Shard`) holds, one after the other: gradients sent and received, their mean, the memory of this rank's
-step, and weights sent and received. A bucket whose matrices lie on several ranks (`stages_of_units`, for
-`transports.Gather` and `exchange.py`) holds
+A local bucket has one bound (`batch_bytes`, `adamw_workspace_bytes`). A bucket with sharded state
+(`shard_phase_bytes`, for `transports.Shard`) holds, one after the other: gradients sent and received, their mean, the
+memory of this rank's step, and weights sent and received. A bucket whose matrices lie on several ranks
+(`unit_phase_bytes`, for `transports.Gather` and `exchange.py`) holds
 
     when it starts      this rank's pieces of all units; the message sent, if it is a copy; the message received
-    while it computes   the message received, or the pieces that it is a view of; the assembled units; `units_work`
+    while it computes   the message received, or the pieces that it is a view of; the assembled units;
+                        `units_footprint`
     while it scatters   the updates; then the messages sent and received
     when it finishes    the message received; factors of the size of pieces, if any; the memory for writing weights
 """
@@ -25,7 +26,7 @@ from quintic.optim.plan.bucket import Sharded, Units
 from quintic.optim.plan.exchange import Exchange
 from quintic.optim.plan.kinds import adamw_entries, direction_dtype
 from quintic.optim.plan.row_sharding import MARK_BYTES
-from quintic.optim.plan.schedule import Stages
+from quintic.optim.plan.schedule import PhaseBytes
 from quintic.optim.plan.workspace.matrices import (
     WorkspaceSpec,
     applied_bytes,
@@ -33,8 +34,8 @@ from quintic.optim.plan.workspace.matrices import (
     factor_bytes,
     factors_of_pieces_bytes,
     matrices_bytes,
-    matrices_work,
-    units_work,
+    matrices_footprint,
+    units_footprint,
     width_of,
 )
 from quintic.optim.polar.forms import Form
@@ -42,14 +43,14 @@ from quintic.optim.polar.forms import Form
 __all__ = [
     "adamw_workspace_bytes",
     "averaged_entries",
-    "averaging_stages",
+    "averaging_phase_bytes",
     "batch_bytes",
     "distinct_by_memory",
-    "is_put_in_order",
     "memory_keys",
+    "needs_row_order",
     "piece_entries",
-    "stages_of_shards",
-    "stages_of_units",
+    "shard_phase_bytes",
+    "unit_phase_bytes",
 ]
 
 
@@ -77,11 +78,11 @@ def adamw_workspace_bytes(
     return numel * width * (widened + 1) + max(2 * numel * width, applied_bytes(numel, spec)) + 2**10
 
 
-def is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form | None) -> bool:
-    """Return whether directions, which Triton's kernels write in the order of memory, are copied into row order.
+def needs_row_order(shape: Sequence[int], strides: tuple[int, ...], form: Form | None) -> bool:
+    """Return whether directions must be copied into row order before they are orthogonalised.
 
-    They are for products of 32 bits and more, see `orthogonalize.apply_form`. Shape and strides belong to one matrix of
-    a block, (g, r, n).
+    Triton's kernels write them in the order of memory, and products of 32 bits and more need row order, see
+    `orthogonalize.apply_form`. Shape and strides are those of one matrix in a block, (g, r, n) or (g, r, c, k).
     """
     from quintic.kernels.update.matrix_layout import MatrixLayout
 
@@ -95,11 +96,10 @@ def batch_bytes(
 ) -> int:
     """Return the bytes that the step of a local bucket allocates for `count` matrices.
 
-    At most `largest` of them are of one parameter. If directions are copied, they are put in another order before they
-    are orthogonalised.
+    At most `largest` of them are of one parameter; `is_copied` is the result of `needs_row_order`.
     """
     (m, n), direction = shape, direction_dtype(form, spec.dtype)
-    work = matrices_work(form, count, m, n, spec, copied=count * m * n * direction.itemsize * is_copied)
+    work = matrices_footprint(form, count, m, n, spec, copied=count * m * n * direction.itemsize * is_copied)
     # With `scale_decay`, factors of decay stand beside them.
     factors = factor_bytes(count, m, n, spec) * (3 if spec.scales_decay else 1)
     return matrices_bytes(count * m * n, min(count, largest) * m * n, direction, work, factors, spec, in_order=True)
@@ -108,8 +108,8 @@ def batch_bytes(
 # -------------------------------------------------------------------------------------------------- with sharded state
 
 
-def stages_of_shards(bucket: Sharded, group: Group, *, worst_case: bool = False) -> Stages:
-    """Return the temporary bytes of a bucket on its rank; the bucket's own `stages` are not read.
+def shard_phase_bytes(bucket: Sharded, group: Group, *, worst_case: bool = False) -> PhaseBytes:
+    """Return the temporary bytes of a bucket on its rank; the bucket's own `phase_bytes` are not read.
 
     With `worst_case`, return the most on any rank and any device of the type: all ranks must decide alike how many
     buckets are under way at a time.
@@ -130,9 +130,9 @@ def stages_of_shards(bucket: Sharded, group: Group, *, worst_case: bool = False)
     # The memory of messages; marks of touched rows are held beside gradients.
     marks = 0 if bucket.rows is None else MARK_BYTES * bucket.rows.padded_rows
     own = max(bucket.entries) if worst_case else bucket.entries[bucket.position]
-    stages = averaging_stages(bucket.entries, own, dtype, kernels, is_direct=bucket.is_direct, work=work)
+    of_messages = averaging_phase_bytes(bucket.entries, own, dtype, kernels, is_direct=bucket.is_direct, work=work)
     # If touched rows are sent, the rows sent and received fit into the memory of whole gradients.
-    return stages._replace(gathering=marks + stages.gathering, computing=marks + stages.computing)
+    return of_messages._replace(gathering=marks + of_messages.gathering, computing=marks + of_messages.computing)
 
 
 def averaged_entries(group: Group, dtype: torch.dtype) -> int | None:
@@ -142,7 +142,7 @@ def averaged_entries(group: Group, dtype: torch.dtype) -> int | None:
     return None if budget is None else max(1, budget // (6 * dtype.itemsize))
 
 
-def averaging_stages(
+def averaging_phase_bytes(
     entries: Sequence[int],
     own: int,
     dtype: torch.dtype,
@@ -151,8 +151,8 @@ def averaging_stages(
     is_direct: bool,
     work: int = 0,
     is_in_place: bool = False,
-) -> Stages:
-    """Return the bytes of a reduce-scatter to owners, of their work, and of an all-gather back, by stage.
+) -> PhaseBytes:
+    """Return the bytes of a reduce-scatter to owners, of their work, and of an all-gather back, by phase.
 
     Args:
         entries: for each rank the number of entries that it owns.
@@ -169,7 +169,7 @@ def averaging_stages(
     received, gathered = (len(entries) * numel * width for numel in (own, max(entries)))
     sums = own * max(width, 4) if kernels == "torch" else 0
     mean, given = 0 if is_in_place else own * width, max(entries) * width
-    return Stages(
+    return PhaseBytes(
         gathering=sent + received,
         computing=max(received + sums, work) + mean,
         updates=0,
@@ -182,7 +182,7 @@ def _units_bytes(count: int, units: Units, spec: WorkspaceSpec, in_order: bool) 
     """Return the bytes that the step of `count` units allocates, given their gradients."""
     factors = sum(factor_bytes(count, *kind.shape, spec) for kind in units.kinds)
     factors += factors_of_pieces_bytes(units, units.shape, count, spec)
-    work, numel = units_work(units, count, spec), math.prod(units.shape)
+    work, numel = units_footprint(units, count, spec), math.prod(units.shape)
     return matrices_bytes(
         count * numel, numel, units.direction_dtype(spec.dtype), work, factors, spec, in_order=in_order
     )
@@ -212,14 +212,14 @@ def distinct_by_memory(exchange: Exchange) -> list[Exchange]:
     return [replace(exchange, position=position) for position in positions]
 
 
-def stages_of_units(units: Units, exchange: Exchange, spec: WorkspaceSpec, *, in_order: bool) -> Stages:
-    """Return the temporary bytes of a bucket on the exchange's rank, by stage.
+def unit_phase_bytes(units: Units, exchange: Exchange, spec: WorkspaceSpec, *, in_order: bool) -> PhaseBytes:
+    """Return the temporary bytes of a bucket on the exchange's rank, by phase.
 
     `in_order` says whether parameters lie in memory row by row.
     """
     direction = units.direction_dtype(spec.dtype)
     owned, pieces = exchange.num_owned * math.prod(units.shape), piece_entries(exchange)
-    work = units_work(units, exchange.num_owned, spec)
+    work = units_footprint(units, exchange.num_owned, spec)
     # State that stages on whole matrices need travels beside the directions, and back beside the updates.
     item = direction.itemsize + spec.state_width
     directions = pieces * item
@@ -237,12 +237,12 @@ def stages_of_units(units: Units, exchange: Exchange, spec: WorkspaceSpec, *, in
         # The message sent is freed when it has arrived, the message received when the units are assembled.
         gathering = (sent + received) * item
         computing = max((received + owned) * item, owned * item + work.peak)
-    updates, scattering, finishing = _results(units, exchange, work.kept + owned * spec.state_width, spec)
-    return Stages(gathering, computing, updates, scattering, starting, finishing)
+    updates, scattering, finishing = _update_bytes(units, exchange, work.kept + owned * spec.state_width, spec)
+    return PhaseBytes(gathering, computing, updates, scattering, starting, finishing)
 
 
-def _results(units: Units, exchange: Exchange, kept: int, spec: WorkspaceSpec) -> tuple[int, int, int]:
-    """Return the bytes of the updates: beside the second message while that starts, of the message, and at the end.
+def _update_bytes(units: Units, exchange: Exchange, kept: int, spec: WorkspaceSpec) -> tuple[int, int, int]:
+    """Return `updates`, `scattering` and `finishing` of `PhaseBytes`.
 
     `kept` are the bytes that the updates of this rank's units keep alive.
     """
@@ -254,8 +254,8 @@ def _results(units: Units, exchange: Exchange, kept: int, spec: WorkspaceSpec) -
         # A transposed update is copied into row order before it is sent, except in 16 bits, where updates are computed
         # in the order of their directions.
         size = math.prod(units.shape) * item
-        turned = units.is_transposed and (item - spec.state_width != 2 or spec.kernels == "torch")
-        besides, message, arriving = _all_gather(exchange, size, kept, copied=exchange.num_owned * size * turned)
+        is_copied = units.is_transposed and (item - spec.state_width != 2 or spec.kernels == "torch")
+        besides, message, arriving = _all_gather(exchange, size, kept, copied=exchange.num_owned * size * is_copied)
     else:
         besides, message, arriving = kept, sum(exchange.scattering.sends) * item + pieces, 0
     factors = factors_of_pieces_bytes(units, exchange.piece_shape, exchange.num_units, spec)
@@ -282,7 +282,7 @@ def _all_gather(exchange: Exchange, size: int, kept: int, *, copied: int = 0) ->
     """
     # Broadcasts fill one tensor in place.
     everything, most = exchange.num_units * size, max(exchange.counts)
-    if exchange.is_sparse:
+    if exchange.has_few_owners:
         return kept + copied, everything, 0
     if exchange.num_owned < most:
         # Another rank has more units, so this rank sends padding, in a copy.

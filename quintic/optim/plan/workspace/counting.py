@@ -95,7 +95,7 @@ class _Counting(TorchDispatchMode):
                 if key not in self._operands and (known is None or known[0].expired()):
                     self._storages[key] = StorageWeakRef(storage), storage.nbytes()
                     is_known = False
-        # Most operations make views, or write to tensors that there are.
+        # Most operations make views, or write to existing tensors.
         if not is_known:
             self.peak = max(self.peak, self.live_bytes() + widened)
         return results

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
-from quintic.kernels.products.choose_products import queued_matrices
+from quintic.kernels.products.choose_products import largest_queued_batch
 from quintic.optim.groups.group import Group
 from quintic.optim.groups.options import Options
 from quintic.optim.plan.bucket import Units
@@ -43,10 +43,10 @@ __all__ = [
     "factor_bytes",
     "factors_of_pieces_bytes",
     "matrices_bytes",
-    "matrices_work",
-    "polar_work",
-    "stages_work",
-    "units_work",
+    "matrices_footprint",
+    "polar_footprint",
+    "stages_footprint",
+    "units_footprint",
     "width_of",
 ]
 
@@ -103,8 +103,8 @@ def width_of(dtype: torch.dtype) -> int:
 
 
 @lru_cache(maxsize=4096)
-def polar_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpec) -> Footprint:
-    """Return the memory for the polar factors of (batch, m, n) contiguous directions; None is a user's function."""
+def polar_footprint(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpec) -> Footprint:
+    """Return the memory for the polar factors of (batch, m, n) contiguous directions; form None: a user's function."""
     size, direction = batch * m * n, direction_dtype(form, spec.dtype)
     # A user's function is assumed to need three tensors of this shape.
     if form is None:
@@ -116,9 +116,9 @@ def polar_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpe
         return Footprint((work + 8 * item) * size, item * size)
     if spec.device.type == "cpu" and spec.kernels == "torch" and iterates_on_cpu(form, m, n):
         return Footprint(iteration_bytes(form, batch, m, n, direction), item * size)
-    # A matrix needs as much as its transpose, but for the norms of its rows.
+    # A matrix needs as much as its transpose, except for the norms of its rows.
     tall = max(m, n), min(m, n)
-    one, copies = _counted_work(form, *tall, direction, spec.kernels, spec.device.type), 0
+    one, copies = _counted_footprint(form, *tall, direction, spec.kernels, spec.device.type), 0
     # Plain PyTorch has aligned copies of one matrix at a time, unless all matrices of a batch are aligned anyway, as
     # padded 16-bit ones are on GPUs. CPUs multiply in float32 at least.
     width = item if spec.device.type != "cpu" else max(item, 4)
@@ -131,7 +131,7 @@ def polar_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpe
     # The largest batch that a kernel of this device computes as a queue, 0 for none.
     queued = 0
     if spec.kernels == "triton":
-        queued = queued_matrices(m, n, form.compute_dtype, spec.device, worst_case=spec.worst_case)
+        queued = largest_queued_batch(m, n, form.compute_dtype, spec.device, worst_case=spec.worst_case)
     # With `worst_case` a larger batch counts like the largest queued one, if that needs more.
     count = batch if batch <= queued else queued if spec.worst_case else 0
     if not count:
@@ -144,20 +144,24 @@ def polar_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpe
 
 
 @lru_cache(maxsize=1024)
-def _counted_work(form: Form, m: int, n: int, direction: torch.dtype, kernels: Kernels, device_type: str) -> Footprint:
+def _counted_footprint(
+    form: Form, m: int, n: int, direction: torch.dtype, kernels: Kernels, device_type: str
+) -> Footprint:
     """Return the memory for the polar factor of one (m, n) matrix, computed product by product."""
     x = torch.empty((1, m, n), dtype=direction, device="meta")
     return count_bytes(lambda: apply_form(x, form, kernels), [x], device_type)
 
 
-def matrices_work(form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpec, copied: int = 0) -> Footprint:
+def matrices_footprint(
+    form: Form | None, batch: int, m: int, n: int, spec: WorkspaceSpec, copied: int = 0
+) -> Footprint:
     """Return the memory from (batch, m, n) contiguous directions to updates, their factors included in the peak.
 
-    The polar step has copies of `copied` bytes of the directions.
+    `copied` are the bytes of the copies of directions that the polar step makes.
     """
-    polar = polar_work(form, batch, m, n, spec)
+    polar = polar_footprint(form, batch, m, n, spec)
     before, after = (
-        stages_work(stages, m, n, given, spec._replace(worst_case=False))
+        stages_footprint(stages, m, n, given, spec._replace(worst_case=False))
         for stages, given in (
             (spec.rule.before, direction_dtype(form, spec.dtype)),
             (spec.rule.after, update_dtype(form, spec.dtype)),
@@ -169,9 +173,11 @@ def matrices_work(form: Form | None, batch: int, m: int, n: int, spec: Workspace
 
 
 @lru_cache(maxsize=1024)
-def stages_work(stages: tuple[MatrixStage, ...], m: int, n: int, given: torch.dtype, spec: WorkspaceSpec) -> Footprint:
+def stages_footprint(
+    stages: tuple[MatrixStage, ...], m: int, n: int, given: torch.dtype, spec: WorkspaceSpec
+) -> Footprint:
     """Return the memory that some stages need for one (m, n) matrix; `kept` is the result's, 0 if it is not new."""
-    if not stages:
+    if not stages or m * n == 0:  # steps leave out empty matrices
         return Footprint(0, 0)
 
     def empty(*size: int, dtype: torch.dtype) -> Tensor:
@@ -207,7 +213,7 @@ def stages_work(stages: tuple[MatrixStage, ...], m: int, n: int, given: torch.dt
 # --------------------------------------------------------------------------------------------------------------- units
 
 
-def units_work(units: Units, count: int, spec: WorkspaceSpec) -> Footprint:
+def units_footprint(units: Units, count: int, spec: WorkspaceSpec) -> Footprint:
     """Return the memory for orthogonalising `count` units, beside their directions (`BucketStep._compute_units`)."""
     if count == 0:
         return Footprint(0, 0)
@@ -218,7 +224,7 @@ def units_work(units: Units, count: int, spec: WorkspaceSpec) -> Footprint:
         is_wide = spec.kernels == "torch" or (form is not None and form.compute_dtype.itemsize != 2)
         has_copies = not units.is_plain or (units.is_transposed and is_wide)
         copied = count * m * n * direction_dtype(form, spec.dtype).itemsize * has_copies
-        work = matrices_work(form, count, m, n, spec)
+        work = matrices_footprint(form, count, m, n, spec)
         peak = max(peak, kept + factors + copied + work.peak)
         kept += work.kept
         factors += factor_bytes(count, m, n, spec)
@@ -226,7 +232,7 @@ def units_work(units: Units, count: int, spec: WorkspaceSpec) -> Footprint:
         # The updates of all kinds as units.
         joined = count * numel * units.update_dtype(spec.dtype).itemsize
         peak, kept = max(peak, kept + factors + copied + joined), joined
-    # State that stages need: kind by kind, and then as units again, where matrices are no units as they lie.
+    # The state of stages is copied from units to matrices and back, unless a unit is a matrix as it lies in memory.
     has_copies = units.is_transposed or not units.is_plain
     return Footprint(peak + 2 * has_copies * count * numel * spec.state_width, kept)
 

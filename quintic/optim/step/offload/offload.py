@@ -65,7 +65,7 @@ class Offload:
             buckets.append(replace(bucket, offloaded=_planned(bucket, group, sharded)) if group.offload else bucket)
         # The same plan, with its pieces and the size of its offloaded state in each bucket.
         self.plan = replace(plan, buckets=tuple(buckets))
-        # Number of a bucket -> its pieces in this step, and the members and addresses of state that they were made for.
+        # Index of a bucket -> its pieces in this step, and the members and addresses of state that they were made for.
         self._pieces: dict[int, list[BucketPiece]] = {}
         self._made_for: dict[int, object] = {}
         # Device -> its streams, and by pass its buffers. All are made at the first step.
@@ -76,16 +76,16 @@ class Offload:
         """Take the order of a step, so that state can be loaded ahead of its use. Nothing is copied yet.
 
         Args:
-            order: the number of a bucket and the stage that it enters: 0 started, 1 computed, 2 finished
-                (`plan/schedule.py`), or None for a bucket without messages, which has one stage.
-            operands: by number of a bucket the members with a gradient.
+            order: the index of a bucket and the phase that it enters: 0 started, 1 computed, 2 finished
+                (`plan/schedule.py`); None for a bucket without messages, which has only one phase.
+            operands: by index of a bucket the members with a gradient.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
         """
         # (device, pass) -> batches in the order of their use.
         sequences: dict[tuple[torch.device, int], list[TransferBatch]] = {}
-        for number, stage in order:
+        for number, phase in order:
             bucket = self.plan.buckets[number]
             if not self.is_offloaded(number):
                 continue
@@ -94,12 +94,12 @@ class Offload:
                     f"{bucket.name}: its optimizer state is in host memory, and a CUDA graph is being captured, which "
                     f"would not load it; call optimizer.offload(False) before the capture"
                 )
-            stages = _stages(bucket)
-            # State is looked up at the first stage that needs it.
-            if stage == stages[DIRECTIONS]:
+            phases = _phases_of_passes(bucket)
+            # State is looked up at the first phase that needs it.
+            if phase == phases[DIRECTIONS]:
                 self._prepare(number, operands[number])
             for of_pass in (DIRECTIONS, WEIGHTS):
-                if stage == stages[of_pass]:
+                if phase == phases[of_pass]:
                     for piece in self._pieces[number]:
                         if of_pass in piece.batches:
                             sequences.setdefault((bucket.device, of_pass), []).append(piece.batches[of_pass])
@@ -167,8 +167,8 @@ class Offload:
         return BufferPool(self._copies[device], size, max(1, number))
 
 
-def _stages(bucket: Bucket) -> tuple[int | None, int | None]:
-    """Return the stages in which a bucket makes its passes `DIRECTIONS` and `WEIGHTS` (`Offload.begin`)."""
+def _phases_of_passes(bucket: Bucket) -> tuple[int | None, int | None]:
+    """Return the phases in which a bucket makes its passes `DIRECTIONS` and `WEIGHTS` (`Offload.begin`)."""
     # Owners of sharded state have whole matrices: they do both between the two messages.
     if isinstance(bucket, Sharded):
         return 1, 1
@@ -187,7 +187,7 @@ def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[d
 def _present_pieces(
     offloaded: Offloaded, planned: Sequence[Piece], members: Sequence[Piece]
 ) -> Iterator[list[MemberEntries]]:
-    """Yield the plan's pieces of a bucket as far as some of its members are in them; positions are in `members`."""
+    """Yield the plan's pieces that have any of `members`, reduced to these; positions are those in `members`."""
     # Members with a gradient are the plan's own objects.
     places = {id(member): place for place, member in enumerate(members)}
     for piece in offloaded.pieces:

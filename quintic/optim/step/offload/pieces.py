@@ -35,7 +35,7 @@ __all__ = ["BLOCKS", "BucketPiece"]
 
 
 class _Blocks(View):
-    """The view of tensors that are blocks already."""
+    """The view of tensors that are already blocks of matrices, (b, g, r, n)."""
 
     def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return the tensor."""
@@ -80,7 +80,7 @@ class BucketPiece:
         self._copied = _copied_state(bucket.rule, states[0])
         self.batches: dict[int, TransferBatch] = {}
         for of_pass, copied in self._copied.items():
-            columns = [(self._taken([state[name] for state in states]), how) for name, how in copied.items()]
+            columns = [(self._of_piece([state[name] for state in states]), how) for name, how in copied.items()]
             self.batches[of_pass] = TransferBatch([(tensor, how) for tensors, how in columns for tensor in tensors])
         # The members of the operands, whose tensors are the blocks; the same objects in every step, for caches.
         self._members = tuple(
@@ -104,7 +104,7 @@ class BucketPiece:
             if STEP in active.states[number]:
                 state[STEP] = self._step_of(number, active.states[number])
             states.append(state)
-        params, gradients = self._taken(active.params), self._taken(active.gradients)
+        params, gradients = self._of_piece(active.params), self._of_piece(active.gradients)
         num_matrices = sum(member.batch_size for member in self._members)
         return Operands(self._members, params, gradients, states, num_matrices)
 
@@ -127,7 +127,7 @@ class BucketPiece:
         columns = [[next(device_views) for _ in self._entries] for _ in self._copied[of_pass]]
         return [dict(zip(self._copied[of_pass], row, strict=True)) for row in zip(*columns, strict=True)]
 
-    def _taken(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _of_piece(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the piece of each member's tensor: its block of matrices, or its range of entries."""
         if self._is_matrices:
             return [block_of(tensor, member, self._view) for tensor, member in zip(tensors, self._stepped, strict=True)]

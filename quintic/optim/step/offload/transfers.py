@@ -111,7 +111,7 @@ class TransferBatch:
         self._offsets: list[int] = []
         self._loaded: list[int] = []
         self._stored: list[int] = []
-        # Number of a tensor with entries -> (number of its range, the entry of the range where the tensor begins).
+        # Index of a tensor with entries -> (index of its range, the entry of the range where the tensor begins).
         self._places: dict[int, tuple[int, int]] = {}
         # Whether entries are copied that belong to none of the tensors.
         self.has_gaps = False
@@ -241,7 +241,7 @@ class BufferPool:
         Loads the next batch in the background.
         """
         place = self._used
-        assert self._batches[place] is batch, "batches are taken in another order than was said"
+        assert self._batches[place] is batch, "batches are used in another order than begin() was given"
         self._load(place)
         # A next batch with gaps waits: the entries in its gaps may be this batch's, which are not stored yet.
         if place + 1 < len(self._batches) and self._number > 1 and not self._batches[place + 1].has_gaps:
