@@ -1,5 +1,7 @@
 """Sharded state: shards tile each parameter, and what must not have a say in whose they are."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 import quintic
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.plan.sharded import sharded_buckets
-from quintic.optim.state import sync
+from quintic.optim.state import parameters, sync
 from quintic.optim.state.owners import assign_owners, loads_of, shape_cost
 from quintic.optim.state.placement import init_state
 from quintic.optim.state.shards import ShardedState, StateShard, local_shard_pairs, shards_of
@@ -216,3 +218,18 @@ def test_used_state_does_not_change_owners(way, monkeypatch):
     with pytest.raises(ValueError, match="its sharded state no longer matches its group"):
         state.bring_up_to_date([group], states)
     assert states[param]["exp_avg"].shape == (6,)
+
+
+def test_shards_are_broadcast_in_the_order_of_their_owners(monkeypatch):
+    whole = torch.arange(4.0)
+    shards = [StateShard("w", 0, start=a, stop=b, owner=owner) for a, b, owner in ((0, 3, 1), (3, 4, 0))]
+    sent = {}
+
+    def start_broadcasts(rows, sizes, group):
+        sent["values"], sent["sizes"] = rows.view(torch.float32).tolist(), sizes
+        return SimpleNamespace(wait=lambda: rows)
+
+    monkeypatch.setattr(parameters, "start_broadcasts", start_broadcasts)
+    monkeypatch.setattr(parameters, "group_ranks", lambda group: (0, 1))
+    parameters.broadcast_shards([(whole, ShardedState(shards, (0, 1)))], None)
+    assert sent == {"values": [3.0, 0.0, 1.0, 2.0], "sizes": [4, 12]}
