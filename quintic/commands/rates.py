@@ -4,22 +4,20 @@ Batch and weight decay are the harness' laws (`quintic.train.schedule`), which a
 counted on the model and its optimizer on the meta device.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from quintic.commands.options import rates_options
 from quintic.commands.presets import gpu_preset
-from quintic.errors import ConfigError
 from quintic.grouping.param_groups import param_groups
 from quintic.optim.muon import Muon
 from quintic.optim.state.placement import state_bytes
 from quintic.simulate.options import RatesOptions
 from quintic.simulate.planned_models import planned_model
+from quintic.simulate.table import naming_options
 from quintic.tables import aligned
 from quintic.train.recipe import empty_model, model_config, scale_of
 from quintic.train.schedule import Scale, automatic_batch
@@ -63,12 +61,10 @@ class StartingPoint:
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = rates_options(arguments)
-    try:
-        model = planned_model(options.model, torch.bfloat16)
-    except ConfigError as error:
-        raise ConfigError(re.sub("^model=", "--model ", str(error))) from error
+    with naming_options(options.model):
+        groups = param_groups(planned_model(options.model, torch.bfloat16))
     kinds = {"muon": 0, "adamw": 0}
-    for group in param_groups(model):
+    for group in groups:
         kinds[group["algorithm"]] += sum(param.numel() for param in group["params"])
     parameters = sum(kinds.values())
     print(
@@ -82,7 +78,7 @@ def run(arguments: list[str]) -> int:
     rows: list[Sequence[str]] = [
         ("bfloat16 weights", "bytes a weight: matrices", "others", "state, GiB", "and weights, gradients")
     ]
-    for name, (state, of_kind) in bytes_by_option(model).items():
+    for name, (state, of_kind) in bytes_by_option(groups).items():
         whole = [kinds[kind] and 2 + of_kind[kind] / kinds[kind] for kind in ("muon", "adamw")]
         sizes = [size / options.ranks / 2**30 for size in (state, state + 4 * parameters)]
         rows.append((name, *(f"{each:.1f}" for each in whole), *(f"{size:.2f}" for size in sizes)))
@@ -107,11 +103,11 @@ def start_of(options: RatesOptions, parameters: int) -> StartingPoint:
     )
 
 
-def bytes_by_option(model: nn.Module) -> dict[str, tuple[int, dict[str, int]]]:
-    """Return for some settings of the optimizer (bytes of its state, the same by algorithm)."""
+def bytes_by_option(groups: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, dict[str, int]]]:
+    """Return for some settings of the optimizer of these groups (bytes of its state, the same by algorithm)."""
     found = {}
     for name, settings in _STATES.items():
-        optimizer = Muon(param_groups(model), lr=LR, **settings)
+        optimizer = Muon([dict(group) for group in groups], lr=LR, **settings)
         by_kind = {"muon": 0, "adamw": 0}
         for group in optimizer._plans.current_groups():
             by_kind[group.algorithm] += sum(state_bytes(param, group) for param in group.params)
