@@ -91,6 +91,7 @@ def write(result: dict[str, Any], path: Path) -> None:
     drawn = curves.curves_in(result["curves"])
     for theme in chart.THEMES:
         (ASSETS / f"{CHART}-{theme}.svg").write_text(chart.draw(drawn, theme), "utf-8")
+        (ASSETS / f"{CHART}-narrow-{theme}.svg").write_text(chart.draw(drawn, theme, is_narrow=True), "utf-8")
     for page in PAGES:
         link = os.path.relpath(path.with_suffix(".md").resolve(), page.parent)
         page.write_text(figures.in_page(page.read_text("utf-8"), result, link), "utf-8")
