@@ -108,7 +108,14 @@ def compare(
             discard_unstarted(folder)
             raise
     figures = write_comparison(runs, page, title="Muon and AdamW on the same model")
-    return f"\n{figures['candidates']['Muon']['sentence']}\nreport: {page}"
+    found = figures["candidates"]["Muon"]
+    lines = [found["sentence"], *([] if found["ended"] is None else [found["ended"]])]
+    if len(configs) == len(_OPTIMIZERS):
+        lines.append("This is one seed. Another one gives other numbers; --seeds 3 shows by how much.")
+    if found["unequal_speed"] is not None:
+        slower = f"{found['unequal_speed']:.1f} times"
+        lines.append(f"Their times cannot be compared: something beside the optimizers slowed one run {slower}.")
+    return "\n".join(["", *lines, f"report: {page}"])
 
 
 def _is_finished(folder: Path) -> bool:

@@ -8,7 +8,7 @@ Every record has a ``kind``; the other fields depend on it:
              epoch, flops, tokens_per_second, mfu, peak_memory_bytes, times_ms; on some steps grad_rms, update_rms and
              grad_norm (on all steps if gradients are clipped; the norm before clipping); after a jump of the loss
              spike, on_spike; for a speedrun stage
-    eval     step, tokens, seconds, loss, bpb, bpb_stderr
+    eval     step, tokens, seconds, loss, bpb, bpb_stderr; after the last step document_nats, document_bytes
     core     step, tokens, seconds, core, core_stderr, centred, accuracy, missing
     sample   step, samples
     resume   step, time; if it made the run longer steps_before, total_steps
@@ -22,6 +22,8 @@ The last samples come after the final record. The fields are
     step            number of the step from 1; 0 for an evaluation before the first step
     tokens, seconds totals since the start of training
     loss, bpb       nats per token and bits per byte; bpb_stderr is the standard error of bpb over documents
+    document_nats   total nats of each document of the validation text, or of each of 256 groups of neighbours
+    document_bytes  their bytes; with both, two runs can be compared document by document
     least_bpb       least bpb on the validation text, reached after least_bpb_step steps
     lr_multiplier   the schedule's factor on all learning rates
     smoothed_loss   mean of the training losses with weights 0.9^age; least_loss is its least value so far
