@@ -16,12 +16,13 @@ from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.data.loader import Loader, validation_rows
 from quintic.data.preparation import prepare_command
 from quintic.data.tokenizer import Tokenizer
-from quintic.errors import CheckpointError, ConfigError, DataError
+from quintic.errors import CheckpointError, ConfigError, DataError, QuinticError
 from quintic.eval.core_tasks import load_core
 from quintic.eval.row_models import BatchedSpeedrun, LanguageModel
 from quintic.model.gpt import GPT
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.report.formatting import duration
+from quintic.report.history import RunHistory
 from quintic.streams import say_waiting
 from quintic.train.checkpoint import (
     Checkpoint,
@@ -70,6 +71,12 @@ class TrainedModel:
     """For a speedrun, only the fields that scoring text needs are set."""
     dataset: Dataset | RaceText | DataError
     """The prepared text, or the validation shard of a speedrun; if it is missing or damaged, the error to raise."""
+    origin: str
+    """The run, the step of the weights, and whether the run is finished, in words."""
+
+    def say_origin(self) -> None:
+        """Print the origin; on standard error, since redirected output only holds results."""
+        print(self.origin, file=sys.stderr, flush=True)
 
 
 def check_options(config: Config, *, ranks: int = 1) -> list[str]:
@@ -230,7 +237,19 @@ def trained_model(
         weights=config.optim.weights,
     )
     load_model_weights(checkpoint, model)
-    return TrainedModel(model=model.eval(), tokenizer=tokenizer, config=config, dataset=dataset)
+    origin = _origin(run_dir, checkpoint)
+    return TrainedModel(model=model.eval(), tokenizer=tokenizer, config=config, dataset=dataset, origin=origin)
+
+
+def _origin(run_dir: Path, checkpoint: Checkpoint) -> str:
+    """Return the run and the step of a checkpoint in words, and whether the run is finished if its log tells."""
+    step = int(checkpoint.state()["step"])
+    try:
+        history = RunHistory.load(run_dir)
+    except QuinticError:  # without its log, or with a damaged one, the model can still be used
+        return f"Model: {run_dir} after step {step:,}"
+    of = "" if history.total_steps is None else f" of {history.total_steps:,}"
+    return f"Model: {run_dir} after step {step:,}{of} (the run is {'' if history.final else 'not '}finished)"
 
 
 def _trained_race(run_dir: Path, checkpoint: Checkpoint, device: Literal["auto", "cpu", "cuda"]) -> TrainedModel:
@@ -272,5 +291,6 @@ def _trained_race(run_dir: Path, checkpoint: Checkpoint, device: Literal["auto",
         model=BatchedSpeedrun(model, vocab_size=tokenizer.vocab_size, seq_len=seq_len).eval(),
         tokenizer=tokenizer,
         config=Config(model=ModelConfig(seq_len=seq_len)),
+        origin=_origin(run_dir, checkpoint),
         dataset=text if text.path.is_file() else DataError(f"{text.path}: the run's validation shard is missing"),
     )

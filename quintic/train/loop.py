@@ -31,7 +31,7 @@ from quintic.streams import say
 from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint, set_aside_later
 from quintic.train.config import Config, OptimConfig, RunConfig
 from quintic.train.distributed import SINGLE_PROCESS, Ranks, check_gpus
-from quintic.train.hardware import choose_hardware, compile_seconds
+from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts
 from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
 from quintic.train.recipe import scale_lines
@@ -144,7 +144,8 @@ def train(
             log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
         if checkpoint is not None:
             lengths = {} if longer_than is None else {"steps_before": longer_than, "total_steps": run.total}
-            log.write("resume", step=run.step, time=now, **lengths)
+            facts = {"command": command, "machine": machine_facts(hardware), "ranks": ranks.size}
+            log.write("resume", step=run.step, time=now, **facts, **lengths)
             if ranks.from_rank0(lambda: keep_source(run_dir, run.step)):
                 progress.message("The source of quintic has changed since the run was stopped; its folder keeps both")
         try:

@@ -28,7 +28,8 @@ from quintic.train.trainer import Trainer
 def test_both_runs_start_alike_and_see_the_same_text(
     tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_drawings: None
 ) -> None:
-    found = compare(*variants(tiny_config(tiny_dataset, tmp_path, run="c")), tiny_dataset, command="quintic compare")
+    config = tiny_config(tiny_dataset, tmp_path, run="c", eval_tokens=4096)  # several documents
+    found = compare(*variants(config), tiny_dataset, command="quintic compare")
     adamw, muon = (load_config(tmp_path / f"c-{kind}" / "config.json") for kind in ("adamw", "muon"))
     assert changed_fields(adamw, muon).keys() == {"optim.optimizer", "run.run"}
     histories = [RunHistory.load(tmp_path / f"c-{kind}") for kind in ("adamw", "muon")]

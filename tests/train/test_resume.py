@@ -230,6 +230,11 @@ def test_a_signal_saves_the_step_and_says_how_to_go_on(
     assert checkpoints(run_dir)[0].name == "step-000003"
     assert "not finished" in (run_dir / "report.html").read_text(encoding="utf-8")
     assert main(["train", "--resume", "--runs-dir", str(tmp_path / "my runs")]) == 0
+    history = RunHistory.load(run_dir)
+    assert [record["command"] for record in history.resumed] == [
+        f"quintic train --resume --runs-dir '{tmp_path / 'my runs'}'"
+    ]
+    assert history.changes == []
     assert final_weights(run_dir) == final_weights(whole)
     assert course(run_dir) == course(whole)
 
