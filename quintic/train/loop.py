@@ -137,7 +137,7 @@ def train(
             say(f"{run_dir / METRICS_FILE} is missing: a new log starts here, without the steps up to {run.step}")
         log = held.enter_context(ranks.run_on_all(lambda: _open_log(run, run.step if resume else None)))
         progress = held.enter_context(Progress(run.total, start_step=run.step))
-        stop_requests = held.enter_context(StopRequests())
+        stop_requests = held.enter_context(StopRequests(progress.stopping))
         # A new log starts with the run's facts; each resumption adds a record, and its source if that has changed.
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         if checkpoint is None or not has_log:
