@@ -188,7 +188,12 @@ def _text_of(run_dir: Path, summary: Mapping[str, Any], data: DataConfig) -> Dat
 
 
 def trained_model(
-    runs_dir: Path, run: str | None, device: Literal["auto", "cpu", "cuda"] = "auto", *, step: int | None = None
+    runs_dir: Path,
+    run: str | None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    *,
+    step: int | None = None,
+    threads: int | None = None,
 ) -> TrainedModel:
     """Load the model of a run with the weights of a checkpoint.
 
@@ -197,6 +202,7 @@ def trained_model(
         run: name of the run; None for the one started last.
         device: the device to compute on.
         step: step of the checkpoint (`--step`); None for the newest undamaged one.
+        threads: CPU threads; None for those of the run.
 
     Raises:
         QuinticError: there is no such run or checkpoint, or the run has neither its text nor a tokenizer.
@@ -213,7 +219,7 @@ def trained_model(
     else:
         checkpoint = checkpoint_of_step(run_dir, step, option="--step")
     if not (run_dir / CONFIG_FILE).is_file():
-        return _trained_race(run_dir, checkpoint, device)
+        return _trained_race(run_dir, checkpoint, RunConfig(device=device, threads=threads))
     config = load_config(run_dir / CONFIG_FILE)
     # A missing text is not an error yet: sampling and exporting only need the tokenizer, which the run keeps.
     dataset: Dataset | DataError
@@ -226,7 +232,8 @@ def trained_model(
             raise
         tokenizer = Tokenizer.load(run_dir / TOKENIZER_FILE)
     # Use the precision of the training run, so that scores agree, but not its attention, which may need another device.
-    hardware = choose_hardware(dataclasses.replace(config.run, device=device, attention="auto"))
+    threads = config.run.threads if threads is None else threads
+    hardware = choose_hardware(dataclasses.replace(config.run, device=device, attention="auto", threads=threads))
     sizes = model_config(config, vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id)
     model = build_model(
         sizes,
@@ -252,7 +259,7 @@ def _origin(run_dir: Path, checkpoint: Checkpoint) -> str:
     return f"Model: {run_dir} after step {step:,}{of} (the run is {'' if history.final else 'not '}finished)"
 
 
-def _trained_race(run_dir: Path, checkpoint: Checkpoint, device: Literal["auto", "cpu", "cuda"]) -> TrainedModel:
+def _trained_race(run_dir: Path, checkpoint: Checkpoint, computing: RunConfig) -> TrainedModel:
     """Load a model that a speedrun saved, with its weights in their dtype.
 
     Raises:
@@ -263,7 +270,7 @@ def _trained_race(run_dir: Path, checkpoint: Checkpoint, device: Literal["auto",
     try:
         sizes = SpeedrunConfig(**state["speedrun"])
         text = RaceText(Path(state["validation"]), state["validation_tokens"], state["validation_chunk"])
-        computing = RunConfig(device=device, dtype=state["dtype"])
+        computing = dataclasses.replace(computing, dtype=state["dtype"])
         seq_len = state["document_tokens"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(

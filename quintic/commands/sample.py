@@ -16,7 +16,7 @@ __all__ = ["run"]
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = sample_options(arguments)
-    trained = trained_model(options.runs_dir, options.run, step=options.step)
+    trained = trained_model(options.runs_dir, options.run, step=options.step, threads=options.threads)
 
     def write(prompts: tuple[str, ...], seed: int) -> None:
         try:

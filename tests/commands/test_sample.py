@@ -14,6 +14,7 @@ import termios
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_runs import error_of
 
 from quintic.cli import main
@@ -191,3 +192,13 @@ def test_a_terminal_is_asked_until_ctrl_d(trained: Path) -> None:
         process.wait()
         os.close(ours)
         os.close(theirs)
+
+
+def test_threads_can_be_chosen(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = ["--runs-dir", str(trained.parent), "--tokens", "2"]
+    for command in ("sample", "eval"):
+        for threads in (2, 1):
+            torch.set_num_threads(3 - threads)
+            assert main([command, *runs, "--threads", str(threads)]) == 0
+            assert torch.get_num_threads() == threads
+        assert error_of(capsys, command, *runs, "--threads", "0") == "--threads 0: must be at least 1"
