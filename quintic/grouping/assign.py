@@ -4,11 +4,12 @@ The first of these that has an answer decides:
 
 1. a `Rule`, by the name of the parameter;
 2. module types that leave no doubt: `nn.Embedding`, norms, convolutions;
-3. the registry of model families (`registry.py`);
-4. the kind of linear layer (`heads.py` finds output heads);
-5. the name of a parameter that no known module owns.
+3. a forward pass, if there is an example of an input (`forward`);
+4. the registry of model families (`registry.py`);
+5. the kind of linear layer (`heads.py` finds output heads);
+6. the name of a parameter that no known module owns.
 
-`uses.py` finds the modules that compute with a parameter, `classify.py` has steps 2 to 5. Names are the bare model's,
+`uses.py` finds the modules that compute with a parameter, `classify.py` has the steps 2 and 4 to 6. Names are the bare model's,
 without the prefixes that wrappers add (`optim/groups/names.py`).
 """
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from quintic.grouping.classify import Convolutions, classify
+from quintic.grouping.forward.roles import Roles, decided
 from quintic.grouping.heads import heads_of
 from quintic.grouping.layer_types import with_layer_types
 from quintic.grouping.registry import registry_matches
@@ -76,6 +78,7 @@ def assign(
     convolutions: Convolutions = "adamw",
     *,
     wanted: Collection[Tensor] | None = None,
+    roles: Roles | None = None,
 ) -> dict[Tensor, Assignment]:
     """Return an assignment for each trainable parameter, in the model's order; arguments and errors as `param_groups`.
 
@@ -86,6 +89,8 @@ def assign(
             f"model is a {type(model).__name__}: give the model itself, a torch.nn.Module, or several of them in a "
             f"torch.nn.ModuleList; quintic.Muon(parameters) takes all parameters for matrices"
         )
+    if roles is not None and not isinstance(roles, Roles):
+        raise TypeError(f"roles={roles!r} must be the result of quintic.trace, or of quintic.Roles.load")
     rules = check_rules(rules)
     if convolutions not in get_args(Convolutions):
         raise ValueError(f"convolutions={convolutions!r}: choose 'muon' or 'adamw'")
@@ -107,6 +112,8 @@ def assign(
         own_uses = uses.get(param, [])
         other_names = [use.name for use in own_uses if use.name != name]
         found = classify(name, param, own_uses, known, heads, convolutions)
+        if roles is not None:
+            found = decided(found, [name, *other_names], own_uses, tuple(param.shape), roles)
         number = _first_match(names_of_rules, [name, *other_names])
         if number is not None:
             used_rules.add(number)
@@ -115,6 +122,8 @@ def assign(
             uncovered.append(f"{name} of shape {tuple(param.shape)}{found}")
             continue
         assignments[param] = found._replace(name=name, why=found.why + _tied_text(other_names))
+    if roles is not None and wanted is None and not any(use.name in roles for every in uses.values() for use in every):
+        raise ValueError(f"roles of {roles.model} name no parameter of {type(model).__name__}: trace this model")
     if wanted is None:
         if uncovered:
             raise ValueError(_uncovered_message(uncovered))
