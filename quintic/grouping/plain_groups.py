@@ -61,7 +61,9 @@ def from_models(params: Collection[Tensor]) -> dict[Tensor, Assignment]:
         wanted = {param for param in params if param not in assignments}
         if model is None or not any(param in wanted for param in model.parameters()):
             continue
-        for param, one in assign(model, request.rules, request.convolutions, wanted=wanted, roles=request.roles).items():
+        for param, one in assign(
+            model, request.rules, request.convolutions, wanted=wanted, roles=request.roles
+        ).items():
             assignments[param] = one._replace(options={**request.options[one.algorithm], **one.options})
     return assignments
 

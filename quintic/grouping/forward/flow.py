@@ -383,9 +383,11 @@ class Flow(TorchDispatchMode):
             if labels.dtype == torch.bool:
                 kept[number] = labels
             elif base in _POOLS and base not in _REDUCTIONS:
-                kept[number] = labels[..., :1].expand(out.shape) if base.endswith("1d") else labels[
-                    (..., *(slice(0, 1),) * (3 if "3d" in base else 2))
-                ].expand(out.shape)
+                kept[number] = (
+                    labels[..., :1].expand(out.shape)
+                    if base.endswith("1d")
+                    else labels[(..., *(slice(0, 1),) * (3 if "3d" in base else 2))].expand(out.shape)
+                )
             elif axes is not None and out.numel():
                 over = [axes] if isinstance(axes, int) else list(axes)
                 if any(_varies(labels, axis) for axis in over):

@@ -137,7 +137,9 @@ def _copy_of(model: nn.Module, fake: Any) -> tuple[nn.Module, dict[int, Any]]:
         for name in _HOOKS:
             hooks = module.__dict__.get(name)
             # PyTorch's weight and spectral normalisation compute the weight in a hook.
-            own = {key: hook for key, hook in (hooks or {}).items() if type(hook).__module__.startswith("torch.nn.util")}
+            own = {
+                key: hook for key, hook in (hooks or {}).items() if type(hook).__module__.startswith("torch.nn.util")
+            }
             memo[id(hooks)] = type(hooks)(own) if hooks is not None else None
     for module in modules:
         attributes = {key: _copied(value, memo, fake) for key, value in module.__dict__.items()}

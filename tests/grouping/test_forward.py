@@ -1,0 +1,253 @@
+"""What one forward pass on tensors without data says of weights, and that it leaves nothing behind."""
+
+import copy
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import quintic
+
+IDS = torch.zeros(2, 5, dtype=torch.long)
+X = torch.zeros(2, 5, 32)
+
+
+class Fn(nn.Module):
+    """A model of the given layers, with a function of (model, x) for its forward pass."""
+
+    def __init__(self, run, **layers):
+        super().__init__()
+        self.run = run
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def rows(model, example=X, **kwargs):
+    return {row.name: row for row in quintic.explain(model, example=example, **kwargs).rows}
+
+
+def attend(q, k, v):
+    return ((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).reshape(2, 5, 32)
+
+
+def by_parts(m, x):
+    q, k, v = (part.view(2, 5, 4, 8).transpose(1, 2) for part in m.a(x).split(32, -1))
+    return m.fc(m.b(attend(q, k, v)))
+
+
+def by_head(m, x):
+    q, k, v = m.a(x).view(2, 5, 4, 24).transpose(1, 2).chunk(3, -1)
+    return m.fc(m.b(attend(q, k, v)))
+
+
+def by_feature(m, x):
+    q, k, v = m.a(x).view(2, 5, 4, 8, 3).transpose(1, 2).unbind(-1)
+    return m.fc(m.b(attend(q, k, v)))
+
+
+@pytest.mark.parametrize(
+    ("run", "view"),
+    [
+        (by_parts, quintic.Split((32, 32, 32))),
+        (by_head, quintic.Split((8, 8, 8), groups=4)),
+        (by_feature, quintic.Split((1, 1, 1), groups=32)),
+    ],
+)
+def test_interleaved_queries_keys_and_values_are_told_apart(run, view):
+    found = rows(Fn(run, a=nn.Linear(32, 96), b=nn.Linear(32, 32), fc=nn.Linear(32, 7)))
+    assert (found["a.weight"].view, found["b.weight"].view) == (view, quintic.Matrix())
+    assert found["fc.weight"].algorithm == "adamw"
+
+
+def halves(m, x):
+    one, two = m.a(x).chunk(2, -1)
+    return m.fc(m.b(one.sigmoid() * two))
+
+
+def alternating(m, x):
+    y = m.a(x)
+    return m.fc(m.b(y[..., ::2].sigmoid() * y[..., 1::2]))
+
+
+def whole(m, x):
+    y = m.a(x)[..., :64]
+    return m.fc(m.b(y.sigmoid() * y))
+
+
+@pytest.mark.parametrize(
+    ("run", "wide", "view"),
+    [
+        (halves, 128, quintic.Split((64, 64))),
+        (alternating, 128, quintic.Split((1, 1), groups=64)),
+        (whole, 64, quintic.Matrix()),
+    ],
+)
+def test_gated_units_are_two_matrices_and_gelu_is_one(run, wide, view):
+    model = Fn(run, a=nn.Linear(32, wide), b=nn.Linear(64, 32), fc=nn.Linear(32, 7))
+    assert rows(model)["a.weight"].view == view
+
+
+def test_heads_under_unknown_names():
+    def run(m, x):
+        y = m.a(x).relu()
+        return {"classes": m.scores(y), "boxes": m.places(m.b(y).relu())}
+
+    layers = {"a": nn.Linear(32, 32), "scores": nn.Linear(32, 9), "b": nn.Linear(32, 24), "places": nn.Linear(24, 4)}
+    found = rows(Fn(run, **layers))
+    muon = {name for name, row in found.items() if row.algorithm == "muon"}
+    assert muon == {"a.weight", "b.weight"}
+    assert "types and names: muon" in found["scores.weight"].reason
+
+
+def test_clusters_of_an_adaptive_softmax_are_heads():
+    loss = nn.AdaptiveLogSoftmaxWithLoss(32, 100, [10, 50])
+    model = Fn(lambda m, x: m.loss.log_prob(m.a(x).flatten(0, 1)), a=nn.Linear(32, 32), loss=loss)
+    found = rows(model)
+    assert {found[f"loss.{name}.weight"].algorithm for name in ("head", "tail.0.1", "tail.1.1")} == {"adamw"}
+    assert found["loss.tail.0.0.weight"].algorithm == "muon"
+
+
+def test_routers_and_gates_under_unknown_names():
+    def run(m, x):
+        weights, _ = m.wg(x).softmax(-1).topk(2)
+        y = m.a(x).view(2, 5, 4, 8) * m.open(x).sigmoid()[..., None]
+        return m.fc(m.b(y.flatten(2)) * weights.sum(-1, keepdim=True))
+
+    sizes = {"wg": 8, "a": 32, "open": 4, "b": 32, "fc": 7}
+    found = rows(Fn(run, **{name: nn.Linear(32, size) for name, size in sizes.items()}))
+    assert [name[0] for name, row in found.items() if row.algorithm == "muon"] == ["a", "b"]
+    assert "chosen" in found["wg.weight"].why
+
+
+def test_experts_stored_as_inputs_by_outputs():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Parameter(torch.zeros(2, 32, 128)), nn.Parameter(torch.zeros(2, 64, 32))
+
+    def run(m, x):
+        one, two = torch.bmm(x, m.experts.up).chunk(2, -1)
+        return m.fc(torch.bmm(one.relu() * two, m.experts.down))
+
+    found = rows(Fn(run, experts=Experts(), fc=nn.Linear(32, 7)))
+    assert found["experts.up"].view == quintic.Split((64, 64), transposed=True)
+    assert found["experts.down"].view == quintic.Experts(transposed=True)
+
+
+def test_a_hidden_layer_as_wide_as_a_table_is_no_head():
+    model = Fn(lambda m, x: m.out(m.down(m.up(m.table(x)).relu())), table=nn.Embedding(64, 32))
+    model.up, model.down, model.out = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 64)
+    assert quintic.explain(model).rows[1].algorithm == "adamw"
+    found = rows(model, IDS)
+    assert [found[f"{name}.weight"].algorithm for name in ("up", "down", "out")] == ["muon", "muon", "adamw"]
+
+
+def test_a_table_by_type_is_never_a_matrix():
+    table = nn.Embedding(64, 32)
+    found = rows(
+        Fn(lambda m, x: m.fc(m.a(x) @ m.table.weight.T), table=table, a=nn.Linear(32, 32), fc=nn.Linear(64, 7))
+    )
+    assert found["table.weight"].algorithm == "adamw"
+
+
+def test_a_tied_head_is_a_table():
+    model = Fn(lambda m, x: m.out(m.a(m.table(x))), table=nn.Embedding(64, 32), a=nn.Linear(32, 32))
+    model.out = nn.Linear(32, 64, bias=False)
+    model.out.weight = model.table.weight
+    found = rows(model, IDS)
+    assert [found[name].algorithm for name in ("table.weight", "a.weight")] == ["adamw", "muon"]
+
+
+def test_recurrent_and_unused_layers_are_decided_as_without_a_pass():
+    model = Fn(lambda m, x: m.fc(m.lstm(x)[0]), lstm=nn.LSTM(32, 16), fc=nn.Linear(16, 7), spare=nn.Linear(32, 16))
+    found = rows(model)
+    assert found["lstm.weight_ih_l0"].view == quintic.Split((16,) * 4)
+    assert found["spare.weight"].why.endswith("not seen in the forward pass")
+
+
+def test_factors_of_an_adapter_follow_the_weight():
+    def run(m, x):
+        one, two = (m.base(x) + m.up(m.down(x))).chunk(2, -1)
+        return m.fc(one.relu() * two)
+
+    layers = {"base": nn.Linear(32, 64), "down": nn.Linear(32, 4, bias=False), "up": nn.Linear(4, 64, bias=False)}
+    found = rows(Fn(run, **layers, fc=nn.Linear(32, 7)))
+    assert found["up.weight"].view == found["base.weight"].view == quintic.Split((32, 32))
+    assert found["down.weight"].view == quintic.Matrix()
+
+
+def test_rules_come_before_the_pass():
+    model = Fn(halves, a=nn.Linear(32, 128), b=nn.Linear(64, 32), fc=nn.Linear(32, 7))
+    found = rows(model, rules=[quintic.Rule("a.weight", "muon", quintic.Matrix()), quintic.Rule("fc.weight", "muon")])
+    assert (found["a.weight"].view, found["fc.weight"].algorithm) == (quintic.Matrix(), "muon")
+
+
+def test_nothing_of_the_model_or_of_random_states_changes():
+    calls = []
+
+    def run(m, x):
+        m.steps += 1
+        m.seen.append(random.random() + numpy.random.rand())
+        return m.fc(m.norm(m.a(x).transpose(1, 2) + torch.rand(1)).transpose(1, 2))
+
+    model = Fn(run, a=nn.Linear(32, 32), norm=nn.BatchNorm1d(32), fc=nn.Linear(32, 7))
+    model.steps, model.seen = 0, []
+    model.a.register_forward_hook(lambda *_: calls.append(1))
+    model.a.weight.grad = torch.ones(32, 32)
+    before = copy.deepcopy(model.state_dict())
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()
+    quintic.param_groups(model, example=X)
+    assert (calls, model.steps, model.seen, model.training) == ([], 0, [], True)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model.a.weight.grad, torch.ones(32, 32))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert (numpy.random.get_state()[1] == states[2]).all()
+
+
+def gated():
+    return Fn(halves, a=nn.Linear(32, 128), b=nn.Linear(64, 32), fc=nn.Linear(32, 7))
+
+
+def test_a_meta_model_and_any_form_of_example():
+    expected = dict(quintic.trace(gated(), X))
+    with torch.device("meta"):
+        model = gated()
+    for example in (X, (X,), {"x": X}, X.to("meta")):
+        assert dict(quintic.trace(model, example)) == expected
+    assert dict(quintic.trace(model, 32, call=lambda m, width: m(torch.zeros(2, 5, width)))) == expected
+
+
+def test_roles_are_data_for_a_model_that_was_wrapped(tmp_path):
+    model = gated()
+    roles = quintic.trace(model, X)
+    roles.save(tmp_path / "roles.json")
+    loaded = quintic.Roles.load(tmp_path / "roles.json")
+    assert loaded == roles
+    compiled = torch.compile(model)
+    assert dict(quintic.trace(compiled, X)) == dict(roles)
+    groups = quintic.param_groups(nn.DataParallel(compiled), roles=loaded)
+    assert {name: g["view"] for g in groups for name in g["param_names"]}["a.weight"] == quintic.Split((64, 64))
+
+
+def test_mistakes_are_named(tmp_path):
+    model = gated()
+    with pytest.raises(ValueError, match=r"forward pass of Fn .* failed, RuntimeError.*example, or call="):
+        quintic.trace(model, torch.zeros(2, 5, 31))
+    with pytest.raises(ValueError, match="give one of them"):
+        quintic.param_groups(model, example=X, roles=quintic.trace(model, X))
+    with pytest.raises(TypeError, match="result of quintic.trace"):
+        quintic.param_groups(model, roles={"a.weight": "muon"})
+    with pytest.raises(ValueError, match="name no parameter"):
+        quintic.param_groups(nn.Linear(3, 4), roles=quintic.trace(model, X))
+    other = Fn(halves, a=nn.Linear(16, 128), b=nn.Linear(64, 32), fc=nn.Linear(32, 7))
+    with pytest.raises(ValueError, match=r"a.weight has shape \(128, 16\)"):
+        quintic.param_groups(other, roles=quintic.trace(model, X))
+    (tmp_path / "no.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no file of quintic.Roles.save"):
+        quintic.Roles.load(tmp_path / "no.json")
