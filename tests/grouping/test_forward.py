@@ -241,7 +241,7 @@ def test_mistakes_are_named(tmp_path):
         quintic.trace(model, torch.zeros(2, 5, 31))
     with pytest.raises(ValueError, match="give one of them"):
         quintic.param_groups(model, example=X, roles=quintic.trace(model, X))
-    with pytest.raises(TypeError, match="result of quintic.trace"):
+    with pytest.raises(TypeError, match=r"result of quintic\.trace"):
         quintic.param_groups(model, roles={"a.weight": "muon"})
     with pytest.raises(ValueError, match="name no parameter"):
         quintic.param_groups(nn.Linear(3, 4), roles=quintic.trace(model, X))
