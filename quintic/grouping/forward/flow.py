@@ -207,9 +207,7 @@ class Flow(TorchDispatchMode):
     def _mask(self, number: int, labels: Tensor) -> Tensor:
         if labels.dtype == torch.bool:
             return labels
-        for axis in range(labels.ndim):
-            if labels.stride(axis) == 0 and labels.shape[axis] > 1:
-                labels = labels.narrow(axis, 0, 1)
+        labels = _without_repeats(labels)
         mask = torch.zeros(self.usages[number].rows + 1, dtype=torch.bool)
         mask[labels.reshape(-1).long()] = True  # -1 is the last entry
         return mask[:-1]
@@ -322,7 +320,7 @@ class Flow(TorchDispatchMode):
             every = [labels if labels.dtype == torch.bool else labels.expand(out.shape) for labels in every]
         except RuntimeError:
             return None
-        if len(every) == 1 or all(labels is every[0] or torch.equal(labels, every[0]) for labels in every[1:]):
+        if len(every) == 1 or all(_is_equal(labels, every[0]) for labels in every[1:]):
             return every[0]
         masks = [self._mask(number, labels) for labels in every]
         if all(torch.equal(mask, masks[0]) for mask in masks[1:]):
@@ -486,7 +484,24 @@ def _varies(labels: Tensor, axis: int) -> bool:
     """Return whether entries along an axis are different features."""
     if labels.shape[axis] < 2 or labels.stride(axis) == 0:
         return False
+    labels = _without_repeats(labels)
     return bool((labels.narrow(axis, 0, 1) != labels).any())
+
+
+def _is_equal(one: Tensor, two: Tensor) -> bool:
+    if one is two:
+        return True
+    if one.stride() == two.stride():
+        one, two = _without_repeats(one), _without_repeats(two)
+    return torch.equal(one, two)
+
+
+def _without_repeats(labels: Tensor) -> Tensor:
+    """Return one of the entries that `expand` repeats: weights are large, and most of their coordinates are expanded."""
+    for axis in range(labels.ndim):
+        if labels.stride(axis) == 0 and labels.shape[axis] > 1:
+            labels = labels.narrow(axis, 0, 1)
+    return labels
 
 
 def _first_place(labels: Tensor, ndim: int) -> Tensor:
