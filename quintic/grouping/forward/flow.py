@@ -497,7 +497,7 @@ def _is_equal(one: Tensor, two: Tensor) -> bool:
 
 
 def _without_repeats(labels: Tensor) -> Tensor:
-    """Return one of the entries that `expand` repeats: weights are large, and most of their coordinates are expanded."""
+    """Return one of the entries that `expand` repeats: coordinates of large weights are mostly such."""
     for axis in range(labels.ndim):
         if labels.stride(axis) == 0 and labels.shape[axis] > 1:
             labels = labels.narrow(axis, 0, 1)

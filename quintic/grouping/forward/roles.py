@@ -143,7 +143,7 @@ def decided(
     is_layer = all(isinstance(use.module, nn.Linear) and use.attribute == "weight" for use in uses)
     if not is_muon and view is not None and is_layer and found.why.startswith(_BY_NAME_OR_SIZE):
         return Assignment("muon", view, why, otherwise=before)
-    return found
+    return found._replace(doubt="")
 
 
 def _differs(view: View, role: Role) -> bool:
