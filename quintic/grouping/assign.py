@@ -125,7 +125,7 @@ def assign(
             continue
         why = f"{found.why}; {found.doubt}" if found.doubt else found.why
         assignments[param] = found._replace(name=name, why=why + _tied_text(other_names))
-    if roles is not None and wanted is None and not any(use.name in roles for every in uses.values() for use in every):
+    if roles is not None and wanted is None and roles.of(use.name for every in uses.values() for use in every) is None:
         raise ValueError(f"roles of {roles.model} name no parameter of {type(model).__name__}: trace this model")
     if wanted is None:
         if uncovered:

@@ -13,7 +13,7 @@ from torch import nn
 from quintic.grouping.uses import attribute_of
 from quintic.optim.groups.names import NUMBER, clean_names, mask_layer_indices, unwrap_module
 
-__all__ = ["heads_of"]
+__all__ = ["heads_of", "without_adapters"]
 
 # The last name on a module's path, anywhere in a model.
 _NAME = re.compile(r"lm_head|head|unembed|unembedding|embed_out|classifier|score|qa_outputs|(to_)?logits")
@@ -46,7 +46,7 @@ def heads_of(model: nn.Module) -> Mapping[nn.Module, str]:
     taken = {_sizes(layer)[1] for layer in layers.values()}
     scored = _numbers_of_classes(modules.values()) - taken
     for name, layer in layers.items():
-        why = _by_name(_ADAPTED.sub("", name), layer, modules, taken)
+        why = _by_name(without_adapters(name), layer, modules, taken)
         if why is None and layer in declared:
             why = "output head (the model says so)"
         if why is None and _sizes(layer)[0] in scored and isinstance(layer, nn.Linear):
@@ -54,6 +54,11 @@ def heads_of(model: nn.Module) -> Mapping[nn.Module, str]:
         if why is not None:
             heads[layer] = why
     return {**heads, **_by_size(layers, modules, {_sizes(layer)[0] for layer in layers.values() if layer in heads})}
+
+
+def without_adapters(name: str) -> str:
+    """Return the name that a module or parameter has without PEFT."""
+    return _ADAPTED.sub("", name)
 
 
 def _by_name(name: str, layer: _Layer, modules: Mapping[str, nn.Module], taken: Container[int]) -> str | None:

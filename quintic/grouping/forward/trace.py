@@ -68,7 +68,8 @@ def trace(model: nn.Module, example: Any, *, call: Call | None = None) -> Roles:
     inner = unwrap_module(model)
     with _nothing_changes():
         copied, memo = _copy_of(inner, fake)
-        copied.eval()
+        for module in copied.modules():
+            module.training = False  # modules of torch.export refuse `eval`
         layers = {id(module._parameters.get("weight")) for module in inner.modules() if isinstance(module, nn.Linear)}
         weights = [
             (Usage(name, tuple(param.shape), id(param) in layers), memo[id(param)])
@@ -165,7 +166,11 @@ def _copy_of(model: nn.Module, fake: Any) -> tuple[nn.Module, dict[int, Any]]:
     memo: dict[int, Any] = {}
     modules = list(model.modules())
     for module in modules:
-        memo[id(module)] = _class_of(module).__new__(_class_of(module))
+        if isinstance(module, torch.jit.ScriptModule):
+            _copy_script(module, memo, fake)
+            continue
+        # `fx.GraphModule.__new__` would make another class.
+        memo[id(module)] = object.__new__(_class_of(module))
         for param in module._parameters.values():
             if param is not None and id(param) not in memo:
                 memo[id(param)] = nn.Parameter(_fake(param, fake), requires_grad=False)
@@ -180,9 +185,25 @@ def _copy_of(model: nn.Module, fake: Any) -> tuple[nn.Module, dict[int, Any]]:
             }
             memo[id(hooks)] = type(hooks)(own) if hooks is not None else None
     for module in modules:
+        # Wrappers such as a compiled module would run the original.
+        memo[id(module)] = memo[id(unwrap_module(module))]
+    for module in modules:
+        if unwrap_module(module) is not module or isinstance(module, torch.jit.ScriptModule):
+            continue
         attributes = {key: _copied(value, memo, fake) for key, value in module.__dict__.items()}
         memo[id(module)].__dict__.update(attributes, _compiled_call_impl=None)
     return memo[id(model)], memo
+
+
+def _copy_script(script: torch.jit.ScriptModule, memo: dict[int, Any], fake: Any) -> None:
+    """Add the copies of a module of TorchScript and of those below it; for the time being data are copied, too."""
+    if id(script) in memo:
+        return
+    for module, twin in zip(script.modules(), copy.deepcopy(script).modules(), strict=True):
+        memo[id(module)] = twin
+        for key, value in [*module._parameters.items(), *module._buffers.items()]:
+            if value is not None:
+                twin._c.setattr(key, memo.setdefault(id(value), nn.Parameter(_fake(value, fake), requires_grad=False)))
 
 
 def _copied(value: Any, memo: dict[int, Any], fake: Any) -> Any:
