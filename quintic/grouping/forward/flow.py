@@ -36,8 +36,8 @@ _VIEWS = _names(
     "pixel_shuffle pixel_unshuffle unfold movedim swapaxes"
 )
 _SAME = _names(
-    "detach alias clone _to_copy contiguous lift_fresh lift_fresh_copy _softmax _safe_softmax _log_softmax cumsum native_dropout "
-    "dropout masked_fill tril triu constant_pad_nd"
+    "detach alias clone _to_copy contiguous lift_fresh lift_fresh_copy _softmax _safe_softmax _log_softmax cumsum "
+    "native_dropout dropout masked_fill tril triu constant_pad_nd"
 )
 _NORMS = _names(
     "native_layer_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training rms_norm "
