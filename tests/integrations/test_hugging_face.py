@@ -1,7 +1,10 @@
 """`MuonFactory` and what it shares with other integrations, called as the libraries call them."""
 
+import dataclasses
+import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -56,6 +59,81 @@ def test_groups_that_wait_are_refused():
     # Trainer calls model.zero_grad(), which takes what a waiting group has added up.
     with pytest.raises(ValueError, match="param group 1 has step_every=2: Trainer resets"):
         MuonFactory()(model(), adamw={"step_every": 2})
+
+
+@dataclasses.dataclass
+class Arguments:
+    """Those of TrainingArguments that count for an optimizer, with its defaults."""
+
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+
+
+@dataclasses.dataclass
+class OthersDefaults(Arguments):
+    """As TRL's SFTConfig, whose users have not set the rate."""
+
+    learning_rate: float = 2e-5
+
+
+class Trained:
+    """Makes the optimizer as Trainer does."""
+
+    def __init__(self, args):
+        self.args = args
+
+    def create_optimizer(self, options):
+        return MuonFactory()(model(), **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "words"),
+    [
+        ({"learning_rate": 1e-3}, {"lr": 0.01}, [r"learning_rate=0.001 \(give 'adamw_lr'\)"]),
+        ({"weight_decay": 0.1}, {"lr": 0.01}, [r"weight_decay=0.1 \(give 'weight_decay'\)"]),
+        (
+            {"adam_beta2": 0.9, "adam_epsilon": 1e-6, "learning_rate": 1e-3},
+            {"adamw_lr": 1e-3},
+            [r"adam_beta2=0.9 \(give 'betas'\), adam_epsilon=1e-06 \(give 'eps'\)$"],
+        ),
+        ({"max_grad_norm": 0.5}, {}, ["max_grad_norm=0.5 clips all gradients by one norm.*set max_grad_norm=0"]),
+    ],
+)
+def test_arguments_without_effect_are_named_once(given, options, words):
+    arguments = Arguments(**{"max_grad_norm": 0, **given})
+    with pytest.warns(UserWarning, match="^TrainingArguments: ") as seen:
+        Trained(arguments).create_optimizer(options)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    for word in words:
+        assert re.search(word, str(seen[0].message))
+    assert "learning_rate" not in str(seen[0].message) or "adamw_lr" not in options
+
+
+@pytest.mark.parametrize("off", [0, None])
+def test_nothing_is_said_of_defaults_nor_of_what_a_keyword_replaces(off):
+    options = {"adamw_lr_ratio": 0.1, "adamw_weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-9}
+    set_by_user = Arguments(learning_rate=1e-3, weight_decay=0.1, adam_beta1=0.8, adam_epsilon=1e-6, max_grad_norm=off)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for arguments in (Arguments(max_grad_norm=off), OthersDefaults(max_grad_norm=off), None, "no dataclass"):
+            Trained(arguments).create_optimizer({"lr": 0.01})
+        Trained(set_by_user).create_optimizer(options)
+
+
+def test_the_class_in_place_of_the_factory_is_told_of_the_factory():
+    # Trainer gives an optimizer's class groups without names, and not the model.
+    parameters = list(model().parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    with pytest.warns(UserWarning, match="give MuonFactory of quintic.integrations.hugging_face in place of"):
+        quintic.Muon(groups, lr=0.01)
 
 
 @pytest.mark.slow
