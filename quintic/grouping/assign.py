@@ -82,6 +82,11 @@ def assign(
     With `wanted`, only these parameters are assigned, frozen or not, and parameters that no rule covers are left out.
     """
     if not isinstance(model, nn.Module):
+        if hasattr(model, "param_groups"):
+            raise TypeError(
+                f"model is a {type(model).__name__}: give the model; what an optimizer has is in its groups: "
+                f"{{name: group['algorithm'] for group in optimizer.param_groups for name in group['param_names']}}"
+            )
         raise TypeError(
             f"model is a {type(model).__name__}: give the model itself, a torch.nn.Module, or several of them in a "
             f"torch.nn.ModuleList; quintic.Muon(parameters) takes all parameters for matrices"

@@ -1,4 +1,5 @@
 import itertools
+import re
 import warnings
 
 import pytest
@@ -153,6 +154,18 @@ def test_what_is_no_module_says_what_to_give(function):
     for wrong in (nn.Linear(3, 3).parameters(), [nn.Linear(3, 3)], nn.Parameter(torch.ones(3, 3))):
         with pytest.raises(TypeError, match=rf"model is a {type(wrong).__name__}: give the model itself, a torch\.nn"):
             function(wrong)
+
+
+@pytest.mark.parametrize("function", [quintic.param_groups, quintic.explain])
+def test_an_optimizer_in_place_of_the_model_is_told_what_its_groups_have(function):
+    optimizer = quintic.Muon(quintic.param_groups(Decoder()))
+    with pytest.raises(
+        TypeError, match="model is a Muon: give the model; what an optimizer has is in its groups"
+    ) as error:
+        function(optimizer)
+    [code] = re.findall(r"\{name: .*\}", str(error.value))
+    found = eval(code, {"optimizer": optimizer})
+    assert found == {row.name: row.algorithm for row in quintic.explain(Decoder()).rows}
 
 
 def test_groups_construct_the_optimizer():
