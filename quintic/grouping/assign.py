@@ -116,6 +116,7 @@ def assign(
         if number is not None:
             used_rules.add(number)
             found = _by_rule(rules[number], found)
+            _check_view_fits(name, param, found)
         if not isinstance(found, Assignment):
             uncovered.append(f"{name} of shape {tuple(param.shape)}{found}")
             continue
@@ -176,6 +177,15 @@ def _by_rule(rule: Rule, found: Assignment | str) -> Assignment:
     inherited = found.view if isinstance(found, Assignment) and orthogonalizes(rule.algorithm) else Matrix()
     view = _with_matrix_names(rule.view, inherited)
     return Assignment(rule.algorithm, view, f"rule {rule.pattern!r}", options=rule.options, by_rule=True)
+
+
+def _check_view_fits(name: str, param: Tensor, by_rule: Assignment) -> None:
+    """Raise the ValueError of `quintic.Muon` where a rule's view does not fit; vectors have an error of their own."""
+    try:
+        if orthogonalizes(by_rule.algorithm) and param.ndim > 1:
+            by_rule.view.shapes(param.shape)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error} ({by_rule.why})") from None
 
 
 def _with_matrix_names(view: View | None, inherited: View) -> View:
