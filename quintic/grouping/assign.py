@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from quintic.grouping.classify import Convolutions, classify
 from quintic.grouping.heads import heads_of
@@ -81,16 +82,7 @@ def assign(
 
     With `wanted`, only these parameters are assigned, frozen or not, and parameters that no rule covers are left out.
     """
-    if not isinstance(model, nn.Module):
-        if hasattr(model, "param_groups"):
-            raise TypeError(
-                f"model is a {type(model).__name__}: give the model; what an optimizer has is in its groups: "
-                f"{{name: group['algorithm'] for group in optimizer.param_groups for name in group['param_names']}}"
-            )
-        raise TypeError(
-            f"model is a {type(model).__name__}: give the model itself, a torch.nn.Module, or several of them in a "
-            f"torch.nn.ModuleList; quintic.Muon(parameters) takes all parameters for matrices"
-        )
+    _check_is_module(model)
     rules = check_rules(rules)
     if convolutions not in get_args(Convolutions):
         raise ValueError(f"convolutions={convolutions!r}: choose 'muon' or 'adamw'")
@@ -145,6 +137,20 @@ def list_some(entries: Sequence[str]) -> str:
     """Return the first entries for a message, and how many more there are."""
     more = f" and {len(entries) - _NUM_LISTED} more" if len(entries) > _NUM_LISTED else ""
     return ", ".join(entries[:_NUM_LISTED]) + more
+
+
+def _check_is_module(model: object) -> None:
+    """Reject anything but a module; the TypeError says what to give."""
+    if isinstance(model, nn.Module):
+        return
+    hint = "quintic.Muon(parameters) takes all parameters for matrices"
+    if isinstance(model, Optimizer):
+        algorithms = "{name: group['algorithm'] for group in optimizer.param_groups for name in group['param_names']}"
+        hint = f"an optimizer's own groups say what it has: {algorithms}"
+    raise TypeError(
+        f"model is a {type(model).__name__}: give the model itself, a torch.nn.Module, or several of them in a "
+        f"torch.nn.ModuleList; {hint}"
+    )
 
 
 def _check_is_whole(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from quintic.optim.muon import Muon
 
 __all__ = ["MuonFactory"]
 
-# Fields of TrainingArguments that a factory does not get -> options that stand for them, the first of which is named.
+# Fields of TrainingArguments that a factory does not get -> the options that replace them; messages name the first.
 _STAND_FOR = {
     "learning_rate": ("adamw_lr", "adamw_lr_ratio"),
     "weight_decay": ("weight_decay", "adamw_weight_decay"),
@@ -68,7 +68,7 @@ class MuonFactory:
 
 
 def _warn_of_arguments(arguments: Any, options: Mapping[str, Any]) -> None:
-    """Warn once of what a user set in `TrainingArguments` without effect, and of clipping by one norm.
+    """Warn once of fields in `TrainingArguments` that were set without effect, and of clipping by one norm.
 
     Args:
         arguments: the trainer's arguments; anything else has no effect.

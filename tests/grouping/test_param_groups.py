@@ -190,7 +190,7 @@ def test_names_that_the_page_about_adamw_gives_for_tables():
 def test_an_optimizer_in_place_of_the_model_is_told_what_its_groups_have(function):
     optimizer = quintic.Muon(quintic.param_groups(Decoder()))
     with pytest.raises(
-        TypeError, match="model is a Muon: give the model; what an optimizer has is in its groups"
+        TypeError, match=r"model is a Muon: give the model itself.* an optimizer's own groups say what it has"
     ) as error:
         function(optimizer)
     [code] = re.findall(r"\{name: .*\}", str(error.value))

@@ -22,7 +22,7 @@ Change: TypeAlias = tuple[str, str, str]
 
 
 def changed_option(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> Change | None:
-    """Return how parameters of a group differ from what they were in a saved group, or None."""
+    """Return the option in which parameters of a group differ from a saved group, or None."""
     for option in ("algorithm", "view"):
         if option in saved_group and str(saved_group[option]) != str(group[option]):
             return option, str(saved_group[option]), str(group[option])
