@@ -16,6 +16,8 @@ from quintic import hooks
 if TYPE_CHECKING:  # `_MODULES` says the same to Python; a test compares the two
     from quintic.grouping.assign import Rule
     from quintic.grouping.explain import Explanation, explain
+    from quintic.grouping.forward.roles import Role, Roles
+    from quintic.grouping.forward.trace import trace
     from quintic.grouping.param_groups import param_groups
     from quintic.optim.captured_step import CapturedStep
     from quintic.optim.clip import clip_grad_norm_
@@ -39,6 +41,8 @@ __all__ = [
     "Muon",
     "Plan",
     "QKClip",
+    "Role",
+    "Roles",
     "Rows",
     "Rule",
     "Split",
@@ -50,6 +54,7 @@ __all__ = [
     "orthogonalize",
     "param_groups",
     "reference_step",
+    "trace",
     "verify",
 ]
 
@@ -65,6 +70,8 @@ _MODULES = {
     "Muon": "optim.muon",
     "Plan": "optim.plan.plan",
     "QKClip": "optim.qk_clip.clip",
+    "Role": "grouping.forward.roles",
+    "Roles": "grouping.forward.roles",
     "Rows": "optim.layout.views",
     "Rule": "grouping.assign",
     "Split": "optim.layout.views",
@@ -75,6 +82,7 @@ _MODULES = {
     "orthogonalize": "optim.polar.orthogonalize",
     "param_groups": "grouping.param_groups",
     "reference_step": "optim.verify.reference",
+    "trace": "grouping.forward.trace",
     "verify": "optim.verify.verify",
 }
 # Packages that are attributes of `quintic` without an import of their own.

@@ -4,12 +4,13 @@ The first of these that has an answer decides:
 
 1. a `Rule`, by the name of the parameter;
 2. module types that leave no doubt: `nn.Embedding`, norms, convolutions;
-3. the registry of model families (`registry.py`);
-4. the kind of linear layer (`heads.py` finds output heads);
-5. the name of a parameter that no known module owns.
+3. a forward pass, if there is an example of an input (`forward`);
+4. the registry of model families (`registry.py`);
+5. the kind of linear layer (`heads.py` finds output heads);
+6. the name of a parameter that no known module owns.
 
-`uses.py` finds the modules that compute with a parameter, `classify.py` has steps 2 to 5. Names are the bare model's,
-without the prefixes that wrappers add (`optim/groups/names.py`).
+`uses.py` finds the modules that compute with a parameter, `classify.py` has the steps 2 and 4 to 6. Names are the bare
+model's, without the prefixes that wrappers add (`optim/groups/names.py`).
 """
 
 import fnmatch
@@ -19,8 +20,11 @@ from typing import Any, get_args
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from quintic.grouping.classify import Convolutions, classify
+from quintic.grouping.doubts import taken_features
+from quintic.grouping.forward.roles import Roles, decided
 from quintic.grouping.heads import heads_of
 from quintic.grouping.layer_types import with_layer_types
 from quintic.grouping.registry import registry_matches
@@ -76,16 +80,15 @@ def assign(
     convolutions: Convolutions = "adamw",
     *,
     wanted: Collection[Tensor] | None = None,
+    roles: Roles | None = None,
 ) -> dict[Tensor, Assignment]:
     """Return an assignment for each trainable parameter, in the model's order; arguments and errors as `param_groups`.
 
     With `wanted`, only these parameters are assigned, frozen or not, and parameters that no rule covers are left out.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model is a {type(model).__name__}: give the model itself, a torch.nn.Module, or several of them in a "
-            f"torch.nn.ModuleList; quintic.Muon(parameters) takes all parameters for matrices"
-        )
+    _check_is_module(model)
+    if roles is not None and not isinstance(roles, Roles):
+        raise TypeError(f"roles={roles!r} must be the result of quintic.trace, or of quintic.Roles.load")
     rules = check_rules(rules)
     if convolutions not in get_args(Convolutions):
         raise ValueError(f"convolutions={convolutions!r}: choose 'muon' or 'adamw'")
@@ -94,6 +97,7 @@ def assign(
     uses = uses_of(typed)
     known = registry_matches(typed.modules())
     heads = heads_of(typed)
+    taken = taken_features(uses)
     names_of_rules = [_matching_names(rule, uses.values()) for rule in rules]
     assignments: dict[Tensor, Assignment] = {}
     uncovered: list[str] = []
@@ -106,15 +110,21 @@ def assign(
             raise ValueError(f"{name} has no shape yet: run one batch through the model before making parameter groups")
         own_uses = uses.get(param, [])
         other_names = [use.name for use in own_uses if use.name != name]
-        found = classify(name, param, own_uses, known, heads, convolutions)
+        found = classify(name, param, own_uses, known, heads, convolutions, taken)
+        if roles is not None:
+            found = decided(found, [name, *other_names], own_uses, tuple(param.shape), roles)
         number = _first_match(names_of_rules, [name, *other_names])
         if number is not None:
             used_rules.add(number)
             found = _by_rule(rules[number], found)
+            _check_view_fits(name, param, found)
         if not isinstance(found, Assignment):
             uncovered.append(f"{name} of shape {tuple(param.shape)}{found}")
             continue
-        assignments[param] = found._replace(name=name, why=found.why + _tied_text(other_names))
+        why = f"{found.why}; {found.doubt}" if found.doubt else found.why
+        assignments[param] = found._replace(name=name, why=why + _tied_text(other_names))
+    if roles is not None and wanted is None and roles.of(use.name for every in uses.values() for use in every) is None:
+        raise ValueError(f"roles of {roles.model} name no parameter of {type(model).__name__}: trace this model")
     if wanted is None:
         if uncovered:
             raise ValueError(_uncovered_message(uncovered))
@@ -139,6 +149,20 @@ def list_some(entries: Sequence[str]) -> str:
     """Return the first entries for a message, and how many more there are."""
     more = f" and {len(entries) - _NUM_LISTED} more" if len(entries) > _NUM_LISTED else ""
     return ", ".join(entries[:_NUM_LISTED]) + more
+
+
+def _check_is_module(model: object) -> None:
+    """Reject anything but a module; the TypeError says what to give."""
+    if isinstance(model, nn.Module):
+        return
+    hint = "quintic.Muon(parameters) takes all parameters for matrices"
+    if isinstance(model, Optimizer):
+        algorithms = "{name: group['algorithm'] for group in optimizer.param_groups for name in group['param_names']}"
+        hint = f"an optimizer's own groups say what it has: {algorithms}"
+    raise TypeError(
+        f"model is a {type(model).__name__}: give the model itself, a torch.nn.Module, or several of them in a "
+        f"torch.nn.ModuleList; {hint}"
+    )
 
 
 def _check_is_whole(model: nn.Module) -> None:
@@ -171,6 +195,15 @@ def _by_rule(rule: Rule, found: Assignment | str) -> Assignment:
     inherited = found.view if isinstance(found, Assignment) and orthogonalizes(rule.algorithm) else Matrix()
     view = _with_matrix_names(rule.view, inherited)
     return Assignment(rule.algorithm, view, f"rule {rule.pattern!r}", options=rule.options, by_rule=True)
+
+
+def _check_view_fits(name: str, param: Tensor, by_rule: Assignment) -> None:
+    """Raise the ValueError of `quintic.Muon` where a rule's view does not fit; vectors have an error of their own."""
+    try:
+        if orthogonalizes(by_rule.algorithm) and param.ndim > 1:
+            by_rule.view.shapes(param.shape)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error} ({by_rule.why})") from None
 
 
 def _with_matrix_names(view: View | None, inherited: View) -> View:

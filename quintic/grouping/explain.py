@@ -8,7 +8,7 @@ for models of any size.
 import dataclasses
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from quintic.grouping.assign import Rule, assign
-from quintic.grouping.classify import PERHAPS_FUSED, Convolutions
+from quintic.grouping.classify import Convolutions
+from quintic.grouping.doubts import EXCHANGED, PERHAPS_FUSED, UNTAKEN
 from quintic.grouping.explain_text import Cells, column_lines, table_lines
-from quintic.grouping.param_groups import grouped
+from quintic.grouping.forward.roles import Roles
+from quintic.grouping.param_groups import grouped, roles_of
 from quintic.optim.groups.names import mask_layer_indices, model_parameters
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
@@ -45,6 +47,8 @@ class Row:
     matrices: tuple[tuple[int, int, int], ...] = ()
     """(count, m outputs, n inputs) for each kind of matrix."""
     why: str
+    otherwise: str = ""
+    """What types and names say where the forward pass decided against them."""
     lr: float = 0.0
     """The learning rate it is stepped with, before `adjust_lr`; 0 if frozen."""
     lr_scale: tuple[float, ...] = ()
@@ -53,6 +57,11 @@ class Row:
     """The `weight_decay` of its group, per unit of learning rate; 0 if frozen."""
     state_bytes: int = 0
     """Bytes of the optimizer state of the whole parameter, before any sharding."""
+
+    @property
+    def reason(self) -> str:
+        """Return the reason, and the decision that it overrules."""
+        return f"{self.why}; types and names: {self.otherwise}" if self.otherwise else self.why
 
     @property
     def numel(self) -> int:
@@ -107,7 +116,7 @@ class Explanation:
         folded: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             pattern = mask_layer_indices(row.name) if fold else row.name
-            why = mask_layer_indices(row.why) if fold else row.why
+            why = mask_layer_indices(row.reason) if fold else row.reason
             rates = (row.lr, row.lr_scale, row.weight_decay)
             key = (pattern, row.shape, row.dtype, row.optimizer, row.view, why, rates, row.state_bytes)
             folded.setdefault(key, []).append(row)
@@ -133,12 +142,22 @@ class Explanation:
         return column_lines(lines, width)
 
     def _notes(self, width: int) -> list[str]:
-        perhaps = sum(PERHAPS_FUSED in row.why for row in self.rows)
-        if not perhaps:
+        texts = []
+        for doubt, text in _DOUBTS.items():
+            count = sum(doubt in row.why for row in self.rows)
+            if count:
+                texts.append(f"{count} parameter{'' if count == 1 else 's'} may be {text}")
+        if not texts:
             return []
-        which = "1 parameter" if perhaps == 1 else f"{perhaps} parameters"
-        text = f"{which} may be several matrices: if so, give quintic.Rule(..., view=Split(...))"
-        return ["", *textwrap.wrap(text, width)]
+        remedy = "example= decides it by a forward pass, quintic.Rule by name"
+        return ["", *textwrap.wrap(f"{'; '.join(texts)}: {remedy}", width)]
+
+
+_DOUBTS = {
+    PERHAPS_FUSED: "several matrices",
+    UNTAKEN: "output heads or routers, for no layer takes as many features as they give",
+    EXCHANGED: "stored as (experts, in, out)",
+}
 
 
 def explain(
@@ -148,6 +167,9 @@ def explain(
     adamw: Mapping[str, Any] | None = None,
     rules: Iterable[Rule] = (),
     convolutions: Convolutions = "adamw",
+    example: Any = None,
+    call: Callable[[nn.Module, Any], Any] | None = None,
+    roles: Roles | None = None,
     **options: Any,
 ) -> Explanation:
     """Return the treatment of each parameter of `model` and the reason for it, without making an optimizer.
@@ -162,13 +184,16 @@ def explain(
         adamw: as for `param_groups`.
         rules: as for `param_groups`.
         convolutions: as for `param_groups`.
+        example: as for `param_groups`; where the forward pass decides against names, the reason has both.
+        call: as for `param_groups`.
+        roles: as for `param_groups`.
         **options: keyword arguments of `quintic.Muon`, e.g. `lr=0.02` or `normalize="neuron"`.
 
     Raises:
         ValueError, TypeError: as `param_groups` and `Muon` for this model and these options, in particular for a
             matrix that no rule covers; the message names the parameter.
     """
-    assignments = assign(model, rules, convolutions)
+    assignments = assign(model, rules, convolutions, roles=roles_of(model, example, call, roles))
     # Twins on the meta device have the shapes, strides and dtypes of the parameters, and no memory.
     twins = {
         p: nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")) for p in assignments
@@ -200,6 +225,7 @@ def explain(
                 view=one.view if is_muon else None,
                 matrices=matrices,
                 why=one.why,
+                otherwise=one.otherwise,
                 lr=group.effective_lr,
                 lr_scale=tuple(group.rule.lr_factor(group.adjust_lr, m, n) for _, m, n in matrices),
                 weight_decay=float(group.weight_decay),
@@ -238,7 +264,7 @@ def _cells(rows: Sequence[Row]) -> Cells:
         rate=rate,
         decay="" if row.algorithm == "frozen" else f"{row.weight_decay:g}",
         state=bytes_text(sum(r.state_bytes for r in rows)),
-        why=mask_layer_indices(row.why) if folded else row.why,
+        why=mask_layer_indices(row.reason) if folded else row.reason,
     )
 
 

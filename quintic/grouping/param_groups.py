@@ -8,13 +8,16 @@ is an error that names it, and never a silent choice (`assign.py`).
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from quintic.grouping.assign import Rule, assign, check_rules, list_some
-from quintic.grouping.classify import PERHAPS_FUSED, Convolutions
+from quintic.grouping.classify import Convolutions
+from quintic.grouping.doubts import EXCHANGED, PERHAPS_FUSED, UNTAKEN
+from quintic.grouping.forward.roles import Roles
+from quintic.grouping.forward.trace import trace
 from quintic.grouping.layer_types import with_layer_types
 from quintic.grouping.plain_groups import Request, remember
 from quintic.grouping.uses import stored
@@ -23,7 +26,7 @@ from quintic.optim.groups.names import mask_layer_indices
 from quintic.optim.groups.options import adopt_old_names, with_new_names
 from quintic.optim.rules.table import orthogonalizes
 
-__all__ = ["grouped", "param_groups"]
+__all__ = ["grouped", "param_groups", "roles_of"]
 
 _logger = logging.getLogger("quintic")
 
@@ -35,6 +38,9 @@ def param_groups(
     adamw: Mapping[str, Any] | None = None,
     rules: Iterable[Rule] = (),
     convolutions: Convolutions = "adamw",
+    example: Any = None,
+    call: Callable[[nn.Module, Any], Any] | None = None,
+    roles: Roles | None = None,
 ) -> list[dict[str, Any]]:
     """Return parameter groups for `quintic.Muon` that cover every trainable parameter of `model` once.
 
@@ -52,6 +58,9 @@ def param_groups(
         rules: decisions by name that come before the ones by module; with or without the prefixes of wrappers.
         convolutions: `"muon"` for convolutions as (out_channels, in_channels * kernel) matrices, those with groups as
             one matrix per group, transposed ones as (out_channels * kernel, in_channels); depthwise ones stay AdamW's.
+        example: an input of the model, as for `trace`; a forward pass on tensors without data then comes before names.
+        call: as for `trace`.
+        roles: the result of `trace` instead of an example, for a model that was sharded, wrapped or cut since.
 
     Returns:
         One group per algorithm, view and set of options, each with `params`, `param_names`, `algorithm` and `view`;
@@ -61,9 +70,11 @@ def param_groups(
         ValueError: a rule matches no parameter, a parameter is covered by no rule, the model has none to train, or
             hyperparameters have a key of the group itself, such as `"view"`.
         TypeError: `model` is no module.
+        ValueError, TypeError: with `example`, as `trace`.
     """
     rules = check_rules(rules)
-    assignments = assign(model, rules, convolutions)
+    roles = roles_of(model, example, call, roles)
+    assignments = assign(model, rules, convolutions, roles=roles)
     _warn_of_doubts(model, assignments)
     if _logger.isEnabledFor(logging.DEBUG):
         for param, one in assignments.items():
@@ -73,8 +84,19 @@ def param_groups(
     options = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
     for given in options.values():
         adopt_old_names(given)
-    remember(model, Request(rules, convolutions, options))
+    remember(model, Request(rules, convolutions, options, roles))
     return groups
+
+
+def roles_of(
+    model: nn.Module, example: Any, call: Callable[[nn.Module, Any], Any] | None, roles: Roles | None
+) -> Roles | None:
+    """Return the given roles, or the roles that the forward pass of an example shows; None without either."""
+    if example is None and call is None:
+        return roles
+    if roles is not None:
+        raise ValueError("roles and example both say what the weights are: give one of them")
+    return trace(model, example, call=call)
 
 
 def grouped(
@@ -127,17 +149,25 @@ def _hyperparameters(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return with_new_names(dict(options), source, stacklevel=4)
 
 
+_DOUBTS = {
+    PERHAPS_FUSED: "perhaps several matrices each, orthogonalized as one: {}; say which with "
+    "quintic.Rule({}, 'muon', quintic.Split(sizes, groups=...)), or quintic.Matrix() for one",
+    UNTAKEN: "perhaps output heads, routers or several matrices each, orthogonalized as one matrix: no layer takes as "
+    "many features as these give: {}; say what they are with quintic.Rule({}, 'adamw') for a head or a router, or "
+    "'muon' with quintic.Matrix() or quintic.Split(sizes, groups=...)",
+    EXCHANGED: "perhaps stored as (experts, in, out), taken as (experts, out, in): {}; say which with "
+    "quintic.Rule({}, 'muon', quintic.Experts(transposed=True)), or quintic.Experts()",
+}
+_BY_PASS = "; or let a forward pass find out: quintic.param_groups(model, example=...)"
+
+
 def _warn_of_doubts(model: nn.Module, assignments: Mapping[Tensor, Assignment]) -> None:
     every = assignments.values()
-    # Layers that differ in their numbers share a line, and a rule.
-    perhaps = list(dict.fromkeys(mask_layer_indices(one.name) for one in every if PERHAPS_FUSED in one.why))
-    if perhaps:
-        warnings.warn(
-            f"perhaps several matrices each, orthogonalized as one: {list_some(perhaps)}; say which with "
-            f"quintic.Rule({perhaps[0]!r}, 'muon', quintic.Split(sizes, groups=...)), or quintic.Matrix() for one",
-            UserWarning,
-            stacklevel=3,
-        )
+    for doubt, text in _DOUBTS.items():
+        # Layers that differ in their numbers share a line, and a rule.
+        names = list(dict.fromkeys(mask_layer_indices(one.name) for one in every if doubt in one.doubt))
+        if names:
+            warnings.warn(text.format(list_some(names), repr(names[0])) + _BY_PASS, UserWarning, stacklevel=3)
     if not any(orthogonalizes(one.algorithm) for one in every):
         missing = _without_matrices(model, assignments)
         if missing:

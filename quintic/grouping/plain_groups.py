@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from quintic.grouping.assign import Rule, assign
 from quintic.grouping.classify import Convolutions
+from quintic.grouping.forward.roles import Roles
 from quintic.grouping.layer_types import layer_with
 from quintic.optim.groups.assignment import Assignment
 
@@ -35,6 +36,7 @@ class Request(NamedTuple):
     convolutions: Convolutions
     options: Mapping[str, Mapping[str, Any]]
     """By algorithm."""
+    roles: Roles | None = None
 
 
 _requests: list[tuple[weakref.ref[nn.Module], Request]] = []
@@ -59,7 +61,9 @@ def from_models(params: Collection[Tensor]) -> dict[Tensor, Assignment]:
         wanted = {param for param in params if param not in assignments}
         if model is None or not any(param in wanted for param in model.parameters()):
             continue
-        for param, one in assign(model, request.rules, request.convolutions, wanted=wanted).items():
+        for param, one in assign(
+            model, request.rules, request.convolutions, wanted=wanted, roles=request.roles
+        ).items():
             assignments[param] = one._replace(options={**request.options[one.algorithm], **one.options})
     return assignments
 

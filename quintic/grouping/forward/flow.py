@@ -1,0 +1,620 @@
+"""Follows the output features of a model's weights through one forward pass.
+
+Every tensor that a weight has made carries a tensor of integers of its own shape: the output feature of the weight that
+each entry is. A reshape, a slice or a permutation of the tensor is done to the integers too, so that any
+interleaving of queries and keys is recognised. Where features end, in a product with a weight or in an
+operation that mixes them, the set of features that arrived there together is noted: the sets of a fused weight are
+disjoint.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["Flow", "Trail", "Usage", "is_fake"]
+
+_INPUT, _LOOKED_UP = -1, -2
+"""Sources of tensors that no matrix has made."""
+
+_LARGEST = 1 << 24
+"""Entries of a tensor of integers; features of larger tensors are not followed, their weights are one matrix."""
+
+
+_MOST_JOINED = 8
+"""Weights whose features are still followed where they are joined."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_PRODUCTS = _names("mm addmm bmm baddbmm _grouped_mm linear mv addmv")
+_VIEWS = _names(
+    "view _unsafe_view reshape _reshape_alias permute transpose t unsqueeze squeeze expand slice select split narrow "
+    "split_with_sizes chunk unbind unsafe_chunk unsafe_split unsafe_split_with_sizes diagonal flip roll repeat "
+    "pixel_shuffle pixel_unshuffle unfold movedim swapaxes"
+)
+_SAME = _names(
+    "detach alias clone _to_copy contiguous lift_fresh lift_fresh_copy _softmax _safe_softmax _log_softmax cumsum "
+    "native_dropout dropout masked_fill tril triu constant_pad_nd"
+)
+_NORMS = _names(
+    "native_layer_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training rms_norm "
+    "native_group_norm _fused_rms_norm cudnn_batch_norm _batch_norm_no_update _batch_norm_with_update"
+)
+_REDUCTIONS = _names("mean sum amax amin var std logsumexp prod")
+_POOLS = _names(
+    "_adaptive_avg_pool2d avg_pool2d max_pool2d_with_indices upsample_bilinear2d upsample_nearest2d avg_pool1d "
+    "_adaptive_avg_pool3d max_pool2d upsample_bicubic2d avg_pool3d max_pool3d_with_indices mean"
+)
+_LOOKUPS = _names("embedding _embedding_bag _embedding_bag_forward_only index index_select gather take")
+# The position of the dimension among the arguments of operations that choose.
+_CHOICES = {"topk": 2, "argmax": 1, "sort": 1, "argsort": 1, "max": 1, "kthvalue": 2, "_softmax": 1, "_safe_softmax": 1}
+_SOFTMAX = _names("_softmax _safe_softmax")
+_ADDITIONS = _names("add sub rsub where lerp maximum minimum masked_fill copy")
+
+
+@dataclass(slots=True, eq=False)
+class Usage:
+    """The uses of one weight in the pass."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_layer: bool
+    """The weight of a linear layer, which is a matrix also where constants are multiplied with it."""
+    rows: int = 0
+    """Output features; 0 while nothing was multiplied with the weight."""
+    columns: int = 0
+    kinds: set[str] = field(default_factory=set)
+    """`product`, `convolution`, `depthwise`, `recurrent`, `table`, `added`, `factor`, `constants` or `other`."""
+    is_stacked: bool = True
+    """A weight of three dimensions is a stack of matrices along its first one."""
+    transposed: set[bool] = field(default_factory=set)
+    arrived: dict[bytes, Tensor] = field(default_factory=dict)
+    """The sets of output features that ended together, as masks."""
+    consumed: bool = False
+    """A weight was multiplied with features of this one."""
+    compared: bool = False
+    """Activations were multiplied with each other along its output features, as queries with keys."""
+    returned: bool = False
+    chooses: bool = False
+    weighs: bool = False
+    """A softmax runs over the output features, or one output feature is multiplied onto several others."""
+    space: set[int] = field(default_factory=set)
+    """The weights whose outputs are added to, or multiplied with, this one's."""
+
+
+@dataclass(slots=True, eq=False)
+class Trail:
+    """Where a tensor comes from."""
+
+    labels: dict[int, Tensor] = field(default_factory=dict)
+    """For each weight whose features are known: the feature of each entry, -1 for none. A mask of features,
+    of one dimension and boolean, where they were added to each other."""
+    sources: frozenset[int] = frozenset()
+    coordinates: tuple[int, list[Tensor]] | None = None
+    """If the tensor is a weight or a view of it: for each dimension of the weight, the index of each entry."""
+    is_fixed: bool = False
+    """It depends on weights and constants only."""
+
+
+class Flow(TorchDispatchMode):
+    """A mode under which each operation on tensors is followed; `usages` has the result."""
+
+    def __init__(self, fake: Any, weights: Iterable[tuple[Usage, Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = fake
+        self.usages: list[Usage] = []
+        self._trails: dict[int, tuple[Tensor, Trail]] = {}
+        self._written: dict[int, tuple[Tensor, frozenset[int]]] = {}
+        for number, (usage, weight) in enumerate(weights):
+            self.usages.append(usage)
+            shape = usage.shape
+            axes = [
+                torch.arange(size, dtype=torch.int32).view(-1, *(1,) * (len(shape) - axis - 1)).expand(shape)
+                for axis, size in enumerate(shape)
+            ]
+            self.put(weight, Trail(coordinates=(number, axes), is_fixed=True))
+
+    def put(self, tensor: Tensor, trail: Trail) -> None:
+        """Set the trail of a tensor, which is kept so that no other gets its id."""
+        self._trails[id(tensor)] = tensor, trail
+
+    def put_input(self, tensor: Tensor) -> None:
+        """Say that a tensor comes from outside."""
+        self.put(tensor, Trail(sources=frozenset({_INPUT})))
+
+    def returned(self, tensor: Tensor) -> None:
+        """Say that the model returns a tensor."""
+        trail = self._trail(tensor)
+        if trail is not None:
+            self._end(trail)
+            for number in trail.sources:
+                if number >= 0:
+                    self.usages[number].returned = True
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation on fake tensors, and follow it."""
+        kwargs = kwargs or {}
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if given and not any(map(is_fake, given)):
+            # Integers have values, which may be numbers of tokens or places of images. Numbers made of them have none.
+            out = func(*args, **kwargs)
+            return tree_map(lambda one: self.fake.from_tensor(one) if _has_no_values(one) else one, out)
+        if func is torch.ops.aten.index.Tensor:
+            args = args[0], _as_places(args[1])
+        with self.fake:
+            out = _grouped_product(*args) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
+        if not given and isinstance(out, Tensor) and not _has_no_values(out) and out.numel() <= _LARGEST:
+            return func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            self._higher_order(func.name(), args, given, tree_leaves(out))
+        else:
+            self._follow(func, args, kwargs, out)
+        return out
+
+    def _higher_order(self, name: str, args: Any, given: Sequence[Tensor], outs: Sequence[Any]) -> None:
+        known = [trail for trail in map(self._trail, given) if trail is not None]
+        self._opaque(name, args, known)
+        sources = frozenset[int]().union(*(trail.sources for trail in known))
+        for value in outs:
+            if isinstance(value, Tensor):
+                self.put(value, Trail(sources=sources))
+
+    def launched(self, tensors: Sequence[Tensor]) -> None:
+        """Follow a kernel that reads some of these tensors and fills the others, which nothing has written yet."""
+        trails = [trail for trail in map(self._trail, tensors) if trail is not None]
+        self._opaque("", (), trails)
+        sources = frozenset[int]().union(*(trail.sources for trail in trails))
+        for trail in trails:
+            if trail.coordinates is not None:
+                self.usages[trail.coordinates[0]].kinds.add("other")
+        for tensor in [tensor for tensor in tensors if self._trail(tensor) is None] or tensors:
+            self._write(tensor, sources)
+
+    def _write(self, tensor: Tensor, sources: frozenset[int]) -> None:
+        """Note weights whose features were written into a tensor's memory, also for other views of it."""
+        key = _storage(tensor)
+        # Kept, so that no other tensor gets the address.
+        self._written[key] = tensor, self._written.get(key, (tensor, frozenset()))[1] | sources
+
+    def _trail(self, tensor: Any) -> Trail | None:
+        if not isinstance(tensor, Tensor):
+            return None
+        trail = self._trails.get(id(tensor), (None, None))[1]
+        written = self._written.get(_storage(tensor)) if self._written else None
+        if written is None:
+            return trail
+        return Trail(trail.labels if trail else {}, written[1] | (trail.sources if trail else frozenset()))
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = func._schema.name.partition("::")[2]
+        base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        outs = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+        trails = [self._trail(tensor) for tensor in given]
+        known = [trail for trail in trails if trail is not None]
+        if not known or not outs or base.endswith("_like") or base.startswith(("new_", "empty", "bernoulli")):
+            return
+        if base in _PRODUCTS:
+            return self._product(base, args, outs[0])
+        if base in ("convolution", "_convolution"):
+            return self._convolution(args, outs[0])
+        first = trails[0]
+        if first is not None and first.coordinates is not None and base in _LOOKUPS:
+            self.usages[first.coordinates[0]].kinds.add("table")
+            return self.put(outs[0], Trail(sources=frozenset({_LOOKED_UP})))
+        is_view = base in _VIEWS or (func.is_view and base not in _SAME)
+        if first is not None and (is_view or (base in _SAME and len(known) == 1)) and base not in _CHOICES:
+            return self._view(base, func, args, kwargs, first, outs)
+        if base in _CHOICES:
+            self._choice(base, args, kwargs, first)
+        sources = frozenset[int]().union(*(trail.sources for trail in known))
+        is_pointwise = torch.Tag.pointwise in func.tags or base in _ADDITIONS
+        self._note_weights(base, trails, is_pointwise)
+        if any(trail.coordinates is not None for trail in known) and not all(trail.is_fixed for trail in known):
+            sources |= {_INPUT}
+        labels: dict[int, Tensor] = {}
+        if base in _NORMS:
+            labels, sources = (first.labels, first.sources) if first is not None else ({}, sources)
+        elif is_pointwise or base in _SAME:
+            labels = self._pointwise(base, given, trails, outs[0])
+        elif base in ("cat", "stack"):
+            labels = self._cat(func, args, kwargs, trails)
+        elif base in _REDUCTIONS or base in _POOLS:
+            labels = self._reduced(base, args, kwargs, first, outs[0])
+        else:
+            self._opaque(base, args, known)
+        # A weight that is scaled or cast by constants only is still this weight.
+        whole = next((trail.coordinates for trail in known if trail.coordinates is not None), None)
+        is_fixed = all(trail.is_fixed for trail in known) and len(known) == len(given)
+        for value in outs:
+            if is_fixed and whole is not None and is_pointwise and value.shape == whole[1][0].shape:
+                self.put(value, Trail(coordinates=whole, is_fixed=True))
+            elif value.is_floating_point() or value.is_complex():
+                self.put(value, Trail(labels if value is outs[0] else {}, sources, is_fixed=is_fixed))
+        if func._schema.is_mutable and sources:
+            self._write(given[0], sources)
+
+    def _end(self, trail: Trail, only: Iterable[int] | None = None) -> None:
+        """Note the features of a tensor as a set that goes one way."""
+        for number in list(trail.labels) if only is None else only:
+            mask = self._mask(number, trail.labels[number])
+            self.usages[number].arrived[mask.numpy().tobytes()] = mask
+
+    def _mask(self, number: int, labels: Tensor) -> Tensor:
+        if labels.dtype == torch.bool:
+            return labels
+        labels = _without_repeats(labels)
+        mask = torch.zeros(self.usages[number].rows + 1, dtype=torch.bool)
+        mask[labels.reshape(-1).long()] = True  # -1 is the last entry
+        return mask[:-1]
+
+    def _consume(self, trail: Trail | None, by: int) -> None:
+        if trail is not None:
+            self._end(trail)
+            for number in trail.sources - {by, _INPUT, _LOOKED_UP}:
+                self.usages[number].consumed = True
+
+    def _opaque(self, base: str, args: Any, known: Sequence[Trail]) -> None:
+        """Take an operation for one that mixes its inputs, as attention and recurrent layers do."""
+        is_recurrent = any(word in base for word in ("lstm", "gru", "rnn"))
+        for trail in known:
+            self._end(trail)
+            if is_recurrent and trail.coordinates is not None:
+                self.usages[trail.coordinates[0]].kinds.add("recurrent")
+            elif is_recurrent:
+                self._consume(trail, _INPUT)
+        if "attention" in base:
+            for trail in filter(None, map(self._trail, args[:2])):
+                if trail.coordinates is not None:
+                    self.usages[trail.coordinates[0]].kinds.add("table")
+                for number in trail.labels:
+                    self.usages[number].compared = True
+
+    def _note_weights(self, base: str, trails: Sequence[Trail | None], is_pointwise: bool) -> None:
+        """Note weights that are added, multiplied entry by entry, or joined to activations."""
+        if base in _SAME or (is_pointwise and all(trail is not None and trail.is_fixed for trail in trails)):
+            return
+        kinds = {"cat": "table", "stack": "table", "mul": "factor", "div": "factor"}
+        for trail in trails:
+            if trail is not None and trail.coordinates is not None:
+                kind = "norm" if base in _NORMS else "added" if base in _ADDITIONS else kinds.get(base, "other")
+                if not (len(trails) == 1 and is_pointwise):
+                    self.usages[trail.coordinates[0]].kinds.add(kind)
+
+    # ---------- features
+
+    def _view(self, base: str, func: Any, args: Any, kwargs: Any, first: Trail, outs: Sequence[Tensor]) -> None:
+        """Do the operation on the integers, too."""
+
+        def moved(labels: Tensor) -> list[Tensor] | None:
+            if base in _SAME:
+                return [labels] * len(outs) if labels.shape == outs[0].shape else None
+            if labels.numel() > _LARGEST and not labels.is_contiguous() and base in ("reshape", "_unsafe_view"):
+                return None
+            try:
+                if base in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
+                    return [labels.reshape(outs[0].shape)]
+                found = func(labels, *args[1:], **kwargs)
+            except (RuntimeError, TypeError, NotImplementedError):
+                return None
+            every = list(found) if isinstance(found, tuple | list) else [found]
+            return every if [one.shape for one in every] == [one.shape for one in outs] else None
+
+        made = [Trail({}, first.sources, is_fixed=first.is_fixed) for _ in outs]
+        for number, labels in first.labels.items():
+            if base == "view_as_complex":  # two features become one number; rotary positions mix them anyway
+                labels = self._mask(number, labels)
+            parts = [labels] * len(outs) if labels.dtype == torch.bool else moved(labels)
+            if parts is None:
+                self._end(first, [number])
+                continue
+            for trail, part in zip(made, parts, strict=True):
+                trail.labels[number] = part
+        if first.coordinates is not None:
+            axes = [moved(axis) for axis in first.coordinates[1]]
+            if any(axis is None for axis in axes):
+                self.usages[first.coordinates[0]].kinds.add("other")
+            else:
+                for index, trail in enumerate(made):
+                    trail.coordinates = first.coordinates[0], [axis[index] for axis in axes if axis is not None]
+        for value, trail in zip(outs, made, strict=True):
+            self.put(value, trail)
+
+    def _pointwise(
+        self, base: str, given: Sequence[Tensor], trails: Sequence[Trail | None], out: Tensor
+    ) -> dict[int, Tensor]:
+        pairs = [(tensor, trail) for tensor, trail in zip(given, trails, strict=True) if trail is not None]
+        moving = [trail for _, trail in pairs if not trail.is_fixed]
+        is_sum = base in _ADDITIONS
+        if base == "mul" and len(given) > 1:
+            for tensor, trail in pairs:
+                self._weighing(tensor, trail, out)
+        # Tensors that are added to each other, or multiplied, lie in the same space.
+        if len(moving) > 1 and (is_sum or base in ("mul", "div")):
+            for trail in moving:
+                for number in trail.labels or (trail.sources if len(trail.sources) <= 4 else ()):
+                    if number >= 0:
+                        self.usages[number].space.update(*(other.sources for other in moving if other is not trail))
+        kept: dict[int, Tensor] = {}
+        for number in dict.fromkeys(number for trail in moving for number in trail.labels):
+            own = [trail for trail in moving if number in trail.labels]
+            others = [trail for trail in moving if number not in trail.labels]
+            # Inputs as they came are constants: positions, masks. One number for all features scales them.
+            others = [
+                trail
+                for tensor, trail in pairs
+                if trail in others and not trail.sources <= {number, _INPUT} and not _is_scale(tensor, own, number, out)
+            ]
+            is_new = all(
+                (trail.labels and len(trail.sources) <= 3) or trail.sources <= {_LOOKED_UP, _INPUT} for trail in others
+            )
+            joined = None
+            if not others or (is_sum and is_new):
+                joined = self._joined(number, [trail.labels[number] for trail in own], out, is_sum=is_sum)
+            if joined is not None:
+                kept[number] = joined
+            else:
+                for trail in own:
+                    self._end(trail, [number])
+        return kept
+
+    def _joined(self, number: int, every: Sequence[Tensor], out: Tensor, *, is_sum: bool) -> Tensor | None:
+        """Return the features of a sum or product of features of one weight; None where they end."""
+        try:
+            every = [labels if labels.dtype == torch.bool else labels.expand(out.shape) for labels in every]
+        except RuntimeError:
+            return None
+        if len(every) == 1 or all(_is_equal(labels, every[0]) for labels in every[1:]):
+            return every[0]
+        masks = [self._mask(number, labels) for labels in every]
+        if all(torch.equal(mask, masks[0]) for mask in masks[1:]):
+            return every[0]
+        # Two halves multiplied with each other are two matrices; rotary positions add them and make one.
+        if not is_sum and not any(bool((masks[0] & mask).any()) for mask in masks[1:]):
+            return None
+        return torch.stack(masks).any(0)
+
+    def _weighing(self, tensor: Tensor, trail: Trail, out: Tensor) -> None:
+        """Find output features that are multiplied onto several others: a gate for each head, or for each expert."""
+        for number, labels in trail.labels.items():
+            usage = self.usages[number]
+            if labels.dtype == torch.bool or usage.rows * 2 > usage.columns:
+                continue
+            if int(self._mask(number, labels).sum()) < usage.rows and usage.rows * 4 > usage.columns:
+                continue
+            missing = out.ndim - tensor.ndim
+            varying = [axis + missing for axis in range(labels.ndim) if _varies(labels, axis)]
+            shape = (1,) * missing + tuple(tensor.shape)
+            last = varying[-1] if varying else -1
+            # Over two dimensions, these are the places of an image, where each channel is scaled.
+            if sum(shape[axis] == 1 < out.shape[axis] for axis in range(last + 1, out.ndim)) == 1:
+                usage.weighs = True
+
+    def _choice(self, base: str, args: Any, kwargs: Any, trail: Trail | None) -> None:
+        place = _CHOICES[base]
+        axis = args[place] if len(args) > place else kwargs.get("dim", -1)
+        if trail is None or not isinstance(axis, int) or isinstance(axis, bool):
+            return
+        for number, labels in trail.labels.items():
+            usage = self.usages[number]
+            if labels.dtype == torch.bool or not labels.ndim:
+                continue
+            if not _varies(labels, axis):
+                # Weights that are compared with positions, to choose some of them, are learned queries.
+                if base in _SOFTMAX and not usage.is_layer:
+                    usage.kinds.add("table")
+            elif base not in _SOFTMAX:
+                usage.chooses = True
+            elif usage.rows * 2 <= usage.columns:
+                usage.weighs = True
+
+    def _cat(self, func: Any, args: Any, kwargs: Any, trails: Sequence[Trail | None]) -> dict[int, Tensor]:
+        moving = [trail for trail in trails if trail is not None and trail.sources]
+        numbers = dict.fromkeys(number for trail in moving for number in trail.labels)
+        if len(numbers) > _MOST_JOINED:
+            for trail in moving:
+                self._end(trail)
+            return {}
+        kept: dict[int, Tensor] = {}
+        for number in numbers:
+            every = [trail.labels.get(number) if trail is not None else None for trail in trails]
+            if any(number in trail.sources and number not in trail.labels for trail in moving):
+                # Features that an unknown operation took come back to the others.
+                whole = torch.ones(self.usages[number].rows, dtype=torch.bool)
+                self.usages[number].arrived[whole.numpy().tobytes()] = whole
+            if any(labels is not None and labels.dtype == torch.bool for labels in every):
+                masks = [self._mask(number, labels) for labels in every if labels is not None]
+                kept[number] = torch.stack(masks).any(0)
+                continue
+            filled = [
+                torch.full(value.shape, -1, dtype=torch.int32) if labels is None else labels
+                for labels, value in zip(every, args[0], strict=True)
+            ]
+            kept[number] = func(filled, *args[1:], **kwargs)
+        return kept
+
+    def _reduced(self, base: str, args: Any, kwargs: Any, trail: Trail | None, out: Tensor) -> dict[int, Tensor]:
+        """Return the features of a mean over positions; those over which it is taken end."""
+        kept: dict[int, Tensor] = {}
+        axes = args[1] if len(args) > 1 else kwargs.get("dim")
+        for number, labels in (trail.labels if trail is not None else {}).items():
+            if labels.dtype == torch.bool:
+                kept[number] = labels
+            elif base in _POOLS and base not in _REDUCTIONS:
+                ndim = 1 if base.endswith("1d") else 3 if "3d" in base else 2
+                kept[number] = _first_place(labels, ndim).expand(out.shape)
+            elif axes is not None and out.numel():
+                over = [axes] if isinstance(axes, int) else list(axes)
+                if any(_varies(labels, axis) for axis in over):
+                    continue
+                for axis in over:
+                    labels = labels.narrow(axis, 0, 1)
+                kept[number] = labels.reshape(out.shape)
+        return kept
+
+    # ---------- products
+
+    def _product(self, base: str, args: Any, out: Tensor) -> None:
+        added = self._trail(args[0]) if base in ("addmm", "baddbmm", "addmv") else None
+        left, right = args[1:3] if base in ("addmm", "baddbmm", "addmv") else args[:2]
+        one, two = self._trail(left), self._trail(right)
+        if two is not None and two.coordinates is not None:
+            if one is not None and one.coordinates is not None:
+                self.usages[one.coordinates[0]].kinds.add("table")
+                one = None
+            number, axes = two.coordinates
+            if base == "linear":
+                axes = [axis.transpose(-1, -2) for axis in axes]
+            return self._weight_product(number, axes, one, out, is_right=True)
+        if one is not None and one.coordinates is not None:
+            return self._weight_product(*one.coordinates, two, out, is_right=False)
+        for trail, axis in ((one, -1), (two, -2 if right.ndim > 1 else 0)):
+            if trail is not None:
+                for number, labels in trail.labels.items():
+                    usage = self.usages[number]
+                    usage.compared |= not usage.chooses and (labels.dtype == torch.bool or _varies(labels, axis))
+                self._end(trail)
+        known = [trail for trail in (one, two, added) if trail is not None]
+        self.put(out, Trail({}, frozenset[int]().union(*(trail.sources for trail in known))))
+
+    def _weight_product(
+        self, number: int, axes: Sequence[Tensor], trail: Trail | None, out: Tensor, *, is_right: bool
+    ) -> None:
+        usage = self.usages[number]
+        if (trail is None or trail.is_fixed) and not usage.is_layer:
+            # One-hot rows and positions pick from a table.
+            usage.kinds.add("constants")
+            return self.put(out, Trail(sources=frozenset({_INPUT})))
+        usage.kinds.add("product")
+        ndim = axes[0].ndim
+        made, summed = (ndim - 1, max(ndim - 2, 0)) if is_right else (max(ndim - 2, 0), ndim - 1)
+        usage.is_stacked &= not (len(axes) == 3 and (_varies(axes[0], made) or _varies(axes[0], summed)))
+        outputs = [axis for axis, index in enumerate(axes) if _varies(index, made)]
+        inputs = [axis for axis, index in enumerate(axes) if _varies(index, summed)]
+        if outputs and inputs:
+            usage.transposed.add(min(inputs) < min(outputs))
+        # The output feature of each entry along the axis that stays, counted in the order in which it is stored.
+        feature = torch.zeros(axes[0].shape[made], dtype=torch.int32)
+        for axis in outputs:
+            index = axes[axis].movedim(made, 0).reshape(axes[axis].shape[made], -1)[:, 0]
+            feature = feature * usage.shape[axis] + index
+        rows = 1
+        for axis in outputs:
+            rows *= usage.shape[axis]
+        usage.rows = max(usage.rows, rows)
+        usage.columns = max(usage.columns, axes[0].shape[summed])
+        self._consume(trail, number)
+        labels = {}
+        if out.numel() <= _LARGEST and usage.rows == rows:
+            if is_right or out.ndim < 2:
+                labels[number] = feature.expand(out.shape)
+            else:
+                labels[number] = feature.unsqueeze(-1).expand(out.shape)
+        self.put(out, Trail(labels, frozenset({number})))
+
+    def _convolution(self, args: Any, out: Tensor) -> None:
+        images, weight = self._trail(args[0]), self._trail(args[1])
+        if weight is None or weight.coordinates is None:
+            known = [trail for trail in (images, weight) if trail is not None]
+            self._opaque("", args, known)
+            return self.put(out, Trail({}, frozenset[int]().union(*(trail.sources for trail in known))))
+        number = weight.coordinates[0]
+        usage, channels, groups = self.usages[number], out.shape[1], args[8]
+        if groups > 1 and groups == args[0].shape[1]:
+            # Each channel by itself: features stay the same.
+            usage.kinds.add("depthwise")
+            labels = {}
+            if images is not None and channels == groups:
+                for other, one in images.labels.items():
+                    is_mask = one.dtype == torch.bool
+                    labels[other] = one if is_mask else _first_place(one, out.ndim - 2).expand(out.shape)
+            return self.put(out, Trail(labels, images.sources if images is not None else frozenset()))
+        usage.kinds.add("convolution")
+        usage.rows, usage.columns = channels, args[1].numel() // max(1, channels)
+        self._consume(images, number)
+        feature = torch.arange(channels, dtype=torch.int32).view(-1, *(1,) * (out.ndim - 2)).expand(out.shape)
+        self.put(out, Trail({number: feature} if out.numel() <= _LARGEST else {}, frozenset({number})))
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor has no data."""
+    return hasattr(tensor, "fake_mode")
+
+
+def _has_no_values(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _as_places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the places that masks choose, whose number is known where the masks have values."""
+    places: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool and not is_fake(index)
+        places += index.nonzero(as_tuple=True) if index is not None and is_mask else [index]
+    return places
+
+
+def _grouped_product(left: Tensor, right: Tensor, ends: Tensor | None = None, *_: Any) -> Tensor:
+    """Return the product of rows with the matrix of their expert, also in dtypes that the kernel does not take."""
+    shape = [*left.shape[:-1], right.shape[-1]]
+    if ends is not None and left.ndim == right.ndim == 2:
+        shape = [len(ends), *shape]
+    elif left.ndim == 3 and right.ndim == 2:
+        shape = shape[1:]
+    return left.new_empty(shape)
+
+
+def _is_scale(tensor: Tensor, trails: Sequence[Trail], number: int, out: Tensor) -> bool:
+    """Return whether a factor has one entry for all output features of a weight."""
+    for labels in (trail.labels[number] for trail in trails):
+        if labels.dtype == torch.bool or labels.ndim != out.ndim:
+            return False
+        axes = [axis - out.ndim for axis in range(out.ndim) if _varies(labels, axis)]
+        if any(tensor.ndim >= -axis and tensor.shape[axis] > 1 for axis in axes):
+            return False
+    return True
+
+
+def _varies(labels: Tensor, axis: int) -> bool:
+    """Return whether entries along an axis are different features."""
+    if labels.shape[axis] < 2 or labels.stride(axis) == 0:
+        return False
+    labels = _without_repeats(labels)
+    return bool((labels.narrow(axis, 0, 1) != labels).any())
+
+
+def _is_equal(one: Tensor, two: Tensor) -> bool:
+    if one is two:
+        return True
+    if one.stride() == two.stride():
+        one, two = _without_repeats(one), _without_repeats(two)
+    return torch.equal(one, two)
+
+
+def _without_repeats(labels: Tensor) -> Tensor:
+    """Return one of the entries that `expand` repeats: coordinates of large weights are mostly such."""
+    for axis in range(labels.ndim):
+        if labels.stride(axis) == 0 and labels.shape[axis] > 1:
+            labels = labels.narrow(axis, 0, 1)
+    return labels
+
+
+def _first_place(labels: Tensor, ndim: int) -> Tensor:
+    """Return the features at the first place of an image, whose last `ndim` dimensions are places."""
+    for axis in range(labels.ndim - ndim, labels.ndim):
+        labels = labels.narrow(axis, 0, 1)
+    return labels
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

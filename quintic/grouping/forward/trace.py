@@ -1,0 +1,314 @@
+"""`trace`: one forward pass of a copy of the model on fake tensors, which gives each weight a role.
+
+The copy has the model's modules and attributes, but fake parameters and buffers, so that neither memory nor data is
+needed, and nothing that the pass does is left in the model.
+"""
+
+import contextlib
+import copy
+import importlib
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from quintic.grouping.forward.flow import Flow, Usage
+from quintic.grouping.forward.roles import Role, Roles
+from quintic.grouping.uses import attribute_of
+from quintic.optim.groups.names import model_parameters, unwrap_module
+
+__all__ = ["trace"]
+
+Call = Callable[[nn.Module, Any], Any]
+
+_MOST_VALUES = 1 << 24
+"""Entries of a tensor of integers that keeps its values in the pass."""
+
+_LAUNCHERS = (
+    ("triton.runtime.jit", "JITFunction"),
+    ("triton.runtime.autotuner", "Autotuner"),
+    ("triton.runtime.autotuner", "Heuristics"),
+)
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def trace(model: nn.Module, example: Any, *, call: Call | None = None) -> Roles:
+    """Return the role of each weight of `model`, read from one forward pass on tensors without data.
+
+    The pass runs a copy of the model in evaluation mode; no parameter, gradient, buffer, attribute or random state of
+    yours changes, and your hooks do not run. It takes about a tenth of a second, also for a model on the meta device.
+
+    Args:
+        model: any module; wrappers are looked through. Before it is sharded by tensor parallelism or cut into stages.
+        example: the model's input: a tensor, a tuple of arguments, or a dictionary of named ones such as a batch of a
+            Hugging Face tokenizer. Only shapes and dtypes matter.
+        call: `call(model, example)` runs the pass, for a model with other methods than `forward`; it gets a copy of the
+            model and the example without data.
+
+    Returns:
+        A role for each parameter; print it, save it, or give it to `param_groups(model, roles=...)`.
+
+    Raises:
+        TypeError: `model` is no module, or `call` cannot be called.
+        ValueError: the forward pass fails on tensors without data; the message has the error.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: trace needs the model itself, a torch.nn.Module")
+    if call is not None and not callable(call):
+        raise TypeError(f"call={call!r} must be a function of the model and the example")
+    # Takes a moment to load, which only a trace has to pay.
+    fake = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+    inner = unwrap_module(model)
+    with _nothing_changes():
+        copied, memo = _copy_of(inner, fake)
+        for module in copied.modules():
+            module.training = False  # modules of torch.export refuse `eval`
+        layers = {id(module._parameters.get("weight")) for module in inner.modules() if isinstance(module, nn.Linear)}
+        weights = [
+            (Usage(name, tuple(param.shape), id(param) in layers), memo[id(param)])
+            for name, param in model_parameters(model)
+        ]
+        flow = Flow(fake, [(usage, weight) for usage, weight in weights if len(usage.shape) > 1])
+        inputs = tree_map(
+            lambda value: _without_data(value, fake) if isinstance(value, Tensor) else value, _plain(example)
+        )
+        for value in _tensors(inputs):
+            if value.is_floating_point():
+                flow.put_input(value)
+        try:
+            with torch.no_grad(), _no_launches(flow), flow:
+                out = (call or _run)(copied, inputs)
+        except Exception as error:
+            said = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"the forward pass of {type(inner).__name__} on tensors without data failed, {type(error).__name__}: "
+                f"{said}; give its arguments as example, or call=lambda model, example: ... to run a part of it"
+            ) from error
+        for value in _tensors(out):
+            flow.returned(value)
+    return Roles(type(inner).__name__, _roles(flow))
+
+
+def _run(model: nn.Module, example: Any) -> Any:
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(*example) if isinstance(example, tuple) else model(example)
+
+
+def _plain(example: Any) -> Any:
+    """Return a batch that is a mapping of its own class as a dictionary."""
+    return dict(example.items()) if isinstance(example, Mapping) else example
+
+
+@contextlib.contextmanager
+def _nothing_changes() -> Iterator[None]:
+    """Restore random states, and settings that would hide operations from the pass."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        # Compiled modules run as they are written.
+        eager = torch.compiler.set_stance("force_eager")
+        with warnings.catch_warnings(), torch.random.fork_rng(devices), eager:
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def _no_launches(flow: Flow) -> Iterator[None]:
+    """Follow launches of Triton kernels in place of launching them: they need data, and perhaps a GPU."""
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        flow.launched(list(_tensors([args, kwargs])))
+
+    jit, tuning = sys.modules.get("triton.runtime.jit"), sys.modules.get("triton.runtime.autotuner")
+    kinds = [
+        *([jit.JITFunction] if jit is not None else []),
+        *([tuning.Autotuner, tuning.Heuristics] if tuning else []),
+    ]
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(mock.patch.object(kind, "run", run))
+        yield
+
+
+def _fake(tensor: Tensor, fake: Any) -> Tensor:
+    """Return a tensor without data, of the whole shape of a sharded one; a meta tensor becomes one of the CPU."""
+    device = "cpu" if tensor.is_meta else tensor.device
+    with fake:
+        # Strides do not matter here.
+        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device)
+
+
+def _without_data(tensor: Tensor, fake: Any) -> Tensor:
+    """Return a tensor without data; integers and masks keep theirs, because models count and compare them."""
+    if tensor.is_meta or tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > _MOST_VALUES:
+        return _fake(tensor, fake)
+    return tensor.detach().clone()
+
+
+def _copy_of(model: nn.Module, fake: Any) -> tuple[nn.Module, dict[int, Any]]:
+    """Return a copy of a module with fake tensors and without hooks, and {id of an original: its copy}."""
+    memo: dict[int, Any] = {}
+    modules = list(model.modules())
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            _copy_script(module, memo, fake)
+            continue
+        # `fx.GraphModule.__new__` would make another class.
+        memo[id(module)] = object.__new__(_class_of(module))
+        for param in module._parameters.values():
+            if param is not None and id(param) not in memo:
+                memo[id(param)] = nn.Parameter(_fake(param, fake), requires_grad=False)
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                memo.setdefault(id(buffer), _without_data(buffer, fake))
+        for name in _HOOKS:
+            hooks = module.__dict__.get(name)
+            # PyTorch's weight and spectral normalisation compute the weight in a hook.
+            own = {
+                key: hook for key, hook in (hooks or {}).items() if type(hook).__module__.startswith("torch.nn.util")
+            }
+            memo[id(hooks)] = type(hooks)(own) if hooks is not None else None
+    for module in modules:
+        # Wrappers such as a compiled module would run the original.
+        memo[id(module)] = memo[id(unwrap_module(module))]
+    for module in modules:
+        if unwrap_module(module) is not module or isinstance(module, torch.jit.ScriptModule):
+            continue
+        attributes = {key: _copied(value, memo, fake) for key, value in module.__dict__.items()}
+        memo[id(module)].__dict__.update(attributes, _compiled_call_impl=None)
+    return memo[id(model)], memo
+
+
+def _copy_script(script: torch.jit.ScriptModule, memo: dict[int, Any], fake: Any) -> None:
+    """Add the copies of a module of TorchScript and of those below it; for the time being data are copied, too."""
+    if id(script) in memo:
+        return
+    twins: nn.Module = copy.deepcopy(script)
+    for module, twin in zip(nn.Module.modules(script), twins.modules(), strict=True):
+        memo[id(module)] = twin
+        for key, value in [*module._parameters.items(), *module._buffers.items()]:
+            if value is not None:
+                attribute_of(twin, "_c").setattr(
+                    key, memo.setdefault(id(value), nn.Parameter(_fake(value, fake), requires_grad=False))
+                )
+
+
+def _copied(value: Any, memo: dict[int, Any], fake: Any) -> Any:
+    if isinstance(value, Tensor):
+        return memo[id(value)] if id(value) in memo else _without_data(value, fake)
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # locks, process groups, files: the pass shares them with the model
+        return value
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, without the one that FSDP2 puts before it."""
+    bases = type(module).__mro__
+    return bases[2] if len(bases) > 2 and bases[1].__name__ == "FSDPModule" else bases[0]
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Yield the tensors in arguments or results of a model, also in objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one, depth)
+    elif isinstance(value, list | tuple | set):
+        for one in value:
+            yield from _tensors(one, depth)
+    elif depth < 3 and hasattr(value, "__dict__"):
+        yield from _tensors(vars(value), depth + 1)
+
+
+# ---------- roles
+
+
+def _roles(flow: Flow) -> dict[str, Role]:
+    # Features that are added to hidden ones, or multiplied with them, are hidden.
+    hidden = {number for number, usage in enumerate(flow.usages) if usage.consumed}
+    size = -1
+    while size != len(hidden):
+        size = len(hidden)
+        hidden |= {number for number, usage in enumerate(flow.usages) if usage.space & hidden}
+    return {usage.name: _role(usage, number in hidden) for number, usage in enumerate(flow.usages)}
+
+
+def _role(usage: Usage, is_hidden: bool) -> Role:
+    kind, evidence = _kind(usage, is_hidden)
+    pieces, groups = _pieces(usage) if kind == "matrix" and "product" in usage.kinds else ((), 1)
+    if pieces:
+        evidence = f"{len(pieces)} matrices, whose outputs go different ways"
+    return Role(kind, usage.shape, evidence, pieces, groups, usage.transposed == {True})
+
+
+def _kind(usage: Usage, is_hidden: bool) -> tuple[str, str]:
+    kinds = usage.kinds
+    if not kinds:
+        return "unknown", "not used in the forward pass"
+    if kinds & {"table", "added"}:
+        return "table", "looked up, joined or added"
+    if "recurrent" in kinds:
+        return "unknown", "in a recurrent layer, whose type says more"
+    if "depthwise" in kinds:
+        return "factors", "each channel by itself"
+    if not kinds & {"product", "convolution"}:
+        if kinds & {"factor", "norm"}:
+            return "factors", "multiplied entry by entry"
+        return "unknown", "multiplied with constants only" if "constants" in kinds else "used in an unknown operation"
+    if 1 in (usage.rows, usage.columns):
+        return "thin", "one output or one input"
+    if len(usage.shape) == 3 and not usage.is_stacked:
+        return "unknown", "features lie along its first dimension"
+    if usage.compared:
+        return "matrix", "activations are compared along its outputs"
+    if usage.chooses:
+        return "router", "its outputs are sorted, and the largest chosen"
+    if usage.weighs and (is_hidden or not usage.returned):
+        return "gate", "each of its outputs weighs several features"
+    if usage.returned and not is_hidden and usage.rows != usage.columns:
+        return "head", "no weight is multiplied with its outputs"
+    if is_hidden:
+        return "matrix", "other weights are multiplied with its outputs"
+    return "unknown", "its outputs lead nowhere"
+
+
+def _pieces(usage: Usage) -> tuple[tuple[int, ...], int]:
+    """Return the sizes of the sets of output features that go ways of their own, and how often they repeat."""
+    largest: list[Tensor] = []
+    for mask in sorted(usage.arrived.values(), key=lambda mask: -int(mask.sum())):
+        if not mask.any() or any(bool((mask & ~other).sum() == 0) for other in largest):
+            continue
+        if any(bool((mask & other).any()) for other in largest):
+            return (), 1  # the sets overlap: one matrix
+        largest.append(mask)
+    if len(largest) < 2:
+        return (), 1
+    which = torch.full((usage.rows,), -1)
+    for number, mask in enumerate(largest):
+        which[mask] = number
+    numbers, counts = (found.tolist() for found in torch.unique_consecutive(which, return_counts=True))
+    runs = list(zip(numbers, counts, strict=True))
+    period = next(n for n in range(1, len(runs) + 1) if len(runs) % n == 0 and runs == runs[:n] * (len(runs) // n))
+    sizes, groups = tuple(count for _, count in runs[:period]), len(runs) // period
+    # A piece of one row is no matrix, and several runs of one piece in a period are no `Split`.
+    is_split = len({number for number, _ in runs[:period]}) == period and min(sizes) * groups > 1
+    return (sizes, groups) if is_split and math.prod(usage.shape) else ((), 1)
