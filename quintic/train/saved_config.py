@@ -145,7 +145,7 @@ _ALWAYS = frozenset(
     {"data", "vocab_size", "depth", "head_dim", "seq_len", "optimizer", "embedding_lr", "scalar_lr", "steps",
      "batch_tokens", "rows", "seed", "device", "dtype", "attention", "compile", "threads"}
 )  # fmt: skip
-# The options of the matrices and the head under each optimizer; the command always has those of the run's.
+# The options of the matrices and the head under each optimizer; the command always has the set that the run uses.
 _OF_OPTIMIZER = {
     "muon": frozenset({"muon_lr", "head_lr", "weight_decay"}),
     "adamw": frozenset({"adamw_lr", "adamw_head_lr", "adamw_weight_decay"}),
