@@ -81,6 +81,36 @@ def test_a_resumed_run_names_the_step(tmp_path: Path) -> None:
     assert "Started 2026-03-04 at 12:30 UTC; not finished: step 11 of 20; continued from step 10." in page.text
 
 
+@pytest.mark.usefixtures("no_drawings")
+def test_a_run_continued_with_other_settings_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=20, final=False)
+    unchanged = "makes the same run wherever it is typed"
+    last_digit = "give the same numbers to the last digit"
+
+    def resumed(step: int, cores: int) -> str:
+        with MetricsLog(tmp_path / "metrics.jsonl", resume_step=step) as log:
+            command = f"quintic train --resume --cores {cores}"
+            machine = {"device": "CPU", "cores": cores, "memory_gb": 1.0}
+            log.write("resume", step=step, command=command, machine=machine, ranks=1)
+            log.write("train", step=step + 1, loss=2.0)
+        return read(write_report(tmp_path)).text
+
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write("run", command="quintic train", repeat="quintic train --all", machine={"device": "CPU", "cores": 2})
+    text = resumed(10, 2)
+    assert "This was typed: quintic train And to continue after step 10: quintic train --resume --cores 2" in text
+    assert unchanged in text
+    assert last_digit in text
+    text = resumed(15, 1)
+    assert "; from step 15 on with processor cores 1 (before: 2)." in text
+    assert "Machine from step 15 on processor cores 1" in text
+    assert "This one was continued with others: from step 15 on processor cores 1 (before: 2)." in text
+    assert unchanged not in text
+    assert last_digit not in text
+    text = resumed(18, 1)  # as before
+    assert text.count("processor cores 1 (before: 2)") == 2
+
+
 def test_a_single_evaluation_and_nothing_else(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         log.write("eval", step=1, tokens=100, seconds=0.5, loss=5.0, bpb=2.0)
