@@ -51,7 +51,9 @@ def collect(library: str, options: argparse.Namespace, rows_file: Path) -> None:
     """Try the classes of a library that the file does not have yet, and append what became of them."""
     worker = Worker(library, options.out / f"{options.name}.log", options.limit)
     families = worker.families()
-    known = {row["class"] for row in read_rows(rows_file) if row["library"] == library}
+    kept = [row for row in read_rows(rows_file) if "lines" in row or not options.again or row["library"] != library]
+    rows_file.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    known = {row["class"] for row in kept if row["library"] == library}
     wanted = [
         name
         for name, family in families.items()
@@ -103,6 +105,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--libraries", nargs="*", default=list(LIBRARIES), choices=list(LIBRARIES))
     parser.add_argument("--part", choices=[*PARTS, "all"], default="built")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="classes with one of these in their names")
+    parser.add_argument("--again", action="store_true", help="try classes again that did not run")
     parser.add_argument("--limit", type=float, default=20, help="seconds for one class")
     return parser.parse_args()
 

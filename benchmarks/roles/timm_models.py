@@ -1,6 +1,7 @@
 """Models of timm, some of each module, without data for their weights."""
 
 import importlib
+import re
 from typing import Any
 
 import torch
@@ -8,15 +9,19 @@ from torch import nn
 
 from benchmarks.roles.compare import Attempt
 
-MODELS_OF_A_MODULE = 4
+MODELS_OF_A_MODULE = 3
+
+_LARGE = re.compile("large|huge|giant|giga|enorm|base|big|so150|so400|_[lxbh]{1,3}\\d*(_|$)|m36|m48|b[3-9]|_[4-9]b|1[0-9][0-9]|2[0-9][0-9]|2b")
+"""In the names of models that say no more than smaller ones do, and take longer."""
 
 
 def families() -> dict[str, str]:
-    """Return {model: module}; of each module those at equal distances in the list of its models."""
+    """Return {model: module}; of each module those at equal distances in the list of its smaller models."""
     timm = importlib.import_module("timm")
     found: dict[str, str] = {}
     for module in sorted(timm.list_modules()):
-        names = timm.list_models(module=module)
+        every = timm.list_models(module=module)
+        names = [name for name in every if not _LARGE.search(name)] or every[:1]
         chosen = min(len(names), MODELS_OF_A_MODULE)
         for number in range(chosen):
             found.setdefault(names[number * len(names) // chosen], module)
