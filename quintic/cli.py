@@ -1,4 +1,4 @@
-"""The command line: `quintic train | compare | prepare | sample | eval | report | plan | export`.
+"""The command line: `quintic train | compare | prepare | sample | eval | report | plan | rates | export`.
 
 The commands are in `quintic/commands`. Errors that a user can fix are printed as one line on standard error, with exit
 code 2; Ctrl-C, SIGTERM and SIGHUP during training save the run and exit with 130.
@@ -37,6 +37,7 @@ commands:
   eval       score a trained model in bits per byte, and on the tasks of CORE
   report     write report.html of a run again
   plan       show what the optimizer does to each kind of weight, without training
+  rates      say which learning rates, decay and batch to begin with for a model of a size
   export     write a trained model as a folder for other libraries
 
 Begin with `quintic train`.
@@ -47,11 +48,12 @@ Begin with `quintic train`.
 _COMMANDS = {
     "train": "quintic.commands.train",
     "compare": "quintic.commands.compare",
-    "prepare": "quintic.commands.prepare",
+    "prepare": "quintic.commands.text",
     "sample": "quintic.commands.sample",
     "eval": "quintic.commands.evaluate",
     "report": "quintic.commands.report",
     "plan": "quintic.commands.plan",
+    "rates": "quintic.commands.rates",
     "export": "quintic.commands.export",
 }
 

@@ -24,7 +24,13 @@ LINE_LIMIT = 400
 
 # Files that hold one class or one algorithm may be longer.
 LONG_LINE_LIMIT = 700
-LONG_FILES = {"data.preparation", "grouping.forward.flow", "kernels.products.hopper_program", "optim.muon", "optim.step.bucket_step"}
+LONG_FILES = {
+    "data.preparation",
+    "grouping.forward.flow",
+    "kernels.products.hopper_program",
+    "optim.muon",
+    "optim.step.bucket_step",
+}
 
 # What a part of the package may import from the rest of it. Parts not named may import everything.
 # `errors`, `durable`, `tables` and `versions` are open to all; a part may always import itself.

@@ -23,6 +23,7 @@ from quintic.data.dataset import Dataset
 from quintic.data.loader import validation_rows
 from quintic.eval.baselines import reference_scores
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
+from quintic.simulate.options import RatesOptions
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
 from quintic.train.saved_config import load_config, to_dict
@@ -37,6 +38,7 @@ COMMANDS: dict[str, list[Any]] = {
     "eval": [EvalOptions],
     "report": [ReportOptions],
     "export": [ExportOptions],
+    "rates": [RatesOptions],
 }
 
 pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
@@ -60,6 +62,9 @@ def test_help_lists_every_option_with_its_default(command: str, capsys: pytest.C
     for section in COMMANDS[command]:
         for f in dataclasses.fields(section):
             option = "--" + f.name.replace("_", "-")
+            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+                assert re.search(rf" {option}[ ,][^(]*\(required\)", text), option
+                continue
             entry = re.search(rf" {option}[ ,].*?\(default: ([^)]*)\)", text)
             assert entry, option
             default = f.default

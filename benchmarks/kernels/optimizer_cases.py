@@ -125,7 +125,7 @@ def optimizer_passes(where: Where) -> Iterator[Case]:
         yield case(name=f"momentum, {kernels}", run=run, moved=numel * (2 + 8 + 2))
         run = triton_apply if kernels == "triton" else torch_apply
         yield case(name=f"weights, {kernels}", run=run, moved=numel * (4 + 2))
-        run = functools.partial(normalize, on_device=kernels == "triton")
+        run = functools.partial(normalize, uses_kernels=kernels == "triton")
         yield case(name=f"normalisation, {kernels}", run=run, moved=numel * (4 + 2))
     yield from adamw_passes(where)
 
@@ -174,9 +174,9 @@ def torch_apply(buckets: list[Bucket]) -> None:
         )  # fmt: skip
 
 
-def normalize(buckets: list[Bucket], on_device: bool) -> None:
+def normalize(buckets: list[Bucket], uses_kernels: bool) -> None:
     for bucket in buckets:
-        _normalized(bucket.directions, 128.0, torch.bfloat16, on_device=on_device)
+        _normalized(bucket.directions, 128.0, torch.bfloat16, uses_kernels=uses_kernels)
 
 
 def adamw_passes(where: Where) -> Iterator[Case]:

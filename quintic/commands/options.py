@@ -17,7 +17,7 @@ from quintic.commands.parsing import options_of, parse, pop_option, validate_arg
 from quintic.commands.presets import check_initial, preset, suitable_preset, unused_options, with_initial, with_recipe
 from quintic.errors import ConfigError
 from quintic.report.options import ReportOptions
-from quintic.simulate.options import SimulationOptions
+from quintic.simulate.options import RatesOptions, SimulationOptions
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
 from quintic.speedrun.presets import preset as speedrun_preset
 from quintic.train.config import Config, DataConfig, check_at_least, check_samples
@@ -35,6 +35,7 @@ __all__ = [
     "eval_options",
     "export_options",
     "prepare_options",
+    "rates_options",
     "report_options",
     "sample_options",
     "simulation_options",
@@ -204,13 +205,8 @@ def answer_early(command: str, arguments: list[str]) -> None:
         ConfigError: an option is wrong, as the command itself would report it.
         SystemExit: after `--help`.
     """
-    readers = {
-        "prepare": prepare_options,
-        "sample": sample_options,
-        "eval": eval_options,
-        "report": report_options,
-        "export": export_options,
-    }
+    readers = {"prepare": prepare_options, "sample": sample_options, "eval": eval_options, "report": report_options}
+    readers |= {"export": export_options, "rates": rates_options}
     if command in readers:
         readers[command](arguments)
     elif command == "train" and speedrun_options(arguments) is not None:
@@ -237,6 +233,11 @@ def eval_options(arguments: list[str]) -> EvalOptions:
 def report_options(arguments: list[str]) -> ReportOptions:
     """Read the options of `quintic report`."""
     return parse(ReportOptions, arguments, "report")
+
+
+def rates_options(arguments: list[str]) -> RatesOptions:
+    """Read the options of `quintic rates`."""
+    return parse(RatesOptions, arguments, "rates")
 
 
 def export_options(arguments: list[str]) -> ExportOptions:

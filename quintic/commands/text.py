@@ -1,13 +1,31 @@
-"""Preparing and verifying text for several commands, with messages about long work."""
+"""`quintic prepare`, which turns text into tokens on disk, and preparing and verifying text for other commands."""
 
+from quintic.commands.options import prepare_options
 from quintic.data.dataset import Dataset
 from quintic.data.preparation import prepare
 from quintic.train.config import DataConfig
 
-__all__ = ["prepared", "verify"]
+__all__ = ["prepared", "run", "verify"]
 
 # Verifying less than this takes at most about a second, unless the disk is slow.
 _LONG_CHECK_BYTES = 1 << 30
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
+    options = prepare_options(arguments)
+    # With --verify the user asks whether the data is damaged, so do not repair it first.
+    dataset = prepared(options, repair=not options.verify)
+    summary = dataset.summary()
+    for split in ("train", "val"):
+        documents, tokens, size = (summary[f"{split}_{count}"] for count in ("documents", "tokens", "bytes"))
+        unit = "document " if documents == 1 else "documents"
+        print(
+            f"{split:5}  {documents:>9,} {unit}  {tokens:>13,} tokens  {size / 1e6:>9.2f} MB  "
+            f"{size / tokens:.2f} bytes per token"
+        )
+    print(f"ready: {dataset.path}")
+    return 0
 
 
 def prepared(data: DataConfig, *, repair: bool = True) -> Dataset:

@@ -9,8 +9,8 @@ The first of these that has an answer decides:
 5. the kind of linear layer (`heads.py` finds output heads);
 6. the name of a parameter that no known module owns.
 
-`uses.py` finds the modules that compute with a parameter, `classify.py` has the steps 2 and 4 to 6. Names are the bare model's,
-without the prefixes that wrappers add (`optim/groups/names.py`).
+`uses.py` finds the modules that compute with a parameter, `classify.py` has the steps 2 and 4 to 6. Names are the bare
+model's, without the prefixes that wrappers add (`optim/groups/names.py`).
 """
 
 import fnmatch

@@ -1,12 +1,12 @@
 """Finds output heads: layers that score a vocabulary or classes, so that no other layer takes their rows for features.
 
 The model may point to the layer (`get_output_embeddings` of `transformers`, `get_classifier` of timm). Else its name
-tells, or a number of outputs equal to the rows of an embedding.
+tells, or a number of outputs equal to the rows of an embedding, or to `config.num_labels`.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 from torch import nn
 
@@ -20,6 +20,9 @@ _NAME = re.compile(r"lm_head|head|unembed|unembedding|embed_out|classifier|score
 
 # Names that heads and hidden layers have. Outside a stack of layers, the last layer of its parent is a head.
 _NAME_OF_LAST = re.compile(r"proj_out(_2)?|conv_out|(output|last|final)_(layer|linear)")
+
+# Names of heads and hidden layers. The last layer of its parent is a head if no layer takes as many features.
+_NAME_OF_UNTAKEN = "fc"
 
 # Modules outside stacks whose last layer is a head.
 _CONTAINER = re.compile(rf"{_NAME.pattern}|heads|(?!pre_)\w+_(head|classifier)|heads?_dist|(last|final)_layer")
@@ -40,9 +43,9 @@ def heads_of(model: nn.Module) -> Mapping[nn.Module, str]:
     layers = {name: module for name, module in modules.items() if isinstance(module, _Layer)}
     heads: dict[nn.Module, str] = {}
     declared = {layer for module in modules.values() for layer in _declared_heads(module)}
-    last = next(reversed(layers.values()), None)
+    taken = {_sizes(layer)[1] for layer in layers.values()}
     for name, layer in layers.items():
-        why = _by_name(_ADAPTED.sub("", name), layer, modules, is_last=layer is last)
+        why = _by_name(_ADAPTED.sub("", name), layer, modules, taken)
         if why is None and layer in declared:
             why = "output head (the model says so)"
         if why is not None:
@@ -50,7 +53,7 @@ def heads_of(model: nn.Module) -> Mapping[nn.Module, str]:
     return {**heads, **_by_size(layers, modules, {_sizes(layer)[0] for layer in layers.values() if layer in heads})}
 
 
-def _by_name(name: str, layer: _Layer, modules: Mapping[str, nn.Module], *, is_last: bool) -> str | None:
+def _by_name(name: str, layer: _Layer, modules: Mapping[str, nn.Module], taken: Container[int]) -> str | None:
     parent_name, _, last = name.rpartition(".")
     parent = modules.get(parent_name)
     is_stacked = NUMBER.search(name) is not None
@@ -62,10 +65,11 @@ def _by_name(name: str, layer: _Layer, modules: Mapping[str, nn.Module], *, is_l
         is_head = is_head or _CONTAINER.fullmatch(last) is not None
     if is_head:
         return "output head (by its name)"
-    if name == "fc" and is_last:
-        return "output head (the last layer, fc)"
     if parent is None:
         return None
+    is_untaken = not is_stacked and _sizes(layer)[0] not in taken
+    if last == _NAME_OF_UNTAKEN and is_untaken and _layers_of(parent)[-1:] == [layer]:
+        return "output head (the last layer, fc)"
     if last == "out_proj" and type(parent).__name__.endswith("ClassificationHead"):
         return "output head (of a classifier)"
     container = parent_name.rpartition(".")[2]
@@ -80,16 +84,21 @@ def _by_name(name: str, layer: _Layer, modules: Mapping[str, nn.Module], *, is_l
 
 
 def _last_of(container: nn.Module) -> list[_Layer]:
-    """Return the last of a module's own layers; all of them for a list or dictionary, whose entries are parallel."""
+    """Return the output layer among a module's own; all of them for a list or dictionary, whose entries are parallel."""
     own = [child for child in map(unwrap_module, container.children()) if isinstance(child, _Layer)]
     if isinstance(container, nn.ModuleList | nn.ModuleDict):
         return own
     # An attention head ends with several layers of one size: queries, keys and values.
-    is_attention = any(_sizes(layer) == _sizes(own[-1]) for layer in own[:-1])
-    return [] if is_attention else own[-1:]
+    if any(_sizes(layer) == _sizes(own[-1]) for layer in own[:-1]):
+        return []
+    # The last one may also be one whose outputs another of them takes, such as the modulation of the output layer.
+    untaken = [layer for layer in own if _sizes(layer)[0] not in {_sizes(other)[1] for other in own}]
+    return untaken[-1:] if len(untaken) == 1 else own[-1:]
 
 
 def _declared_heads(module: nn.Module) -> Iterator[_Layer]:
+    if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
+        yield from (module.head, *(cluster[-1] for cluster in module.tail))
     for method in ("get_output_embeddings", "get_classifier"):
         ask = attribute_of(module, method)
         try:
@@ -118,10 +127,13 @@ def _layers_of(module: nn.Module) -> list[_Layer]:
 def _by_size(layers: Mapping[str, _Layer], modules: dict[str, nn.Module], sizes: set[int]) -> dict[nn.Module, str]:
     """Return {layer: why} for linear layers with as many outputs as an embedding has rows, if not one of `sizes`.
 
-    A hidden layer may be as wide as the vocabulary. So layers that recur under other numbers are left out. Of the rest,
-    the layers without a number in their name are heads, else the layer with the highest numbers.
+    A hidden layer may be as wide as the vocabulary. So layers that recur under other numbers are left out, and those
+    before a layer that takes as many features. Of the rest, the layers without a number in their name are heads, else
+    the layer with the highest numbers.
     """
     linears = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+    places = {name: place for place, name in enumerate(layers)}
+    last_taken = {_sizes(layer)[1]: place for place, layer in enumerate(layers.values())}
     vocabularies = {
         module.num_embeddings: name
         for name, module in reversed(modules.items())
@@ -133,7 +145,9 @@ def _by_size(layers: Mapping[str, _Layer], modules: dict[str, nn.Module], sizes:
     sized = [
         name
         for name, linear in linears.items()
-        if linear.out_features in vocabularies and (recurring[mask_layer_indices(name)] == 1 or "." not in name)
+        if linear.out_features in vocabularies
+        and (recurring[mask_layer_indices(name)] == 1 or "." not in name)
+        and last_taken.get(linear.out_features, -1) <= places[name]
     ]
     plain = [name for name in sized if not NUMBER.search(name)]
     heads: dict[nn.Module, str] = {}

@@ -1,9 +1,12 @@
-"""Options of `quintic plan --model`. Does not import PyTorch, so that `--help` answers quickly."""
+"""Options of `quintic plan --model` and `quintic rates`. Does not import PyTorch, so that `--help` answers quickly."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["SimulationOptions"]
+from quintic.errors import ConfigError
+
+__all__ = ["RatesOptions", "SimulationOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +33,33 @@ class SimulationOptions:
     """Extra precision kept for bfloat16 parameters."""
     state_dtype: Literal["bf16"] | None = None
     """'bf16' for momentum and moments in bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatesOptions:
+    """Say where to begin with a model: learning rates, weight decay, batch, length, and memory by option."""
+
+    model: str
+    """A well-known model such as llama-3-8b, the path of a config.json, or owner/name on the Hugging Face Hub."""
+    tokens: float | None = None
+    """Tokens to train on, as in 20e9; None for 20 per parameter."""
+    batch_tokens: int | None = None
+    """Tokens of a step; None for what the harness takes for so many tokens."""
+    adamw_lr: float = 0.0003
+    """Learning rate that AdamW has, or would have, for this model."""
+    adamw_weight_decay: float = 0.1
+    """Weight decay that AdamW has with it."""
+    ranks: int = 1
+    """Ranks among which weights, gradients and state are divided (FSDP2)."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("tokens", 1),
+            ("batch_tokens", 1),
+            ("ranks", 1),
+            ("adamw_lr", 0),
+            ("adamw_weight_decay", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be finite and at least {least}")

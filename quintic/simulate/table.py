@@ -1,7 +1,8 @@
 """The output of `quintic plan --model`: the optimizer's work for a model on a mesh of ranks, as a table."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from quintic.simulate.options import SimulationOptions
 from quintic.simulate.planned_models import planned_model
 from quintic.simulate.simulate import BucketLoad, Simulation, simulate_plan
 
-__all__ = ["simulation_text", "table"]
+__all__ = ["naming_options", "simulation_text", "table"]
 
 
 def simulation_text(options: SimulationOptions) -> str:
@@ -24,7 +25,7 @@ def simulation_text(options: SimulationOptions) -> str:
     """
     mesh = _mesh(options.mesh)
     names = tuple(options.layout.split(","))
-    try:
+    with naming_options(options.model):
         model = planned_model(options.model, getattr(torch, options.dtype))
         optimizer = quintic.Muon(
             quintic.param_groups(model),
@@ -35,16 +36,26 @@ def simulation_text(options: SimulationOptions) -> str:
             state_dtype=options.state_dtype,
         )
         simulation = simulate_plan(optimizer, mesh, names, node_size=options.node_size)
-    except ConfigError as error:
-        # Name the option in place of the library's argument.
-        text = re.sub("^node_size=", "--node-size ", str(error))
-        raise ConfigError(re.sub("^(model|mesh|layout)=", r"--\1 ", text)) from None
-    except ValueError as error:
-        # `param_groups` found parameters that no rule covers.
-        raise ConfigError(f"--model {options.model}: {error}") from None
     parameters = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
     head = f"{options.model}: {parameters:,} parameters of {options.dtype}"
     return f"{head}\n{table(simulation)}"
+
+
+@contextmanager
+def naming_options(model: str) -> Iterator[None]:
+    """Return a context in which errors about a planned model name the command's options.
+
+    Raises:
+        ConfigError: in place of one that names an argument of the library, and of the ValueError of `param_groups` for
+            parameters of `model` that no rule covers.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        text = re.sub("^node_size=", "--node-size ", str(error))
+        raise ConfigError(re.sub("^(model|mesh|layout)=", r"--\1 ", text)) from None
+    except ValueError as error:
+        raise ConfigError(f"--model {model}: {error}") from None
 
 
 def _mesh(text: str) -> tuple[int, ...]:

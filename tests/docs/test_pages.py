@@ -31,6 +31,7 @@ from quintic.commands.options import (
     eval_options,
     export_options,
     prepare_options,
+    rates_options,
     report_options,
     sample_options,
     simulation_options,
@@ -38,7 +39,7 @@ from quintic.commands.options import (
     training_options,
 )
 from quintic.errors import ConfigError
-from quintic.simulate.options import SimulationOptions
+from quintic.simulate.options import RatesOptions, SimulationOptions
 from quintic.train.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,6 +191,7 @@ def test_commands_and_options_exist(page):
         "eval": EvalOptions,
         "export": ExportOptions,
         "plan": SimulationOptions,
+        "rates": RatesOptions,
         "report": ReportOptions,
     }
     own = {name: {"--" + f.name.replace("_", "-") for f in dataclasses.fields(kind)} for name, kind in kinds.items()}
@@ -212,6 +214,7 @@ READERS = {
     "sample": sample_options,
     "eval": eval_options,
     "export": export_options,
+    "rates": rates_options,
     "report": report_options,
 }
 """Command -> the function that reads its options."""

@@ -345,21 +345,6 @@ def test_state_that_was_removed_begins_anew(way):
     assert same == ([True, True, True] if way in ("clear", "new") else [False, True, False])
 
 
-def test_values_that_are_no_tensors_stay_with_their_parameter():
-    model = model_of()
-    optimizer = named_muon(model)
-    notes = {"count": 3, "names": ["a"], "none": None, "nested": {"x": torch.ones(2)}}
-    optimizer.state[model[0].weight].update(notes)
-    take_steps(model, optimizer)
-    twin = named_muon(model_of())
-    twin.load_state_dict(optimizer.state_dict())
-    (param,) = [param for param in twin.state if twin.state[param].keys() & notes.keys()]
-    assert param is twin.param_groups[0]["params"][0]
-    for other in (twin.state[param], copy.deepcopy(optimizer).state_dict()["state"][0]):
-        assert (other["count"], other["names"], other["none"]) == (3, ["a"], None)
-        assert torch.equal(other["nested"]["x"], torch.ones(2))
-
-
 def test_a_model_that_comes_from_the_meta_device():
     with torch.device("meta"):
         model = model_of()

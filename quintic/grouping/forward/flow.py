@@ -1,9 +1,10 @@
 """Follows the weights of a model through one forward pass: which output feature is where, and what becomes of it.
 
 Every tensor that a weight has made carries a tensor of integers of its own shape: the output feature of the weight that
-each entry is. A reshape, a slice or a permutation of the tensor is done to the integers too, so that any interleaving
-of queries and keys comes out as what it is. Where features end, in a product with a weight or in an operation that mixes
-them, the set of features that arrived there together is noted: the sets of a fused weight are disjoint.
+each entry is. A reshape, a slice or a permutation of the tensor is done to the integers too, so that any
+interleaving of queries and keys comes out as what it is. Where features end, in a product with a weight or in an
+operation that mixes them, the set of features that arrived there together is noted: the sets of a fused weight are
+disjoint.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,11 @@ _INPUT, _LOOKED_UP = -1, -2
 _LARGEST = 1 << 24
 """Entries of a tensor of integers; features of larger tensors are not followed, their weights are one matrix."""
 
-_names = lambda text: frozenset(text.split())  # noqa: E731
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 _PRODUCTS = _names("mm addmm bmm baddbmm _grouped_mm linear mv addmv")
 _VIEWS = _names(
     "view _unsafe_view reshape _reshape_alias permute transpose t unsqueeze squeeze expand slice select split narrow "
@@ -95,7 +100,7 @@ class Flow(TorchDispatchMode):
     """A mode under which each operation on tensors is followed; `usages` has the result."""
 
     def __init__(self, fake: Any, weights: Iterable[tuple[Usage, Tensor]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
         self.usages: list[Usage] = []
         self._trails: dict[int, tuple[Tensor, Trail]] = {}
@@ -202,9 +207,7 @@ class Flow(TorchDispatchMode):
     def _mask(self, number: int, labels: Tensor) -> Tensor:
         if labels.dtype == torch.bool:
             return labels
-        for axis in range(labels.ndim):
-            if labels.stride(axis) == 0 and labels.shape[axis] > 1:
-                labels = labels.narrow(axis, 0, 1)
+        labels = _without_repeats(labels)
         mask = torch.zeros(self.usages[number].rows + 1, dtype=torch.bool)
         mask[labels.reshape(-1).long()] = True  # -1 is the last entry
         return mask[:-1]
@@ -317,7 +320,7 @@ class Flow(TorchDispatchMode):
             every = [labels if labels.dtype == torch.bool else labels.expand(out.shape) for labels in every]
         except RuntimeError:
             return None
-        if len(every) == 1 or all(labels is every[0] or torch.equal(labels, every[0]) for labels in every[1:]):
+        if len(every) == 1 or all(_is_equal(labels, every[0]) for labels in every[1:]):
             return every[0]
         masks = [self._mask(number, labels) for labels in every]
         if all(torch.equal(mask, masks[0]) for mask in masks[1:]):
@@ -383,11 +386,8 @@ class Flow(TorchDispatchMode):
             if labels.dtype == torch.bool:
                 kept[number] = labels
             elif base in _POOLS and base not in _REDUCTIONS:
-                kept[number] = (
-                    labels[..., :1].expand(out.shape)
-                    if base.endswith("1d")
-                    else labels[(..., *(slice(0, 1),) * (3 if "3d" in base else 2))].expand(out.shape)
-                )
+                ndim = 1 if base.endswith("1d") else 3 if "3d" in base else 2
+                kept[number] = _first_place(labels, ndim).expand(out.shape)
             elif axes is not None and out.numel():
                 over = [axes] if isinstance(axes, int) else list(axes)
                 if any(_varies(labels, axis) for axis in over):
@@ -470,8 +470,8 @@ class Flow(TorchDispatchMode):
             labels = {}
             if images is not None and channels == groups:
                 for other, one in images.labels.items():
-                    one = one if one.dtype == torch.bool else one[(..., *(slice(0, 1),) * (out.ndim - 2))]
-                    labels[other] = one if one.dtype == torch.bool else one.expand(out.shape)
+                    is_mask = one.dtype == torch.bool
+                    labels[other] = one if is_mask else _first_place(one, out.ndim - 2).expand(out.shape)
             return self.put(out, Trail(labels, images.sources if images is not None else frozenset()))
         usage.kinds.add("convolution")
         usage.rows, usage.columns = channels, args[1].numel() // max(1, channels)
@@ -484,7 +484,31 @@ def _varies(labels: Tensor, axis: int) -> bool:
     """Return whether entries along an axis are different features."""
     if labels.shape[axis] < 2 or labels.stride(axis) == 0:
         return False
+    labels = _without_repeats(labels)
     return bool((labels.narrow(axis, 0, 1) != labels).any())
+
+
+def _is_equal(one: Tensor, two: Tensor) -> bool:
+    if one is two:
+        return True
+    if one.stride() == two.stride():
+        one, two = _without_repeats(one), _without_repeats(two)
+    return torch.equal(one, two)
+
+
+def _without_repeats(labels: Tensor) -> Tensor:
+    """Return one of the entries that `expand` repeats: weights are large, and most of their coordinates are expanded."""
+    for axis in range(labels.ndim):
+        if labels.stride(axis) == 0 and labels.shape[axis] > 1:
+            labels = labels.narrow(axis, 0, 1)
+    return labels
+
+
+def _first_place(labels: Tensor, ndim: int) -> Tensor:
+    """Return the features at the first place of an image, of which the last `ndim` dimensions are places."""
+    for axis in range(labels.ndim - ndim, labels.ndim):
+        labels = labels.narrow(axis, 0, 1)
+    return labels
 
 
 def _storage(tensor: Tensor) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 from quintic.grouping.uses import ParameterUse
 from quintic.optim.groups.assignment import Assignment
 from quintic.optim.layout.views import Experts, Matrix, Split, View
+from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["Role", "Roles", "decided"]
 
@@ -91,13 +92,13 @@ class Roles(Mapping[str, Role]):
             data = json.loads(Path(path).read_text("utf-8"))
             if data["format"] != _FORMAT:
                 raise ValueError(f"format {data['format']}, this version reads {_FORMAT}")
-            found = {name: _role(entry) for name, entry in data["roles"].items()}
+            found = {name: _from_entry(entry) for name, entry in data["roles"].items()}
             return cls(str(data["model"]), found)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no file of quintic.Roles.save: {error!s}; call quintic.trace again") from None
 
 
-def _role(entry: dict[str, Any]) -> Role:
+def _from_entry(entry: dict[str, Any]) -> Role:
     if entry["kind"] not in KINDS:
         raise ValueError(f"unknown kind {entry['kind']!r}")
     return Role(**{**entry, "shape": tuple(entry["shape"]), "pieces": tuple(entry["pieces"])})
@@ -133,13 +134,14 @@ def decided(
             return found if view is None else Assignment("muon", view, why)
         return Assignment("adamw", Matrix(), why)
     before = f"{_text(found.algorithm, found.view)} {found.why}"
-    if found.algorithm == "muon" and role.kind in _ADAMW:
+    is_muon = orthogonalizes(found.algorithm)
+    if is_muon and role.kind in _ADAMW:
         return Assignment("adamw", Matrix(), why, otherwise=before)
-    if found.algorithm == "muon" and view is not None and _differs(found.view, role):
+    if is_muon and view is not None and _differs(found.view, role):
         return Assignment("muon", view, why, otherwise=before)
     # Tables, norms and routers by their type, and adapters, stay what they are.
     is_layer = all(isinstance(use.module, nn.Linear) and use.attribute == "weight" for use in uses)
-    if found.algorithm == "adamw" and view is not None and is_layer and found.why.startswith(_BY_NAME_OR_SIZE):
+    if not is_muon and view is not None and is_layer and found.why.startswith(_BY_NAME_OR_SIZE):
         return Assignment("muon", view, why, otherwise=before)
     return found
 

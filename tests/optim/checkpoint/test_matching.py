@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import quintic
+from quintic.optim.checkpoint.matching import Match, adopted_names
 
 NAMES = ("a", "b", "c", "d")
 
@@ -310,3 +311,12 @@ def test_state_that_was_lost_says_what_to_do():
     twin.load_state_dict(saved, strict=False)
     assert twin.state[twin_model["c"]]["step"] == 0
     assert twin.state[twin_model["d"]]["step"] == 1
+
+
+def test_a_saved_name_is_given_to_one_parameter_only():
+    names = ["group0.param0", "group0.param1"]
+    params = [nn.Parameter(torch.ones(1)) for _ in names]
+    matches = [
+        Match(name, param, 0, 0, key, "weight") for key, (name, param) in enumerate(zip(names, params, strict=True))
+    ]
+    assert adopted_names([{"params": params, "param_names": names}], matches) == {"group0.param0": "weight"}

@@ -1,11 +1,17 @@
 """Buckets that travel: of how many owners they have units, and how many of each, to keep within the workspace."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import quintic
 from quintic.optim.layout.layouts import mesh_layout
+from quintic.optim.plan import exchange
+from quintic.optim.plan.gathered import shared_buckets
 from quintic.optim.plan.planning import build_plan
 
 SHAPE = (48, 32)
@@ -76,3 +82,52 @@ def test_the_workspace_has_room_for_three_buffers_of_offloaded_state(master, byt
         if per_owner > 1:
             found = counts_of(6 * num_ranks, num_ranks, exactly - 1, offload=True, master=master)
             assert found[0] == (per_owner - 1,) * num_ranks
+
+
+def test_a_plan_without_messages_is_balanced():
+    assert shared_buckets([], []) == ([], 1.0)
+
+
+def plans_of(shape, mesh, placements, num_ranks, **group):
+    """For each rank the plan of one parameter."""
+    param = torch.nn.Parameter(torch.empty(shape, device="meta"))
+    groups = quintic.Muon([{"params": [param], **group}])._plans.current_groups()
+    return [build_plan(groups, [[mesh_layout(shape, mesh, placements)]], rank) for rank in range(num_ranks)]
+
+
+def test_matrices_that_lie_whole_on_a_rank_are_planned_by_this_rank_alone():
+    plans = plans_of((4, *SHAPE), torch.arange(2), [Shard(0)], 2, view=quintic.Experts())
+    assert [[bucket.num_matrices for bucket in plan] for plan in plans] == [[2], [2]]
+
+
+def test_pieces_belong_to_their_ranks_in_a_mesh_of_another_order():
+    for rank, plan in enumerate(plans_of(SHAPE, [1, 0], [Shard(0)], 2)):
+        (bucket,) = plan
+        assert bucket.ranks == (0, 1)
+        assert bucket.exchange.position == rank
+        assert bucket.exchange.pieces == (((24, 48), (0, 32)), ((0, 24), (0, 32)))
+
+
+def test_every_rank_expects_what_the_others_send():
+    """Also where a parameter has several copies, and owners in each of them."""
+    (plan, *_) = plans_of((5, *SHAPE), [[0, 2], [3, 1]], [Replicate(), Shard(1)], 4, view=quintic.Experts())
+    for bucket in plan:
+        ranks = [replace(bucket.exchange, position=position) for position in range(4)]
+        assert len(set(bucket.exchange.counts)) > 1
+        for messages in ([rank.gathering for rank in ranks], [rank.scattering for rank in ranks]):
+            assert any(map(sum, (message.sends for message in messages)))
+            sent = [list(column) for column in zip(*(message.sends for message in messages), strict=True)]
+            assert sent == [message.receives for message in messages]
+
+
+def test_padding_of_ranks_with_fewer_units_is_cut_off(monkeypatch):
+    whole = ((0, 2), (0, 2))
+    one = exchange.Exchange((0, 1), 1, (2, 2), (whole, whole), (0, 1), (2, 1))
+    units = torch.arange(12.0).view(3, 2, 2)
+
+    def gathered(send, num_ranks, group):
+        assert send.shape == (2, 2, 2)
+        return mock.Mock(wait=lambda: torch.cat([units[:2], send]))
+
+    monkeypatch.setattr(exchange, "start_all_gather", gathered)
+    assert torch.equal(one.start_all_gather(units[2:], SimpleNamespace())(), units)

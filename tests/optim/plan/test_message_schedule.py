@@ -10,7 +10,13 @@ from torch import nn
 
 import quintic
 from quintic.optim.plan.order import Orders, order_buckets
-from quintic.optim.plan.schedule import PhaseBytes, filter_schedule, overlapping_schedule, prefetch_one_schedule
+from quintic.optim.plan.schedule import (
+    PhaseBytes,
+    filter_schedule,
+    overlapping_bytes,
+    overlapping_schedule,
+    prefetch_one_schedule,
+)
 from quintic.optim.step.bucket_step import run_overlapping
 
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=8)
@@ -103,6 +109,24 @@ def test_some_of_the_steps_keep_their_order(found, data):
     part = filter_schedule(schedule, kept)
     check_complete(part, len(kept))
     assert [kept[number] for number in part if number is not None] == [step for step in schedule if step in kept]
+
+
+def test_the_first_step_that_is_left_starts_before_local_work():
+    assert list(filter_schedule([0, None, 1, 0, 1, 0, 1], [1])) == [0, None, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "local", "peak"),
+    [
+        ({}, {}, 0, 6 + 40 - 2),  # the second is computed, without its directions, beside the first one's updates
+        ({}, {}, 100, 1 + 100),  # local work beside the first one's directions
+        ({}, {"starting": 200}, 0, 1 + 200),
+        ({"finishing": 300}, {}, 0, 8 + 300),  # beside the second one's updates
+    ],
+)
+def test_the_peak_is_what_all_buckets_under_way_hold_at_their_stages(first, second, local, peak):
+    stages = [PhaseBytes(1, 16, 0, 4, **first), PhaseBytes(2, 3, 32, 8, **second)]
+    assert overlapping_bytes(stages, [0, None, 1, 0, 1, 0, 1], local) == peak
 
 
 def test_steps_run_as_scheduled():

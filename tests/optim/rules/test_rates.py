@@ -88,31 +88,6 @@ def test_one_rate_and_momentum_drives_both_algorithms(name):
     assert min(rates) > 0
 
 
-def test_one_cycle_by_its_formula():
-    model = layer()
-    optimizer = optimizer_of(model, adamw_lr_ratio=RATIO)
-    scheduler = lr_scheduler.OneCycleLR(
-        optimizer, max_lr=0.1, total_steps=11, pct_start=0.5, div_factor=10, final_div_factor=100,
-        base_momentum=0.8, max_momentum=0.9,
-    )  # fmt: skip
-
-    def between(start, end, part):
-        return end + (start - end) / 2 * (math.cos(math.pi * part) + 1)
-
-    for step in range(11):
-        up, part = step <= 4.5, step / 4.5 if step <= 4.5 else (step - 4.5) / 5.5
-        lr = between(0.01, 0.1, part) if up else between(0.1, 0.0001, part)
-        momentum = between(0.9, 0.8, part) if up else between(0.8, 0.9, part)
-        matrices, vectors = optimizer.param_groups
-        assert optimizer._plans.current_groups()[0].effective_lr == pytest.approx(lr)
-        assert optimizer._plans.current_groups()[1].effective_lr == pytest.approx(lr * RATIO)
-        assert matrices["momentum"] == pytest.approx(momentum)
-        assert vectors["betas"] == (pytest.approx(momentum), 0.95)
-        optimizer.step()
-        if step < 10:
-            scheduler.step()
-
-
 def test_without_a_ratio_rates_are_the_groups_own():
     optimizer = optimizer_of(layer(), adamw_lr=0.003)
     scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 4, eta_min=0.001)

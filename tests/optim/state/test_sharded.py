@@ -1,13 +1,19 @@
 """Sharded state: shards tile each parameter, and what must not have a say in whose they are."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintic
+from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.plan.sharded import sharded_buckets
+from quintic.optim.state import parameters, sync
 from quintic.optim.state.owners import assign_owners, loads_of, shape_cost
-from quintic.optim.state.shards import local_shard_pairs, shards_of
+from quintic.optim.state.placement import init_state
+from quintic.optim.state.shards import ShardedState, StateShard, local_shard_pairs, shards_of
 
 VIEWS = [
     (quintic.Matrix(), (9, 14)),
@@ -162,3 +168,68 @@ def test_vectors_have_an_owner_each_and_tables_are_divided():
     table = shards_of(group, range(3))[3]
     # Whole rows, so many that each begins where kernels like it.
     assert [(shard.start, shard.stop) for shard in table] == [(0, 4032), (4032, 8064), (8064, 12000)]
+
+
+@pytest.mark.parametrize("budget", [None, 20_000])
+def test_the_shards_of_a_bucket_are_in_the_order_of_their_owners(budget):
+    group = group_of([empty((12, 40)) for _ in range(7)], max_workspace_bytes=budget)
+    buckets = list(sharded_buckets(0, group, (1, 4, 6), 4))
+    assert sum(len(bucket.shards) for bucket in buckets) == 7
+    for bucket in buckets:
+        assert [shard.owner for shard in bucket.shards] == sorted(shard.owner for shard in bucket.shards)
+        assert bucket.shards[bucket.local_slice] == bucket.members
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_masters_of_shards_are_the_weights_in_their_ranges(order):
+    weights = torch.randn(3, 4, 2, 2).bfloat16().to(memory_format=order)
+    group = group_of([torch.nn.Parameter(weights)], algorithm="adamw", master="fp32")
+    own = [StateShard("w", 0, start=a, stop=b, owner=0, offset=at) for a, b, at in ((5, 20, 0), (30, 37, 15))]
+    master = init_state(group.params[0], group, own)["master"]
+    entries = in_memory_order(weights)
+    assert torch.equal(master, torch.cat([entries[5:20], entries[30:37]]).float())
+
+
+@pytest.mark.parametrize("way", ["used", "filled", "new"])
+def test_used_state_does_not_change_owners(way, monkeypatch):
+    """Also on a rank whose own shards are zero: another rank's may not be."""
+    group = group_of([torch.nn.Parameter(torch.ones(10))], algorithm="adamw")
+    (param,), state, states = group.params, sync.StateSync(), {}
+
+    def divide(first, last):
+        """Let this rank, the first, own these entries and another one the rest."""
+        shards = [
+            StateShard("w", 0, start=first, stop=last, owner=0),
+            StateShard("w", 0, start=last, stop=10, owner=1),
+        ]
+        monkeypatch.setattr(sync, "sharded_parameters", lambda groups: {param: ShardedState(shards, (0, 1))})
+
+    divide(0, 6)
+    state.bring_up_to_date([group], states)
+    if way == "used":
+        state.use()
+    elif way == "filled":
+        states[param]["exp_avg"].fill_(1)
+    divide(0, 4)
+    if way == "new":
+        state.bring_up_to_date([group], states)
+        assert states[param]["exp_avg"].shape == (4,)
+        return
+    with pytest.raises(ValueError, match="its sharded state no longer matches its group"):
+        state.bring_up_to_date([group], states)
+    assert states[param]["exp_avg"].shape == (6,)
+
+
+def test_shards_are_broadcast_in_the_order_of_their_owners(monkeypatch):
+    whole = torch.arange(4.0)
+    shards = [StateShard("w", 0, start=a, stop=b, owner=owner) for a, b, owner in ((0, 3, 1), (3, 4, 0))]
+    sent = {}
+
+    def start_broadcasts(rows, sizes, group):
+        sent["values"], sent["sizes"] = rows.view(torch.float32).tolist(), sizes
+        return SimpleNamespace(wait=lambda: rows)
+
+    monkeypatch.setattr(parameters, "start_broadcasts", start_broadcasts)
+    monkeypatch.setattr(parameters, "group_ranks", lambda group: (0, 1))
+    parameters.broadcast_shards([(whole, ShardedState(shards, (0, 1)))], None)
+    assert sent == {"values": [3.0, 0.0, 1.0, 2.0], "sizes": [4, 12]}

@@ -196,6 +196,17 @@ def test_a_model_converted_between_steps_keeps_its_momentum(swap):
     assert_same(optimizer, other)
 
 
+def test_state_that_is_zero_in_its_first_row_only_is_not_new():
+    param = nn.Parameter(torch.ones(3, 4))
+    optimizer = Muon([("weight", param)], master="fp32")
+    param.grad = torch.tensor([0.0, 1.0, 2.0])[:, None] * torch.randn(3, 4)
+    optimizer.step()
+    momentum = optimizer.state[param]["momentum_buffer"].clone()
+    assert momentum.any(1).tolist() == [False, True, True]
+    exchange(optimizer, lambda param: nn.Parameter(param.detach().bfloat16()))
+    assert torch.equal(optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"], momentum)
+
+
 def test_a_model_converted_to_float32_has_no_masters_any_more():
     model = model_of(torch.bfloat16)
     optimizer = optimizer_of(model, master="fp32")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quintic.optim.layout.pieces import Piece
+from quintic.optim.step.bucket_step import _present
 from quintic.optim.step.operands import BucketCache, Operands
 
 CPU = torch.device("cpu")
@@ -50,3 +51,10 @@ def test_second_moments_of_another_form(moment):
     message = r"layer\.weight: its second_momentum_buffer is .* must be torch.float32 on cpu without gaps"
     with pytest.raises(ValueError, match=message):
         BucketCache().neuron_table(bucket, "second_momentum_buffer", [moment], ["layer.weight"])
+
+
+def test_a_parameter_is_left_out_by_the_flags_of_its_own_matrices_alone():
+    bank, matrix = Piece("bank", 0, (0, 1), None), Piece("matrix", 1, (0,), None)
+    members = Operands((bank, matrix), [], [], [], 3)
+    for flags, expected in (((0, 0, 1), [False, True]), ((0, 1, 0), [False, False]), ((1, 1, 0), [True, False])):
+        assert _present(members, flags) == expected

@@ -1,10 +1,13 @@
 """When averages that were made ahead of a step are valid; `tests/distributed/test_clip_averages.py` has the steps."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from quintic.optim.comms.communicators import Communicators
+from quintic.optim.layout.layouts import replicated_layout
 from quintic.optim.step.reduction import Reduction
 
 
@@ -82,3 +85,9 @@ def test_averages_are_dropped_when_all_ranks_reset_gradients_of_a_group(reductio
 def test_averages_outlive_a_plan(reduction):
     reduction.use_plan((), (), ())
     assert list(reduction.valid()) == [0, 1]
+
+
+def test_averages_are_dropped_when_a_plan_gives_them_other_owners(reduction):
+    groups = [SimpleNamespace(comms=comms) for comms in ("sharded", "none")]
+    reduction.use_plan(groups, [[replicated_layout((3,), (0, 1))], [None]], ())
+    assert not reduction.cached

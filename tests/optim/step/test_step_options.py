@@ -95,6 +95,24 @@ def test_each_matrix_of_a_bank_has_its_own_multiplier(view, shape, workspace):
         np.testing.assert_allclose(matrix, twin.w, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize(("option", "value"), [("lr_multipliers", (2.0, 0.5)), ("adjust_lr", "spectral")])
+def test_a_changed_scale_counts_at_the_next_step(option, value):
+    """The step of an optimizer that had it from the start: momentum and weights do not remember scales."""
+    param, other = (nn.Parameter(torch.ones(8, 3)) for _ in range(2))
+    optimizer, expected = (
+        Muon([{"params": [each], "view": Rows(4), **options}])
+        for each, options in ((param, {"adjust_lr": None}), (other, {"adjust_lr": None, option: value}))
+    )
+    for step in range(2):
+        gradient = torch.randn(8, 3)
+        if step:
+            optimizer.param_groups[0][option] = value
+            other.data.copy_(param)
+        stepped(optimizer, [param], [gradient])
+        stepped(expected, [other], [gradient])
+        assert torch.equal(param, other) == (step == 1)
+
+
 def test_a_wrong_number_of_multipliers_is_named():
     with pytest.raises(ValueError, match="bank: lr_multipliers are 2, the matrices 3"):
         Muon([{"params": [("bank", nn.Parameter(torch.ones(6, 4)))], "view": Rows(2), "lr_multipliers": (1, 2)}])

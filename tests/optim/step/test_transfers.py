@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 from delayed_copies import DelayedCopies
 from hypothesis import given
@@ -143,3 +144,34 @@ def test_twins_of_empty_tensors_are_on_the_device():
                 ("meta", (16, 0), torch.float32),
                 ("meta", (0,), torch.uint16),
             ]
+
+
+class MarkedCopies(DelayedCopies):
+    """Work of the current stream is marked; what each load waits for is noted."""
+
+    marked = object()
+
+    def __init__(self):
+        super().__init__("early")
+        self.waits = []
+
+    def mark(self):
+        return self.marked
+
+    def load(self, targets, sources, after):
+        self.waits.append(after)
+        return super().load(targets, sources, [event for event in after if event is not self.marked])
+
+
+def test_loads_after_a_step_that_raised_wait_for_what_it_computes():
+    copies = MarkedCopies()
+    _, batches, pool = sized_ring([4, 5, 6], 2, copies)
+    pool.begin(batches)
+    with pytest.raises(ZeroDivisionError), pool.use(batches[0]):
+        raise ZeroDivisionError
+    copies.waits.clear()
+    pool.begin(batches)
+    with pool.use(batches[0]):
+        pass
+    assert len(copies.waits) == 2
+    assert all(copies.marked in after for after in copies.waits)
