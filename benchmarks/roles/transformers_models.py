@@ -21,7 +21,10 @@ NUM_LAYERS_OF_MIXED = 8
 VOCABULARY = 1009
 CLASSES_OF_A_FAMILY = 3
 
-_DOES_NOT_FIT = "^build|shape|size|divisible|match|dimension|expected|same|broadcast|group"
+_NEEDED = {"num_experts_per_tok": 2, "moe_topk": 2, "vocab_size": VOCABULARY, "prediction_length": 8}
+"""Values for what has no default and is needed."""
+
+_DOES_NOT_FIT = "^build|shape|size|divisible|match|dimension|expected|same|broadcast|group|index|layer"
 
 _WIDTHS = ("hidden", "dim", "width", "d_model", "d_ff", "d_kv", "d_inner", "ffn", "intermediate", "n_embd", "embed", "channels", "inner", "d_embed", "filters", "lora_rank", "n_inner", "planes")
 _NO_WIDTHS = ("num_", "n_layer", "layers", "vocab", "position", "max_", "patch", "prob", "drop", "act", "in_chan", "scale", "mel", "input_", "groups", "kernel", "index", "image", "_id", "out_features", "n_head", "rope", "bins", "block", "window", "depth", "text_embed_dim_", "state")
@@ -49,16 +52,21 @@ def families() -> dict[str, str]:
 def attempts(name: str) -> list[Attempt]:
     """Return ways to build and call a class: small or with default widths, with all inputs or those that it needs."""
     kind = getattr(importlib.import_module("transformers"), name)
+    sizes = (
+        ("narrow", DIVISOR, True, ""),
+        ("narrow, all layers", DIVISOR, False, _DOES_NOT_FIT),
+        ("default widths", 1, True, _DOES_NOT_FIT),
+    )
     return [
-        Attempt(f"{width}, {inputs.__name__}", functools.partial(_build, kind, divisor), inputs, after=after)
-        for width, divisor, after in (("narrow", DIVISOR, ""), ("default widths", 1, _DOES_NOT_FIT))
+        Attempt(f"{what}, {inputs.__name__}", functools.partial(_build, kind, divisor, is_shallow), inputs, after=after)
+        for what, divisor, is_shallow, after in sizes
         for inputs in (every_input, needed_inputs)
     ]
 
 
-def _build(kind: Any, divisor: int) -> nn.Module:
+def _build(kind: Any, divisor: int, is_shallow: bool) -> nn.Module:
     initialization = importlib.import_module("transformers.initialization")
-    config = smaller(kind.config_class, divisor)
+    config = smaller(kind.config_class, divisor, is_shallow=is_shallow)
     with initialization.no_init_weights(), without_values():
         model: nn.Module = kind._from_config(config) if hasattr(kind, "_from_config") else kind(config)
     # Without it, classifiers of sequences refuse several of them.
@@ -68,12 +76,12 @@ def _build(kind: Any, divisor: int) -> nn.Module:
     return model.eval()
 
 
-def smaller(config_class: Any, divisor: int) -> Any:
+def smaller(config_class: Any, divisor: int, *, is_shallow: bool = True) -> Any:
     """Return a configuration with fewer layers, a small vocabulary, and widths divided by a number."""
-    return config_class(**_changes(config_class(), divisor))
+    return config_class(**_changes(config_class(), divisor, is_shallow))
 
 
-def _changes(config: Any, divisor: int, given: dict[str, Any] | None = None) -> dict[str, Any]:
+def _changes(config: Any, divisor: int, is_shallow: bool, given: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the arguments that make a configuration smaller, with those of the ones in it."""
     changed: dict[str, Any] = dict(given or {})
     values = {key: value for key, value in vars(config).items() if not key.startswith("_")}
@@ -82,9 +90,13 @@ def _changes(config: Any, divisor: int, given: dict[str, Any] | None = None) -> 
     layers = NUM_LAYERS_OF_MIXED if is_mixed else NUM_LAYERS
     for key, value in values.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            changed[key] = _nested(value, divisor)
+            changed[key] = _nested(value, divisor, is_shallow)
         elif key in _LAYERS and isinstance(value, int):
-            changed[key] = min(value, layers)
+            changed[key] = min(value, layers) if is_shallow else value
+        elif value is None and key in _NEEDED:
+            changed[key] = _NEEDED[key]
+        elif key == "rope_parameters" and isinstance(value, dict) and "mrope_section" in value:
+            changed[key] = {**value, "mrope_section": [max(1, one // divisor) for one in value["mrope_section"]]}
         elif key == "vocab_size" and isinstance(value, int) and value > VOCABULARY:
             changed[key] = VOCABULARY
         elif divisor > 1 and _is_width(key):
@@ -101,7 +113,7 @@ def _changes(config: Any, divisor: int, given: dict[str, Any] | None = None) -> 
     return changed
 
 
-def _nested(config: Any, divisor: int) -> Any:
+def _nested(config: Any, divisor: int, is_shallow: bool) -> Any:
     """Return a smaller copy of a configuration that another one holds, with the values that it was given."""
     kind = type(config)
     try:
@@ -112,9 +124,9 @@ def _nested(config: Any, divisor: int) -> Any:
     given = {
         key: value
         for key, value in vars(config).items()
-        if not key.startswith("_") and key not in lists and key in usual and usual[key] != value
+        if not key.startswith("_") and (key not in lists or not is_shallow) and key in usual and usual[key] != value
     }
-    return kind(**_changes(config, divisor, given))
+    return kind(**_changes(config, divisor, is_shallow, given))
 
 
 def _is_width(key: str) -> bool:
