@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from quintic.grouping.classify import Convolutions, classify
+from quintic.grouping.doubts import taken_features
 from quintic.grouping.forward.roles import Roles, decided
 from quintic.grouping.heads import heads_of
 from quintic.grouping.layer_types import with_layer_types
@@ -99,6 +100,7 @@ def assign(
     uses = uses_of(typed)
     known = registry_matches(typed.modules())
     heads = heads_of(typed)
+    taken = taken_features(uses)
     names_of_rules = [_matching_names(rule, uses.values()) for rule in rules]
     assignments: dict[Tensor, Assignment] = {}
     uncovered: list[str] = []
@@ -111,7 +113,7 @@ def assign(
             raise ValueError(f"{name} has no shape yet: run one batch through the model before making parameter groups")
         own_uses = uses.get(param, [])
         other_names = [use.name for use in own_uses if use.name != name]
-        found = classify(name, param, own_uses, known, heads, convolutions)
+        found = classify(name, param, own_uses, known, heads, convolutions, taken)
         if roles is not None:
             found = decided(found, [name, *other_names], own_uses, tuple(param.shape), roles)
         number = _first_match(names_of_rules, [name, *other_names])
@@ -121,8 +123,9 @@ def assign(
         if not isinstance(found, Assignment):
             uncovered.append(f"{name} of shape {tuple(param.shape)}{found}")
             continue
-        assignments[param] = found._replace(name=name, why=found.why + _tied_text(other_names))
-    if roles is not None and wanted is None and not any(use.name in roles for every in uses.values() for use in every):
+        why = f"{found.why}; {found.doubt}" if found.doubt else found.why
+        assignments[param] = found._replace(name=name, why=why + _tied_text(other_names))
+    if roles is not None and wanted is None and roles.of(use.name for every in uses.values() for use in every) is None:
         raise ValueError(f"roles of {roles.model} name no parameter of {type(model).__name__}: trace this model")
     if wanted is None:
         if uncovered:

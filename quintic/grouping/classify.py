@@ -5,33 +5,34 @@ of a tensor count at once, so that the order of modules makes no difference.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from quintic.grouping.doubts import EXCHANGED, PERHAPS_FUSED, UNTAKEN, are_exchanged, is_untaken
 from quintic.grouping.layer_types import operation_on
 from quintic.grouping.registry import RegistryMatch
 from quintic.grouping.uses import ParameterUse, is_tuner, stored
 from quintic.optim.groups.assignment import Assignment
 from quintic.optim.layout.views import Experts, Flatten, Matrix, Split
 
-__all__ = ["PERHAPS_FUSED", "Convolutions", "classify"]
+__all__ = ["Convolutions", "classify"]
 
 Convolutions = Literal["adamw", "muon"]
 
 _QKV = ("query", "key", "value")
-
-PERHAPS_FUSED = "perhaps several matrices, taken as one"
-"""Stands in the reason for a parameter like `qkv_proj.weight` whose owner is not in the registry."""
 
 _FUSED_NAME = re.compile(
     r"qkv|query_key_value|gate_up|up_gate|^(c_attn|att_proj|in_proj|(to_)?(kv|qk)(_proj)?|w_?(kv|12|13))$|"
     r"(^|_)mod(ulation)?$",
     re.IGNORECASE,
 )
+
+# Modules whose one layer makes gate and up, or shifts and scales, by their class name.
+_FUSED_CLASS = re.compile(r"GLU$|Ada\w*Norm|NormZero|AdaLN|AdaptiveNorm", re.IGNORECASE)
 
 # Names of layers that add nothing to the name of the module around them.
 _NO_NAMES = frozenset({"linear", "lin", "base_layer", "lora_B", "default"})
@@ -62,6 +63,7 @@ def classify(
     known: Mapping[Tensor, Sequence[RegistryMatch]],
     heads: Mapping[nn.Module, str],
     convolutions: Convolutions,
+    taken: Container[int] | None,
 ) -> Assignment | str:
     """Return the assignment of a parameter, or a remark for the error about one that cannot be classified.
 
@@ -72,6 +74,7 @@ def classify(
         known: the registry's matches for parameters of this model.
         heads: the output heads, each with the reason for taking it for one.
         convolutions: as for `param_groups`.
+        taken: the numbers of features that layers of the model take, if that is known.
     """
     if param.ndim < 2:
         return _adamw(f"{param.ndim}-D")
@@ -92,7 +95,7 @@ def classify(
         adapted = _as_adapted(use, known)
         if adapted is not None:
             return adapted
-    by_module = [one for use in uses if (one := _by_module(use, param, heads)) is not None]
+    by_module = [one for use in uses if (one := _by_module(use, param, heads, taken)) is not None]
     if by_module:
         # One AdamW use gives the tensor to AdamW: a head stays a head where another module uses it as a linear layer.
         # The minimum does not depend on the order of the uses.
@@ -102,13 +105,15 @@ def classify(
         if by_name is not None:
             return by_name
     if param.ndim == 3 and "experts" in name:
-        why = "stacked experts, taken as (experts, out, in)"
-        return Assignment("muon", Experts(), _perhaps(why, _sounds_fused(name.rpartition(".")[2])))
+        fused = _perhaps_fused(_sounds_fused(name.rpartition(".")[2]))
+        is_exchanged = any(are_exchanged(use, len(param)) for use in uses)
+        doubt = EXCHANGED if is_exchanged else fused
+        return Assignment("muon", Experts(), "stacked experts, taken as (experts, out, in)", doubt=doubt)
     return ""
 
 
-def _perhaps(why: str, by: str | None) -> str:
-    return why if by is None else f"{why}; by its {by} {PERHAPS_FUSED}"
+def _perhaps_fused(by: str | None) -> str:
+    return "" if by is None else f"by its {by} {PERHAPS_FUSED}"
 
 
 def _sounds_fused(name: str) -> str | None:
@@ -149,14 +154,16 @@ def _convolution(
     why = "transposed convolution" if conv.transposed else "convolution"
     if conv.groups > 1:
         why += ", one matrix per group of channels"
-    return Assignment("muon", view, _perhaps(why, _sounds_fused(use.last)))
+    return Assignment("muon", view, why, doubt=_perhaps_fused(_sounds_fused(use.last)))
 
 
-def _by_module(use: ParameterUse, param: Tensor, heads: Mapping[nn.Module, str]) -> Assignment | None:
+def _by_module(
+    use: ParameterUse, param: Tensor, heads: Mapping[nn.Module, str], taken: Container[int] | None
+) -> Assignment | None:
     """Return the assignment that the kind of a module suggests; None for a module that is not known."""
     module = use.module
     if isinstance(module, nn.Linear):
-        return _linear(use, module, param, heads)
+        return _linear(use, module, param, heads, taken)
     if isinstance(module, nn.MultiheadAttention):
         if use.attribute == "in_proj_weight":  # (3 * embed_dim, embed_dim)
             return Assignment("muon", Split((module.embed_dim,) * 3, names=_QKV), "fused queries, keys, values")
@@ -168,13 +175,16 @@ def _by_module(use: ParameterUse, param: Tensor, heads: Mapping[nn.Module, str])
     return None
 
 
-def _linear(use: ParameterUse, linear: nn.Linear, param: Tensor, heads: Mapping[nn.Module, str]) -> Assignment | None:
+def _linear(
+    use: ParameterUse, linear: nn.Linear, param: Tensor, heads: Mapping[nn.Module, str], taken: Container[int] | None
+) -> Assignment | None:
     if use.attribute != "weight":
         return _adamw(_stored_vector(param)) if param.numel() == max(param.shape) else None
     reason = heads.get(linear) or _of_adapted(use, heads) or _gate(use, linear)
     if reason is not None:
         return _adamw(reason)
-    return Assignment("muon", Matrix(), _perhaps("linear layer", _looks_fused(use, linear)))
+    doubt = _perhaps_fused(_looks_fused(use, linear)) or (UNTAKEN if is_untaken(use, taken) else "")
+    return Assignment("muon", Matrix(), "linear layer", doubt=doubt)
 
 
 def _recurrent(module: nn.RNNBase | nn.RNNCellBase, param: Tensor) -> Assignment:
@@ -190,7 +200,7 @@ def _recurrent(module: nn.RNNBase | nn.RNNCellBase, param: Tensor) -> Assignment
 
 
 def _looks_fused(use: ParameterUse, linear: nn.Linear) -> str | None:
-    """Return the evidence for several matrices in one weight, `"name"` or `"shape"`; None without any."""
+    """Return the evidence for several matrices in one weight, `"name"`, `"class"` or `"shape"`; None without any."""
     beside = [sibling for sibling in use.siblings() if isinstance(sibling, nn.Linear)]
     inputs = [sibling.in_features for sibling in use.siblings(later=True) if isinstance(sibling, nn.Linear)]
     if linear.out_features in inputs:  # a later layer takes all outputs as they are
@@ -200,6 +210,9 @@ def _looks_fused(use: ParameterUse, linear: nn.Linear) -> str | None:
         names.pop()
     if _FUSED_NAME.search(names[-1]):
         return "name"
+    is_only_taken = all(sibling.in_features != linear.out_features for sibling in beside)
+    if is_only_taken and use.above and _FUSED_CLASS.search(type(use.above[0]).__name__):
+        return "class"
     if len(beside) != 1 or len(inputs) != 1:
         return None
     # Gate and up of a gated MLP: the only other layer comes later and takes half of the outputs. If the outputs were
@@ -217,6 +230,8 @@ def _gate(use: ParameterUse, linear: nn.Linear) -> str | None:
     is_router = any(_ROUTER_CLASS.search(base.__name__) for owner in owners for base in type(owner).__mro__)
     if is_router or "router" in use.module_name.split("."):
         return "router"
+    if use.above and linear.out_features in set(_numbers_of_experts(use.above[0])):
+        return "router (as many outputs as there are experts)"
     if 1 in (linear.out_features, linear.in_features):
         return "one output or one input"
     if not _GATE_NAME.search(use.last):
@@ -230,6 +245,15 @@ def _gate(use: ParameterUse, linear: nn.Linear) -> str | None:
     if is_taken or (has_twin and linear.out_features >= linear.in_features):
         return None
     return "gate or router (by its name)"
+
+
+def _numbers_of_experts(module: nn.Module) -> Iterator[int]:
+    """Yield the lengths of lists of experts, and of stacks of expert weights, directly below a module."""
+    for name, child in module._modules.items():
+        if child is not None and "expert" in name:
+            if isinstance(child, nn.ModuleList):
+                yield len(child)
+            yield from (len(param) for param in child._parameters.values() if param is not None and param.ndim == 3)
 
 
 def _as_adapted(use: ParameterUse, known: Mapping[Tensor, Sequence[RegistryMatch]]) -> Assignment | None:

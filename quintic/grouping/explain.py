@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from quintic.grouping.assign import Rule, assign
-from quintic.grouping.classify import PERHAPS_FUSED, Convolutions
+from quintic.grouping.classify import Convolutions
+from quintic.grouping.doubts import EXCHANGED, PERHAPS_FUSED, UNTAKEN
 from quintic.grouping.explain_text import Cells, column_lines, table_lines
 from quintic.grouping.forward.roles import Roles
 from quintic.grouping.param_groups import grouped, roles_of
@@ -141,12 +142,22 @@ class Explanation:
         return column_lines(lines, width)
 
     def _notes(self, width: int) -> list[str]:
-        perhaps = sum(PERHAPS_FUSED in row.why for row in self.rows)
-        if not perhaps:
+        texts = []
+        for doubt, text in _DOUBTS.items():
+            count = sum(doubt in row.why for row in self.rows)
+            if count:
+                texts.append(f"{count} parameter{'' if count == 1 else 's'} may be {text}")
+        if not texts:
             return []
-        which = "1 parameter" if perhaps == 1 else f"{perhaps} parameters"
-        text = f"{which} may be several matrices: if so, give quintic.Rule(..., view=Split(...))"
-        return ["", *textwrap.wrap(text, width)]
+        remedy = "example= decides it by a forward pass, quintic.Rule by name"
+        return ["", *textwrap.wrap(f"{'; '.join(texts)}: {remedy}", width)]
+
+
+_DOUBTS = {
+    PERHAPS_FUSED: "several matrices",
+    UNTAKEN: "output heads or routers, for no layer takes as many features as they give",
+    EXCHANGED: "stored as (experts, in, out)",
+}
 
 
 def explain(

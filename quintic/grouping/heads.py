@@ -6,14 +6,14 @@ tells, or a number of outputs equal to the rows of an embedding, or to `config.n
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from torch import nn
 
 from quintic.grouping.uses import attribute_of
 from quintic.optim.groups.names import NUMBER, clean_names, mask_layer_indices, unwrap_module
 
-__all__ = ["heads_of"]
+__all__ = ["heads_of", "without_adapters"]
 
 # The last name on a module's path, anywhere in a model.
 _NAME = re.compile(r"lm_head|head|unembed|unembedding|embed_out|classifier|score|qa_outputs|(to_)?logits")
@@ -44,13 +44,21 @@ def heads_of(model: nn.Module) -> Mapping[nn.Module, str]:
     heads: dict[nn.Module, str] = {}
     declared = {layer for module in modules.values() for layer in _declared_heads(module)}
     taken = {_sizes(layer)[1] for layer in layers.values()}
+    scored = _numbers_of_classes(modules.values()) - taken
     for name, layer in layers.items():
-        why = _by_name(_ADAPTED.sub("", name), layer, modules, taken)
+        why = _by_name(without_adapters(name), layer, modules, taken)
         if why is None and layer in declared:
             why = "output head (the model says so)"
+        if why is None and _sizes(layer)[0] in scored and isinstance(layer, nn.Linear):
+            why = "output head (config.num_labels outputs, which no layer takes)"
         if why is not None:
             heads[layer] = why
     return {**heads, **_by_size(layers, modules, {_sizes(layer)[0] for layer in layers.values() if layer in heads})}
+
+
+def without_adapters(name: str) -> str:
+    """Return the name that a module or parameter has without PEFT."""
+    return _ADAPTED.sub("", name)
 
 
 def _by_name(name: str, layer: _Layer, modules: Mapping[str, nn.Module], taken: Container[int]) -> str | None:
@@ -84,7 +92,7 @@ def _by_name(name: str, layer: _Layer, modules: Mapping[str, nn.Module], taken: 
 
 
 def _last_of(container: nn.Module) -> list[_Layer]:
-    """Return the output layer among a module's own; all of them for a list or dictionary, whose entries are parallel."""
+    """Return the output layer among a module's own; all of a list or dictionary, whose entries are parallel."""
     own = [child for child in map(unwrap_module, container.children()) if isinstance(child, _Layer)]
     if isinstance(container, nn.ModuleList | nn.ModuleDict):
         return own
@@ -98,7 +106,9 @@ def _last_of(container: nn.Module) -> list[_Layer]:
 
 def _declared_heads(module: nn.Module) -> Iterator[_Layer]:
     if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
-        yield from (module.head, *(cluster[-1] for cluster in module.tail))
+        yield module.head
+        for cluster in module.tail.children():
+            yield from _layers_of(cluster)[-1:]
     for method in ("get_output_embeddings", "get_classifier"):
         ask = attribute_of(module, method)
         try:
@@ -108,6 +118,12 @@ def _declared_heads(module: nn.Module) -> Iterator[_Layer]:
         for head in answer if isinstance(answer, tuple | list) else [answer]:
             if isinstance(head, nn.Module):
                 yield from _last_layers(head)
+
+
+def _numbers_of_classes(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the numbers of classes that configurations of modules name, each also with a class for nothing."""
+    counts = {attribute_of(attribute_of(module, "config"), "num_labels") for module in modules}
+    return {count + extra for count in counts if isinstance(count, int) and count > 1 for extra in (0, 1)}
 
 
 def _last_layers(head: nn.Module) -> Iterator[_Layer]:

@@ -2,6 +2,8 @@
 
 import copy
 import random
+import sys
+import types
 
 import numpy
 import pytest
@@ -252,3 +254,60 @@ def test_mistakes_are_named(tmp_path):
     (tmp_path / "no.json").write_text("{}")
     with pytest.raises(ValueError, match=r"no file of quintic.Roles.save"):
         quintic.Roles.load(tmp_path / "no.json")
+
+
+def test_a_model_that_reads_integers():
+    """Numbers of tokens, places of images and lengths of sequences decide what a model computes."""
+
+    def run(m, ids):
+        lengths = (ids != 0).sum(-1).tolist()
+        ends = torch.arange(0, 3).cumsum(0).tolist()
+        y = m.a(m.table(ids))
+        return m.fc(torch.cat([y[0, : lengths[0]], y[1, : ends[-1]]]))
+
+    model = Fn(run, table=nn.Embedding(9, 32), a=nn.Linear(32, 32), fc=nn.Linear(32, 7))
+    found = rows(model, torch.tensor([[1, 2, 0], [3, 0, 0]]))
+    assert [row.algorithm for row in found.values() if len(row.shape) > 1] == ["adamw", "muon", "adamw"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_of_experts(dtype):
+    def run(m, x):
+        x = x.flatten(0, 1)
+        ends = torch.tensor([4, 10], dtype=torch.int32)
+        up = torch._grouped_mm(x, m.up.transpose(-2, -1), offs=ends)
+        one, two = up.chunk(2, -1)
+        return m.fc(torch._grouped_mm(one.sigmoid() * two, m.down.transpose(-2, -1), offs=ends))
+
+    model = Fn(run, fc=nn.Linear(32, 7))
+    model.up, model.down = nn.Parameter(torch.zeros(2, 64, 32)), nn.Parameter(torch.zeros(2, 32, 32))
+    found = rows(model.to(dtype), X.to(dtype), rules=[])
+    assert found["up"].view == quintic.Split((32, 32))
+    assert found["down"].view == quintic.Experts()
+
+
+def test_a_model_without_a_head_has_none():
+    """The square last layer of a model without a head, such as BERT's pooler."""
+    found = rows(Fn(lambda m, x: m.pool(m.a(x).relu()).tanh(), a=nn.Linear(32, 32), pool=nn.Linear(32, 32)))
+    assert [row.algorithm for row in found.values()] == ["muon", "adamw"] * 2
+
+
+def test_a_kernel_passes_on_what_it_reads(monkeypatch):
+    """Launches of Triton are followed as operations that read some tensors and fill the others."""
+    launched = []
+
+    class JITFunction:
+        def run(self, *args, **kwargs):
+            launched.append(args)
+
+    kernel = JITFunction()
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", types.SimpleNamespace(JITFunction=JITFunction))
+
+    def run(m, x):
+        out = torch.empty(2, 5, 32)
+        kernel.run(m.a(x), out, 32, grid=(1,))
+        return m.fc(out)
+
+    found = rows(Fn(run, a=nn.Linear(32, 32), fc=nn.Linear(32, 7)))
+    assert [row.algorithm for row in found.values() if len(row.shape) > 1] == ["muon", "adamw"]
+    assert launched == []

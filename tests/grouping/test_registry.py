@@ -28,7 +28,7 @@ from torch import nn
 
 from quintic import Matrix, Rows, Split
 from quintic.grouping.assign import assign
-from quintic.grouping.classify import PERHAPS_FUSED
+from quintic.grouping.doubts import PERHAPS_FUSED
 from quintic.grouping.registry import KNOWN_VIEWS
 
 # ------------------------------------------------------------------------------------ every family, every parameter

@@ -18,7 +18,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from quintic import Experts, Matrix, Split
 from quintic.grouping.assign import assign
-from quintic.grouping.classify import PERHAPS_FUSED
+from quintic.grouping.doubts import PERHAPS_FUSED
 
 
 def imitation(name, forward=None, library="original", **members):

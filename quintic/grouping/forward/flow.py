@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["Flow", "Trail", "Usage"]
+__all__ = ["Flow", "Trail", "Usage", "is_fake"]
 
 _INPUT, _LOOKED_UP = -1, -2
 """Sources of tensors that no matrix has made."""
@@ -134,10 +134,28 @@ class Flow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on fake tensors, and follow it."""
         kwargs = kwargs or {}
-        with self.fake:
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if given and not any(map(is_fake, given)):
+            # Integers have values, which may be numbers of tokens or places of images. Numbers made of them have none.
             out = func(*args, **kwargs)
+            return tree_map(lambda one: self.fake.from_tensor(one) if _has_no_values(one) else one, out)
+        with self.fake:
+            out = _grouped_product(*args) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
+        if not given and isinstance(out, Tensor) and not _has_no_values(out) and out.numel() <= _LARGEST:
+            return func(*args, **kwargs)
         self._follow(func, args, kwargs, out)
         return out
+
+    def launched(self, tensors: Sequence[Tensor]) -> None:
+        """Follow a kernel that reads some of these tensors and fills the others, which nothing has written yet."""
+        trails = [trail for trail in map(self._trail, tensors) if trail is not None]
+        self._opaque("", (), trails)
+        sources = frozenset[int]().union(*(trail.sources for trail in trails))
+        for trail in trails:
+            if trail.coordinates is not None:
+                self.usages[trail.coordinates[0]].kinds.add("other")
+        for tensor in [tensor for tensor in tensors if self._trail(tensor) is None] or tensors:
+            self._written[_storage(tensor)] = self._written.get(_storage(tensor), frozenset()) | sources
 
     def _trail(self, tensor: Any) -> Trail | None:
         if not isinstance(tensor, Tensor):
@@ -480,6 +498,25 @@ class Flow(TorchDispatchMode):
         self.put(out, Trail({number: feature} if out.numel() <= _LARGEST else {}, frozenset({number})))
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor has no data."""
+    return hasattr(tensor, "fake_mode")
+
+
+def _has_no_values(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _grouped_product(left: Tensor, right: Tensor, ends: Tensor | None = None, *_: Any) -> Tensor:
+    """Return the product of rows with the matrix of their expert, also in dtypes that the kernel does not take."""
+    shape = [*left.shape[:-1], right.shape[-1]]
+    if ends is not None and left.ndim == right.ndim == 2:
+        shape = [len(ends), *shape]
+    elif left.ndim == 3 and right.ndim == 2:
+        shape = shape[1:]
+    return left.new_empty(shape)
+
+
 def _varies(labels: Tensor, axis: int) -> bool:
     """Return whether entries along an axis are different features."""
     if labels.shape[axis] < 2 or labels.stride(axis) == 0:
@@ -497,7 +534,7 @@ def _is_equal(one: Tensor, two: Tensor) -> bool:
 
 
 def _without_repeats(labels: Tensor) -> Tensor:
-    """Return one of the entries that `expand` repeats: weights are large, and most of their coordinates are expanded."""
+    """Return one of the entries that `expand` repeats: coordinates of large weights are mostly such."""
     for axis in range(labels.ndim):
         if labels.stride(axis) == 0 and labels.shape[axis] > 1:
             labels = labels.narrow(axis, 0, 1)

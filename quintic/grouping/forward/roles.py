@@ -1,13 +1,14 @@
 """`Roles`: what a forward pass said of each weight, as data, and how it weighs against names and types."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from quintic.grouping.heads import without_adapters
 from quintic.grouping.uses import ParameterUse
 from quintic.optim.groups.assignment import Assignment
 from quintic.optim.layout.views import Experts, Matrix, Split, View
@@ -76,6 +77,11 @@ class Roles(Mapping[str, Role]):
 
     __repr__ = __str__
 
+    def of(self, names: Iterable[str]) -> Role | None:
+        """Return the role of a parameter with these names, also where PEFT has changed them since; None without one."""
+        every = [bare for name in names for bare in (name, without_adapters(name))]
+        return next((self.found[name] for name in every if name in self.found), None)
+
     def save(self, path: str | Path) -> None:
         """Write the roles to a JSON file, for `Roles.load`."""
         entries = {name: asdict(role) for name, role in self.found.items()}
@@ -121,7 +127,7 @@ def decided(
     """
     if len(shape) < 2:
         return found
-    role = next((roles[name] for name in names if name in roles), None)
+    role = roles.of(names)
     if role is not None and role.shape != shape:
         raise ValueError(f"{names[0]} has shape {shape}, but {role.shape} in roles: call quintic.trace for this model")
     if role is None or role.kind == "unknown":
@@ -143,7 +149,7 @@ def decided(
     is_layer = all(isinstance(use.module, nn.Linear) and use.attribute == "weight" for use in uses)
     if not is_muon and view is not None and is_layer and found.why.startswith(_BY_NAME_OR_SIZE):
         return Assignment("muon", view, why, otherwise=before)
-    return found
+    return found._replace(doubt="")
 
 
 def _differs(view: View, role: Role) -> bool:

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,15 @@ from quintic.optim.groups.names import model_parameters, unwrap_module
 __all__ = ["trace"]
 
 Call = Callable[[nn.Module, Any], Any]
+
+_MOST_VALUES = 1 << 24
+"""Entries of a tensor of integers that keeps its values in the pass."""
+
+_LAUNCHERS = (
+    ("triton.runtime.jit", "JITFunction"),
+    ("triton.runtime.autotuner", "Autotuner"),
+    ("triton.runtime.autotuner", "Heuristics"),
+)
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -58,19 +68,22 @@ def trace(model: nn.Module, example: Any, *, call: Call | None = None) -> Roles:
     inner = unwrap_module(model)
     with _nothing_changes():
         copied, memo = _copy_of(inner, fake)
-        copied.eval()
+        for module in copied.modules():
+            module.training = False  # modules of torch.export refuse `eval`
         layers = {id(module._parameters.get("weight")) for module in inner.modules() if isinstance(module, nn.Linear)}
         weights = [
             (Usage(name, tuple(param.shape), id(param) in layers), memo[id(param)])
             for name, param in model_parameters(model)
         ]
         flow = Flow(fake, [(usage, weight) for usage, weight in weights if len(usage.shape) > 1])
-        inputs = tree_map(lambda value: _fake(value, fake) if isinstance(value, Tensor) else value, _plain(example))
+        inputs = tree_map(
+            lambda value: _without_data(value, fake) if isinstance(value, Tensor) else value, _plain(example)
+        )
         for value in _tensors(inputs):
             if value.is_floating_point():
                 flow.put_input(value)
         try:
-            with torch.no_grad(), flow:
+            with torch.no_grad(), _no_launches(flow), flow:
                 out = (call or _run)(copied, inputs)
         except Exception as error:
             said = str(error).strip().partition("\n")[0]
@@ -98,20 +111,39 @@ def _plain(example: Any) -> Any:
 def _nothing_changes() -> Iterator[None]:
     """Restore random states, and settings that would hide operations from the pass."""
     numpy = sys.modules.get("numpy")
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy is not None else None
+    states = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         # Compiled modules run as they are written.
-        with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        eager = torch.compiler.set_stance("force_eager")
+        with warnings.catch_warnings(), torch.random.fork_rng(devices), eager:
             warnings.simplefilter("ignore")
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
+        random.setstate(states[0])
         if numpy is not None:
-            numpy.random.set_state(states[2])
+            numpy.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def _no_launches(flow: Flow) -> Iterator[None]:
+    """Follow launches of Triton kernels in place of launching them: they need data, and perhaps a GPU."""
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        flow.launched(list(_tensors([args, kwargs])))
+
+    jit, tuning = sys.modules.get("triton.runtime.jit"), sys.modules.get("triton.runtime.autotuner")
+    kinds = [
+        *([jit.JITFunction] if jit is not None else []),
+        *([tuning.Autotuner, tuning.Heuristics] if tuning else []),
+    ]
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(mock.patch.object(kind, "run", run))
+        yield
 
 
 def _fake(tensor: Tensor, fake: Any) -> Tensor:
@@ -122,18 +154,29 @@ def _fake(tensor: Tensor, fake: Any) -> Tensor:
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device)
 
 
+def _without_data(tensor: Tensor, fake: Any) -> Tensor:
+    """Return a tensor without data; integers and masks keep theirs, because models count and compare them."""
+    if tensor.is_meta or tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > _MOST_VALUES:
+        return _fake(tensor, fake)
+    return tensor.detach().clone()
+
+
 def _copy_of(model: nn.Module, fake: Any) -> tuple[nn.Module, dict[int, Any]]:
     """Return a copy of a module with fake tensors and without hooks, and {id of an original: its copy}."""
     memo: dict[int, Any] = {}
     modules = list(model.modules())
     for module in modules:
-        memo[id(module)] = _class_of(module).__new__(_class_of(module))
+        if isinstance(module, torch.jit.ScriptModule):
+            _copy_script(module, memo, fake)
+            continue
+        # `fx.GraphModule.__new__` would make another class.
+        memo[id(module)] = object.__new__(_class_of(module))
         for param in module._parameters.values():
             if param is not None and id(param) not in memo:
                 memo[id(param)] = nn.Parameter(_fake(param, fake), requires_grad=False)
         for buffer in module._buffers.values():
             if buffer is not None:
-                memo.setdefault(id(buffer), _fake(buffer, fake))
+                memo.setdefault(id(buffer), _without_data(buffer, fake))
         for name in _HOOKS:
             hooks = module.__dict__.get(name)
             # PyTorch's weight and spectral normalisation compute the weight in a hook.
@@ -142,14 +185,30 @@ def _copy_of(model: nn.Module, fake: Any) -> tuple[nn.Module, dict[int, Any]]:
             }
             memo[id(hooks)] = type(hooks)(own) if hooks is not None else None
     for module in modules:
+        # Wrappers such as a compiled module would run the original.
+        memo[id(module)] = memo[id(unwrap_module(module))]
+    for module in modules:
+        if unwrap_module(module) is not module or isinstance(module, torch.jit.ScriptModule):
+            continue
         attributes = {key: _copied(value, memo, fake) for key, value in module.__dict__.items()}
         memo[id(module)].__dict__.update(attributes, _compiled_call_impl=None)
     return memo[id(model)], memo
 
 
+def _copy_script(script: torch.jit.ScriptModule, memo: dict[int, Any], fake: Any) -> None:
+    """Add the copies of a module of TorchScript and of those below it; for the time being data are copied, too."""
+    if id(script) in memo:
+        return
+    for module, twin in zip(script.modules(), copy.deepcopy(script).modules(), strict=True):
+        memo[id(module)] = twin
+        for key, value in [*module._parameters.items(), *module._buffers.items()]:
+            if value is not None:
+                twin._c.setattr(key, memo.setdefault(id(value), nn.Parameter(_fake(value, fake), requires_grad=False)))
+
+
 def _copied(value: Any, memo: dict[int, Any], fake: Any) -> Any:
     if isinstance(value, Tensor):
-        return memo[id(value)] if id(value) in memo else _fake(value, fake)
+        return memo[id(value)] if id(value) in memo else _without_data(value, fake)
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # locks, process groups, files: the pass shares them with the model
@@ -219,7 +278,7 @@ def _kind(usage: Usage, is_hidden: bool) -> tuple[str, str]:
         return "router", "its outputs are sorted, and the largest chosen"
     if usage.weighs and (is_hidden or not usage.returned):
         return "gate", "each of its outputs weighs several features"
-    if usage.returned and not is_hidden:
+    if usage.returned and not is_hidden and usage.rows != usage.columns:
         return "head", "no weight is multiplied with its outputs"
     if is_hidden:
         return "matrix", "other weights are multiplied with its outputs"

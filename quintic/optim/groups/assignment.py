@@ -26,6 +26,8 @@ class Assignment(NamedTuple):
     options: Mapping[str, Any] = {}
     """Hyperparameters from the `Rule` that matched, or from the call of `param_groups`."""
     by_rule: bool = False
+    doubt: str = ""
+    """Why it may be something else; part of the reason, too."""
     otherwise: str = ""
     """What types and names say where a forward pass decided against them."""
 

@@ -1,0 +1,73 @@
+"""Finds weights whose treatment is a guess as long as no forward pass shows what becomes of their outputs.
+
+The features that a hidden layer makes are features that another layer takes. A layer that none takes is an output head,
+a router, a gate, or several matrices in one weight, or its outputs are reshaped on their way.
+"""
+
+import re
+from collections.abc import Container, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from quintic.grouping.uses import ParameterUse, is_tuner
+
+__all__ = ["EXCHANGED", "PERHAPS_FUSED", "UNTAKEN", "are_exchanged", "is_untaken", "taken_features"]
+
+PERHAPS_FUSED = "perhaps several matrices, taken as one"
+"""Of a parameter like `qkv_proj.weight` whose owner is not in the registry."""
+
+UNTAKEN = "no layer takes as many features as it gives"
+"""Of the weight of a linear layer."""
+
+EXCHANGED = "perhaps stored as (experts, in, out)"
+"""Of stacked experts beside a router."""
+
+_LAST_OF_EXPERT = re.compile(r"down|out|w2|fc2|proj$", re.IGNORECASE)
+
+
+def taken_features(uses: Mapping[Tensor, Sequence[ParameterUse]]) -> set[int] | None:
+    """Return the numbers of input features of a model's layers, and of features that are normalised or scaled.
+
+    None if no linear layer takes what another one gives: then a number of features says nothing.
+    """
+    taken: set[int] = set()
+    linears: set[tuple[int, int]] = set()
+    for param, several in uses.items():
+        for use in several:
+            module = use.module
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                continue
+            if isinstance(module, nn.Linear):
+                taken.add(module.in_features)
+                linears.add((module.out_features, module.in_features))
+            elif isinstance(module, nn.modules.conv._ConvNd):
+                taken.add(module.in_channels)
+            elif param.ndim > 1 or use.attribute == "weight":
+                taken.update(param.shape)
+    is_chain = any(one[0] == other[1] for one in linears for other in linears - {one})
+    return taken if is_chain else None
+
+
+def is_untaken(use: ParameterUse, taken: Container[int] | None) -> bool:
+    """Return whether no layer takes as many features as a linear layer gives, though a hidden layer's are taken."""
+    layer = use.module
+    if taken is None or not isinstance(layer, nn.Linear) or layer.out_features in taken:
+        return False
+    if any(map(is_tuner, use.above[:2])):
+        return False
+    # Keys and values of grouped queries: two layers alike, whose heads are repeated for a layer that takes a multiple.
+    beside = [sibling for sibling in use.siblings() if isinstance(sibling, nn.Linear)]
+    has_twin = any(other.weight.shape == layer.weight.shape for other in beside)
+    return not (has_twin and any(other.in_features % layer.out_features == 0 for other in beside))
+
+
+def are_exchanged(use: ParameterUse, num_experts: int) -> bool:
+    """Return whether stacked experts lie beside a router whose inputs are their second dimension, not their third.
+
+    The first projection takes the router's inputs, so that it is (experts, hidden, inputs).
+    """
+    params = [(name, p) for name, p in use.module._parameters.items() if p is not None and p.ndim == 3]
+    first = next((p for name, p in params if not _LAST_OF_EXPERT.search(name)), None)
+    around = [*use.module.children(), *use.siblings()]
+    widths = {one.in_features for one in around if isinstance(one, nn.Linear) and one.out_features == num_experts}
+    return first is not None and first.shape[1] in widths and first.shape[2] not in widths
