@@ -1,1 +1,1 @@
-"""What the forward pass says of weights beside what names, types and sizes say, over the models of installed libraries."""
+"""What a forward pass says of weights beside what names and sizes say, over the models of installed libraries."""

@@ -2,9 +2,9 @@
 
     python -m benchmarks.roles --out FOLDER --libraries transformers timm --part built
 
-A third of the model families of each library, chosen by a hash of their names, is `held-out`: judgments and the forward pass
-are made from the others, the `built` ones. FOLDER/NAME.rows.jsonl keeps each class, and what it has is not tried again; the
-tables and what differs are in FOLDER/NAME.json and FOLDER/NAME.md. `judgments.tsv` says which side is right where they differ.
+A third of the model families of each library, chosen by a hash of their names, is `held-out`: judgments and the
+forward pass are made from the others, the `built` ones. FOLDER/NAME.rows.jsonl keeps each class, and what it has is not
+tried again; the tables and what differs are in FOLDER/NAME.json and FOLDER/NAME.md. `judgments.tsv` says what is right.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> int:
 
 def collect(library: str, options: argparse.Namespace, rows_file: Path) -> None:
     """Try the classes of a library that the file does not have yet, and append what became of them."""
-    worker = Worker(library, options.out / f"{options.name}.log", options.limit)
+    worker = Worker(f"benchmarks.roles.{library}_models", options.out / f"{options.name}.log", options.limit)
     families = worker.families()
     kept = [row for row in read_rows(rows_file) if "lines" in row or not options.again or row["library"] != library]
     rows_file.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
@@ -83,7 +83,9 @@ def result_of(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[s
             shown = [row for row in own if PARTS[is_held_out(row["family"])] == part]
             if shown and options.part in ("all", part):
                 libraries[library][part] = page.summary(library, shown, made)
-        failed[library] = page.failures([row for row in own if options.part in ("all", PARTS[is_held_out(row["family"])])])
+        failed[library] = page.failures(
+            [row for row in own if options.part in ("all", PARTS[is_held_out(row["family"])])]
+        )
     held_out = {
         library: sorted({row["class"] for row in rows if row["library"] == library and is_held_out(row["family"])})
         for library in libraries
@@ -104,7 +106,9 @@ def arguments() -> argparse.Namespace:
     add_options(parser, "roles")
     parser.add_argument("--libraries", nargs="*", default=list(LIBRARIES), choices=list(LIBRARIES))
     parser.add_argument("--part", choices=[*PARTS, "all"], default="built")
-    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="classes with one of these in their names")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="WORD", help="classes with one of these in their names"
+    )
     parser.add_argument("--again", action="store_true", help="try classes again that did not run")
     parser.add_argument("--limit", type=float, default=20, help="seconds for one class")
     return parser.parse_args()

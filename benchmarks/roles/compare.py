@@ -133,4 +133,3 @@ def _role_text(roles: Roles, name: str) -> str:
     if role is None:
         return ""
     return role.kind if role.view is None else f"{role.kind} {_view_text(role.view)}"
-

@@ -9,16 +9,57 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.roles.compare import Attempt
-from benchmarks.roles.transformers_models import without_values
+from benchmarks.roles.transformers_models import WithoutValues
 
 LAYERS = 2
 TEXT = 8
 PICTURES = ("image", "packed", "video", "frames")
 """Ways to hold a picture: channels first, positions by channels, channels before frames, frames before channels."""
 
-_TEXT_WIDTHS = ("joint_attention_dim", "cross_attention_dim", "text_embed_dim", "caption_channels", "text_dim", "caption_dim", "caption_projection_dim", "text_hidden_dim", "encoder_hid_dim", "txt_in_dim", "cap_feat_dim", "context_in_dim", "in_text_dim", "text_in_dim", "text_hidden_size", "cond_token_dim", "prompt_embed_dim", "text_states_dim", "cap_dim")
-_OPTIONAL = ("encoder_hidden_states", "timestep", "pooled_projections", "img_ids", "txt_ids", "class_labels", "encoder_attention_mask", "attention_mask", "num_frames", "height", "width", "img_shapes", "encoder_hidden_states_mask", "added_cond_kwargs")
-_MAYBE_NOT = ("attention_mask", "encoder_attention_mask", "added_cond_kwargs", "class_labels", "encoder_hidden_states_mask")
+_TEXT_WIDTHS = (
+    "joint_attention_dim",
+    "cross_attention_dim",
+    "text_embed_dim",
+    "caption_channels",
+    "text_dim",
+    "caption_dim",
+    "caption_projection_dim",
+    "text_hidden_dim",
+    "encoder_hid_dim",
+    "txt_in_dim",
+    "cap_feat_dim",
+    "context_in_dim",
+    "in_text_dim",
+    "text_in_dim",
+    "text_hidden_size",
+    "cond_token_dim",
+    "prompt_embed_dim",
+    "text_states_dim",
+    "cap_dim",
+)
+_OPTIONAL = (
+    "encoder_hidden_states",
+    "timestep",
+    "pooled_projections",
+    "img_ids",
+    "txt_ids",
+    "class_labels",
+    "encoder_attention_mask",
+    "attention_mask",
+    "num_frames",
+    "height",
+    "width",
+    "img_shapes",
+    "encoder_hidden_states_mask",
+    "added_cond_kwargs",
+)
+_MAYBE_NOT = (
+    "attention_mask",
+    "encoder_attention_mask",
+    "added_cond_kwargs",
+    "class_labels",
+    "encoder_hidden_states_mask",
+)
 
 
 def families() -> dict[str, str]:
@@ -53,7 +94,11 @@ def attempts(name: str) -> list[Attempt]:
 def _build(kind: Any, *, narrow: bool) -> nn.Module:
     changed: dict[str, Any] = {}
     for key, one in inspect.signature(kind.__init__).parameters.items():
-        if ("layers" in key or key in ("depth", "num_blocks")) and isinstance(one.default, int) and one.default > LAYERS:
+        if (
+            ("layers" in key or key in ("depth", "num_blocks"))
+            and isinstance(one.default, int)
+            and one.default > LAYERS
+        ):
             changed[key] = LAYERS
         if narrow and key == "num_attention_heads" and isinstance(one.default, int) and one.default % 4 == 0:
             changed[key] = one.default // 4
@@ -61,7 +106,7 @@ def _build(kind: Any, *, narrow: bool) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = kind(**changed)
     except Exception:
-        with without_values():
+        with WithoutValues():
             model = kind(**changed)
     return model.eval()
 
@@ -108,15 +153,23 @@ def _one(name: str, config: Any, latents: Tensor) -> Any:
         **dict.fromkeys(("hidden_states", "sample", "latents", "x", "z"), latents),
         **dict.fromkeys(("encoder_hidden_states", "text_hidden_states", "cap_feats"), torch.rand(1, TEXT, text)),
         "encoder_hidden_states_t5": torch.rand(1, TEXT, text),
-        **dict.fromkeys(("timestep", "timesteps", "t", "r_timestep", "guidance", "timestep_r", "timestep_ratio"), torch.tensor([1.0])),
+        **dict.fromkeys(
+            ("timestep", "timesteps", "t", "r_timestep", "guidance", "timestep_r", "timestep_ratio"),
+            torch.tensor([1.0]),
+        ),
         **dict.fromkeys(("pooled_projections", "pooled_embeds"), torch.rand(1, pooled)),
         "img_ids": torch.zeros(16, axes),
         "txt_ids": torch.zeros(TEXT, axes),
-        **dict.fromkeys(("encoder_attention_mask", "encoder_hidden_states_mask", "encoder_mask"), torch.ones(1, TEXT, dtype=torch.long)),
+        **dict.fromkeys(
+            ("encoder_attention_mask", "encoder_hidden_states_mask", "encoder_mask"),
+            torch.ones(1, TEXT, dtype=torch.long),
+        ),
         "class_labels": torch.tensor([1]) if config.get("num_embeds_ada_norm") else None,
         "added_cond_kwargs": {"resolution": torch.rand(1, 2), "aspect_ratio": torch.rand(1, 1)},
         **dict.fromkeys(("original_size", "target_size", "crop_coords"), torch.rand(1, 2)),
-        "controlnet_cond": torch.rand(1, 3, 8 * latents.shape[-2], 8 * latents.shape[-1]) if config.get("conditioning_embedding_out_channels") else latents,
+        "controlnet_cond": torch.rand(1, 3, 8 * latents.shape[-2], 8 * latents.shape[-1])
+        if config.get("conditioning_embedding_out_channels")
+        else latents,
         "img_shapes": [(1, 4, 4)],
         "num_frames": 1,
         "height": 4,

@@ -38,7 +38,9 @@ def attempts(name: str) -> list[Attempt]:
 
 _GRAPHS: dict[str, Callable[[Any], nn.Module]] = {
     **{
-        f"pyg {name}": functools.partial(lambda m, name: getattr(m, name)(WIDTH, 48, num_layers=3, out_channels=7), name=name)
+        f"pyg {name}": functools.partial(
+            lambda m, name: getattr(m, name)(WIDTH, 48, num_layers=3, out_channels=7), name=name
+        )
         for name in ("GCN", "GraphSAGE", "GIN", "GAT", "EdgeCNN")
     },
     "pyg LINKX": lambda m: m.LINKX(NODES, WIDTH, 48, 7, num_layers=2),
@@ -158,15 +160,35 @@ _SPEECH: dict[str, Callable[[Any], tuple[nn.Module, Any]]] = {
     "torchaudio Conformer": lambda m: (m.Conformer(80, 4, 128, 2, 31), (torch.rand(2, 40, 80), torch.tensor([40, 30]))),
     "torchaudio ConvTasNet": lambda m: (m.ConvTasNet(), torch.rand(1, 1, 4000)),
     "torchaudio DeepSpeech": lambda m: (m.DeepSpeech(40, n_hidden=128), torch.rand(1, 1, 20, 40)),
-    "torchaudio Emformer": lambda m: (m.Emformer(64, 4, 128, 2, 4, right_context_length=1), (torch.rand(2, 9, 64), torch.tensor([8, 8]))),
+    "torchaudio Emformer": lambda m: (
+        m.Emformer(64, 4, 128, 2, 4, right_context_length=1),
+        (torch.rand(2, 9, 64), torch.tensor([8, 8])),
+    ),
     "torchaudio HDemucs": lambda m: (m.hdemucs_low(["drums", "bass"]), torch.rand(1, 2, 44100)),
-    "torchaudio RNNT": lambda m: (m.emformer_rnnt_base(30), (torch.rand(1, 36, 80), torch.tensor([32]), torch.ones(1, 8, dtype=torch.int32), torch.tensor([8], dtype=torch.int32))),
+    "torchaudio RNNT": lambda m: (
+        m.emformer_rnnt_base(30),
+        (
+            torch.rand(1, 36, 80),
+            torch.tensor([32]),
+            torch.ones(1, 8, dtype=torch.int32),
+            torch.tensor([8], dtype=torch.int32),
+        ),
+    ),
     "torchaudio SquimObjective": lambda m: (m.squim_objective_base(), torch.rand(1, 16000)),
-    "torchaudio Tacotron2": lambda m: (m.Tacotron2(), (torch.ones(1, 9, dtype=torch.long), torch.tensor([9]), torch.rand(1, 80, 12), torch.tensor([12]))),
+    "torchaudio Tacotron2": lambda m: (
+        m.Tacotron2(),
+        (torch.ones(1, 9, dtype=torch.long), torch.tensor([9]), torch.rand(1, 80, 12), torch.tensor([12])),
+    ),
     "torchaudio Wav2Letter": lambda m: (m.Wav2Letter(), torch.rand(1, 1, 4000)),
-    "torchaudio wav2vec2": lambda m: (m.wav2vec2_model("group_norm", None, False, 128, 0.0, 16, 4, 2, 4, 0.0, 0.0, 256, 0.0, False, 0.0, 29), torch.rand(1, 8000)),
+    "torchaudio wav2vec2": lambda m: (
+        m.wav2vec2_model("group_norm", None, False, 128, 0.0, 16, 4, 2, 4, 0.0, 0.0, 256, 0.0, False, 0.0, 29),
+        torch.rand(1, 8000),
+    ),
     "torchaudio wavlm_base": lambda m: (m.wavlm_base(aux_num_out=29), torch.rand(1, 8000)),
-    "torchaudio WaveRNN": lambda m: (m.WaveRNN([5, 5, 8], 512, 200), (torch.rand(1, 1, 2000), torch.rand(1, 1, 128, 14))),
+    "torchaudio WaveRNN": lambda m: (
+        m.WaveRNN([5, 5, 8], 512, 200),
+        (torch.rand(1, 1, 2000), torch.rand(1, 1, 128, 14)),
+    ),
 }
 
 
@@ -176,12 +198,29 @@ def _speech(name: str) -> Made:
 
 
 _SPEECHBRAIN: dict[str, tuple[str, Callable[[Any], tuple[nn.Module, Any]]]] = {
-    "speechbrain ECAPA_TDNN": ("ECAPA_TDNN", lambda m: (m.ECAPA_TDNN(80, lin_neurons=64, channels=[64] * 4 + [192]), torch.rand(2, 50, 80))),
+    "speechbrain ECAPA_TDNN": (
+        "ECAPA_TDNN",
+        lambda m: (m.ECAPA_TDNN(80, lin_neurons=64, channels=[64] * 4 + [192]), torch.rand(2, 50, 80)),
+    ),
     "speechbrain Xvector": ("Xvector", lambda m: (m.Xvector(in_channels=40), torch.rand(2, 50, 40))),
-    "speechbrain CRDNN": ("CRDNN", lambda m: (m.CRDNN(input_shape=[2, 40, 40], rnn_neurons=64, dnn_neurons=64), torch.rand(2, 40, 40))),
+    "speechbrain CRDNN": (
+        "CRDNN",
+        lambda m: (m.CRDNN(input_shape=[2, 40, 40], rnn_neurons=64, dnn_neurons=64), torch.rand(2, 40, 40)),
+    ),
     "speechbrain ContextNet": ("ContextNet", lambda m: (m.ContextNet(input_shape=(2, 48, 40)), torch.rand(2, 48, 40))),
-    "speechbrain TransformerASR": ("transformer.TransformerASR", lambda m: (m.TransformerASR(tgt_vocab=50, input_size=40, d_model=64, nhead=4, num_encoder_layers=2, num_decoder_layers=2, d_ffn=128), (torch.rand(2, 20, 40), torch.ones(2, 6, dtype=torch.long)))),
-    "speechbrain ConformerEncoder": ("transformer.Conformer", lambda m: (m.ConformerEncoder(2, 64, 128, 4, attention_type="regularMHA"), torch.rand(2, 20, 64))),
+    "speechbrain TransformerASR": (
+        "transformer.TransformerASR",
+        lambda m: (
+            m.TransformerASR(
+                tgt_vocab=50, input_size=40, d_model=64, nhead=4, num_encoder_layers=2, num_decoder_layers=2, d_ffn=128
+            ),
+            (torch.rand(2, 20, 40), torch.ones(2, 6, dtype=torch.long)),
+        ),
+    ),
+    "speechbrain ConformerEncoder": (
+        "transformer.Conformer",
+        lambda m: (m.ConformerEncoder(2, 64, 128, 4, attention_type="regularMHA"), torch.rand(2, 20, 64)),
+    ),
 }
 
 

@@ -41,7 +41,9 @@ def summary(library: str, rows: Sequence[dict[str, Any]], judgments: Sequence[Ju
             if kind == "same" and set(verdicts.values()) == {"right"}:
                 continue
             key = (row["family"], line["weight"], line["names"].split(":")[0], line["example"].split(":")[0])
-            one = merged.setdefault(key, {**line, "family": row["family"], "count": 0, "classes": [], **_sides(verdicts)})
+            one = merged.setdefault(
+                key, {**line, "family": row["family"], "count": 0, "classes": [], **_sides(verdicts)}
+            )
             one["count"] += number
             one["classes"].append(row["class"])
             one["judgment"] = found.why if found else ""
@@ -102,7 +104,14 @@ def _line_cells(line: dict[str, Any]) -> list[str]:
     sides = [side for side in SIDES if line[f"verdict_{side}"] == "right"]
     right = "not judged" if line["verdict_names"] == "not judged" else " and ".join(sides) or "neither"
     texts = [line[side].partition(":")[0] for side in SIDES]
-    return [line["family"], f"`{line['weight']}`", str(line["count"]), *texts, right, line["judgment"].replace("|", "/")]
+    return [
+        line["family"],
+        f"`{line['weight']}`",
+        str(line["count"]),
+        *texts,
+        right,
+        line["judgment"].replace("|", "/"),
+    ]
 
 
 def _sides(verdicts: dict[str, str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Workers that may crash or hang: each class has its time, and costs itself only."""
 
+import contextlib
 import json
 import os
 import queue
@@ -20,7 +21,7 @@ class Worker:
     """A process of `worker.py`; `ask` restarts it where it died.
 
     Args:
-        library: whose models it tries.
+        library: module that has `families()`, {class: family}, and `attempts(class)`.
         log: file for what the libraries print.
         limit: seconds for one class.
     """
@@ -37,12 +38,11 @@ class Worker:
         """Return what became of a class."""
         if self.process is None:
             self._start()
-        assert self.process is not None and self.process.stdin is not None
-        try:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(name + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass
         answer = self._answer(self.limit)
         if answer is None:
             code = self.process.poll()
@@ -53,10 +53,13 @@ class Worker:
 
     def close(self) -> None:
         """End the process."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+        if self.process is None:
+            return
+        self.process.kill()
+        self.reader.join()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.communicate()
+        self.process = None
 
     def _start(self) -> dict[str, Any]:
         self.close()
@@ -72,7 +75,8 @@ class Worker:
                 text=True,
             )
         self.lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, args=(self.process, self.lines), daemon=True).start()
+        self.reader = threading.Thread(target=self._read, args=(self.process, self.lines), daemon=True)
+        self.reader.start()
         answer = self._answer(START_LIMIT)
         if answer is None:
             self.close()

@@ -11,7 +11,9 @@ from benchmarks.roles.compare import Attempt
 
 MODELS_OF_A_MODULE = 3
 
-_LARGE = re.compile("large|huge|giant|giga|enorm|base|big|so150|so400|_[lxbh]{1,3}\\d*(_|$)|m36|m48|b[3-9]|_[4-9]b|1[0-9][0-9]|2[0-9][0-9]|2b")
+_LARGE = re.compile(
+    "large|huge|giant|giga|enorm|base|big|so150|so400|_[lxbh]{1,3}\\d*(_|$)|m36|m48|b[3-9]|_[4-9]b|1[0-9][0-9]|2[0-9][0-9]|2b"
+)
 """In the names of models that say no more than smaller ones do, and take longer."""
 
 

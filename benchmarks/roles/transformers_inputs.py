@@ -19,7 +19,15 @@ def needed_inputs(model: nn.Module) -> dict[str, Any]:
     return _inputs(model, needed_only=True)
 
 
-_DATA = ("pixel_values", "input_features", "input_values", "decoder_input_ids", "bbox", "flattened_patches", "past_values")
+_DATA = (
+    "pixel_values",
+    "input_features",
+    "input_values",
+    "decoder_input_ids",
+    "bbox",
+    "flattened_patches",
+    "past_values",
+)
 
 
 def _inputs(model: nn.Module, *, needed_only: bool) -> dict[str, Any]:
@@ -51,7 +59,7 @@ def _find(config: Any, *names: str, depth: int = 0) -> Any:
         if value is not None:
             return value
     if depth < 3:
-        for key, value in vars(config).items():
+        for value in vars(config).values():
             if hasattr(value, "to_dict") and hasattr(value, "model_type"):
                 found = _find(value, *names, depth=depth + 1)
                 if found is not None:
@@ -94,7 +102,14 @@ def _one(name: str, model: nn.Module, config: Any) -> Any:
         return _waves(model, config)
     if name == "flattened_patches":
         return torch.rand(BATCH, LENGTH, int(_find(config, "patch_embed_hidden_size") or 768) + 2)
-    if name in ("hidden_states", "inputs_embeds", "latents", "context_hidden_states", "query_embeds", "encoder_hidden_states"):
+    if name in (
+        "hidden_states",
+        "inputs_embeds",
+        "latents",
+        "context_hidden_states",
+        "query_embeds",
+        "encoder_hidden_states",
+    ):
         return torch.rand(BATCH, LENGTH, int(_find(config, "hidden_size", "d_model", "embed_dim")))
     if name == "past_values":
         return _series(config)
@@ -120,12 +135,28 @@ def _pixels(model: nn.Module, config: Any) -> Tensor:
     if any(word in kind for word in video):
         return torch.rand(1, int(_find(config, "num_frames", "frames_per_clip") or 8), channels, height, width)
     if any(word in kind for word in ("Idefics", "SmolVLM", "Mllama", "Llava", "Flamingo", "Aria")):
-        return torch.rand(1, 1, channels, height, width) if "LlavaFor" not in kind else torch.rand(1, channels, height, width)
+        return (
+            torch.rand(1, 1, channels, height, width)
+            if "LlavaFor" not in kind
+            else torch.rand(1, channels, height, width)
+        )
     return torch.rand(BATCH, channels, height, width)
 
 
 def _features(model: nn.Module, config: Any) -> Tensor:
-    bins = int(_find(config, "num_mel_bins", "feature_size", "n_mels", "input_feat_per_channel", "feature_projection_input_dim", "input_dim", "num_mel_channels") or 80)
+    bins = int(
+        _find(
+            config,
+            "num_mel_bins",
+            "feature_size",
+            "n_mels",
+            "input_feat_per_channel",
+            "feature_projection_input_dim",
+            "input_dim",
+            "num_mel_channels",
+        )
+        or 80
+    )
     kind = type(model).__name__
     if "Whisper" in kind or "Qwen2Audio" in kind or "Voxtral" in kind:
         return torch.rand(BATCH, bins, 2 * int(_find(config, "max_source_positions") or 1500))

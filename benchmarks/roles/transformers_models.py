@@ -6,10 +6,8 @@ of heads stay. A class that cannot be built so is built with its default widths.
 
 import functools
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from benchmarks.roles.compare import Attempt
@@ -26,9 +24,78 @@ _NEEDED = {"num_experts_per_tok": 2, "moe_topk": 2, "vocab_size": VOCABULARY, "p
 
 _DOES_NOT_FIT = "^build|shape|size|divisible|match|dimension|expected|same|broadcast|group|index|layer"
 
-_WIDTHS = ("hidden", "dim", "width", "d_model", "d_ff", "d_kv", "d_inner", "ffn", "intermediate", "n_embd", "embed", "channels", "inner", "d_embed", "filters", "lora_rank", "n_inner", "planes")
-_NO_WIDTHS = ("num_", "n_layer", "layers", "vocab", "position", "max_", "patch", "prob", "drop", "act", "in_chan", "scale", "mel", "input_", "groups", "kernel", "index", "image", "_id", "out_features", "n_head", "rope", "bins", "block", "window", "depth", "text_embed_dim_", "state")
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers", "depth", "num_attention_layers", "num_block_layers", "block_depth", "num_hidden_groups_", "text_layers", "vision_layers", "encoder_num_hidden_layers", "decoder_num_hidden_layers", "num_blocks", "decoder_depth", "prediction_layers")
+_WIDTHS = (
+    "hidden",
+    "dim",
+    "width",
+    "d_model",
+    "d_ff",
+    "d_kv",
+    "d_inner",
+    "ffn",
+    "intermediate",
+    "n_embd",
+    "embed",
+    "channels",
+    "inner",
+    "d_embed",
+    "filters",
+    "lora_rank",
+    "n_inner",
+    "planes",
+)
+_NO_WIDTHS = (
+    "num_",
+    "n_layer",
+    "layers",
+    "vocab",
+    "position",
+    "max_",
+    "patch",
+    "prob",
+    "drop",
+    "act",
+    "in_chan",
+    "scale",
+    "mel",
+    "input_",
+    "groups",
+    "kernel",
+    "index",
+    "image",
+    "_id",
+    "out_features",
+    "n_head",
+    "rope",
+    "bins",
+    "block",
+    "window",
+    "depth",
+    "text_embed_dim_",
+    "state",
+)
+_LAYERS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_encoder_layers",
+    "num_decoder_layers",
+    "depth",
+    "num_attention_layers",
+    "num_block_layers",
+    "block_depth",
+    "num_hidden_groups_",
+    "text_layers",
+    "vision_layers",
+    "encoder_num_hidden_layers",
+    "decoder_num_hidden_layers",
+    "num_blocks",
+    "decoder_depth",
+    "prediction_layers",
+)
 
 
 def families() -> dict[str, str]:
@@ -67,7 +134,7 @@ def attempts(name: str) -> list[Attempt]:
 def _build(kind: Any, divisor: int, is_shallow: bool) -> nn.Module:
     initialization = importlib.import_module("transformers.initialization")
     config = smaller(kind.config_class, divisor, is_shallow=is_shallow)
-    with initialization.no_init_weights(), without_values():
+    with initialization.no_init_weights(), WithoutValues():
         model: nn.Module = kind._from_config(config) if hasattr(kind, "_from_config") else kind(config)
     # Without it, classifiers of sequences refuse several of them.
     for part in (model.config, model.config.get_text_config()):
@@ -140,7 +207,7 @@ def _divided(value: Any, divisor: int) -> Any:
     return value // divisor if is_fit else value
 
 
-class without_values:
+class WithoutValues:
     """Leave the memory of new weights as it is, which costs nothing; nobody reads it."""
 
     def __enter__(self) -> None:
