@@ -30,7 +30,7 @@ class Judgment:
     def fits(self, library: str, name: str, line: Mapping[str, Any]) -> bool:
         """Return whether it is about a line of a class."""
         return (
-            library == self.library
+            library in self.library.split()
             and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.classes.split())
             and any(fnmatch.fnmatchcase(line["weight"], pattern) for pattern in self.weights.split())
         )
