@@ -13,14 +13,14 @@ from benchmarks.roles.transformers_models import WithoutValues
 
 LAYERS = 2
 TEXT = 8
-PICTURES = ("image", "packed", "video", "frames")
-"""Ways to hold a picture: channels first, positions by channels, channels before frames, frames before channels."""
+PICTURES = ("image", "packed", "video", "frames", "one frame", "sound")
+"""Ways to hold data: channels first, positions by channels, channels before frames or after them, a wave."""
 
 _TEXT_WIDTHS = (
+    "caption_channels",
     "joint_attention_dim",
     "cross_attention_dim",
     "text_embed_dim",
-    "caption_channels",
     "text_dim",
     "caption_dim",
     "caption_projection_dim",
@@ -52,6 +52,8 @@ _OPTIONAL = (
     "img_shapes",
     "encoder_hidden_states_mask",
     "added_cond_kwargs",
+    "padding_mask",
+    "image_embeds",
 )
 _MAYBE_NOT = (
     "attention_mask",
@@ -123,13 +125,17 @@ def _first(config: Any, names: tuple[str, ...], default: int) -> int:
 
 def _inputs(model: Any, *, picture: str, with_masks: bool) -> dict[str, Any]:
     config = model.config
-    channels = _first(config, ("in_channels", "latent_channels", "in_dim", "num_channels"), 4)
-    size = 64 if "Autoencoder" in type(model).__name__ or "VAE" in type(model).__name__ else 16
+    is_autoencoder = "Autoencoder" in type(model).__name__ or "VAE" in type(model).__name__
+    names = ("in_channels",) if is_autoencoder else ("in_channels", "latent_channels", "in_dim", "num_channels")
+    channels = _first(config, names, 3 if is_autoencoder else 4)
+    size = 64 if is_autoencoder else 16
     latents = {
         "image": torch.rand(1, channels, size, size),
         "packed": torch.rand(1, 16, channels),
         "video": torch.rand(1, channels, 5, size, size),
         "frames": torch.rand(1, 5, channels, size, size),
+        "one frame": torch.rand(1, channels, 1, size, size),
+        "sound": torch.rand(1, _first(config, ("audio_channels", "in_channels"), 1), 7680),
     }[picture]
     found: dict[str, Any] = {}
     for name, one in inspect.signature(model.forward).parameters.items():
@@ -146,13 +152,13 @@ def _inputs(model: Any, *, picture: str, with_masks: bool) -> dict[str, Any]:
 
 
 def _one(name: str, config: Any, latents: Tensor) -> Any:
-    text = _first(config, _TEXT_WIDTHS, 768)
+    text, length = _first(config, _TEXT_WIDTHS, 768), _first(config, ("max_text_seq_length",), TEXT)
     axes = len(config.get("axes_dims_rope") or config.get("axes_dim") or (1, 1, 1))
     pooled = _first(config, ("pooled_projection_dim", "pooled_embed_dim", "pooled_text_dim"), 768)
     values: dict[str, Any] = {
         **dict.fromkeys(("hidden_states", "sample", "latents", "x", "z"), latents),
-        **dict.fromkeys(("encoder_hidden_states", "text_hidden_states", "cap_feats"), torch.rand(1, TEXT, text)),
-        "encoder_hidden_states_t5": torch.rand(1, TEXT, text),
+        **dict.fromkeys(("encoder_hidden_states", "text_hidden_states", "cap_feats"), torch.rand(1, length, text)),
+        "encoder_hidden_states_t5": torch.rand(1, length, text),
         **dict.fromkeys(
             ("timestep", "timesteps", "t", "r_timestep", "guidance", "timestep_r", "timestep_ratio"),
             torch.tensor([1.0]),
@@ -170,6 +176,9 @@ def _one(name: str, config: Any, latents: Tensor) -> Any:
         "controlnet_cond": torch.rand(1, 3, 8 * latents.shape[-2], 8 * latents.shape[-1])
         if config.get("conditioning_embedding_out_channels")
         else latents,
+        **dict.fromkeys(("context_latents", "latent_cond", "controls_latents", "control_hidden_states"), latents),
+        "padding_mask": torch.zeros(1, 1, *latents.shape[-2:]),
+        "image_embeds": torch.rand(1, TEXT, _first(config, ("image_embed_dim", "image_proj_dim"), 768)),
         "img_shapes": [(1, 4, 4)],
         "num_frames": 1,
         "height": 4,

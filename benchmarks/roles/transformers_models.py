@@ -22,7 +22,7 @@ CLASSES_OF_A_FAMILY = 3
 _NEEDED = {"num_experts_per_tok": 2, "moe_topk": 2, "vocab_size": VOCABULARY, "prediction_length": 8}
 """Values for what has no default and is needed."""
 
-_DOES_NOT_FIT = "^build|shape|size|divisible|match|dimension|expected|same|broadcast|group|index|layer"
+_DOES_NOT_FIT = "^build|shape|size|divisible|match|dimension|expected|same|broadcast|group|index|layer|split"
 
 _WIDTHS = (
     "hidden",
@@ -137,8 +137,8 @@ def _build(kind: Any, divisor: int, is_shallow: bool) -> nn.Module:
     with initialization.no_init_weights(), WithoutValues():
         model: nn.Module = kind._from_config(config) if hasattr(kind, "_from_config") else kind(config)
     # Without it, classifiers of sequences refuse several of them.
-    for part in (model.config, model.config.get_text_config()):
-        if getattr(part, "pad_token_id", None) is None:
+    for part in (model.config, getattr(model.config, "text_config", None)):
+        if part is not None and getattr(part, "pad_token_id", None) is None:
             part.pad_token_id = 0
     return model.eval()
 
