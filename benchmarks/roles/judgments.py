@@ -1,7 +1,8 @@
 """Judgments: what weights are, by people who read the source, for weights on which names and forward pass differ.
 
-`judgments.tsv` has a line for each: library, classes and weights (patterns of fnmatch), what is right (the start of
-`AdamW`, `Matrix`, `Split 3`, `Experts (in, out)`, `undecided`; several with `/` between them), and why.
+`judgments.tsv` has a line for each: libraries; classes, with commas between them, and weights, both as patterns of
+fnmatch (`fc.weight@7x*` is about a shape); what is right, the start of `AdamW`, `Matrix`, `Split 3`, `Experts (in, out)`
+or `undecided`, several with `/` between them; and why.
 """
 
 import csv
@@ -29,10 +30,14 @@ class Judgment:
 
     def fits(self, library: str, name: str, line: Mapping[str, Any]) -> bool:
         """Return whether it is about a line of a class."""
+        full = f"{line['weight']}@{'x'.join(map(str, line['shape']))}"
         return (
             library in self.library.split()
-            and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.classes.split())
-            and any(fnmatch.fnmatchcase(line["weight"], pattern) for pattern in self.weights.split())
+            and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.classes.split(", "))
+            and any(
+                fnmatch.fnmatchcase(full, pattern if "@" in pattern else f"{pattern}@*")
+                for pattern in self.weights.split()
+            )
         )
 
 

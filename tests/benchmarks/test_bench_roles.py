@@ -99,9 +99,9 @@ def test_the_first_attempt_that_runs_counts() -> None:
 def test_verdicts_tell_the_two_directions_apart(
     names: str, example: str, right: str | None, expected: tuple[str, str]
 ) -> None:
-    line = {"weight": "blocks.*.qkv.weight", "names": names, "example": example}
+    line = {"weight": "blocks.*.qkv.weight", "shape": [12, 4], "names": names, "example": example}
     made = (
-        [judgments.Judgment("lib", "My* Your*", "*.out.weight *.qkv.weight", tuple(right.split("/")), "")]
+        [judgments.Judgment("lib", "My*, Your*", "*.out.weight *.qkv.weight@12x*", tuple(right.split("/")), "")]
         if right
         else []
     )
