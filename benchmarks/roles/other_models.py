@@ -142,7 +142,12 @@ def _agent(name: str) -> Made:
     if part == "critic":
         return policy.critic, (sight, torch.rand(2, 6)), None
     if part == "actor":
-        return policy.actor, sight, None
+        # The distribution checks its values, which are not there.
+        return (
+            policy.actor,
+            sight,
+            lambda model, given: model.get_action_dist_params(given)[:2] if algorithm == "sac" else model(given),
+        )
     if algorithm == "ppo":
         return policy, sight, _both
     return policy, sight, lambda model, given: model.q_net(given)
@@ -181,7 +186,7 @@ _SPEECH: dict[str, Callable[[Any], tuple[nn.Module, Any]]] = {
     ),
     "torchaudio Wav2Letter": lambda m: (m.Wav2Letter(), torch.rand(1, 1, 4000)),
     "torchaudio wav2vec2": lambda m: (
-        m.wav2vec2_model("group_norm", None, False, 128, 0.0, 16, 4, 2, 4, 0.0, 0.0, 256, 0.0, False, 0.0, 29),
+        m.wav2vec2_model("group_norm", None, False, 128, 0.0, 16, 4, 2, 4, 0.0, 256, 0.0, 0.0, False, 0.0, 29),
         torch.rand(1, 8000),
     ),
     "torchaudio wavlm_base": lambda m: (m.wavlm_base(aux_num_out=29), torch.rand(1, 8000)),

@@ -14,6 +14,45 @@ def every_input(model: nn.Module) -> dict[str, Any]:
     return _inputs(model, needed_only=False)
 
 
+def placed_images(model: nn.Module) -> dict[str, Any]:
+    """Return tokens with places for an image, and the image, whole or in patches with their grid.
+
+    Raises:
+        LookupError: the model takes no image in its tokens.
+    """
+    config: Any = model.config
+    taken = inspect.signature(model.forward).parameters
+    vision = getattr(config, "vision_config", config)
+    grid = next((name for name in ("image_grid_thw", "grid_thw") if name in taken), None)
+    if grid is not None:
+        sides = (_find(vision, "temporal_patch_size") or 1, *2 * (_find(vision, "patch_size") or 14,))
+        merged = int(_find(vision, "spatial_merge_size", "merge_size") or 2)
+        patches = torch.rand(
+            4 * 4 * merged**2, int(_find(vision, "in_channels", "in_chans", "num_channels") or 3), *sides
+        )
+        found = {grid: torch.tensor([[1, 4 * merged, 4 * merged]])}
+        places = 16
+        found["pixel_values" if "pixel_values" in taken else next(iter(taken))] = patches.flatten(1)
+    elif "pixel_values" in taken and "input_ids" in taken:
+        side = _image_size(config)[0] // int(_find(vision, "patch_size") or 14)
+        places = (
+            _find(config, "image_seq_length", "mm_tokens_per_image", "image_seq_len", "num_image_tokens") or side**2
+        )
+        found = {"pixel_values": _pixels(model, config)[:1]}
+    else:
+        raise LookupError("takes no image in its tokens")
+    if "input_ids" in taken:
+        token = _find(config, "image_token_id", "image_token_index")
+        if token is None:
+            raise LookupError("has no token of images")
+        ids = torch.ones(1, LENGTH + int(places), dtype=torch.long)
+        ids[0, 4 : 4 + int(places)] = int(token)
+        found |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if "mm_token_type_ids" in taken:
+            found["mm_token_type_ids"] = (ids == int(token)).long()
+    return found
+
+
 def needed_inputs(model: nn.Module) -> dict[str, Any]:
     """Return what a model cannot do without, and its main input."""
     return _inputs(model, needed_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from benchmarks.roles.compare import Attempt
-from benchmarks.roles.transformers_inputs import every_input, needed_inputs
+from benchmarks.roles.transformers_inputs import every_input, needed_inputs, placed_images
 
 DIVISOR = 8
 NUM_LAYERS = 2
@@ -127,7 +127,7 @@ def attempts(name: str) -> list[Attempt]:
     return [
         Attempt(f"{what}, {inputs.__name__}", functools.partial(_build, kind, divisor, is_shallow), inputs, after=after)
         for what, divisor, is_shallow, after in sizes
-        for inputs in (every_input, needed_inputs)
+        for inputs in (placed_images, every_input, needed_inputs)
     ]
 
 
@@ -145,7 +145,11 @@ def _build(kind: Any, divisor: int, is_shallow: bool) -> nn.Module:
 
 def smaller(config_class: Any, divisor: int, *, is_shallow: bool = True) -> Any:
     """Return a configuration with fewer layers, a small vocabulary, and widths divided by a number."""
-    return config_class(**_changes(config_class(), divisor, is_shallow))
+    config = config_class(**_changes(config_class(), divisor, is_shallow))
+    text, vision = (getattr(config, name, None) for name in ("text_config", "vision_config"))
+    if text is not None and getattr(vision, "out_hidden_size", None) is not None:
+        vision.out_hidden_size = text.hidden_size  # the defaults of some do not fit each other
+    return config
 
 
 def _changes(config: Any, divisor: int, is_shallow: bool, given: dict[str, Any] | None = None) -> dict[str, Any]:
