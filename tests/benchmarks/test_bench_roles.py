@@ -112,7 +112,7 @@ def test_verdicts_tell_the_two_directions_apart(
 
 
 def test_the_judgments_can_be_read_and_say_something_known() -> None:
-    known = ("AdamW", "Matrix", "Split ", "Experts", "undecided")
+    known = ("AdamW", "Matrix", "Split ", "Experts", "Flatten", "undecided")
     for judgment in judgments.read():
         assert set(judgment.library.split()) <= {"transformers", "timm", "diffusers", "fla", "other"}
         assert judgment.right, judgment
