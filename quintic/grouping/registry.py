@@ -1,8 +1,8 @@
 """The registry: views of fused, transposed, interleaved and stacked matrices, which module types cannot tell.
 
 `nn.Linear(512, 1536)` may be one matrix, or a query, a key and a value; only the code that slices its output knows.
-`KNOWN_VIEWS` has this knowledge for the models of `transformers` (`known_transformers.py`), timm, torchtitan and
-diffusers (`known_libraries.py`), as frozen data: a class, one of its parameters, a view. Classes are recognised by name
+`KNOWN_VIEWS` has this knowledge for the models of `transformers` (`known/transformers.py`), timm, torchtitan and
+diffusers (`known/libraries.py`), as frozen data: a class, one of its parameters, a view. Classes are recognised by name
 and package, also through base classes, or by attributes. So no library is imported, and a subclass (also one made by
 FSDP2) is recognised like its base.
 
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from quintic.grouping.known_libraries import LIBRARIES
-from quintic.grouping.known_transformers import TRANSFORMERS
-from quintic.grouping.known_view import KnownView, UnknownLayoutError
+from quintic.grouping.known.libraries import LIBRARIES
+from quintic.grouping.known.transformers import TRANSFORMERS
+from quintic.grouping.known.view import KnownView, UnknownLayoutError
 from quintic.grouping.uses import first_names, stored
 from quintic.optim.layout.views import View
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from quintic.grouping.uses import attribute_of
 from quintic.integrations import muon_for
+from quintic.optim.groups.names import unwrap_module
 from quintic.optim.muon import Muon
 
 __all__ = ["MuonFactory"]
@@ -39,9 +41,16 @@ class MuonFactory:
     def __call__(self, model: nn.Module, **options: Any) -> Muon:
         """Return the optimizer of a model; options as for `muon_for`.
 
+        `example="dummy_inputs"` takes the input that transformers keeps for the model, in place of a batch.
+
         Raises:
+            ValueError: the model has no `dummy_inputs`.
             ValueError: a group has `step_every` above 1, whose gradients `Trainer` would reset between its steps.
         """
+        if isinstance(options.get("example"), str) and options["example"] == "dummy_inputs":
+            options["example"] = attribute_of(unwrap_module(model), "dummy_inputs")
+            if options["example"] is None:
+                raise ValueError(f"{type(model).__name__} has no dummy_inputs: give a batch as example")
         optimizer = muon_for(model, **options)
         for number, group in enumerate(optimizer.param_groups):
             if group["step_every"] > 1:

@@ -35,8 +35,9 @@ class Net(nn.Module):
 
 def test_warnings_are_those_of_the_page():
     fused = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"qkv_proj": nn.Linear(8, 24)})])})
+    scored = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "scores": nn.Linear(8, 5)})
     messages = []
-    for model in (fused, Net()):
+    for model in (fused, scored, Net()):
         with pytest.warns(UserWarning) as warned:  # noqa: PT030
             quintic.param_groups(model)
         messages += [str(warning.message) for warning in warned]

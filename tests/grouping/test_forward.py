@@ -311,3 +311,68 @@ def test_a_kernel_passes_on_what_it_reads(monkeypatch):
     found = rows(Fn(run, a=nn.Linear(32, 32), fc=nn.Linear(32, 7)))
     assert [row.algorithm for row in found.values() if len(row.shape) > 1] == ["muon", "adamw"]
     assert launched == []
+
+
+def test_rotary_positions_by_complex_numbers_make_no_pieces():
+    def run(m, x):
+        plain, rotary = m.a(x).view(2, 5, 4, 8).split([4, 4], -1)
+        angles = torch.polar(torch.ones(5, 2), torch.zeros(5, 2))[None, :, None]
+        turned = torch.view_as_real(torch.view_as_complex(rotary.reshape(2, 5, 4, 2, 2)) * angles).flatten(3)
+        return m.fc(m.b(torch.cat([plain, turned], -1).flatten(2)))
+
+    found = rows(Fn(run, a=nn.Linear(32, 32), b=nn.Linear(32, 32), fc=nn.Linear(32, 7)))
+    assert found["a.weight"].view == quintic.Matrix()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_learned_queries_are_no_matrices(fused):
+    def run(m, x):
+        keys = m.a(x)
+        if fused:
+            query = m.query.expand(2, 3, 32)
+            return m.fc(nn.functional.scaled_dot_product_attention(query, keys, keys))
+        weights = (m.query @ keys.transpose(-1, -2)).softmax(-1)
+        return m.fc(weights @ keys)
+
+    model = Fn(run, a=nn.Linear(32, 32), fc=nn.Linear(32, 7))
+    model.query = nn.Parameter(torch.zeros(3, 32))
+    found = rows(model)
+    assert [found[name].algorithm for name in ("query", "a.weight", "fc.weight")] == ["adamw", "muon", "adamw"]
+
+
+def test_a_number_for_all_features_scales_them():
+    def run(m, x):
+        one, two = (m.a(x) * m.size(x).square().mean(-1, keepdim=True)).chunk(2, -1)
+        return m.fc(m.b(one.sigmoid() * two))
+
+    layers = {"a": nn.Linear(32, 128), "size": nn.Linear(32, 16), "b": nn.Linear(64, 32), "fc": nn.Linear(32, 7)}
+    assert rows(Fn(run, **layers))["a.weight"].view == quintic.Split((64, 64))
+
+
+def test_scales_of_channels_are_no_gates():
+    """Adaptive norms of images multiply a factor for each channel onto all places."""
+
+    def run(m, x):
+        image = m.a(x).transpose(1, 2).reshape(2, 8, 1, 5).expand(2, 8, 4, 5)
+        image = image * m.scale(x.mean(1))[:, :, None, None]
+        return m.fc(m.b(image.flatten(2).transpose(1, 2)))
+
+    layers = {"a": nn.Linear(32, 8), "scale": nn.Linear(32, 8), "b": nn.Linear(8, 16), "fc": nn.Linear(16, 7)}
+    found = rows(Fn(run, **layers))
+    assert found["scale.weight"].algorithm == "muon"
+
+
+def test_masks_with_values_choose():
+    model = Fn(lambda m, ids: m.fc(m.a(m.table(ids))[ids == 3]), table=nn.Embedding(9, 32), a=nn.Linear(32, 32))
+    model.fc = nn.Linear(32, 7)
+    found = rows(model, torch.tensor([[1, 3, 3], [3, 0, 3]]))
+    assert [found[f"{name}.weight"].algorithm for name in ("table", "a", "fc")] == ["adamw", "muon", "adamw"]
+
+
+def test_coordinates_that_are_used_and_returned_stay_a_head():
+    def run(m, x):
+        places = m.head(m.a(x))
+        return places, m.fc(m.b(places))
+
+    layers = {"a": nn.Linear(32, 32), "head": nn.Linear(32, 2), "b": nn.Linear(2, 32), "fc": nn.Linear(32, 7)}
+    assert rows(Fn(run, **layers))["head.weight"].algorithm == "adamw"

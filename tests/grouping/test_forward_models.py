@@ -1,4 +1,4 @@
-"""Roles of models that are compiled, checkpointed, scripted, traced, wrapped or adapted are those of the plain model."""
+"""Roles of compiled, checkpointed, scripted, exported, wrapped and adapted models are those of the plain model."""
 
 import pytest
 import torch

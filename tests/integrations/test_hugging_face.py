@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
@@ -56,6 +57,30 @@ def test_groups_that_wait_are_refused():
     # Trainer calls model.zero_grad(), which takes what a waiting group has added up.
     with pytest.raises(ValueError, match="param group 1 has step_every=2: Trainer resets"):
         MuonFactory()(model(), adamw={"step_every": 2})
+
+
+class Classes(nn.Module):
+    """A model whose head has an unknown name, with the input that transformers keeps for its models."""
+
+    dummy_inputs: ClassVar = {"ids": torch.zeros(2, 5, dtype=torch.long)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.up, self.scores = nn.Embedding(9, 4), nn.Linear(4, 8), nn.Linear(8, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.scores(self.up(self.tokens(ids)).relu())
+
+
+@pytest.mark.parametrize("example", ["dummy_inputs", Classes.dummy_inputs, torch.zeros(3, 4, dtype=torch.long)])
+def test_an_example_reaches_the_groups(example):
+    made = MuonFactory()(Classes(), lr=0.01, example=example)
+    assert [group["param_names"] for group in made.param_groups if group["algorithm"] == "muon"] == [["up.weight"]]
+
+
+def test_a_model_without_dummy_inputs():
+    with pytest.raises(ValueError, match="ModuleDict has no dummy_inputs: give a batch"):
+        MuonFactory()(model(), example="dummy_inputs")
 
 
 @pytest.mark.slow

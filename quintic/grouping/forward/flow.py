@@ -36,8 +36,8 @@ _VIEWS = _names(
     "pixel_shuffle pixel_unshuffle unfold movedim swapaxes"
 )
 _SAME = _names(
-    "detach alias clone _to_copy contiguous lift_fresh lift_fresh_copy _softmax _log_softmax cumsum native_dropout "
-    "dropout masked_fill tril triu constant_pad_nd"
+    "detach alias clone _to_copy contiguous lift_fresh lift_fresh_copy _softmax _safe_softmax _log_softmax cumsum "
+    "native_dropout dropout masked_fill tril triu constant_pad_nd"
 )
 _NORMS = _names(
     "native_layer_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training rms_norm "
@@ -50,7 +50,8 @@ _POOLS = _names(
 )
 _LOOKUPS = _names("embedding _embedding_bag _embedding_bag_forward_only index index_select gather take")
 # The position of the dimension among the arguments of operations that choose.
-_CHOICES = {"topk": 2, "argmax": 1, "sort": 1, "argsort": 1, "max": 1, "kthvalue": 2, "_softmax": 1}
+_CHOICES = {"topk": 2, "argmax": 1, "sort": 1, "argsort": 1, "max": 1, "kthvalue": 2, "_softmax": 1, "_safe_softmax": 1}
+_SOFTMAX = _names("_softmax _safe_softmax")
 _ADDITIONS = _names("add sub rsub where lerp maximum minimum masked_fill copy")
 
 
@@ -139,6 +140,8 @@ class Flow(TorchDispatchMode):
             # Integers have values, which may be numbers of tokens or places of images. Numbers made of them have none.
             out = func(*args, **kwargs)
             return tree_map(lambda one: self.fake.from_tensor(one) if _has_no_values(one) else one, out)
+        if func is torch.ops.aten.index.Tensor:
+            args = args[0], _as_places(args[1])
         with self.fake:
             out = _grouped_product(*args) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
         if not given and isinstance(out, Tensor) and not _has_no_values(out) and out.numel() <= _LARGEST:
@@ -247,6 +250,8 @@ class Flow(TorchDispatchMode):
                 self._consume(trail, _INPUT)
         if "attention" in base:
             for trail in filter(None, map(self._trail, args[:2])):
+                if trail.coordinates is not None:
+                    self.usages[trail.coordinates[0]].kinds.add("table")
                 for number in trail.labels:
                     self.usages[number].compared = True
 
@@ -282,6 +287,8 @@ class Flow(TorchDispatchMode):
 
         made = [Trail({}, first.sources, is_fixed=first.is_fixed) for _ in outs]
         for number, labels in first.labels.items():
+            if base == "view_as_complex":  # two features become one number; rotary positions mix them anyway
+                labels = self._mask(number, labels)
             parts = [labels] * len(outs) if labels.dtype == torch.bool else moved(labels)
             if parts is None:
                 self._end(first, [number])
@@ -317,8 +324,12 @@ class Flow(TorchDispatchMode):
         for number in dict.fromkeys(number for trail in moving for number in trail.labels):
             own = [trail for trail in moving if number in trail.labels]
             others = [trail for trail in moving if number not in trail.labels]
-            # Inputs as they came are constants: positions, masks.
-            others = [trail for trail in others if not trail.sources <= {number, _INPUT}]
+            # Inputs as they came are constants: positions, masks. One number for all features scales them.
+            others = [
+                trail
+                for tensor, trail in pairs
+                if trail in others and not trail.sources <= {number, _INPUT} and not _is_scale(tensor, own, number, out)
+            ]
             is_new = all(
                 (trail.labels and len(trail.sources) <= 3) or trail.sources <= {_LOOKED_UP, _INPUT} for trail in others
             )
@@ -360,7 +371,8 @@ class Flow(TorchDispatchMode):
             varying = [axis + missing for axis in range(labels.ndim) if _varies(labels, axis)]
             shape = (1,) * missing + tuple(tensor.shape)
             last = varying[-1] if varying else -1
-            if any(shape[axis] == 1 < out.shape[axis] for axis in range(last + 1, out.ndim)):
+            # Over two dimensions, these are the places of an image, all of whose features are scaled.
+            if sum(shape[axis] == 1 < out.shape[axis] for axis in range(last + 1, out.ndim)) == 1:
                 usage.weighs = True
 
     def _choice(self, base: str, args: Any, kwargs: Any, trail: Trail | None) -> None:
@@ -369,10 +381,14 @@ class Flow(TorchDispatchMode):
         if trail is None or not isinstance(axis, int) or isinstance(axis, bool):
             return
         for number, labels in trail.labels.items():
-            if labels.dtype == torch.bool or not labels.ndim or not _varies(labels, axis):
-                continue
             usage = self.usages[number]
-            if base != "_softmax":
+            if labels.dtype == torch.bool or not labels.ndim:
+                continue
+            if not _varies(labels, axis):
+                # Weights that are compared with positions, of which they choose some, are learned queries.
+                if base in _SOFTMAX and not usage.is_layer:
+                    usage.kinds.add("table")
+            elif base not in _SOFTMAX:
                 usage.chooses = True
             elif usage.rows * 2 <= usage.columns:
                 usage.weighs = True
@@ -507,6 +523,15 @@ def _has_no_values(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
+def _as_places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the places that masks choose, whose number is known where the masks have values."""
+    places: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool and not is_fake(index)
+        places += index.nonzero(as_tuple=True) if index is not None and is_mask else [index]
+    return places
+
+
 def _grouped_product(left: Tensor, right: Tensor, ends: Tensor | None = None, *_: Any) -> Tensor:
     """Return the product of rows with the matrix of their expert, also in dtypes that the kernel does not take."""
     shape = [*left.shape[:-1], right.shape[-1]]
@@ -515,6 +540,17 @@ def _grouped_product(left: Tensor, right: Tensor, ends: Tensor | None = None, *_
     elif left.ndim == 3 and right.ndim == 2:
         shape = shape[1:]
     return left.new_empty(shape)
+
+
+def _is_scale(tensor: Tensor, trails: Sequence[Trail], number: int, out: Tensor) -> bool:
+    """Return whether a factor has one entry for all output features of a weight."""
+    for labels in (trail.labels[number] for trail in trails):
+        if labels.dtype == torch.bool or labels.ndim != out.ndim:
+            return False
+        axes = [axis - out.ndim for axis in range(out.ndim) if _varies(labels, axis)]
+        if any(tensor.ndim >= -axis and tensor.shape[axis] > 1 for axis in axes):
+            return False
+    return True
 
 
 def _varies(labels: Tensor, axis: int) -> bool:

@@ -24,6 +24,10 @@ KINDS = _ADAMW | {"matrix", "unknown"}
 _BY_NAME_OR_SIZE = ("output head", "gate or router (by its name)")
 
 
+# Outputs of a layer called a head that the pass takes for a hidden one, at least: coordinates are used and returned.
+_FEWEST_FEATURES = 8
+
+
 @dataclass(frozen=True)
 class Role:
     """What one weight is, and how the forward pass shows it."""
@@ -146,7 +150,9 @@ def decided(
     if is_muon and view is not None and _differs(found.view, role):
         return Assignment("muon", view, why, otherwise=before)
     # Tables, norms and routers by their type, and adapters, stay what they are.
-    is_layer = all(isinstance(use.module, nn.Linear) and use.attribute == "weight" for use in uses)
+    is_layer = shape[0] >= _FEWEST_FEATURES and all(
+        isinstance(use.module, nn.Linear) and use.attribute == "weight" for use in uses
+    )
     if not is_muon and view is not None and is_layer and found.why.startswith(_BY_NAME_OR_SIZE):
         return Assignment("muon", view, why, otherwise=before)
     return found._replace(doubt="")

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from quintic.grouping.forward.flow import Flow, Usage
 from quintic.grouping.forward.roles import Role, Roles
+from quintic.grouping.uses import attribute_of
 from quintic.optim.groups.names import model_parameters, unwrap_module
 
 __all__ = ["trace"]
@@ -199,11 +200,14 @@ def _copy_script(script: torch.jit.ScriptModule, memo: dict[int, Any], fake: Any
     """Add the copies of a module of TorchScript and of those below it; for the time being data are copied, too."""
     if id(script) in memo:
         return
-    for module, twin in zip(script.modules(), copy.deepcopy(script).modules(), strict=True):
+    twins: nn.Module = copy.deepcopy(script)
+    for module, twin in zip(nn.Module.modules(script), twins.modules(), strict=True):
         memo[id(module)] = twin
         for key, value in [*module._parameters.items(), *module._buffers.items()]:
             if value is not None:
-                twin._c.setattr(key, memo.setdefault(id(value), nn.Parameter(_fake(value, fake), requires_grad=False)))
+                attribute_of(twin, "_c").setattr(
+                    key, memo.setdefault(id(value), nn.Parameter(_fake(value, fake), requires_grad=False))
+                )
 
 
 def _copied(value: Any, memo: dict[int, Any], fake: Any) -> Any:

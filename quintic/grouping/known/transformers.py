@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from quintic.grouping.known_view import (
+from quintic.grouping.known.view import (
     KnownView,
     ViewOf,
     always,
