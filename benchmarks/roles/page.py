@@ -38,6 +38,8 @@ def summary(library: str, rows: Sequence[dict[str, Any]], judgments: Sequence[Ju
             verdicts = {side: verdict(line[side], line, found) for side in SIDES}
             for side in SIDES:
                 sides[side][verdicts[side]] += number
+            if line["role"] in UNSEEN and verdicts["example"] not in ("right", "not judged"):
+                sides["example"]["not seen"] += number
             if kind == "same" and set(verdicts.values()) == {"right"}:
                 continue
             key = (row["family"], line["weight"], line["names"].split(":")[0], line["example"].split(":")[0])
@@ -52,7 +54,7 @@ def summary(library: str, rows: Sequence[dict[str, Any]], judgments: Sequence[Ju
         "tried": len(rows),
         "ran": len(ran),
         **{name: counts[name] for name in ("weights", "same", "algorithm", "view", "undecided", "not seen")},
-        "verdicts": {side: {name: sides[side][name] for name in VERDICTS} for side in SIDES},
+        "verdicts": {side: {name: sides[side][name] for name in (*VERDICTS, "not seen")} for side in SIDES},
         "seconds": _spread(seconds),
         "lines": sorted(merged.values(), key=lambda one: -one["count"]),
     }
@@ -80,11 +82,11 @@ def page(result: dict[str, Any]) -> str:
     lines += table(heads, [_cells(library, part, one) for library, part, one in parts])
     lines += ["", "Weights by verdict; `to AdamW` and `to Muon` are wrong ones.", ""]
     rows = [
-        [library, part, side, *(f"{one['verdicts'][side][name]:,}" for name in VERDICTS)]
+        [library, part, side, *(f"{one['verdicts'][side][name]:,}" for name in (*VERDICTS, "not seen"))]
         for library, part, one in parts
         for side in SIDES
     ]
-    lines += table(["library", "part", "decided by", *VERDICTS], rows)
+    lines += table(["library", "part", "decided by", *VERDICTS, "wrong where not seen"], rows)
     for library, part, one in parts:
         if one["lines"]:
             lines += ["", f"## {library}, {part}", ""]
