@@ -23,7 +23,7 @@ __all__ = ["Option", "generated", "missing_names", "options"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
-WIDTH = 84
+WIDTH = 78
 """Columns of the help texts."""
 
 # What has to be made anew after an option of the optimizer has changed.

@@ -33,6 +33,9 @@ LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 # A fenced block; what looks like a link in it is none.
 FENCE = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 
+# Names in a line of text, not in a block.
+CODE = re.compile(r"(?<!<span></span>)<code>[^<]*--[a-z][^<]*</code>")
+
 # Pages of the repository that the site has under another name.
 ELSEWHERE = {"README.md": "docs/index.md", "examples": "docs/how-to/layouts/index.md", "docs": "docs/index.md"}
 
@@ -99,6 +102,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     text = "".join(LINK.sub(in_site, text) if is_prose else text for text, is_prose in parts)
     _PAGES[page.file.src_uri] = (page.title or page.file.src_uri, text)
     return text
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Mark the options of commands in lines of text, so that they are not broken after a hyphen."""
+    return CODE.sub(lambda code: re.sub(r"--[\w-]+", r'<span class="option">\g<0></span>', code[0]), html)
 
 
 def _sections(nav: list[Any]) -> Iterator[tuple[str, list[str]]]:

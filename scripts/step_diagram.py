@@ -4,12 +4,12 @@
 
 Steps two matrices on one process, then on two with FSDP2's placements and with sharded state, under PyTorch's profiler,
 and reads the named ranges of the first bucket of matrices from the profile. Writes docs/assets/step.svg. Phases that
-only start or await a message are drawn as arrows between ranks; the others are work on this rank.
+only start or await a message are drawn as arrows between ranks; the others are work on this rank. The drawing has dark
+colours where the page has.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 import tempfile
 from html import escape
@@ -23,16 +23,21 @@ from torch.multiprocessing.spawn import spawn
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs" / "assets" / "step.svg"
 
+# Layout -> (lines above its column, name, who holds what).
 LAYOUTS = {
-    "one": ("one device", "everything is here"),
-    "pieces": ("FSDP2, tensor parallelism, DDP", "ranks hold pieces, or copies, of the matrices"),
-    "sharded": ("sharded state", "ranks hold all weights, each its part of the state"),
+    "one": (("one", "device"), "One device", "everything is here"),
+    "pieces": (
+        ("FSDP2,", "TP, DDP"),
+        "FSDP2, tensor parallelism, DDP",
+        "ranks hold pieces, or copies, of the matrices",
+    ),
+    "sharded": (("sharded", "state"), "Sharded state", "ranks hold all weights, each its part of the state"),
 }
 
 # Phase -> (title, what happens), in the order of `BucketStep.run`.
 PHASES = {
     "send gradients": ("gradients to their owners", "who average them over the ranks"),
-    "momentum": ("momentum", "m += (1 - mu)(g - m), element by element"),
+    "momentum": ("momentum", "element-wise, m += (1 - mu)(g - m)"),
     "send directions": ("directions to their owners", "pieces become whole matrices"),
     "orthogonalize": ("orthogonalise", "whole matrices, on their owners"),
     "send updates": ("updates to who has the pieces", "matrices become pieces again"),
@@ -40,9 +45,18 @@ PHASES = {
     "send weights": ("weights to all ranks", "from the owners of the entries"),
 }
 
-# Colours that can be read on light and dark pages; the drawing has a light card below it.
-_CARD, _INK, _SOFT, _WORK, _MESSAGE = "#ffffff", "#1f2328", "#59636e", "#dbe9fb", "#fdeedd"
-_COLUMN, _ROW, _TOP, _GAP = 300, 62, 84, 24
+# Name of a class of the drawing -> its colour on a light and on a dark page.
+_COLORS = {
+    "card": ("#ffffff", "#1c2128"),
+    "ink": ("#1f2328", "#e6edf3"),
+    "soft": ("#59636e", "#9ea7b3"),
+    "work": ("#b6d4fb", "#1f4b82"),
+    "message": ("#fbd0a5", "#7a4510"),
+}
+
+# Narrow enough that its text can be read on a phone: names of phases on the left, a column of marks for each layout.
+_WIDTH, _LEFT, _FIRST, _COLUMN = 456, 16, 302, 59
+_TOP, _ROW, _MARK_WIDTH, _MARK_HEIGHT = 60, 48, 44, 32
 
 
 def phases_of(layout: str) -> list[str]:
@@ -94,41 +108,53 @@ def measured() -> dict[str, list[str]]:
 
 
 def draw(phases: dict[str, list[str]]) -> str:
-    """Return the drawing: a column for each layout, a row for each phase."""
+    """Return the drawing: a row for each phase, a column for each layout, and below them what they mean."""
     order = list(PHASES)
-    width, height = len(LAYOUTS) * _COLUMN + _GAP, _TOP + len(order) * _ROW + _GAP
-    parts: list[str] = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif">',
-        "<title>The phases of a step in three layouts</title>",
-        f'<rect width="{width}" height="{height}" rx="8" fill="{_CARD}"/>',
-    ]
-    for column, (layout, (title, note)) in enumerate(LAYOUTS.items()):
-        left = _GAP + column * _COLUMN
-        parts += [_text(left, 34, title, 15, _INK, bold=True), _text(left, 54, note, 10.5, _SOFT)]
-        for row, phase in enumerate(order):
-            if phase not in phases[layout]:
-                continue
-            top, box = _TOP + row * _ROW, _COLUMN - _GAP
-            is_message = phase.startswith("send")
-            fill = _MESSAGE if is_message else _WORK
-            parts.append(f'<rect x="{left}" y="{top}" width="{box}" height="{_ROW - 12}" rx="6" fill="{fill}"/>')
-            mark = "⇄ " if is_message else ""
-            head, line = PHASES[phase]
-            parts += [
-                _text(left + 12, top + 21, mark + head, 13, _INK, bold=True),
-                _text(left + 12, top + 39, line, 11, _SOFT),
-            ]
+    parts: list[str] = []
+    for row, phase in enumerate(order):
+        title, note = PHASES[phase]
+        top = _TOP + row * _ROW
+        parts += [_text(_LEFT, top + 20, title, 14, "ink", bold=True), _text(_LEFT, top + 37, note, 12.5, "soft")]
+    for column, (layout, (lines, _, _)) in enumerate(LAYOUTS.items()):
+        x = _FIRST + column * _COLUMN
+        parts += [_text(x, 26 + 16 * i, line, 12.5, "ink", centred=True) for i, line in enumerate(lines)]
         rows = [order.index(phase) for phase in order if phase in phases[layout]]
-        for above, below in itertools.pairwise(rows):
-            x = left + 20
-            y0, y1 = _TOP + above * _ROW + _ROW - 12, _TOP + below * _ROW
-            parts.append(f'<path d="M{x} {y0}V{y1}" stroke="{_SOFT}" stroke-width="1.5"/>')
-    return "\n".join([*parts, "</svg>", ""])
+        middle = _TOP + _ROW // 2
+        parts.append(f'<path d="M{x} {middle + rows[0] * _ROW}V{middle + rows[-1] * _ROW}" class="line"/>')
+        for row in rows:
+            parts += _mark(x, middle + row * _ROW, is_message=order[row].startswith("send"))
+    below = _TOP + len(order) * _ROW + 32
+    for x, is_message, meaning in ((38, False, "work on this rank"), (224, True, "a message between ranks")):
+        parts += [*_mark(x, below, is_message=is_message), _text(x + 32, below + 5, meaning, 12.5, "ink")]
+    for _, name, note in LAYOUTS.values():
+        below += 42
+        parts += [_text(_LEFT, below, name, 12.5, "ink", bold=True), _text(_LEFT, below + 17, note, 12.5, "soft")]
+    height = below + 34
+    light, dark = (
+        "".join(f".{name}{{fill:{both[theme]}}}" for name, both in _COLORS.items())
+        + f".line{{stroke:{_COLORS['soft'][theme]};stroke-width:1.5}}"
+        for theme in (0, 1)
+    )
+    size = f'width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}"'
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="system-ui, sans-serif">',
+        "<title>The phases of a step in three layouts</title>",
+        f"<style>{light}@media (prefers-color-scheme: dark){{{dark}}}</style>",
+        f'<rect width="{_WIDTH}" height="{height}" rx="8" class="card"/>',
+    ]
+    return "\n".join([*head, *parts, "</svg>", ""])
 
 
-def _text(x: float, y: float, text: str, size: float, color: str, *, bold: bool = False) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x}" y="{y}" font-size="{size}" fill="{color}"{weight}>{escape(text, quote=False)}</text>'
+def _mark(x: float, y: float, *, is_message: bool) -> list[str]:
+    """Return the mark of a phase around a point."""
+    place = f'x="{x - _MARK_WIDTH // 2}" y="{y - _MARK_HEIGHT // 2}" width="{_MARK_WIDTH}" height="{_MARK_HEIGHT}"'
+    box = f'<rect {place} rx="6" class="{"message" if is_message else "work"}"/>'
+    return [box, _text(x, y + 6, "⇄", 17, "ink", centred=True)] if is_message else [box]
+
+
+def _text(x: float, y: float, text: str, size: float, color: str, *, bold: bool = False, centred: bool = False) -> str:
+    style = (' font-weight="600"' if bold else "") + (' text-anchor="middle"' if centred else "")
+    return f'<text x="{x}" y="{y}" font-size="{size}" class="{color}"{style}>{escape(text, quote=False)}</text>'
 
 
 def main() -> int:

@@ -4,9 +4,10 @@
     python -m benchmarks.readme --out FOLDER --write
 
 The first command trains the harness' default model with AdamW and with Muon (`curves.py`), times `optimizer.step()` on
-one device and in several layouts beside other libraries (`benchmarks.optimizer_step`), and keeps all of it in
-FOLDER/NAME.json and FOLDER/NAME.md. What FOLDER has already is not measured again. `--write` measures nothing: it puts
-the chart into docs/assets, and the table into README.md and docs/index.md, from these files.
+one device and in several layouts beside other libraries (`benchmarks.optimizer_step`), and whole training steps beside
+AdamW's (`benchmarks.end_to_end`, which needs transformers). It keeps all of it in FOLDER/NAME.json and FOLDER/NAME.md;
+what FOLDER has already is not measured again. `--write` measures nothing: it puts the chart into docs/assets, and the
+table into README.md and docs/index.md, from these files.
 """
 
 import argparse
@@ -53,19 +54,19 @@ def measure(options: argparse.Namespace, kept: Path) -> dict[str, Any]:
         result["curves"] = curves.measure_curves(options.out, options.devices, options.seeds, changed)
         write_result(kept.with_suffix(""), result, page(result))
     shared = ["--peers", str(options.peers)] if options.peers else []
-    shared += ["--commit", result["commit"], "--time-limit", str(options.step_seconds)]
-    if not is_cuda:
-        shared += ["--device", "cpu"]
-    for name, words in figures.STEPS.items():
-        too_few = name == "layouts" and len(options.devices) < 2
+    shared += ["--commit", result["commit"]]
+    for name, (benchmark, *words) in figures.STEPS.items():
+        too_few = name in figures.ON_TWO and len(options.devices) < 2
         if name in result or name not in options.only or not is_cuda or too_few:
             continue
         folder = options.out / name
-        command = [sys.executable, "-m", "benchmarks.optimizer_step", "--out", str(folder), "--name", name, *words]
-        done = subprocess.run([*command, *shared], cwd=REPOSITORY, check=False)
+        command = [sys.executable, "-m", benchmark, "--out", str(folder), "--name", name, *words, *shared]
+        if benchmark == "benchmarks.optimizer_step":
+            command += ["--time-limit", str(options.step_seconds)]
+        done = subprocess.run(command, cwd=REPOSITORY, check=False)
         found = folder / f"{name}.json"
         if done.returncode and not found.exists():
-            raise SystemExit(f"{name}: benchmarks.optimizer_step ended with {done.returncode}")
+            raise SystemExit(f"{name}: {benchmark} ended with {done.returncode}")
         result[name] = json.loads(found.read_text("utf-8"))
         write_result(kept.with_suffix(""), result, page(result))
     return result
@@ -91,6 +92,7 @@ def write(result: dict[str, Any], path: Path) -> None:
     drawn = curves.curves_in(result["curves"])
     for theme in chart.THEMES:
         (ASSETS / f"{CHART}-{theme}.svg").write_text(chart.draw(drawn, theme), "utf-8")
+        (ASSETS / f"{CHART}-narrow-{theme}.svg").write_text(chart.draw(drawn, theme, is_narrow=True), "utf-8")
     for page in PAGES:
         link = os.path.relpath(path.with_suffix(".md").resolve(), page.parent)
         page.write_text(figures.in_page(page.read_text("utf-8"), result, link), "utf-8")

@@ -1,6 +1,7 @@
 """Draws curves of two optimizers with the spread of their seeds, as SVG files for light and for dark pages.
 
-Two panels: bits per byte against steps, and against seconds of training. A band reaches from the least to the most of
+Two panels: bits per byte against steps, and against seconds of training; beside each other for wide windows, and one
+below the other for phones. A band reaches from the least to the most of
 the seeds at each evaluation, the line is their median. A dashed line marks the level at which AdamW ends, and an arrow
 where Muon passes it.
 """
@@ -71,12 +72,13 @@ def shares(curves: Mapping[str, Curves], name: str) -> list[float]:
     return [one / getattr(curves["adamw"], name)[-1] for one in reached if one is not None]
 
 
-def draw(curves: Mapping[str, Curves], theme: str) -> str:
+def draw(curves: Mapping[str, Curves], theme: str, *, is_narrow: bool = False) -> str:
     """Return the chart as the text of an SVG file.
 
     Args:
         curves: of `"adamw"` and `"muon"`.
         theme: a name in `THEMES`.
+        is_narrow: one panel below the other, so that text can be read in a column of 360 pixels.
     """
     import matplotlib as mpl
 
@@ -103,12 +105,15 @@ def draw(curves: Mapping[str, Curves], theme: str) -> str:
     if all(one.seconds for one in curves.values()):
         axes_of["seconds"] = "seconds of training"
     with mpl.rc_context(settings):
+        rows, columns = (len(axes_of), 1) if is_narrow else (1, len(axes_of))
+        width, height = (4.1, 2.9) if is_narrow else (4.6, 3.3)  # inches, of a panel
         figure, panels = plt.subplots(
-            1, len(axes_of), figsize=(4.6 * len(axes_of), 3.3), sharey=True, squeeze=False, layout="constrained"
+            rows, columns, figsize=(width * columns, height * rows), sharey=True, squeeze=False, layout="constrained"
         )
-        for axes, (name, label) in zip(panels[0], axes_of.items(), strict=True):
+        for axes, (name, label) in zip(panels.flat, axes_of.items(), strict=True):
             _panel(axes, curves, name, label, colors)
-        panels[0][0].set_ylabel("validation bits per byte")
+        for axes in panels[:, 0]:
+            axes.set_ylabel("validation bits per byte")
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
         plt.close(figure)
@@ -150,7 +155,7 @@ def _panel(axes: Any, curves: Mapping[str, Curves], name: str, label: str, color
     medians = [value for one in curves.values() for value in one.medians]
     first = max(one.medians[int(_SHOWN_FROM * len(one.medians))] for one in curves.values())
     least = min(medians)
-    axes.set_ylim(least - 0.12 * (first - least), first)
+    axes.set_ylim(least - 0.18 * (first - least), first)
     axes.set_xlim(left=0)
     axes.set_xlabel(label)
     axes.grid(color=colors["grid"], linewidth=0.6)

@@ -8,23 +8,36 @@ from typing import Any
 from benchmarks.common.results import middle, table
 from benchmarks.readme import chart, curves
 
-__all__ = ["STEPS", "in_page", "rows", "table_of"]
+__all__ = ["ON_TWO", "STEPS", "in_page", "rows", "table_of"]
 
 STEPS: Mapping[str, Sequence[str]] = {
+    "training": [
+        *("benchmarks.end_to_end", "--ranks", "2", "--budget", "60"),
+        *("--only", "torch-adamw", "quintic"),
+    ],
     "one": [
-        *("--set", "gpt124m", "qwen1.7b", "--dtype", "bf16"),
-        *("--only", "quintic", "torch-muon", "nanochat", "dion-muon"),
+        *("benchmarks.optimizer_step", "--set", "gpt124m", "qwen1.7b", "--dtype", "bf16"),
+        *("--only", "quintic", "torch-adamw", "torch-muon", "nanochat", "dion-muon"),
     ],
     "layouts": [
+        *("benchmarks.optimizer_step",),
         *("--set", "gpt124m", "qwen1.7b", "--dtype", "bf16", "--layout", "ddp", "fsdp2", "sharded", "--ranks", "2"),
         *("--only", "quintic", "dion-muon", "nanochat"),
     ],
 }
-"""Arguments of `benchmarks.optimizer_step`, by the name of the result."""
+"""Benchmarks and their arguments, by the name of the result."""
+
+ON_TWO = ("training", "layouts")
+"""Results that need two GPUs."""
 
 SETS = {"gpt124m": "124M parameters", "qwen1.7b": "1.7B parameters"}
 LAYOUTS = {"ddp": "DDP", "fsdp2": "FSDP2", "sharded": "sharded state"}
-NAMES = {"torch-muon": "torch.optim.Muon", "dion-muon": "dion", "nanochat": "nanochat"}
+NAMES = {
+    "torch-adamw": "fused AdamW",
+    "torch-muon": "torch.optim.Muon",
+    "dion-muon": "dion",
+    "nanochat": "nanochat",
+}
 
 # The command writes what stands between these lines of a page.
 _BEGIN, _END = "<!-- figures: python -m benchmarks.readme -->", "<!-- end of figures -->"
@@ -56,12 +69,20 @@ def rows(result: Mapping[str, Any], link: str | None) -> list[tuple[str, str]]:
                     f"{name.capitalize()} until Muon reaches AdamW's final loss",
                     f"{middle_share:.0f} % ({least:.0f} to {most:.0f}, {len(found_shares)} seeds)",
                 )
+    steps = {row["contestant"]: row["step_ms"]["median"] for row in _measured(result.get("training"))}
+    if steps.keys() >= {"quintic", "torch-adamw"}:
+        ratio = steps["quintic"] / steps["torch-adamw"]
+        size = result["training"]["parameters"] / 1e6
+        add(
+            f"A whole training step, two GPUs, FSDP2, {size:.0f}M parameters",
+            f"{ratio:.2f} times that with fused AdamW",
+        )
     for name, text in SETS.items():
         one = _by_name(_measured(result.get("one")), name)
         if "quintic" in one:
             add(f"`optimizer.step()`, one GPU, {text}", _beside(one))
     for name, text in SETS.items():
-        for layout in ("fsdp2",):
+        for layout in ("fsdp2", "sharded"):
             one = _by_name([row for row in layouts if row["layout"] == layout], name)
             if "quintic" in one:
                 add(f"`optimizer.step()`, two GPUs, {LAYOUTS[layout]}, {text}", _beside(one))

@@ -2,7 +2,7 @@
 document.addEventListener("DOMContentLoaded", () => {
   const table = document.querySelector("article table");
   if (!table || !location.pathname.endsWith("reference/results.html")) return;
-  for (const row of table.tBodies[0].rows) row.cells[0].style.whiteSpace = "nowrap";
+  table.dataset.sortable = "";
   const body = table.tBodies[0];
   const field = document.createElement("input");
   field.type = "search";
@@ -21,6 +21,7 @@ document.addEventListener("DOMContentLoaded", () => {
     const button = document.createElement("button");
     button.textContent = head.textContent;
     head.replaceChildren(button);
+    if (column === 0) head.setAttribute("aria-sort", "descending");
     button.addEventListener("click", () => {
       const descending = head.getAttribute("aria-sort") === "ascending";
       for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");

@@ -50,10 +50,14 @@ def test_runs_with_other_evaluations_are_refused() -> None:
 
 
 @pytest.mark.parametrize("theme", chart.THEMES)
-def test_the_drawing_is_text_in_the_colours_of_its_theme(theme: str) -> None:
-    drawn = chart.draw(curves.curves_in({"runs": RUNS}), theme)
-    assert drawn == chart.draw(curves.curves_in({"runs": RUNS}), theme)
-    words = " ".join(ElementTree.fromstring(drawn).itertext())
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_the_drawing_is_text_in_the_colours_of_its_theme(theme: str, is_narrow: bool) -> None:
+    drawn = chart.draw(curves.curves_in({"runs": RUNS}), theme, is_narrow=is_narrow)
+    assert drawn == chart.draw(curves.curves_in({"runs": RUNS}), theme, is_narrow=is_narrow)
+    root = ElementTree.fromstring(drawn)
+    width, height = (float(root.attrib[side].removesuffix("pt")) for side in ("width", "height"))
+    assert (width < height) == is_narrow
+    words = " ".join(root.itertext())
     for word in ("AdamW 1.50", "Muon 1.20", "62 % of AdamW's steps", "78 % of AdamW's seconds", "bits per byte"):
         assert word in words
     assert chart.THEMES[theme]["muon"] in drawn

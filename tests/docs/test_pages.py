@@ -147,7 +147,8 @@ def test_the_docstring_of_the_package_runs():
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_to_files(page):
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text("utf-8")):
+    text = page.read_text("utf-8")
+    for target in re.findall(r"\]\(([^)#]+)", text) + re.findall(r" (?:src|srcset)=\"([^\"#]+)", text):
         if not target.startswith("https://"):
             assert (page.parent / target).exists(), f"{name(page)} links to {target}"
 

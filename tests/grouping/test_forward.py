@@ -376,3 +376,58 @@ def test_coordinates_that_are_used_and_returned_stay_a_head():
 
     layers = {"a": nn.Linear(32, 32), "head": nn.Linear(32, 2), "b": nn.Linear(2, 32), "fc": nn.Linear(32, 7)}
     assert rows(Fn(run, **layers))["head.weight"].algorithm == "adamw"
+
+
+def test_features_along_three_dimensions_are_no_stack():
+    """Attention with weights (width, heads, size), as in XLNet: no view describes them, and the user is asked."""
+
+    def run(m, x):
+        heads = torch.einsum("ibh,hnd->ibnd", x, m.up)
+        return m.fc(torch.einsum("ibnd,hnd->ibh", heads, m.down))
+
+    model = Fn(run, fc=nn.Linear(32, 7))
+    model.up, model.down = nn.Parameter(torch.zeros(32, 4, 8)), nn.Parameter(torch.zeros(32, 4, 8))
+    roles = quintic.trace(model, X)
+    assert [roles[name].kind for name in ("up", "down", "fc.weight")] == ["unknown", "unknown", "head"]
+    with pytest.raises(ValueError, match="no rule covers these 2 parameters: up"):
+        quintic.param_groups(model, roles=roles)
+
+
+def test_outputs_that_are_joined_and_compared_are_no_heads():
+    def run(m, x):
+        both = torch.stack([m.one(m.a(x)[:, 0]), m.two(m.a(x)[:, 1])], 1)
+        return both @ m.image(x).transpose(-1, -2)
+
+    sizes = {"a": 32, "one": 16, "two": 16, "image": 16}
+    found = rows(Fn(run, **{name: nn.Linear(32, size) for name, size in sizes.items()}))
+    assert {row.algorithm for name, row in found.items() if "weight" in name} == {"muon"}
+
+
+def test_pieces_that_come_back_together_are_one_matrix(monkeypatch):
+    class JITFunction:
+        def run(self, *args, **kwargs):
+            raise AssertionError
+
+    kernel = JITFunction()
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", types.SimpleNamespace(JITFunction=JITFunction))
+
+    def run(m, x):
+        plain, rotary = m.a(x).split([16, 16], -1)
+        out = torch.empty(2, 5, 16)
+        kernel.run(rotary, out)
+        return m.fc(m.b(torch.cat([plain, out], -1)))
+
+    found = rows(Fn(run, a=nn.Linear(32, 32), b=nn.Linear(32, 32), fc=nn.Linear(32, 7)))
+    assert found["a.weight"].view == quintic.Matrix()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_flexible_attention():
+    attention = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
+
+    def run(m, x):
+        q, k, v = (part.view(2, 5, 2, 16).transpose(1, 2) for part in m.a(x).split(32, -1))
+        return m.fc(m.b(attention(q, k, v).transpose(1, 2).flatten(2)))
+
+    found = rows(Fn(run, a=nn.Linear(32, 96), b=nn.Linear(32, 32), fc=nn.Linear(32, 7)))
+    assert found["a.weight"].view == quintic.Split((32, 32, 32))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -23,6 +24,10 @@ _INPUT, _LOOKED_UP = -1, -2
 
 _LARGEST = 1 << 24
 """Entries of a tensor of integers; features of larger tensors are not followed, their weights are one matrix."""
+
+
+_MOST_JOINED = 8
+"""Weights whose features are still followed where they are joined."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -68,6 +73,8 @@ class Usage:
     columns: int = 0
     kinds: set[str] = field(default_factory=set)
     """`product`, `convolution`, `depthwise`, `recurrent`, `table`, `added`, `factor`, `constants` or `other`."""
+    is_stacked: bool = True
+    """A weight of three dimensions is a stack of matrices along its first one."""
     transposed: set[bool] = field(default_factory=set)
     arrived: dict[bytes, Tensor] = field(default_factory=dict)
     """The sets of output features that ended together, as masks."""
@@ -132,6 +139,8 @@ class Flow(TorchDispatchMode):
                 if number >= 0:
                     self.usages[number].returned = True
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on fake tensors, and follow it."""
         kwargs = kwargs or {}
@@ -146,8 +155,19 @@ class Flow(TorchDispatchMode):
             out = _grouped_product(*args) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
         if not given and isinstance(out, Tensor) and not _has_no_values(out) and out.numel() <= _LARGEST:
             return func(*args, **kwargs)
-        self._follow(func, args, kwargs, out)
+        if isinstance(func, HigherOrderOperator):
+            self._higher_order(func.name(), args, given, tree_leaves(out))
+        else:
+            self._follow(func, args, kwargs, out)
         return out
+
+    def _higher_order(self, name: str, args: Any, given: Sequence[Tensor], outs: Sequence[Any]) -> None:
+        known = [trail for trail in map(self._trail, given) if trail is not None]
+        self._opaque(name, args, known)
+        sources = frozenset[int]().union(*(trail.sources for trail in known))
+        for value in outs:
+            if isinstance(value, Tensor):
+                self.put(value, Trail(sources=sources))
 
     def launched(self, tensors: Sequence[Tensor]) -> None:
         """Follow a kernel that reads some of these tensors and fills the others, which nothing has written yet."""
@@ -396,21 +416,27 @@ class Flow(TorchDispatchMode):
     def _cat(self, func: Any, args: Any, kwargs: Any, trails: Sequence[Trail | None]) -> dict[int, Tensor]:
         moving = [trail for trail in trails if trail is not None and trail.sources]
         numbers = dict.fromkeys(number for trail in moving for number in trail.labels)
-        if len(numbers) == 1:
-            (number,) = numbers
+        if len(numbers) > _MOST_JOINED:
+            for trail in moving:
+                self._end(trail)
+            return {}
+        kept: dict[int, Tensor] = {}
+        for number in numbers:
             every = [trail.labels.get(number) if trail is not None else None for trail in trails]
-            if all(trail.sources <= {number} or number in trail.labels for trail in moving):
-                if any(labels is not None and labels.dtype == torch.bool for labels in every):
-                    masks = [self._mask(number, labels) for labels in every if labels is not None]
-                    return {number: torch.stack(masks).any(0)}
-                filled = [
-                    torch.full(value.shape, -1, dtype=torch.int32) if labels is None else labels
-                    for labels, value in zip(every, args[0], strict=True)
-                ]
-                return {number: func(filled, *args[1:], **kwargs)}
-        for trail in moving:
-            self._end(trail)
-        return {}
+            if any(number in trail.sources and number not in trail.labels for trail in moving):
+                # Features that an unknown operation took come back to the others.
+                whole = torch.ones(self.usages[number].rows, dtype=torch.bool)
+                self.usages[number].arrived[whole.numpy().tobytes()] = whole
+            if any(labels is not None and labels.dtype == torch.bool for labels in every):
+                masks = [self._mask(number, labels) for labels in every if labels is not None]
+                kept[number] = torch.stack(masks).any(0)
+                continue
+            filled = [
+                torch.full(value.shape, -1, dtype=torch.int32) if labels is None else labels
+                for labels, value in zip(every, args[0], strict=True)
+            ]
+            kept[number] = func(filled, *args[1:], **kwargs)
+        return kept
 
     def _reduced(self, base: str, args: Any, kwargs: Any, trail: Trail | None, out: Tensor) -> dict[int, Tensor]:
         """Return the features of a mean over positions; those over which it is taken end."""
@@ -467,6 +493,7 @@ class Flow(TorchDispatchMode):
         usage.kinds.add("product")
         ndim = axes[0].ndim
         made, summed = (ndim - 1, max(ndim - 2, 0)) if is_right else (max(ndim - 2, 0), ndim - 1)
+        usage.is_stacked &= not (len(axes) == 3 and (_varies(axes[0], made) or _varies(axes[0], summed)))
         outputs = [axis for axis, index in enumerate(axes) if _varies(index, made)]
         inputs = [axis for axis, index in enumerate(axes) if _varies(index, summed)]
         if outputs and inputs:

@@ -276,6 +276,8 @@ def _kind(usage: Usage, is_hidden: bool) -> tuple[str, str]:
         return "unknown", "multiplied with constants only" if "constants" in kinds else "used in an unknown operation"
     if 1 in (usage.rows, usage.columns):
         return "thin", "one output or one input"
+    if len(usage.shape) == 3 and not usage.is_stacked:
+        return "unknown", "features lie along its first dimension"
     if usage.compared:
         return "matrix", "activations are compared along its outputs"
     if usage.chooses:

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from quintic.grouping.known.view import (
     KnownView,
+    UnknownLayoutError,
     ViewOf,
     always,
     equal_parts,
@@ -121,6 +122,17 @@ def _expert(owner: nn.Module, _param: Tensor) -> View:
     return Experts(_stored_in_by_out(owner))
 
 
+def _gate_per_head(owner: nn.Module, param: Tensor) -> View | None:
+    if param.shape[0] != num_heads_of(owner):
+        raise UnknownLayoutError  # as wide as the values, and a matrix
+    return None
+
+
+def _focal(owner: nn.Module, param: Tensor) -> View:
+    width = param.shape[1]
+    return Split((width, width, size_of(owner, "focal_level") + 1))
+
+
 def _bank_of_experts(transposed: bool = False) -> ViewOf:
     return lambda owner, _param: Rows(size_of(owner, "ffn_hidden_size"), transposed)
 
@@ -149,6 +161,7 @@ _UNMARKED = ("Llama4TextExperts", "LongcatFlashExperts", "Step3p7Experts")
 _GPT2 = ("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention")
 _GATED_ATTENTION = ("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention")
 _DELTA_NET = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+_MAMBA = ("time_step_rank", "ssm_state_size", "x_proj", "dt_proj")
 _DBRX = ("DbrxExpertGLU",)
 _GEMMA = ("Gemma3MultiModalProjector", "T5Gemma2MultiModalProjector")
 
@@ -161,6 +174,15 @@ TRANSFORMERS: tuple[KnownView, ...] = (
         _conv1d_attention,
         "GPT-2: fused query, key, value; Conv1D stores (in, out)",
         _GPT2,
+        holds=_QKV,
+    ),
+    KnownView(
+        "c_attn.weight",
+        _conv1d_attention,
+        "GPT: fused query, key, value; Conv1D stores (in, out)",
+        ("Attention",),
+        attributes=("split_size", "n_head"),
+        libraries=("transformers",),
         holds=_QKV,
     ),
     KnownView("query_key_value.weight", _query_key_value_per_head, _FUSED_PER_HEAD, _PER_HEAD, holds=_QKV),
@@ -209,6 +231,15 @@ TRANSFORMERS: tuple[KnownView, ...] = (
         "in_proj_qkv.weight", parts("key_dim", "key_dim", "value_dim"), "linear attention: " + _FUSED, _DELTA_NET
     ),
     *same_view_for("in_proj_a.weight in_proj_b.weight", always(None), "gate: one number per head", classes=_DELTA_NET),
+    KnownView("in_proj.weight", equal_parts(2), "Mamba: input, output gate", attributes=_MAMBA),
+    KnownView(
+        "x_proj.weight",
+        parts("time_step_rank", "ssm_state_size", "ssm_state_size"),
+        "Mamba: time step, B, C",
+        attributes=_MAMBA,
+    ),
+    KnownView("projection_in.weight", _focal, "queries, context, gates", attributes=("focal_level",)),
+    KnownView("g_proj.weight", _gate_per_head, "gate: one number per head", libraries=("transformers",)),
     # Multi-head latent attention. Rows that go different ways are different matrices: the compressed rows are normed
     # and expanded, the rotary key is used as it is; expanded keys meet queries, expanded values do not.
     # Each parameter has two names: transformers' name, and the name in DeepSeek's own code and torchtitan.
