@@ -1,4 +1,4 @@
-"""Finds weights whose treatment is a guess as long as no forward pass shows what becomes of their outputs.
+"""Finds weights whose treatment is a guess as long as no forward pass has followed their outputs.
 
 The features that a hidden layer makes are features that another layer takes. A layer that none takes is an output head,
 a router, a gate, or several matrices in one weight, or its outputs are reshaped on their way.
@@ -14,13 +14,13 @@ from quintic.grouping.uses import ParameterUse, is_tuner
 __all__ = ["EXCHANGED", "PERHAPS_FUSED", "UNTAKEN", "are_exchanged", "is_untaken", "taken_features"]
 
 PERHAPS_FUSED = "perhaps several matrices, taken as one"
-"""Of a parameter like `qkv_proj.weight` whose owner is not in the registry."""
+"""The doubt about a parameter like `qkv_proj.weight` whose owner is not in the registry."""
 
 UNTAKEN = "no layer takes as many features as it gives"
-"""Of the weight of a linear layer."""
+"""The doubt about a linear layer that is perhaps a head, a router, or several matrices."""
 
 EXCHANGED = "perhaps stored as (experts, in, out)"
-"""Of stacked experts beside a router."""
+"""The doubt about stacked experts beside a router."""
 
 _LAST_OF_EXPERT = re.compile(r"down|out|w2|fc2|proj$", re.IGNORECASE)
 
@@ -28,7 +28,7 @@ _LAST_OF_EXPERT = re.compile(r"down|out|w2|fc2|proj$", re.IGNORECASE)
 def taken_features(uses: Mapping[Tensor, Sequence[ParameterUse]]) -> set[int] | None:
     """Return the numbers of input features of a model's layers, and of features that are normalised or scaled.
 
-    None if no linear layer takes what another one gives: then a number of features says nothing.
+    None if no linear layer takes the outputs of another one: then numbers of features prove nothing.
     """
     taken: set[int] = set()
     linears: set[tuple[int, int]] = set()

@@ -60,7 +60,7 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """Return the reason, and what was decided against."""
+        """Return the reason, and the decision that it overrules."""
         return f"{self.why}; types and names: {self.otherwise}" if self.otherwise else self.why
 
     @property

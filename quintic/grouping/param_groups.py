@@ -91,7 +91,7 @@ def param_groups(
 def roles_of(
     model: nn.Module, example: Any, call: Callable[[nn.Module, Any], Any] | None, roles: Roles | None
 ) -> Roles | None:
-    """Return the roles that were given, or those that the forward pass of an example shows; None without either."""
+    """Return the given roles, or the roles that the forward pass of an example shows; None without either."""
     if example is None and call is None:
         return roles
     if roles is not None:

@@ -1,1 +1,1 @@
-"""Reads what the weights of a model are from one forward pass on tensors without data."""
+"""Finds the role of each weight of a model by one forward pass on tensors without data."""

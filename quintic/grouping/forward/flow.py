@@ -1,8 +1,8 @@
-"""Follows the weights of a model through one forward pass: which output feature is where, and what becomes of it.
+"""Follows the output features of a model's weights through one forward pass.
 
 Every tensor that a weight has made carries a tensor of integers of its own shape: the output feature of the weight that
 each entry is. A reshape, a slice or a permutation of the tensor is done to the integers too, so that any
-interleaving of queries and keys comes out as what it is. Where features end, in a product with a weight or in an
+interleaving of queries and keys is recognised. Where features end, in a product with a weight or in an
 operation that mixes them, the set of features that arrived there together is noted: the sets of a fused weight are
 disjoint.
 """
@@ -62,7 +62,7 @@ _ADDITIONS = _names("add sub rsub where lerp maximum minimum masked_fill copy")
 
 @dataclass(slots=True, eq=False)
 class Usage:
-    """What the pass did with one weight."""
+    """The uses of one weight in the pass."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ class Usage:
     arrived: dict[bytes, Tensor] = field(default_factory=dict)
     """The sets of output features that ended together, as masks."""
     consumed: bool = False
-    """A weight was multiplied with what comes from this one."""
+    """A weight was multiplied with features of this one."""
     compared: bool = False
     """Activations were multiplied with each other along its output features, as queries with keys."""
     returned: bool = False
@@ -87,7 +87,7 @@ class Usage:
     weighs: bool = False
     """A softmax runs over the output features, or one output feature is multiplied onto several others."""
     space: set[int] = field(default_factory=set)
-    """The weights whose outputs are added to, or multiplied with, those of this one."""
+    """The weights whose outputs are added to, or multiplied with, this one's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,11 +95,11 @@ class Trail:
     """Where a tensor comes from."""
 
     labels: dict[int, Tensor] = field(default_factory=dict)
-    """For each weight whose features can be told apart: the feature of each entry, -1 for none. A mask of features,
+    """For each weight whose features are known: the feature of each entry, -1 for none. A mask of features,
     of one dimension and boolean, where they were added to each other."""
     sources: frozenset[int] = frozenset()
     coordinates: tuple[int, list[Tensor]] | None = None
-    """Of a tensor that is a weight, or a view of it: for each dimension of the weight, the index of each entry."""
+    """If the tensor is a weight or a view of it: for each dimension of the weight, the index of each entry."""
     is_fixed: bool = False
     """It depends on weights and constants only."""
 
@@ -112,7 +112,7 @@ class Flow(TorchDispatchMode):
         self.fake = fake
         self.usages: list[Usage] = []
         self._trails: dict[int, tuple[Tensor, Trail]] = {}
-        self._written: dict[int, frozenset[int]] = {}
+        self._written: dict[int, tuple[Tensor, frozenset[int]]] = {}
         for number, (usage, weight) in enumerate(weights):
             self.usages.append(usage)
             shape = usage.shape
@@ -178,7 +178,13 @@ class Flow(TorchDispatchMode):
             if trail.coordinates is not None:
                 self.usages[trail.coordinates[0]].kinds.add("other")
         for tensor in [tensor for tensor in tensors if self._trail(tensor) is None] or tensors:
-            self._written[_storage(tensor)] = self._written.get(_storage(tensor), frozenset()) | sources
+            self._write(tensor, sources)
+
+    def _write(self, tensor: Tensor, sources: frozenset[int]) -> None:
+        """Note weights whose features were written into a tensor's memory, also for other views of it."""
+        key = _storage(tensor)
+        # Kept, so that no other tensor gets the address.
+        self._written[key] = tensor, self._written.get(key, (tensor, frozenset()))[1] | sources
 
     def _trail(self, tensor: Any) -> Trail | None:
         if not isinstance(tensor, Tensor):
@@ -187,7 +193,7 @@ class Flow(TorchDispatchMode):
         written = self._written.get(_storage(tensor)) if self._written else None
         if written is None:
             return trail
-        return Trail(trail.labels if trail else {}, written | (trail.sources if trail else frozenset()))
+        return Trail(trail.labels if trail else {}, written[1] | (trail.sources if trail else frozenset()))
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name.partition("::")[2]
@@ -236,8 +242,7 @@ class Flow(TorchDispatchMode):
             elif value.is_floating_point() or value.is_complex():
                 self.put(value, Trail(labels if value is outs[0] else {}, sources, is_fixed=is_fixed))
         if func._schema.is_mutable and sources:
-            key = _storage(given[0])
-            self._written[key] = self._written.get(key, frozenset()) | sources
+            self._write(given[0], sources)
 
     def _end(self, trail: Trail, only: Iterable[int] | None = None) -> None:
         """Note the features of a tensor as a set that goes one way."""
@@ -289,7 +294,7 @@ class Flow(TorchDispatchMode):
     # ---------- features
 
     def _view(self, base: str, func: Any, args: Any, kwargs: Any, first: Trail, outs: Sequence[Tensor]) -> None:
-        """Do to the integers what is done to the tensor."""
+        """Do the operation on the integers, too."""
 
         def moved(labels: Tensor) -> list[Tensor] | None:
             if base in _SAME:
@@ -334,7 +339,7 @@ class Flow(TorchDispatchMode):
         if base == "mul" and len(given) > 1:
             for tensor, trail in pairs:
                 self._weighing(tensor, trail, out)
-        # What is added to features, or multiplied with them, lies in the same space.
+        # Tensors that are added to each other, or multiplied, lie in the same space.
         if len(moving) > 1 and (is_sum or base in ("mul", "div")):
             for trail in moving:
                 for number in trail.labels or (trail.sources if len(trail.sources) <= 4 else ()):
@@ -391,7 +396,7 @@ class Flow(TorchDispatchMode):
             varying = [axis + missing for axis in range(labels.ndim) if _varies(labels, axis)]
             shape = (1,) * missing + tuple(tensor.shape)
             last = varying[-1] if varying else -1
-            # Over two dimensions, these are the places of an image, all of whose features are scaled.
+            # Over two dimensions, these are the places of an image, where each channel is scaled.
             if sum(shape[axis] == 1 < out.shape[axis] for axis in range(last + 1, out.ndim)) == 1:
                 usage.weighs = True
 
@@ -405,7 +410,7 @@ class Flow(TorchDispatchMode):
             if labels.dtype == torch.bool or not labels.ndim:
                 continue
             if not _varies(labels, axis):
-                # Weights that are compared with positions, of which they choose some, are learned queries.
+                # Weights that are compared with positions, to choose some of them, are learned queries.
                 if base in _SOFTMAX and not usage.is_layer:
                     usage.kinds.add("table")
             elif base not in _SOFTMAX:
@@ -526,7 +531,7 @@ class Flow(TorchDispatchMode):
         number = weight.coordinates[0]
         usage, channels, groups = self.usages[number], out.shape[1], args[8]
         if groups > 1 and groups == args[0].shape[1]:
-            # Each channel by itself: features stay what they are.
+            # Each channel by itself: features stay the same.
             usage.kinds.add("depthwise")
             labels = {}
             if images is not None and channels == groups:
@@ -605,7 +610,7 @@ def _without_repeats(labels: Tensor) -> Tensor:
 
 
 def _first_place(labels: Tensor, ndim: int) -> Tensor:
-    """Return the features at the first place of an image, of which the last `ndim` dimensions are places."""
+    """Return the features at the first place of an image, whose last `ndim` dimensions are places."""
     for axis in range(labels.ndim - ndim, labels.ndim):
         labels = labels.narrow(axis, 0, 1)
     return labels

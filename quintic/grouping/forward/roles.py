@@ -1,4 +1,4 @@
-"""`Roles`: what a forward pass said of each weight, as data, and how it weighs against names and types."""
+"""`Roles`: the findings of a forward pass as data, and their weight against names and types."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -117,7 +117,7 @@ def _from_entry(entry: dict[str, Any]) -> Role:
 def decided(
     found: Assignment | str, names: Sequence[str], uses: Sequence[ParameterUse], shape: tuple[int, ...], roles: Roles
 ) -> Assignment | str:
-    """Return the assignment of a parameter from what types and names say and what the forward pass says.
+    """Return the assignment of a parameter from types, names and the forward pass.
 
     Args:
         found: by types and names; a remark if they do not decide.
@@ -127,7 +127,7 @@ def decided(
         roles: of the model, or of the model before it was wrapped, sharded or cut.
 
     Raises:
-        ValueError: the roles are those of a parameter of another shape.
+        ValueError: the role is that of a parameter of another shape.
     """
     if len(shape) < 2:
         return found
@@ -149,7 +149,7 @@ def decided(
         return Assignment("adamw", Matrix(), why, otherwise=before)
     if is_muon and view is not None and _differs(found.view, role):
         return Assignment("muon", view, why, otherwise=before)
-    # Tables, norms and routers by their type, and adapters, stay what they are.
+    # Tables, norms and routers by their type, and adapters, stay with AdamW.
     is_layer = shape[0] >= _FEWEST_FEATURES and all(
         isinstance(use.module, nn.Linear) and use.attribute == "weight" for use in uses
     )

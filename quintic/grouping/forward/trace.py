@@ -1,4 +1,4 @@
-"""`trace`: one forward pass of a copy of the model on fake tensors, and what it says of each weight.
+"""`trace`: one forward pass of a copy of the model on fake tensors, which gives each weight a role.
 
 The copy has the model's modules and attributes, but fake parameters and buffers, so that neither memory nor data is
 needed, and nothing that the pass does is left in the model.
@@ -41,7 +41,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def trace(model: nn.Module, example: Any, *, call: Call | None = None) -> Roles:
-    """Return what the weights of `model` are, read from one forward pass on tensors without data.
+    """Return the role of each weight of `model`, read from one forward pass on tensors without data.
 
     The pass runs a copy of the model in evaluation mode; no parameter, gradient, buffer, attribute or random state of
     yours changes, and your hooks do not run. It takes about a tenth of a second, also for a model on the meta device.
@@ -151,7 +151,7 @@ def _fake(tensor: Tensor, fake: Any) -> Tensor:
     """Return a tensor without data, of the whole shape of a sharded one; a meta tensor becomes one of the CPU."""
     device = "cpu" if tensor.is_meta else tensor.device
     with fake:
-        # Of a view that repeats entries, strides say nothing that matters here.
+        # Strides do not matter here.
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device)
 
 
@@ -226,7 +226,7 @@ def _class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Yield the tensors in what a model takes or returns, also those in objects."""
+    """Yield the tensors in arguments or results of a model, also in objects."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

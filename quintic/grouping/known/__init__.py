@@ -1,1 +1,1 @@
-"""What is known of the layers of libraries: views of weights that hold several matrices, as data."""
+"""Knowledge of the layers of libraries: views of weights that hold several matrices, as data."""
