@@ -9,6 +9,7 @@ tried again; the tables and what differs are in FOLDER/NAME.json and FOLDER/NAME
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 import time
@@ -21,13 +22,13 @@ from benchmarks.roles.compare import is_held_out
 from benchmarks.roles.pool import Worker, sweep
 
 LIBRARIES = {
-    "transformers": "transformers",
-    "timm": "timm",
-    "diffusers": "diffusers",
-    "fla": "flash-linear-attention",
-    "other": "torchvision",
+    "transformers": ("transformers",),
+    "timm": ("timm",),
+    "diffusers": ("diffusers",),
+    "fla": ("flash-linear-attention", "fla-core"),
+    "other": ("torch-geometric", "torchvision", "stable-baselines3", "torchaudio", "speechbrain"),
 }
-"""The distribution of each library, whose version is told."""
+"""The distributions of each part, whose versions are told."""
 
 PARTS = ("built", "held-out")
 
@@ -93,7 +94,7 @@ def result_of(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[s
     return {
         "command": recorded_command("benchmarks.roles", sys.argv[1:], {str(options.out): "FOLDER"}),
         "commit": options.commit or git_commit(),
-        "versions": versions(*LIBRARIES.values()),
+        "versions": versions(*itertools.chain(*LIBRARIES.values())),
         "held_out": held_out,
         "libraries": libraries,
         "failures": failed,
