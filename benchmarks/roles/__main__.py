@@ -95,6 +95,7 @@ def result_of(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[s
         "command": recorded_command("benchmarks.roles", sys.argv[1:], {str(options.out): "FOLDER"}),
         "commit": options.commit or git_commit(),
         "versions": versions(*itertools.chain(*LIBRARIES.values())),
+        "note": options.note,
         "held_out": held_out,
         "libraries": libraries,
         "failures": failed,
@@ -110,6 +111,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="*", default=[], metavar="WORD", help="classes with one of these in their names"
     )
+    parser.add_argument("--note", default="", help="a line of the page, for what is special about this run")
     parser.add_argument("--again", action="store_true", help="try classes again that did not run")
     parser.add_argument("--limit", type=float, default=20, help="seconds for one class")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""Judgments: what weights are, by people who read the source, for weights on which names and forward pass differ.
+"""Judgments: what weights are, by the sources of their models, where names and forward pass differ.
 
 `judgments.tsv` has a line for each: libraries; classes, with commas between them, and weights, both as patterns of
 fnmatch (`fc.weight@7x*` is about a shape); what is right, the start of `AdamW`, `Matrix`, `Split 3`, `Experts` or

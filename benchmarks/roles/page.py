@@ -8,6 +8,19 @@ from typing import Any
 from benchmarks.common.results import made_by, table
 from benchmarks.roles.judgments import VERDICTS, Judgment, judged, verdict
 
+NOTES = """\
+Weights of at least two dimensions, without an example (decided by *names*, types and sizes) and with one. Models are
+made from default configurations, narrower and with fewer layers, in evaluation mode and without data.
+
+- **held-out**: families that were looked at only after the forward pass was final; the JSON file names their classes.
+- **algorithm, view, undecided**: in what the two differ. Each such weight was judged, by the model's source where its
+  purpose was in doubt (`benchmarks/roles/judgments.tsv`); where two answers are defensible, both count as right. A weight
+  on which both agree counts as right unless it was judged wrong.
+- **not seen**: the pass did not use the weight, as a vision tower without images, or its use says nothing.
+- **to AdamW, to Muon**: wrong ones, by what they get. **view**: Muon, but with other matrices than it should be.
+- **seconds**: for one call of `quintic.trace`, on a machine with other work.
+"""
+
 SIDES = ("names", "example")
 UNSEEN = ("", "unknown")
 
@@ -75,12 +88,12 @@ def page(result: dict[str, Any]) -> str:
     """Return the page of a result."""
     lines = ["# What the forward pass says of weights", ""]
     lines += [made_by(result["command"], result["commit"], result["versions"]), ""]
-    lines += ["Weights of at least two dimensions; decided by names, types and sizes, and with an example.", ""]
+    lines += [*NOTES.splitlines(), *filter(None, [result.get("note")]), ""]
     heads = ["library", "part", "classes", "ran", "weights", "same", "algorithm", "view", "undecided", "not seen"]
     heads += ["seconds: median, 90 %, most"]
     parts = [(library, part, one) for library, found in result["libraries"].items() for part, one in found.items()]
     lines += table(heads, [_cells(library, part, one) for library, part, one in parts])
-    lines += ["", "Weights by verdict; `to AdamW` and `to Muon` are wrong ones.", ""]
+    lines += [""]
     rows = [
         [library, part, side, *(f"{one['verdicts'][side][name]:,}" for name in (*VERDICTS, "not seen"))]
         for library, part, one in parts
