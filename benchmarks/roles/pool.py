@@ -29,6 +29,7 @@ class Worker:
     def __init__(self, library: str, log: Path, limit: float) -> None:
         self.library, self.log, self.limit = library, log, limit
         self.process: subprocess.Popen[str] | None = None
+        self.has_ended = False
 
     def families(self) -> dict[str, str]:
         """Return {class: family} of the library."""
@@ -45,9 +46,13 @@ class Worker:
             self.process.stdin.flush()
         answer = self._answer(self.limit)
         if answer is None:
-            code = self.process.poll()
+            # The end of its output comes a moment before its own.
+            why = (
+                f"the process ended with {self.process.wait()}"
+                if self.has_ended
+                else f"no answer within {self.limit:g} s"
+            )
             self.close()
-            why = f"no answer within {self.limit:g} s" if code is None else f"the process ended with {code}"
             return {"class": name, "errors": [{"attempt": "", "stage": "worker", "error": why}]}
         return answer
 
@@ -91,10 +96,12 @@ class Worker:
         lines.put("")
 
     def _answer(self, limit: float) -> dict[str, Any] | None:
+        self.has_ended = False
         try:
             line = self.lines.get(timeout=limit)
         except queue.Empty:
             return None
+        self.has_ended = not line
         return json.loads(line) if line else None
 
 
