@@ -20,6 +20,7 @@ from typing import Any, get_args
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from quintic.grouping.classify import Convolutions, classify
 from quintic.grouping.doubts import taken_features
@@ -85,11 +86,7 @@ def assign(
 
     With `wanted`, only these parameters are assigned, frozen or not, and parameters that no rule covers are left out.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model is a {type(model).__name__}: give the model itself, a torch.nn.Module, or several of them in a "
-            f"torch.nn.ModuleList; quintic.Muon(parameters) takes all parameters for matrices"
-        )
+    _check_is_module(model)
     if roles is not None and not isinstance(roles, Roles):
         raise TypeError(f"roles={roles!r} must be the result of quintic.trace, or of quintic.Roles.load")
     rules = check_rules(rules)
@@ -120,6 +117,7 @@ def assign(
         if number is not None:
             used_rules.add(number)
             found = _by_rule(rules[number], found)
+            _check_view_fits(name, param, found)
         if not isinstance(found, Assignment):
             uncovered.append(f"{name} of shape {tuple(param.shape)}{found}")
             continue
@@ -153,6 +151,20 @@ def list_some(entries: Sequence[str]) -> str:
     return ", ".join(entries[:_NUM_LISTED]) + more
 
 
+def _check_is_module(model: object) -> None:
+    """Reject anything but a module; the TypeError says what to give."""
+    if isinstance(model, nn.Module):
+        return
+    hint = "quintic.Muon(parameters) takes all parameters for matrices"
+    if isinstance(model, Optimizer):
+        algorithms = "{name: group['algorithm'] for group in optimizer.param_groups for name in group['param_names']}"
+        hint = f"an optimizer's own groups say what it has: {algorithms}"
+    raise TypeError(
+        f"model is a {type(model).__name__}: give the model itself, a torch.nn.Module, or several of them in a "
+        f"torch.nn.ModuleList; {hint}"
+    )
+
+
 def _check_is_whole(model: nn.Module) -> None:
     """Reject a model that FSDP1 or DeepSpeed has flattened; the ValueError names the library and the remedy."""
     for name, module in model.named_modules():
@@ -183,6 +195,15 @@ def _by_rule(rule: Rule, found: Assignment | str) -> Assignment:
     inherited = found.view if isinstance(found, Assignment) and orthogonalizes(rule.algorithm) else Matrix()
     view = _with_matrix_names(rule.view, inherited)
     return Assignment(rule.algorithm, view, f"rule {rule.pattern!r}", options=rule.options, by_rule=True)
+
+
+def _check_view_fits(name: str, param: Tensor, by_rule: Assignment) -> None:
+    """Raise the ValueError of `quintic.Muon` where a rule's view does not fit; vectors have an error of their own."""
+    try:
+        if orthogonalizes(by_rule.algorithm) and param.ndim > 1:
+            by_rule.view.shapes(param.shape)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error} ({by_rule.why})") from None
 
 
 def _with_matrix_names(view: View | None, inherited: View) -> View:

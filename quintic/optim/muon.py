@@ -523,8 +523,9 @@ class Muon(Optimizer):
 
         Args:
             state_dict: saved state and hyperparameters.
-            strict: whether both sides must have the same parameters. If not, as after adding layers to a model, those
-                without saved state begin anew, and saved ones that are no parameters here are left out.
+            strict: whether both sides must have the same parameters, views and algorithms. If not, parameters without
+                saved state begin anew, and saved ones without a parameter are left out. For another view or algorithm a
+                warning says which state is loaded (momentum), and which begins anew.
 
         Raises:
             ValueError: the saved state belongs to other parameters, shapes, algorithms, views or an unfit layout.

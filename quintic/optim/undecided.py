@@ -192,7 +192,12 @@ class Undecided:
     def end(self, stacklevel: int) -> None:
         """End the construction and warn once of its guesses; `stacklevel` counts from the caller."""
         self._is_new = self._takes_matrices = False
-        self.warn(stacklevel + 1)
+        # A trainer that makes the optimizer from its class gives it parameters without their model.
+        self.warn(
+            stacklevel + 1,
+            instead="quintic.Muon(quintic.param_groups(model), ...); in the Trainer of transformers give MuonFactory "
+            "of quintic.integrations.hugging_face in place of quintic.Muon, docs/how-to/clients/transformers.md",
+        )
 
     def assigned_groups(
         self, number: int, group: Mapping[str, Any], defaults: Mapping[str, Any]
@@ -220,8 +225,17 @@ class Undecided:
             if "algorithm" in group:
                 self.decided_by = "model" if "view" in group or self.decided_by == "model" else "hand"
 
-    def warn(self, stacklevel: int) -> None:
-        """Warn of the guesses since the last warning; during construction they are kept until its end."""
+    def warn(
+        self,
+        stacklevel: int,
+        instead: str = "for group in quintic.param_groups(module): optimizer.add_param_group(group)",
+    ) -> None:
+        """Warn of the guesses since the last warning; during construction they are kept until its end.
+
+        Args:
+            stacklevel: counts from the caller.
+            instead: the code that makes groups of the model.
+        """
         if self._is_new or not self._guesses:
             return
         # One warning for all, by algorithm.
@@ -235,7 +249,7 @@ class Undecided:
         warnings.warn(
             f"parameter groups without algorithm, of no model that quintic.param_groups was called for: by name and "
             f"shape, {'; '.join(texts)}. Set algorithm='muon' or 'adamw' in each group; or make groups of the module: "
-            f"for group in quintic.param_groups(module): optimizer.add_param_group(group)",
+            f"{instead}",
             UserWarning,
             stacklevel=stacklevel + 1,
         )

@@ -19,11 +19,12 @@ def check_first_step(rank, world_size, layout, ranks_with):
     """Make two steps; return the warnings. On GPUs the answer of the others may be there at the second one only."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).to(DEVICE)
     mesh = DeviceMesh(DEVICE, torch.arange(world_size))
-    if layout == "fsdp2":
+    early = quintic.Muon(quintic.param_groups(model)) if layout == "fsdp2 too late" else None
+    if layout.startswith("fsdp2"):
         for module in model:
             fully_shard(module, mesh=mesh)
-    comms = "none" if layout == "fsdp2" else layout
-    optimizer = quintic.Muon(quintic.param_groups(model), comms=comms)
+    comms = "none" if layout.startswith("fsdp2") else layout
+    optimizer = early or quintic.Muon(quintic.param_groups(model), comms=comms)
     if rank in ranks_with:
         for param in model.parameters():
             gradient = torch.ones(param.shape, device=DEVICE)
@@ -45,3 +46,11 @@ def test_all_ranks_must_lack_all_gradients(layout):
     for found in run(check_first_step, 2, layout, [], timeout=60):
         assert len(found) == 1
         assert found[0].startswith(MATCH)
+
+
+def test_a_model_that_was_sharded_after_its_optimizer_was_made():
+    """`fully_shard` makes new parameters, and the optimizer has those of before, which get no gradients."""
+    for found in run(check_first_step, 2, "fsdp2 too late", [0, 1], timeout=60):
+        assert len(found) == 1
+        assert found[0].startswith(MATCH)
+        assert "this optimizer has the old ones: make it after that" in found[0]

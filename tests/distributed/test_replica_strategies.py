@@ -232,6 +232,7 @@ def connect_late(rank, world_size, first):
         (choice,) = plan.choices
         assert choice.strategy == "repeat"
         assert f"\n{choice}" in plan.to_table(width=1000)
+        assert "\ncounts and GFLOP of this rank's matrices; other ranks" in plan.to_table(width=1000)
         early = model_of()
         laid_out((2, 2))(early)
         other = optimizer_of(early, "neuron")

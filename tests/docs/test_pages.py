@@ -130,6 +130,16 @@ def test_python_for_several_ranks_runs(block, tmp_path):
 
 
 @pytest.mark.parametrize("page", MANUAL, ids=name)
+def test_pages_that_the_site_completes_tell_readers_of_the_plain_file(page):
+    """Scripts have a link in their place; docstrings and tables need a sentence before the first of them."""
+    text = page.read_text("utf-8")
+    places = [match.start() for match in re.finditer(r"^(::: |<!-- generated: (?!file ))", text, re.MULTILINE)]
+    if places:
+        assert "`make docs`" in text[: places[0]]
+        assert "plain file" in text[: places[0]]
+
+
+@pytest.mark.parametrize("page", MANUAL, ids=name)
 def test_blocks_are_of_a_known_language_and_exceptions_say_why(page):
     for block in blocks(page):
         where = f"{name(page)}:{block.line}"

@@ -1,4 +1,5 @@
 import itertools
+import re
 import warnings
 
 import pytest
@@ -153,6 +154,48 @@ def test_what_is_no_module_says_what_to_give(function):
     for wrong in (nn.Linear(3, 3).parameters(), [nn.Linear(3, 3)], nn.Parameter(torch.ones(3, 3))):
         with pytest.raises(TypeError, match=rf"model is a {type(wrong).__name__}: give the model itself, a torch\.nn"):
             function(wrong)
+
+
+@pytest.mark.parametrize("function", [quintic.param_groups, quintic.explain])
+@pytest.mark.parametrize(
+    ("view", "words"),
+    [
+        (quintic.Split((5, 5)), r"^weight: .*12.* \(rule 'w\*'\)$"),
+        (quintic.Heads(5), r"^weight: .*12.* \(rule 'w\*'\)$"),
+        (quintic.Rows(5), r"^weight: .*12.* \(rule 'w\*'\)$"),
+        (quintic.Experts(), r"^weight: .* \(rule 'w\*'\)$"),
+    ],
+)
+def test_a_view_that_does_not_fit_is_an_error_of_the_rule(function, view, words):
+    with pytest.raises(ValueError, match=words):
+        function(nn.Linear(8, 12), rules=[Rule("w*", "muon", view)])
+    # AdamW's parameters have no matrices, and nothing to fit.
+    function(nn.Linear(8, 12), rules=[Rule("w*", "adamw", view)])
+
+
+def test_names_that_the_page_about_adamw_gives_for_tables():
+    """docs/how-to/coming-from/adamw.md: a parameter of one's own is AdamW's by some names, and an error by others."""
+    for name, is_known in {"positions": 1, "pos_emb": 1, "token_embedding": 1, "wpe": 0, "memory": 0}.items():
+        network = nn.Linear(3, 3)
+        network.register_parameter(name, nn.Parameter(torch.zeros(16, 8)))
+        if is_known:
+            rows = {row.name: row for row in quintic.explain(network).rows}
+            assert rows[name].algorithm == "adamw"
+        else:
+            with pytest.raises(ValueError, match=rf"no rule covers .*quintic\.Rule\('{name}', 'adamw'\)"):
+                quintic.param_groups(network)
+
+
+@pytest.mark.parametrize("function", [quintic.param_groups, quintic.explain])
+def test_an_optimizer_in_place_of_the_model_is_told_what_its_groups_have(function):
+    optimizer = quintic.Muon(quintic.param_groups(Decoder()))
+    with pytest.raises(
+        TypeError, match=r"model is a Muon: give the model itself.* an optimizer's own groups say what it has"
+    ) as error:
+        function(optimizer)
+    [code] = re.findall(r"\{name: .*\}", str(error.value))
+    found = eval(code, {"optimizer": optimizer})
+    assert found == {row.name: row.algorithm for row in quintic.explain(Decoder()).rows}
 
 
 def test_groups_construct_the_optimizer():

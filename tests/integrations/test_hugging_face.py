@@ -1,7 +1,10 @@
 """`MuonFactory` and what it shares with other integrations, called as the libraries call them."""
 
+import re
 import subprocess
 import sys
+import types
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -81,6 +84,67 @@ def test_an_example_reaches_the_groups(example):
 def test_a_model_without_dummy_inputs():
     with pytest.raises(ValueError, match="ModuleDict has no dummy_inputs: give a batch"):
         MuonFactory()(model(), example="dummy_inputs")
+
+
+class Wrapped:
+    """As Accelerate's wrapper, which Trainer gives to callbacks."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+
+def of_page(page, name):
+    """A callback as a page of the manual has it, made without transformers."""
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / page).read_text("utf-8")
+    code = re.search(rf"^class {name}\(.*?(?=\n\n\n|\n```)", text, re.MULTILINE | re.DOTALL)
+    assert code is not None
+    names = {"quintic": quintic, "transformers": types.SimpleNamespace(TrainerCallback=object)}
+    exec(code[0], names)
+    return names[name]()
+
+
+def with_gradients():
+    network = model()
+    for number, param in enumerate(network.parameters()):
+        param.grad = torch.full_like(param, number + 1.0)
+    return network, MuonFactory()(network, lr=0.01)
+
+
+def test_a_callback_of_the_manual_clips_the_groups_of_adamw():
+    network, optimizer = with_gradients()
+    before = {name: param.grad.clone() for name, param in network.named_parameters()}
+    adamw = [n for group in optimizer.param_groups if group["algorithm"] == "adamw" for n in group["param_names"]]
+    norm = torch.stack([before[name].norm() for name in adamw]).norm()
+    of_page("clip-gradients.md", "ClipAdamW").on_pre_optimizer_step(
+        None, None, None, model=network, optimizer=Wrapped(optimizer), lr_scheduler=None
+    )
+    for name, param in network.named_parameters():
+        expected = before[name] / norm if name in adamw else before[name]
+        torch.testing.assert_close(param.grad, expected, rtol=1e-5, atol=0, msg=name)
+
+
+def test_a_callback_of_the_manual_verifies_one_step(capsys):
+    network, optimizer = with_gradients()
+    callback = of_page("check-a-run.md", "VerifyOnce")
+    for step in range(5):
+        state = types.SimpleNamespace(global_step=step)
+        callback.on_pre_optimizer_step(None, state, None, model=network, optimizer=Wrapped(optimizer), tokenizer=None)
+    assert capsys.readouterr().out.count("the step is right: ") == 1
+
+
+def test_the_class_in_place_of_the_factory_is_told_of_the_factory():
+    # Trainer gives an optimizer's class groups without names, and not the model.
+    parameters = list(model().parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    with pytest.warns(UserWarning, match="give MuonFactory of quintic.integrations.hugging_face in place of"):
+        quintic.Muon(groups, lr=0.01)
 
 
 @pytest.mark.slow

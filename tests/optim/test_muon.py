@@ -471,6 +471,7 @@ def test_the_table_of_a_plan_fits_the_terminal(monkeypatch, offload):
         if width == 250:
             assert text.count("the_long_name_of_a_block") == buckets
         assert ("host MiB" in text) is offload
+        assert "other ranks" not in text.replace("\n   ", "")
     monkeypatch.setenv("COLUMNS", "80")
     assert str(plan) == plan.to_table(width=80) != plan.to_table(width=160)
     monkeypatch.delenv("COLUMNS")

@@ -14,6 +14,9 @@ here and saved groups that have parameters in common, directly or through other 
 restored if all saved groups of the set agree on it, and all groups here do, too; otherwise groups keep their values. So
 the learning rate that a scheduler had reached comes back, and a weight decay that a new rule gives to some parameters
 stays.
+
+With `strict=False` a parameter may have another view or algorithm than it was saved with (`changes.py`). A saved group
+hands no options to parameters of another algorithm, and no `lr_multipliers` to parameters of another view.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -24,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quintic.optim.checkpoint.changes import Change, change_error, changed_option, state_after, warn_of_changes
 from quintic.optim.checkpoint.matching import Match, adopted_names, matched
 from quintic.optim.groups.group import Group
 from quintic.optim.groups.names import is_made_up, resolve_name
@@ -84,7 +88,8 @@ def load_state(
         typed: the same groups, typed.
         state_dict: the saved state.
         check: called with the number and new options of each group; raises an error if they do not fit.
-        strict: whether it is an error if only one side has a parameter; otherwise such parameters are left out.
+        strict: whether it is an error if only one side has a parameter, or the sides have different views or algorithms
+            for it; see the head of this module.
 
     Raises:
         ValueError: something does not fit; the message names the parameter or the option.
@@ -100,16 +105,16 @@ def load_state(
     sharded, frozen = sharded_parameters(typed), state_dict.get("frozen") or ()
     copies: list[tuple[Tensor, Tensor]] = []  # (target, source)
     made: dict[Tensor, dict[str, Tensor]] = {}  # new state of parameters that have none here
+    changes: dict[str, tuple[Change, list[str], list[str]]] = {}  # {name: (change, state loaded, state begun anew)}
     matched_params = {match.param for match in matches}
     without = {param for group in groups for param in group["params"] if param not in matched_params}
     # Compare the saved state of each parameter with its own, and collect the copies.
     for name, param, number, saved_number, saved_key, _ in matches:
-        group, saved_group = groups[number], saved_groups[saved_number]
-        for key in ("algorithm", "view"):
-            if key in saved_group and str(saved_group[key]) != str(group[key]):
-                raise ValueError(
-                    f"{name} was saved with {key}={saved_group[key]!s}, parameter group {number} has {group[key]!s}"
-                )
+        change = changed_option(groups[number], saved_groups[saved_number])
+        if change is not None and strict:
+            raise change_error(name, number, change)
+        if change is not None:
+            changes[name] = change, [], []
         saved = saved_states.get(saved_key)
         if saved is None or saved.keys().isdisjoint(STATE_KEYS):
             # No state is right for a parameter that is or was frozen. PyTorch's distributed checkpoints, whose keys are
@@ -129,10 +134,15 @@ def load_state(
             # Outside inference mode, since its tensors could not be changed by later steps.
             with torch.inference_mode(False), torch.no_grad():
                 own = made[param] = init_state(param, typed[number], shards)
+        if change is not None:
+            own, anew, saved = state_after(typed[number].rule, own, saved)
+            changes[name] = change, sorted(own), sorted(anew)
+            copies += [(local_tensor(value), torch.zeros((), dtype=value.dtype)) for value in anew.values()]
         copies += _matched_state(name, param, own, saved, saved_key, sharded.get(param))
     # Restore options, on copies of the groups, and check them; renamed parameters may be named in `tied_to`.
     names = adopted_names(groups, matches)
-    restored = _restored_options(groups, saved_groups, matches)
+    changed_options = {name: option for name, ((option, *_), *_) in changes.items()}
+    restored = _restored_options(groups, saved_groups, matches, changed_options)
     renamed = names | {match.saved_name: names.get(match.name, match.name) for match in matches if match.saved_name}
     try:
         complete = [{**group, **options} for group, options in zip(groups, restored, strict=True)]
@@ -151,7 +161,8 @@ def load_state(
     same = {id(param): param for group in groups for param in group["params"]}
     own_entries = {key: deepcopy(value, same) for key, value in saved_states.items() if key not in keys}
     own_values = {match.param: _users_values(match.param, saved_states.get(match.key) or {}) for match in matches}
-    # Everything fits: from here on the optimizer changes.
+    # Everything fits: from here on the optimizer changes, unless this warning is an error.
+    warn_of_changes(changes, stacklevel=3)
     for target, source in copies:
         copy_(target, source)
     for param in without:
@@ -195,8 +206,15 @@ def _check_is_ours(saved_groups: _Groups) -> None:
     )
 
 
-def _restored_options(groups: _Groups, saved_groups: _Groups, matches: Sequence[Match]) -> list[dict[str, Any]]:
-    """Return for each group the saved options that it gets, see the head of this module."""
+def _restored_options(
+    groups: _Groups, saved_groups: _Groups, matches: Sequence[Match], changed: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Return for each group the saved options that it gets, see the head of this module.
+
+    `changed` has the option that differs, algorithm or view, of parameters that were saved with another one.
+    """
+    matches = [match for match in matches if changed.get(match.name) != "algorithm"]
+    other_views = {match.group for match in matches if match.name in changed}
     saved = [_options_of(saved_group) for saved_group in saved_groups]
     restored: list[dict[str, Any]] = [{} for _ in groups]
     for own_numbers, saved_numbers in _related(groups, saved_groups, matches):
@@ -205,6 +223,9 @@ def _restored_options(groups: _Groups, saved_groups: _Groups, matches: Sequence[
         # One group on both sides: all options. Otherwise those on which all agree.
         for number in own_numbers if theirs else ():
             restored[number] = deepcopy(theirs[0] if len(own) == len(theirs) == 1 else _agreed(own, theirs))
+    # One for each matrix, and the matrices are others now.
+    for number in other_views:
+        restored[number].pop("lr_multipliers", None)
     return restored
 
 

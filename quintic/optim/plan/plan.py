@@ -93,6 +93,8 @@ class Plan:
             f"at most {self.peak_workspace_bytes / 2**20:.1f} MiB of temporary memory",
             *map(str, self.choices),
         ]
+        if any(bucket.needs_comm and bucket.shape is not None for bucket in self.buckets):
+            notes.insert(0, "counts and GFLOP of this rank's matrices; other ranks orthogonalise the others")
         offloaded = [bucket.offloaded for bucket in self.buckets if bucket.offloaded is not None]
         if offloaded:
             notes.append(
