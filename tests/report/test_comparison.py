@@ -373,7 +373,7 @@ def test_one_run_each_shows_the_error_over_documents(tmp_path: Path) -> None:
         "standard error over documents (bits per byte) 0.1250 0.1250",
         "Each is one run.",
         "a, b: not finished; shown is the last evaluation so far.",
-        "This was typed: quintic train --run a quintic train --run b",
+        "It was started with: quintic train --run a quintic train --run b",
         "a quintic train --depth 1 --run a",
         "b torchrun --standalone --nproc-per-node=2 -m quintic train --depth 1 --run b",
     ):
