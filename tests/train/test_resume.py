@@ -166,6 +166,7 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(
     assert 1 < again["peak_memory_bytes"] <= final["peak_memory_bytes"]
 
 
+@pytest.mark.usefixtures("same_threads")
 def test_plain_resume_leaves_a_finished_run_alone(
     mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
