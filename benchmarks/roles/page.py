@@ -15,8 +15,8 @@ made from default configurations, narrower and with fewer layers, in evaluation 
 
 - **held-out**: families that were looked at only after the forward pass was final; the JSON file names their classes.
 - **algorithm, view, undecided**: in what the two differ. Each such weight was judged, by the model's source where its
-  purpose was in doubt (`benchmarks/roles/judgments.tsv`); where two answers are defensible, both count as right. A
-  weight on which both agree counts as right unless it was judged wrong.
+  purpose was in doubt (`benchmarks/roles/judgments.tsv`); where two answers are defensible, both count as right. Of
+  those on which both agree, heads, weights of few rows and doubted ones were judged as well; the rest counts as right.
 - **not seen**: the pass did not use the weight, as a vision tower without images, or its use says nothing.
 - **to AdamW, to Muon**: wrong ones, by what they get. **view**: Muon, but with other matrices than it should be.
 - **seconds**: for one call of `quintic.trace`, on a machine with other work.
