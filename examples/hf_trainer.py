@@ -71,7 +71,7 @@ def main(
     # The learning_rate of the arguments does not count. Under DDP ranks divide Muon's work.
     options = {"lr": 0.02, "adamw_lr": 3e-3, "comms": "none" if fsdp else "averaged"}
     if factory:
-        optimizer = {"optimizer_cls_and_kwargs": (MuonFactory, options)}
+        optimizer = {"optimizer_cls_and_kwargs": (MuonFactory, {**options, "example": "dummy_inputs"})}
     else:  # a finished optimizer will do without FSDP, where the trainer trains the model that it is given
         optimizer = {"optimizers": (quintic.Muon(quintic.param_groups(model), **options), None)}
     trainer = Trainer(model, arguments, train_dataset=Rows(), **optimizer)

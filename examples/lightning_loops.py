@@ -29,7 +29,8 @@ class Automatic(lightning.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Called when the model is where it is trained, and sharded if it is."""
-        optimizer = quintic.Muon(quintic.param_groups(self.model), lr=0.02, adamw_lr=3e-3)
+        groups = quintic.param_groups(self.model, example=batch(0, self.device, 0, 1))
+        optimizer = quintic.Muon(groups, lr=0.02, adamw_lr=3e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

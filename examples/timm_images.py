@@ -36,7 +36,7 @@ def main(steps: int = 30, *, model: str = "vit") -> list[float]:
     network = DistributedDataParallel(timm.create_model(name, num_classes=4, **options).to(device))
     # Without these rules convolutions go to AdamW. The first one sees pixels, not features, and stays there.
     rules = [quintic.Rule("layer*.conv?.weight", "muon", quintic.Flatten())] if model == "resnet" else []
-    groups = quintic.param_groups(network.module, rules=rules)
+    groups = quintic.param_groups(network.module, rules=rules, example=images(0, device)[0])
     optimizer = quintic.Muon(groups, lr=0.02, adamw_lr=3e-3, comms="averaged")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     losses = []

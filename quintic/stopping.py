@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -21,9 +21,14 @@ class StopRequests:
     torchrun sends it after a Ctrl-C that its processes have already received. SIGHUP, for a closed terminal, is also a
     request; a second one is ignored, because both the shell and the system may send it. A process that was started
     with SIGHUP ignored (`nohup`) keeps ignoring it.
+
+    Args:
+        heard: called in the signal handler at the first Ctrl-C, which may be long before the loop honours it. The
+            handler interrupts the main thread anywhere, so it must neither take a lock nor write to a buffered stream.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heard: Callable[[], None] = lambda: None) -> None:
+        self._heard = heard
         self._is_stopped = self._raises = False
         self._interrupted_at: float | None = None
         self._hangup = getattr(signal, "SIGHUP", None)  # Windows has none
@@ -64,6 +69,8 @@ class StopRequests:
             _silence_closed(self._terminals)
         elif self._interrupted_at is None:
             self._interrupted_at = time.monotonic()
+            if number == signal.SIGINT and not self._raises:
+                self._heard()
         elif number == signal.SIGINT or time.monotonic() - self._interrupted_at > _SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt
         if self._raises:

@@ -102,15 +102,18 @@ def test_waiting_is_told_on_a_terminal_alone(
     runs = ["--runs-dir", str(mine.parent), "--tokens", "1"]
     assert main(["sample", *runs]) == 0
     assert main(["eval", *runs]) == 0
-    assert capsys.readouterr().err == ""
+    origin = f"Model: {mine} after step 6 of 6 (the run is finished)"
+    assert capsys.readouterr().err == f"{origin}\n" * 2
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     assert main(["sample", *runs]) == 0
     assert main(["eval", *runs]) == 0
     assert terminal.getvalue().splitlines() == [
         f"Loading the model of {mine} ...",
+        origin,
         f"Loading the model of {mine} ...",
         "Scoring validation text ...",
+        origin,
     ]
 
 

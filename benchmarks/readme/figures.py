@@ -31,7 +31,7 @@ ON_TWO = ("training", "layouts")
 """Results that need two GPUs."""
 
 SETS = {"gpt124m": "124M parameters", "qwen1.7b": "1.7B parameters"}
-LAYOUTS = {"ddp": "DDP", "fsdp2": "FSDP2", "sharded": "sharded state"}
+LAYOUTS = {"ddp": "DDP", "fsdp2": "FSDP2", "sharded": "ZeRO-1"}
 NAMES = {
     "torch-adamw": "fused AdamW",
     "torch-muon": "torch.optim.Muon",
@@ -123,7 +123,10 @@ def _by_name(measured: Sequence[Mapping[str, Any]], weights: str) -> dict[str, M
 
 
 def _beside(one: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return Quintic's time beside the others', fastest first."""
+    """Return Quintic's time beside the others', fastest first; bold where no other Muon is faster."""
     others = sorted((row for name, row in one.items() if name != "quintic"), key=lambda row: row["step_ms"]["median"])
     told = [f"{NAMES[row['contestant']]} {middle(row, 'step_ms')}" for row in others]
-    return f"**{middle(one['quintic'], 'step_ms')} ms**" + (f"; {', '.join(told)}" if told else "")
+    own = f"{middle(one['quintic'], 'step_ms')} ms"
+    muons = [row["step_ms"]["median"] for row in others if row["contestant"] != "torch-adamw"]
+    is_first = all(one["quintic"]["step_ms"]["median"] <= other for other in muons)
+    return (f"**{own}**" if is_first else own) + (f"; {', '.join(told)}" if told else "")

@@ -19,7 +19,6 @@ from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
 from quintic.launch import hint
 from quintic.report.comparison import write_comparison
-from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.streams import say
 from quintic.train.config import Config
 from quintic.train.loop import Interrupted, train
@@ -29,6 +28,7 @@ from quintic.train.runs import (
     create_run,
     discard_unstarted,
     find_comparison,
+    is_finished,
     save_comparison,
 )
 from quintic.train.saved_config import check_resumed, load_config
@@ -92,13 +92,13 @@ def compare(
         seed = f", seed {variant.run.seed}" if len(configs) > len(_OPTIMIZERS) else ""
         folder = variant.run.runs_dir / str(variant.run.run)
         is_there = resumed and (folder / CONFIG_FILE).is_file()
-        is_finished = is_there and _is_finished(folder)
+        was_finished = is_there and is_finished(folder)
         runs[label].append(folder)
-        print(f"\n=== {label}{seed} ==={f' finished before: {folder}' if is_finished else ''}", flush=True)
+        print(f"\n=== {label}{seed} ==={f' finished before: {folder}' if was_finished else ''}", flush=True)
         # The folder may be from another comparison of that name.
         if is_there:
             check_resumed(load_config(folder / CONFIG_FILE), variant, folder / CONFIG_FILE, is_comparison=True)
-        if is_finished:
+        if was_finished:
             continue
         if not is_there:
             create_run(variant)
@@ -108,13 +108,14 @@ def compare(
             discard_unstarted(folder)
             raise
     figures = write_comparison(runs, page, title="Muon and AdamW on the same model")
-    return f"\n{figures['candidates']['Muon']['sentence']}\nreport: {page}"
-
-
-def _is_finished(folder: Path) -> bool:
-    """Return whether a run has been trained and scored to its end."""
-    log = folder / METRICS_FILE
-    return log.is_file() and any(record.get("kind") == "final" for record in read_metrics(log))
+    found = figures["candidates"]["Muon"]
+    lines = [found["sentence"], *([] if found["ended"] is None else [found["ended"]])]
+    if len(configs) == len(_OPTIMIZERS):
+        lines.append("This is one seed. Another one gives other numbers; --seeds 3 shows by how much.")
+    if found["unequal_speed"] is not None:
+        slower = f"{found['unequal_speed']:.1f} times"
+        lines.append(f"Their times cannot be compared: something beside the optimizers slowed one run {slower}.")
+    return "\n".join(["", *lines, f"report: {page}"])
 
 
 def run(arguments: list[str]) -> int:

@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
     # Tasks and model first: they may be missing, and that should not show only after scoring.
     options = eval_options(arguments)
     suite = None if options.core is None else load_core(options.core)
-    trained = trained_model(options.runs_dir, options.run, options.device, step=options.step)
+    trained = trained_model(options.runs_dir, options.run, options.device, step=options.step, threads=options.threads)
     if isinstance(trained.dataset, Dataset):
         verify(trained.dataset, again=options.verify)  # all of it: the bigram model reads the training text
     elif isinstance(trained.dataset, DataError) and options.data is None and suite is None:
@@ -45,6 +45,7 @@ def run(arguments: list[str]) -> int:
     elif not isinstance(trained.dataset, DataError) or options.data is not None:
         _score_text(trained, options.data, options.text_field, options.tokens)
     else:
+        trained.say_origin()
         print(f"The validation text is not scored: {trained.dataset}", file=sys.stderr)
     if suite is not None:
         say_waiting("Answering the tasks of CORE")
@@ -76,6 +77,7 @@ def _score_text(trained: TrainedModel, data: str | None, text_field: str, max_to
     text = ScoredText()
     watched = text.watched(trained.tokenizer, batches)
     result = score_from_sums(document_sums(trained.model, watched, trained.tokenizer.token_bytes(), device))
+    trained.say_origin()
     error = "" if result.bpb_stderr is None else f"standard error over documents {result.bpb_stderr:.4f}, "
     print(
         f"{result.bpb:.4f} bits per byte ({error}{result.loss:.4f} nats per token) over {result.num_bytes:,} bytes of "
@@ -107,6 +109,7 @@ def _score_race(trained: TrainedModel, text: RaceText, max_tokens: int | None) -
     lengths[: trained.tokenizer.vocab_size] = torch.from_numpy(trained.tokenizer.token_bytes())
     say_waiting(f"Scoring {text.path}")
     nats, num_bytes = score_batches(model, validation_batches(data, tokens, chunk), lengths).tolist()
+    trained.say_origin()
     print(
         f"{bits_per_byte(nats, num_bytes):.4f} bits per byte ({nats / tokens:.4f} nats per token) over "
         f"{int(num_bytes):,} bytes of text, with document starts, as the race counts"

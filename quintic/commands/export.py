@@ -13,5 +13,7 @@ def run(arguments: list[str]) -> int:
     options = export_options(arguments)
     trained = trained_model(options.runs_dir, options.run, "cpu", step=options.step)
     out = options.out or find_run(options.runs_dir, options.run, allow_speedrun=True) / options.to
-    print(export_hf(trained.model, trained.tokenizer, out))
+    folder = export_hf(trained.model, trained.tokenizer, out)
+    trained.say_origin()
+    print(folder)
     return 0

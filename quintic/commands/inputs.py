@@ -16,12 +16,13 @@ from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.data.loader import Loader, validation_rows
 from quintic.data.preparation import prepare_command
 from quintic.data.tokenizer import Tokenizer
-from quintic.errors import CheckpointError, ConfigError, DataError
+from quintic.errors import CheckpointError, ConfigError, DataError, QuinticError
 from quintic.eval.core_tasks import load_core
 from quintic.eval.row_models import BatchedSpeedrun, LanguageModel
 from quintic.model.gpt import GPT
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.report.formatting import duration
+from quintic.report.history import RunHistory
 from quintic.streams import say_waiting
 from quintic.train.checkpoint import (
     Checkpoint,
@@ -70,6 +71,12 @@ class TrainedModel:
     """For a speedrun, only the fields that scoring text needs are set."""
     dataset: Dataset | RaceText | DataError
     """The prepared text, or the validation shard of a speedrun; if it is missing or damaged, the error to raise."""
+    origin: str
+    """The run, the step of the weights, and whether the run is finished, in words."""
+
+    def say_origin(self) -> None:
+        """Print the origin; on standard error, since redirected output only holds results."""
+        print(self.origin, file=sys.stderr, flush=True)
 
 
 def check_options(config: Config, *, ranks: int = 1) -> list[str]:
@@ -181,7 +188,12 @@ def _text_of(run_dir: Path, summary: Mapping[str, Any], data: DataConfig) -> Dat
 
 
 def trained_model(
-    runs_dir: Path, run: str | None, device: Literal["auto", "cpu", "cuda"] = "auto", *, step: int | None = None
+    runs_dir: Path,
+    run: str | None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    *,
+    step: int | None = None,
+    threads: int | None = None,
 ) -> TrainedModel:
     """Load the model of a run with the weights of a checkpoint.
 
@@ -190,6 +202,7 @@ def trained_model(
         run: name of the run; None for the one started last.
         device: the device to compute on.
         step: step of the checkpoint (`--step`); None for the newest undamaged one.
+        threads: CPU threads; None for those of the run.
 
     Raises:
         QuinticError: there is no such run or checkpoint, or the run has neither its text nor a tokenizer.
@@ -206,7 +219,7 @@ def trained_model(
     else:
         checkpoint = checkpoint_of_step(run_dir, step, option="--step")
     if not (run_dir / CONFIG_FILE).is_file():
-        return _trained_race(run_dir, checkpoint, device)
+        return _trained_race(run_dir, checkpoint, RunConfig(device=device, threads=threads))
     config = load_config(run_dir / CONFIG_FILE)
     # A missing text is not an error yet: sampling and exporting only need the tokenizer, which the run keeps.
     dataset: Dataset | DataError
@@ -219,7 +232,8 @@ def trained_model(
             raise
         tokenizer = Tokenizer.load(run_dir / TOKENIZER_FILE)
     # Use the precision of the training run, so that scores agree, but not its attention, which may need another device.
-    hardware = choose_hardware(dataclasses.replace(config.run, device=device, attention="auto"))
+    threads = config.run.threads if threads is None else threads
+    hardware = choose_hardware(dataclasses.replace(config.run, device=device, attention="auto", threads=threads))
     sizes = model_config(config, vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id)
     model = build_model(
         sizes,
@@ -230,10 +244,22 @@ def trained_model(
         weights=config.optim.weights,
     )
     load_model_weights(checkpoint, model)
-    return TrainedModel(model=model.eval(), tokenizer=tokenizer, config=config, dataset=dataset)
+    origin = _origin(run_dir, checkpoint)
+    return TrainedModel(model=model.eval(), tokenizer=tokenizer, config=config, dataset=dataset, origin=origin)
 
 
-def _trained_race(run_dir: Path, checkpoint: Checkpoint, device: Literal["auto", "cpu", "cuda"]) -> TrainedModel:
+def _origin(run_dir: Path, checkpoint: Checkpoint) -> str:
+    """Return the run and the step of a checkpoint in words, and whether the run is finished if its log tells."""
+    step = int(checkpoint.state()["step"])
+    try:
+        history = RunHistory.load(run_dir)
+    except QuinticError:  # without its log, or with a damaged one, the model can still be used
+        return f"Model: {run_dir} after step {step:,}"
+    of = "" if history.total_steps is None else f" of {history.total_steps:,}"
+    return f"Model: {run_dir} after step {step:,}{of} (the run is {'' if history.final else 'not '}finished)"
+
+
+def _trained_race(run_dir: Path, checkpoint: Checkpoint, computing: RunConfig) -> TrainedModel:
     """Load a model that a speedrun saved, with its weights in their dtype.
 
     Raises:
@@ -244,7 +270,7 @@ def _trained_race(run_dir: Path, checkpoint: Checkpoint, device: Literal["auto",
     try:
         sizes = SpeedrunConfig(**state["speedrun"])
         text = RaceText(Path(state["validation"]), state["validation_tokens"], state["validation_chunk"])
-        computing = RunConfig(device=device, dtype=state["dtype"])
+        computing = dataclasses.replace(computing, dtype=state["dtype"])
         seq_len = state["document_tokens"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -272,5 +298,6 @@ def _trained_race(run_dir: Path, checkpoint: Checkpoint, device: Literal["auto",
         model=BatchedSpeedrun(model, vocab_size=tokenizer.vocab_size, seq_len=seq_len).eval(),
         tokenizer=tokenizer,
         config=Config(model=ModelConfig(seq_len=seq_len)),
+        origin=_origin(run_dir, checkpoint),
         dataset=text if text.path.is_file() else DataError(f"{text.path}: the run's validation shard is missing"),
     )

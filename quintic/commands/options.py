@@ -137,6 +137,8 @@ class EvalOptions:
     """Most tokens to score, but at least one batch; by default all tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; 'auto' takes a GPU if there is one."""
+    threads: int | None = None
+    """CPU threads; by default as many as the run was given."""
     core: Path | None = None
     """Folder with tasks of CORE to answer as well: JSONL files, or nanochat's eval_bundle."""
     core_items: int = 500
@@ -146,7 +148,7 @@ class EvalOptions:
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
-        check_at_least(1, tokens=self.tokens, core_items=self.core_items)
+        check_at_least(1, tokens=self.tokens, core_items=self.core_items, threads=self.threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +191,12 @@ class SampleOptions:
     """Draw only from the smallest set of most likely tokens with this total probability; 'None' for no limit."""
     seed: int = 0
     """Seed of the draws."""
+    threads: int | None = None
+    """CPU threads; by default as many as the run was given."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range, and prompts that are not UTF-8."""
-        check_at_least(1, tokens=self.tokens)
+        check_at_least(1, tokens=self.tokens, threads=self.threads)
         check_samples(self.prompts, tokens=self.tokens)
         if self.interactive and self.prompts != ("",):
             raise ConfigError("--prompts: --interactive reads beginnings from standard input; leave one of the two out")

@@ -31,6 +31,6 @@ def run(arguments: list[str]) -> int:
     out = options.out if options.out is not None else options.runs_dir / "comparison.html"
     figures = write_comparison(folders, out, title=f"{', '.join(arms)} compared")
     for candidate in figures["candidates"].values():
-        print(candidate["sentence"])
+        print("\n".join(filter(None, (candidate["sentence"], candidate["ended"]))))
     print(out)
     return 0

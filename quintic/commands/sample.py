@@ -16,7 +16,7 @@ __all__ = ["run"]
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = sample_options(arguments)
-    trained = trained_model(options.runs_dir, options.run, step=options.step)
+    trained = trained_model(options.runs_dir, options.run, step=options.step, threads=options.threads)
 
     def write(prompts: tuple[str, ...], seed: int) -> None:
         try:
@@ -34,10 +34,11 @@ def run(arguments: list[str]) -> int:
         except ValueError as error:
             raise ConfigError(in_options(error)) from None
 
+    write((), options.seed)  # no text yet: reports options out of range first, and once for all lines
+    trained.say_origin()
     if not options.interactive:
         write(options.prompts, options.seed)
         return 0
-    write((), options.seed)  # no text yet: reports options out of range once, rather than at each line
     for number, line in enumerate(_lines()):
         try:
             check_samples((line,))

@@ -5,6 +5,7 @@ be used leaves no run behind; train (`train.loop`); print the results. A preset 
 `speedrun.run` instead.
 """
 
+import contextlib
 import dataclasses
 import shlex
 import shutil
@@ -14,14 +15,24 @@ import torch
 
 from quintic.commands.inputs import check_options, check_text, text_to_resume
 from quintic.commands.options import Start, speedrun_options, training_options
+from quintic.commands.parsing import pop_option
 from quintic.commands.text import prepared
-from quintic.errors import ConfigError, DivergedError
+from quintic.errors import CheckpointError, ConfigError, DivergedError
 from quintic.launch import Launch, hint, launched
+from quintic.report.history import RunHistory
 from quintic.streams import say
+from quintic.train.checkpoint import newest_checkpoint
 from quintic.train.config import Config, DataConfig
 from quintic.train.distributed import Ranks, connected
 from quintic.train.loop import Interrupted, Result, train
-from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted
+from quintic.train.runs import (
+    CONFIG_FILE,
+    check_new_run,
+    create_run,
+    discard_unstarted,
+    is_finished,
+    newest_unfinished,
+)
 from quintic.train.saved_config import load_config
 
 __all__ = ["run"]
@@ -44,6 +55,9 @@ def run(arguments: list[str]) -> int:
 def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
     start = ranks.run_on_all(lambda: _start(arguments, launch))
     config, run_dir = start.config, start.resumed
+    if run_dir is not None and (note := ranks.from_rank0(lambda: _finished_note(start, arguments))) is not None:
+        say(note)
+        return 0
     for note in [*start.notes, *ranks.run_on_all(lambda: check_options(config, ranks=ranks.size))]:
         say(note)
     if ranks.size == 1 and config.run.parallel != "sharded":
@@ -105,6 +119,29 @@ def _start(arguments: list[str], launch: Launch) -> Start:
     if launch.restarts and (run_dir / CONFIG_FILE).is_file():
         return dataclasses.replace(start, config=load_config(run_dir / CONFIG_FILE), resumed=run_dir)
     return dataclasses.replace(start, config=config)
+
+
+def _finished_note(start: Start, arguments: list[str]) -> str | None:
+    """Return what to say in place of continuing a run that is finished and whole; None if there is something to do."""
+    run_dir, rest = start.resumed, [argument for argument in arguments if argument != "--resume"]
+    for option in ("--run", "--runs-dir", "--threads"):
+        _, rest = pop_option(rest, option)
+    # Other options ask for more: steps, tasks of CORE, another interval of checkpoints.
+    if run_dir is None or rest or not is_finished(run_dir):
+        return None
+    with contextlib.suppress(CheckpointError):  # of a damaged checkpoint the steps are made again
+        step = int(newest_checkpoint(run_dir, message=lambda text: None).state()["step"])
+        if step < int(RunHistory.load(run_dir).final.get("step", 0)):
+            return None
+        runs_dir = [] if run_dir.parent == Path("runs") else ["--runs-dir", str(run_dir.parent)]
+        longer = hint("train", ["--resume", "--run", run_dir.name, *runs_dir, "--steps", str(2 * step)])
+        note = f"{run_dir} is already finished, after step {step:,}; to make it longer: {longer}"
+        other = newest_unfinished(run_dir.parent)
+        if other is not None:
+            go_on = hint("train", ["--resume", "--run", other.name, *runs_dir])
+            note += f"\n{other} is not finished; to continue it: {go_on}"
+        return note
+    return None
 
 
 def _print_result(result: Result) -> None:

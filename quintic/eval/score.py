@@ -18,7 +18,10 @@ from torch import Tensor
 
 from quintic.data.loader import Batch
 
-__all__ = ["Score", "bits_per_byte", "document_sums", "score_from_sums"]
+__all__ = ["Score", "bits_per_byte", "document_groups", "document_sums", "score_from_sums"]
+
+# Most groups of documents that a log keeps: enough for a standard error, and a few kilobytes.
+_MOST_GROUPS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,27 @@ def document_sums(
         added = torch.stack([losses.double().where(counted, 0.0), target_bytes.double(), counted.double()], dim=-1)
         sums.index_add_(0, documents.to(device).flatten(), added.flatten(0, 1))
     return sums
+
+
+def document_groups(sums: Tensor) -> dict[str, list[float]]:
+    """Return the nats and bytes of a text's documents, by which two runs can be compared document by document.
+
+    Of many documents, groups of neighbours are summed.
+
+    Args:
+        sums: as for `score_from_sums`.
+
+    Returns:
+        ``document_nats`` and ``document_bytes``, lists of the same length.
+    """
+    scored = sums[sums[:, 2] > 0].cpu()
+    count = min(len(scored), _MOST_GROUPS)
+    groups = torch.arange(len(scored)) * count // max(1, len(scored))
+    nats, num_bytes, _ = torch.zeros((count, 3), dtype=scored.dtype).index_add_(0, groups, scored).unbind(dim=1)
+    return {
+        "document_nats": [round(value, 4) for value in nats.tolist()],
+        "document_bytes": [int(value) for value in num_bytes.tolist()],
+    }
 
 
 def score_from_sums(sums: Tensor) -> Score:

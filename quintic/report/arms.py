@@ -1,7 +1,8 @@
 """`Arm`: the runs under one name in a comparison, and the unit in which two arms can be compared.
 
 `load_arm` reads the runs of a name and checks that they differ only in their seeds. `unit_of` decides between bits per
-byte and nats per token. The numbers and the page of a comparison are in `comparison`.
+byte and nats per token. `final_difference` says by how much two arms differ at the end, and how sure that is. The other
+numbers and the page of a comparison are in `comparison`.
 """
 
 import math
@@ -15,7 +16,7 @@ from quintic.errors import ConfigError
 from quintic.report.formatting import finite, flatten
 from quintic.report.history import METRICS_FILE, RunHistory
 
-__all__ = ["Arm", "Point", "load_arm", "median", "tokenizers_differ", "unit_of"]
+__all__ = ["Arm", "Point", "final_difference", "load_arm", "median", "tokenizers_differ", "unit_of"]
 
 # Options in which the runs of one name may differ in addition to the seed: folder, observation, and device of a run.
 _FREE_AMONG_SEEDS = frozenset(
@@ -105,9 +106,8 @@ def _check_seeds(name: str, runs: Sequence[str], histories: Sequence[RunHistory]
             f"{'; '.join(differences)}: {advice}"
         )
     of_seeds: dict[Any, list[str]] = {}
-    for run, options in zip(runs, options_of_runs, strict=True):
-        seed = next((value for key, value in options.items() if key.split(".")[-1] == "seed"), None)
-        of_seeds.setdefault(seed, []).append(run)
+    for run, history in zip(runs, histories, strict=True):
+        of_seeds.setdefault(_seed(history), []).append(run)
     for seed, same in of_seeds.items():
         if seed is not None and len(same) > 1:
             raise ConfigError(
@@ -136,6 +136,63 @@ def unit_of(baseline: Arm, arm: Arm) -> tuple[str, str]:
     if tokenizers_differ([baseline, arm]):
         return "", "their tokenizers differ and a log lacks bits per byte, and so their losses cannot be compared"
     return "loss", ""
+
+
+def final_difference(baseline: Arm, arm: Arm) -> tuple[float, float, str] | None:
+    """Return the difference of two arms' final bits per byte, its standard error, and where that comes from, in words.
+
+    Two single runs are compared document by document: they were scored on the same text, and so most of the error that
+    each has does not count for their difference. Several runs are paired by their seeds.
+
+    Returns:
+        The difference, negative if `arm` needs fewer bits; None if the logs do not hold what its error follows from.
+    """
+    pairs = _paired(baseline, arm)
+    if len(pairs) == 1:
+        return _document_difference(*pairs[0])
+    ends = [[finite(history.evals[-1].get("bpb")) for history in pair] for pair in pairs]
+    differences = [other - first for first, other in ends if first is not None and other is not None]
+    if len(differences) < 2 or len(differences) < len(pairs):
+        return None
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.mean(differences), error, f"over {len(differences)} seeds"
+
+
+def _paired(baseline: Arm, arm: Arm) -> list[tuple[RunHistory, RunHistory]]:
+    """Return the runs of two arms in pairs: single ones as they are, several by their seeds; [] if these differ."""
+    if len(baseline.histories) == len(arm.histories) == 1:
+        return [(baseline.histories[0], arm.histories[0])]
+    by_seed = [{_seed(history): history for history in one.histories} for one in (baseline, arm)]
+    if by_seed[0].keys() != by_seed[1].keys() or None in by_seed[0]:
+        return []
+    return [(history, by_seed[1][seed]) for seed, history in by_seed[0].items()]
+
+
+def _seed(history: RunHistory) -> Any:
+    options = dict(flatten(history.run.get("config") or {}))
+    return next((value for key, value in options.items() if key.split(".")[-1] == "seed"), None)
+
+
+def _document_difference(first: RunHistory, other: RunHistory) -> tuple[float, float, str] | None:
+    """Return `final_difference` of two runs whose last evaluations read the same documents.
+
+    The difference is the ratio of two sums over documents, of bits and of bytes, and its standard error that of such a
+    ratio, as in `quintic.eval.score`.
+    """
+    ends = [history.evals[-1] if history.evals else {} for history in (first, other)]
+    # Nats of each document in both runs, and their bytes.
+    nats = [[finite(value) for value in end.get("document_nats") or ()] for end in ends]
+    num_bytes = [[finite(value) for value in end.get("document_bytes") or ()] for end in ends]
+    sizes = [size for size in num_bytes[0] if size]
+    if num_bytes[0] != num_bytes[1] or not len(nats[0]) == len(nats[1]) == len(sizes) > 1:
+        return None
+    bits = [(b - a) / math.log(2) for a, b in zip(*nats, strict=True) if a is not None and b is not None]
+    if len(bits) < len(sizes):
+        return None
+    ratio = sum(bits) / sum(sizes)
+    scatter = sum((cost - ratio * size) ** 2 for cost, size in zip(bits, sizes, strict=True))
+    error = math.sqrt(len(sizes) / (len(sizes) - 1) * scatter) / sum(sizes)
+    return ratio, error, "over the documents, which both were scored on"
 
 
 def _text_of(history: RunHistory) -> str | None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from quintic.errors import ConfigError
-from quintic.report.arms import Arm, Point, load_arm, median, tokenizers_differ, unit_of
+from quintic.report.arms import Arm, Point, final_difference, load_arm, median, tokenizers_differ, unit_of
 from quintic.report.charts import Chart, Curve, line_chart, upper_edge
 from quintic.report.formatting import duration, finite, flatten, humanize, large_number
 from quintic.report.history import RunHistory
 from quintic.report.page import learning_axes, write_page
+from quintic.report.speed import unequal_speed
 
 __all__ = ["write_comparison"]
 
@@ -61,7 +62,9 @@ def write_comparison(
         last evaluation, and the ``losses`` of each of its runs. ``candidates``: name -> ``steps_to_baseline_loss``,
         ``percent_of_steps``, ``seconds_to_baseline_loss`` and ``percent_of_seconds``, each None if the loss was never
         reached (or was not timed, or cannot be compared), ``steps_by_run``, and ``sentence``, a summary in words.
-        Percentages are relative to the baseline's run up to its last evaluation.
+        Percentages are relative to the baseline's run up to its last evaluation. ``difference`` is that of the final
+        bits per byte, with its standard error ``difference_stderr`` and both in words, ``ended``; None if the logs do
+        not tell them. ``unequal_speed``: see `quintic.report.speed.unequal_speed`.
 
     Raises:
         ConfigError: there are fewer than two names, a run has no log or no finite validation loss, or the runs of one
@@ -169,6 +172,12 @@ def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
             sentence += f"; median of {num_runs} runs, which took {spread}{never}"
         if (made := median(baseline.steps())) is not None and made > last:
             sentence += f"; {baseline.name} made {made:,.0f} steps, and was last validated after {last:,.0f}"
+    ending = None if obstacle else final_difference(baseline, arm)
+    difference = error = ended = None
+    if ending is not None:
+        difference, error, over = ending
+        side = "below" if difference < 0 else "above"
+        ended = f"{arm.name} ended {abs(difference):.4f} bits per byte {side} {baseline.name}, ± {error:.4f} {over}"
     return {
         "steps_to_baseline_loss": step,
         "percent_of_steps": percent,
@@ -176,6 +185,10 @@ def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
         "percent_of_seconds": 100 * seconds / last_seconds if seconds and last_seconds and last_seconds > 0 else None,
         "steps_by_run": steps,
         "sentence": sentence,
+        "difference": difference,
+        "difference_stderr": error,
+        "ended": ended,
+        "unequal_speed": unequal_speed([*baseline.histories, *arm.histories]),
     }
 
 

@@ -14,7 +14,7 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 # Field names of the log for which the name with spaces is not clear, or that need a unit.
 _WORDS = {
     "matrix_parameters": "parameters in weight matrices",
-    "parameters_scalars": "parameters that are scalars",
+    "parameters_scalars": "parameters that are scalars, outside of the blocks",
     "flops_per_token": "floating-point operations per token",
     "width": "width (numbers per token)",
     "heads": "attention heads",

@@ -8,10 +8,10 @@ Every record has a ``kind``; the other fields depend on it:
              epoch, flops, tokens_per_second, mfu, peak_memory_bytes, times_ms; on some steps grad_rms, update_rms and
              grad_norm (on all steps if gradients are clipped; the norm before clipping); after a jump of the loss
              spike, on_spike; for a speedrun stage
-    eval     step, tokens, seconds, loss, bpb, bpb_stderr
+    eval     step, tokens, seconds, loss, bpb, bpb_stderr; after the last step document_nats, document_bytes
     core     step, tokens, seconds, core, core_stderr, centred, accuracy, missing
     sample   step, samples
-    resume   step, time; if it made the run longer steps_before, total_steps
+    resume   step, time, command, machine, ranks; if it made the run longer steps_before, total_steps
     rollback step, spike_step
     final    step, loss, bpb, least_bpb, least_bpb_step, seconds, baselines, breakdown, smoothed_loss, least_loss,
              epochs, flops, peak_memory_bytes; measured after the first ten steps of each process tokens_per_second,
@@ -22,6 +22,8 @@ The last samples come after the final record. The fields are
     step            number of the step from 1; 0 for an evaluation before the first step
     tokens, seconds totals since the start of training
     loss, bpb       nats per token and bits per byte; bpb_stderr is the standard error of bpb over documents
+    document_nats   total nats of each document of the validation text, or of each of 256 groups of neighbours
+    document_bytes  their bytes; with both, two runs can be compared document by document
     least_bpb       least bpb on the validation text, reached after least_bpb_step steps
     lr_multiplier   the schedule's factor on all learning rates
     smoothed_loss   mean of the training losses with weights 0.9^age; least_loss is its least value so far
@@ -54,6 +56,10 @@ METRICS_FILE = "metrics.jsonl"
 """The name of the log in a run's folder."""
 SOURCE_FILE = "source.json"
 """The name of the file that describes the source code of a run; a .diff may accompany it."""
+
+
+# Facts of a machine that do not matter for the result.
+_MEASURED_FACTS = ("memory_gb", "matrix_flops_per_second")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -107,7 +113,7 @@ class RunHistory:
         core: the results of the tasks of CORE.
         samples: the newest samples.
         final: the ``final`` record; empty while the run is unfinished.
-        resumed_at: the steps at which the run was resumed.
+        resumed: the ``resume`` records.
         lengthened: the ``resume`` records that made the run longer. Their step is the last one with the schedules of
             the former length; it is earlier than the record's own step if a later resume went further back.
         spikes: the ``train`` records of steps whose loss jumped, including steps that a rollback repeated.
@@ -119,7 +125,7 @@ class RunHistory:
     core: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
     final: Mapping[str, Any]
-    resumed_at: Sequence[int]
+    resumed: Sequence[Mapping[str, Any]]
     lengthened: Sequence[Mapping[str, Any]]
     spikes: Sequence[Mapping[str, Any]]
 
@@ -157,7 +163,7 @@ class RunHistory:
             core=_by_step(kinds.get("core", [])),
             samples=sampled[-1] if sampled else (),
             final=final,
-            resumed_at=[record["step"] for record in resumed],
+            resumed=resumed,
             lengthened=[
                 {**record, "step": min(later["step"] for later in resumed[number:])}
                 for number, record in enumerate(resumed)
@@ -170,6 +176,29 @@ class RunHistory:
     def ranks(self) -> int:
         """Number of processes that trained the run."""
         return self.run.get("ranks") or 1
+
+    @property
+    def resumed_at(self) -> list[int]:
+        """The steps at which the run was resumed."""
+        return [record["step"] for record in self.resumed]
+
+    @property
+    def changes(self) -> list[tuple[int, dict[str, tuple[Any, Any]]]]:
+        """Each resumption with other threads, ranks or device: its step, and field -> (value before, value after).
+
+        Such a run is not the one that its settings describe: other numbers of threads round a little differently.
+        """
+        before = {**(self.run.get("machine") or {}), "ranks": self.ranks}
+        found = []
+        for record in self.resumed:
+            now = {**before, **(record.get("machine") or {}), "ranks": record.get("ranks") or before["ranks"]}
+            changed = {name: (before[name], now[name]) for name in before if before[name] != now[name]}
+            for name in _MEASURED_FACTS:
+                changed.pop(name, None)
+            if changed:
+                found.append((int(record["step"]), changed))
+            before = now
+        return found
 
     @property
     def repeat(self) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError
+from quintic.launch import with_program
 from quintic.report.formatting import duration, finite, humanize, large_number, or_dash, value_text
 
 __all__ = ["learning_axes", "write_page"]
@@ -33,6 +34,8 @@ def _environment() -> Any:
         "humanize": humanize,
         "large_number": or_dash(large_number),
         "value_text": value_text,
+        # Given the context, so that Jinja does not evaluate it for constant text when it compiles the template.
+        "here": jinja2.pass_context(lambda context, text: with_program(text)),
         "number": lambda value, form: or_dash(form.format)(value),
     }
     return environment

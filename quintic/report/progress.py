@@ -5,6 +5,7 @@ It measures only the time of this process; all other numbers come from the recor
 
 import contextlib
 import errno
+import os
 import sys
 import threading
 import time
@@ -24,6 +25,8 @@ _LEAST_SECONDS = 1.0
 _LONG_SECONDS = 2.0
 
 _SEPARATOR = " · "
+
+_STOPPING = "stopping when this step is made and saved; Ctrl-C again stops at once, without it"
 
 
 class Progress:
@@ -59,6 +62,7 @@ class Progress:
         self._train: Mapping[str, Any] = {}
         self._evaluation: Mapping[str, Any] = {}
         self._busy: str | None = None
+        self._is_stopping = False
         # Seconds that each activity took the last time.
         self._waits: dict[str, float] = {}
         # The display is drawn by another thread, which must not see an incomplete update.
@@ -87,6 +91,13 @@ class Progress:
         else:
             console = self._live.console
             self._write(lambda: console.print(text, markup=False, highlight=False))
+
+    def stopping(self) -> None:
+        """Show that Ctrl-C was heard; may be called by a signal handler."""
+        self._is_stopping = True  # the drawing thread shows it
+        if self._live is None:
+            with contextlib.suppress(OSError, ValueError):  # an output without a descriptor
+                os.write(self._output.fileno(), f"\n{_STOPPING}\n".encode())
 
     def _write(self, write: Callable[[], object]) -> None:
         """Write, and ignore the error of a closed terminal: SIGHUP ends the run, which is saved first."""
@@ -199,6 +210,8 @@ class Progress:
             # Of equal priorities the later one is left out first.
             while len(figures) > 1 and len(_line(figures)) > width:
                 figures.pop(max(range(len(figures)), key=lambda place: (figures[place][0], place)))
+            if self._is_stopping:
+                figures = [(0, _STOPPING)]
             line = Text(_line(figures), style="dim", no_wrap=True, overflow="ellipsis")
         return Group(bar, line)
 

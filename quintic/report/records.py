@@ -24,6 +24,7 @@ _NUMBERS_BY_NAME = (
     "accuracy",
     "epochs",
 )
+_LISTS = ("document_nats", "document_bytes")
 _MAPPINGS = ("config", "machine", "versions", "git", "model", "data", "track")
 _STEPPED_KINDS = ("train", "eval", "core", "sample", "resume", "rollback")
 
@@ -64,6 +65,8 @@ def wrong_in(record: Mapping[str, Any], line: bytes) -> str | None:
             return f'"{name}" does not hold numbers by name'
         if name in _MAPPINGS and not isinstance(value, Mapping):
             return f'"{name}" does not hold values by name'
+        if name in _LISTS and not (isinstance(value, list) and all(map(_is_entry, value))):
+            return f'"{name}" is not a list of numbers'
         if name == "missing" and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             return '"missing" is not a list of texts'
         if name == "samples" and not (isinstance(value, list) and all(isinstance(item, Mapping) for item in value)):

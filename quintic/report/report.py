@@ -11,7 +11,7 @@ from typing import Any
 
 from quintic.durable import json_object
 from quintic.report.charts import MAX_POINTS, Chart, Curve, curve_of, line_chart, upper_edge
-from quintic.report.formatting import date, duration, finite, flatten, humanize, large_number, or_dash
+from quintic.report.formatting import date, duration, finite, flatten, humanize, large_number, or_dash, value_text
 from quintic.report.history import SOURCE_FILE, RunHistory
 from quintic.report.page import learning_axes, write_page
 from quintic.report.speed import about_speed
@@ -58,6 +58,8 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
     tables = [(title, run[key]) for title, key in _SETUP_TABLES if isinstance(run.get(key), Mapping) and run[key]]
     if len(history.final.get("epochs") or {}) > 1:
         tables.insert(1, ("Times that each text was read", history.final["epochs"]))
+    for step, changed in history.changes:
+        tables.append((f"Machine from step {step:,} on", {name: new for name, (_, new) in changed.items()}))
     git = run.get("git") or {}
     write_page(
         path,
@@ -79,6 +81,8 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
         setup=[(title, [(humanize(key), value) for key, value in flatten(values)]) for title, values in tables],
         config=list(flatten(run.get("config") or {})),
         typed=run.get("command"),
+        continued=[(record["step"], record["command"]) for record in history.resumed if record.get("command")],
+        changes=_changes(history),
         repeat=history.repeat,
         ranks=history.ranks,
         sources=_sources(folder),
@@ -120,10 +124,24 @@ def _status(history: RunHistory) -> str:
         parts.append(f"not finished: step {last:,}" + (f" of {total:,}" if total else ""))
     if history.resumed_at:
         parts.append("continued from step " + ", ".join(f"{step:,}" for step in history.resumed_at))
+    parts += [f"from step {step:,} on with {changes}" for step, changes in _changes(history)]
     for record in history.lengthened:
         lengths = f"from {record.get('steps_before') or 0:,} to {record['total_steps']:,} steps"
         parts.append(f"made longer after step {record['step']:,}, {lengths}")
     return (text := "; ".join(parts))[0].upper() + text[1:] + "."
+
+
+def _changes(history: RunHistory) -> list[tuple[int, str]]:
+    """Return each resumption with other settings: its step, and the settings in words."""
+    return [
+        (
+            step,
+            ", ".join(
+                f"{humanize(name)} {value_text(new)} (before: {value_text(old)})" for name, (old, new) in of.items()
+            ),
+        )
+        for step, of in history.changes
+    ]
 
 
 def _headline(history: RunHistory) -> dict[str, Any]:

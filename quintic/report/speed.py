@@ -1,14 +1,17 @@
-"""`about_speed` returns the speed of a run for its page: tokens per second, and how a step's time is divided."""
+"""The speed of a run for its page, and whether the speeds of two runs differ by more than their optimizers explain."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quintic.report.charts import curve_of, line_chart
 from quintic.report.formatting import finite
 from quintic.report.history import RunHistory
 
-__all__ = ["about_speed"]
+__all__ = ["about_speed", "unequal_speed"]
+
+# Forward and backward passes of the same model differ by less than this on a machine that does nothing else.
+_MOST_UNEQUAL = 1.5
 
 _PHASES = (
     ("data", "waiting for data"),
@@ -30,6 +33,31 @@ def about_speed(history: RunHistory) -> dict[str, Any]:
         "step": statistics.median(times) if times else None,
         "steady": _steady(history),
     }
+
+
+def unequal_speed(runs: Sequence[RunHistory]) -> float | None:
+    """Return how many times as long the slowest run's forward and backward passes took as the fastest one's.
+
+    The passes do not depend on the optimizer. If the same model needs much longer for them, something else slowed it,
+    such as other programs, and the runs' times cannot be compared.
+
+    Returns:
+        The ratio if it is above 1.5; None if it is less, the models differ, or the passes were not timed.
+    """
+    if len({(history.run.get("model") or {}).get("flops_per_token") for history in runs}) > 1:
+        return None
+    seconds = []
+    for history in runs:
+        timed = [record for record in history.train if _is_timed(record) and finite(record.get("tokens"))]
+        passes = [finite(record["times_ms"].get("forward_backward")) for record in timed]
+        if not timed or None in passes:
+            return None
+        # The first step of a compiled run takes long for another reason.
+        usual = passes[1:] or passes
+        tokens_per_step = timed[-1]["tokens"] / timed[-1]["step"]
+        seconds.append(statistics.mean(value for value in usual if value is not None) / tokens_per_step)
+    ratio = max(seconds) / min(seconds) if min(seconds) > 0 else 1.0
+    return ratio if ratio > _MOST_UNEQUAL else None
 
 
 def _steady(history: RunHistory) -> dict[str, float | None] | None:

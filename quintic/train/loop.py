@@ -31,7 +31,7 @@ from quintic.streams import say
 from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint, set_aside_later
 from quintic.train.config import Config, OptimConfig, RunConfig
 from quintic.train.distributed import SINGLE_PROCESS, Ranks, check_gpus
-from quintic.train.hardware import choose_hardware, compile_seconds
+from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts
 from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
 from quintic.train.recipe import scale_lines
@@ -137,14 +137,15 @@ def train(
             say(f"{run_dir / METRICS_FILE} is missing: a new log starts here, without the steps up to {run.step}")
         log = held.enter_context(ranks.run_on_all(lambda: _open_log(run, run.step if resume else None)))
         progress = held.enter_context(Progress(run.total, start_step=run.step))
-        stop_requests = held.enter_context(StopRequests())
+        stop_requests = held.enter_context(StopRequests(progress.stopping))
         # A new log starts with the run's facts; each resumption adds a record, and its source if that has changed.
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         if checkpoint is None or not has_log:
             log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
         if checkpoint is not None:
             lengths = {} if longer_than is None else {"steps_before": longer_than, "total_steps": run.total}
-            log.write("resume", step=run.step, time=now, **lengths)
+            facts = {"command": command, "machine": machine_facts(hardware), "ranks": ranks.size}
+            log.write("resume", step=run.step, time=now, **facts, **lengths)
             if ranks.from_rank0(lambda: keep_source(run_dir, run.step)):
                 progress.message("The source of quintic has changed since the run was stopped; its folder keeps both")
         try:

@@ -323,13 +323,12 @@ def scale_lines(config: Config, *, vocab_size: int, data_ranks: int = 1) -> list
     batch_is_given = config.schedule.batch_tokens is not None
     config = with_batch(config, scale)
     schedule, sizes, parts = config.schedule, model.config, model.num_parameters()
-    by_part = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in parts.items())
+    names = {name: name.replace("_", " ") for name in parts} | {"scalars": "scalars outside the blocks"}
+    by_part = ", ".join(f"{names[name]} {count:,}" for name, count in parts.items())
     total_tokens, per_token = scale.steps * scale.batch_tokens, model.flops_per_token()
     per_parameter = total_tokens / _scaling_parameters(model)
     (option, value), *others = _lengths(schedule)
-    unused = " and ".join(f"{other} {number:g}" for other, number in others)
-    if others:
-        unused = f"; {unused} {'do' if len(others) > 1 else 'does'} not decide it"
+    unused = f", not by {' or '.join(f'{other} {number:g}' for other, number in others)}" if others else ""
     rows = micro_batch_rows(config, data_ranks)
     passes = scale.batch_tokens // (rows * sizes.seq_len * data_ranks)
     rates: dict[str, float] = {}
@@ -351,7 +350,7 @@ def scale_lines(config: Config, *, vocab_size: int, data_ranks: int = 1) -> list
     return [
         f"Model: depth {sizes.depth}, width {sizes.width}, {heads}, {sum(parts.values()):,} parameters: {by_part}",
         f"Operations: {per_token:,} per token forward and backward, {per_token * total_tokens:.4g} in all{of_rows}",
-        f"Length: {steps}, {total_tokens:,} tokens ({per_parameter:.3g} per scaling parameter), "
+        f"Length: {steps}, {total_tokens:,} tokens ({per_parameter:.3g} per parameter of blocks and head), "
         f"by {option} {value:{'g' if isinstance(value, float) else ','}}{unused}",
         f"Batch: {scale.batch_tokens:,} tokens ({'given' if batch_is_given else 'automatic'}), in {passes:,} "
         f"{'pass' if passes == 1 else 'passes'} of {rows} x {sizes.seq_len:,}"

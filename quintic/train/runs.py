@@ -26,8 +26,8 @@ from datetime import datetime
 from pathlib import Path
 
 from quintic.durable import json_object, lock, new_folder, write_atomically
-from quintic.errors import ConfigError
-from quintic.report.history import METRICS_FILE
+from quintic.errors import ConfigError, QuinticError
+from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.config import BaseRunConfig, Config
 from quintic.train.saved_config import from_dict, load_config, to_dict
 from quintic.train.saving.source import source_files
@@ -41,7 +41,9 @@ __all__ = [
     "discard_unstarted",
     "find_comparison",
     "find_run",
+    "is_finished",
     "lock_run",
+    "newest_unfinished",
     "run_folder",
     "save_comparison",
     "wandb_id",
@@ -204,6 +206,29 @@ def find_run(runs_dir: Path, name: str | None, *, allow_speedrun: bool = False) 
     if not started:
         raise ConfigError(f"{runs_dir} holds no run yet; start one with: quintic train")
     return max(started, key=started.__getitem__)
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether a run has been trained and scored, and has written its samples, to its end.
+
+    Raises:
+        DataError: its log is damaged.
+    """
+    if not (folder / METRICS_FILE).is_file():
+        return False
+    kinds = [record.get("kind") for record in read_metrics(folder / METRICS_FILE)]
+    wanted = {"sample", "core"} if load_config(folder / CONFIG_FILE).run.core is not None else {"sample"}
+    return "final" in kinds and wanted <= set(kinds[kinds.index("final") :])
+
+
+def newest_unfinished(runs_dir: Path) -> Path | None:
+    """Return the folder of the run started last that is not finished, if there is one and its log can be read."""
+    folders = [path.parent for path in runs_dir.glob(f"*/{CONFIG_FILE}") if not path.parent.name.startswith(".")]
+    for folder in sorted(folders, key=_started, reverse=True):
+        with contextlib.suppress(QuinticError):
+            if not is_finished(folder):
+                return folder
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,10 +142,14 @@ def check_longer(steps: int, before: int | None) -> None:
 # Options that the command always has, also at their defaults: they describe the run to a reader, and defaults may
 # change in later versions.
 _ALWAYS = frozenset(
-    {"data", "vocab_size", "depth", "head_dim", "seq_len", "optimizer", "muon_lr", "embedding_lr", "head_lr",
-     "scalar_lr", "weight_decay", "steps", "batch_tokens", "rows", "seed", "device", "dtype", "attention", "compile",
-     "threads"}
+    {"data", "vocab_size", "depth", "head_dim", "seq_len", "optimizer", "embedding_lr", "scalar_lr", "steps",
+     "batch_tokens", "rows", "seed", "device", "dtype", "attention", "compile", "threads"}
 )  # fmt: skip
+# The options of the matrices and the head under each optimizer; the command always has the set that the run uses.
+_OF_OPTIMIZER = {
+    "muon": frozenset({"muon_lr", "head_lr", "weight_decay"}),
+    "adamw": frozenset({"adamw_lr", "adamw_head_lr", "adamw_weight_decay"}),
+}
 # Options that the command never has, because they do not affect the result.
 _NEVER = frozenset({"run", "runs_dir", "verify", "tensorboard", "wandb"})
 
@@ -160,13 +164,14 @@ def repeat_command(config: Config, *, steps: int, **chosen: Any) -> str:
     """
     # The preset "cpu" has the defaults of the dataclasses, from which the options below are the differences.
     words = ["quintic", "train", "--preset", "cpu"]
+    always = _ALWAYS | _OF_OPTIMIZER[config.optim.optimizer]
     for section in dataclasses.fields(Config):
         values, defaults = getattr(config, section.name), getattr(Config(), section.name)
         for f in dataclasses.fields(values):
             value = {"steps": steps, **chosen}.get(f.name, getattr(values, f.name))
             # --recipe changes the defaults of these sections, so write their values out.
             by_recipe = config.optim.recipe != "quintic" and section.name in ("model", "optim", "schedule")
-            may_stay_out = f.name not in _ALWAYS and not by_recipe
+            may_stay_out = f.name not in always and not by_recipe
             if f.name in _NEVER or (may_stay_out and value == getattr(defaults, f.name)):
                 continue
             option = "--" + f.name.replace("_", "-")

@@ -21,7 +21,7 @@ from quintic.eval.baselines import reference_scores
 from quintic.eval.core import CoreScore, core_score, core_sums
 from quintic.eval.core_tasks import load_core
 from quintic.eval.generate import GENERAL_PROMPTS, default_prompts, sample_text
-from quintic.eval.score import Score, bits_per_byte, document_sums, score_from_sums
+from quintic.eval.score import Score, bits_per_byte, document_groups, document_sums, score_from_sums
 from quintic.kernels.attention.attention import needs_document_starts
 from quintic.model.fp8 import fp8_lines
 from quintic.model.gpt import GPT
@@ -269,7 +269,8 @@ class Trainer:
             self.hardware.device,
             num_documents=self.dataset.split("val").num_documents,
         )
-        self.score = score_from_sums(self.parallelism.total(sums.cpu()))
+        sums = self.parallelism.total(sums.cpu())
+        self.score = score_from_sums(sums)
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -277,6 +278,7 @@ class Trainer:
             "loss": self.score.loss,
             "bpb": self.score.bpb,
             "bpb_stderr": self.score.bpb_stderr,
+            **(document_groups(sums) if self.step == self.total else {}),
         }
 
     def answer_core(self) -> CoreScore:

@@ -28,7 +28,8 @@ from quintic.train.trainer import Trainer
 def test_both_runs_start_alike_and_see_the_same_text(
     tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_drawings: None
 ) -> None:
-    found = compare(*variants(tiny_config(tiny_dataset, tmp_path, run="c")), tiny_dataset, command="quintic compare")
+    config = tiny_config(tiny_dataset, tmp_path, run="c", eval_tokens=4096)  # several documents
+    found = compare(*variants(config), tiny_dataset, command="quintic compare")
     adamw, muon = (load_config(tmp_path / f"c-{kind}" / "config.json") for kind in ("adamw", "muon"))
     assert changed_fields(adamw, muon).keys() == {"optim.optimizer", "run.run"}
     histories = [RunHistory.load(tmp_path / f"c-{kind}") for kind in ("adamw", "muon")]
@@ -37,6 +38,17 @@ def test_both_runs_start_alike_and_see_the_same_text(
     assert first[0] == first[1]
     assert last[0] != last[1]
     assert found.endswith(f"report: {tmp_path / 'c.html'}")
+    # The difference of the last scores, document by document.
+    scores = [history.evals[-1] for history in histories]
+    told = re.search(r"Muon ended (\S+) bits per byte (below|above) AdamW, ± (\S+) over the documents", found)
+    assert told is not None
+    difference = scores[1]["bpb"] - scores[0]["bpb"]
+    assert (float(told[1]), told[2]) == (
+        pytest.approx(abs(difference), abs=1e-4),
+        "below" if difference < 0 else "above",
+    )
+    assert 0 < float(told[3]) < sum(score["bpb_stderr"] for score in scores)
+    assert "This is one seed." in found
     page = (tmp_path / "c.html").read_text(encoding="utf-8")
     assert "AdamW" in page
     assert "Muon" in page

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +14,11 @@ import termios
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_runs import error_of
 
 from quintic.cli import main
-from quintic.report.history import RunHistory
+from quintic.report.history import METRICS_FILE, RunHistory
 
 pytestmark = pytest.mark.usefixtures("same_threads")
 
@@ -57,7 +59,15 @@ def test_a_kept_step_can_be_taken(trained: Path, tmp_path: Path, capsys: pytest.
         assert main(["export", "run", *runs, "--step", str(step), "--out", str(tmp_path / str(step))]) == 0
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("4", "6")]
     assert weights[0] != weights[1]
+    # The run may have been stopped, or be going on: each command says so.
+    unfinished = tmp_path / "runs" / "run"
+    shutil.copytree(trained, unfinished)
+    log = unfinished / METRICS_FILE
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"kind":"final"' not in line))
     for command in ("sample", "eval", "export"):
+        capsys.readouterr()
+        assert main([command, "--runs-dir", str(unfinished.parent), "--step", "4"]) == 0
+        assert capsys.readouterr().err == f"Model: {unfinished} after step 4 of 6 (the run is not finished)\n"
         assert error_of(capsys, command, *runs, "--step", "3") == (
             f"--step 3: {trained} has no checkpoint of that step; it has kept 4, 6"
         )
@@ -73,7 +83,7 @@ def test_lines_of_a_pipe_are_prompts(
     assert main([*options, "--interactive"]) == 0
     found = capsys.readouterr()
     assert found.out == expected
-    assert found.err == ""
+    assert found.err == f"Model: {trained} after step 6 of 6 (the run is finished)\n"
     read_from(monkeypatch, b"")
     assert main([*options, "--interactive"]) == 0
     assert capsys.readouterr().out == ""
@@ -182,3 +192,13 @@ def test_a_terminal_is_asked_until_ctrl_d(trained: Path) -> None:
         process.wait()
         os.close(ours)
         os.close(theirs)
+
+
+def test_threads_can_be_chosen(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = ["--runs-dir", str(trained.parent), "--tokens", "2"]
+    for command in ("sample", "eval"):
+        for threads in (2, 1):
+            torch.set_num_threads(3 - threads)
+            assert main([command, *runs, "--threads", str(threads)]) == 0
+            assert torch.get_num_threads() == threads
+        assert error_of(capsys, command, *runs, "--threads", "0") == "--threads 0: must be at least 1"

@@ -271,3 +271,13 @@ def test_scripts_modules_and_targets_exist(page):
         source = (ROOT / script).read_text("utf-8")
         for option in re.findall(r"--[\w-]+", rest):
             assert f'"{option}"' in source, f"{name(page)}: {script} {option}"
+
+
+def test_no_page_has_marks_of_an_unfinished_merge():
+    marked = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in [*MANUAL, ROOT / "CHANGELOG.md"]
+        for number, line in enumerate(page.read_text("utf-8").splitlines(), 1)
+        if line.startswith(("<<<<<<< ", ">>>>>>> ")) or line == "======="
+    ]
+    assert marked == []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quintic.data.loader import Batch
-from quintic.eval.score import Score, bits_per_byte, document_sums, score_from_sums
+from quintic.eval.score import Score, bits_per_byte, document_groups, document_sums, score_from_sums
 
 CPU = torch.device("cpu")
 TOKEN_BYTES = np.array([0, 1, 2, 3, 7], dtype=np.int32)  # token 0 starts a document
@@ -127,3 +127,15 @@ def test_nothing_to_score() -> None:
 def test_a_byte_at_a_loss_of_ln_2_costs_one_bit() -> None:
     assert bits_per_byte(math.log(2), 1) == 1.0
     assert bits_per_byte(8 * math.log(2), 4) == 2.0
+
+
+def test_groups_of_documents_hold_the_sums_of_all() -> None:
+    # (documents, nats, bytes and tokens); one without scored tokens is left out.
+    sums = torch.tensor([[3.0, 10, 2], [0.0, 0, 0], [1.5, 4, 1]], dtype=torch.float64)
+    assert document_groups(sums) == {"document_nats": [3.0, 1.5], "document_bytes": [10, 4]}
+    many = torch.rand((1000, 3), dtype=torch.float64).mul(100).ceil()
+    groups = document_groups(many)
+    assert len(groups["document_nats"]) == len(groups["document_bytes"]) == 256
+    assert sum(groups["document_nats"]) == pytest.approx(float(many[:, 0].sum()))
+    assert groups["document_bytes"][0] == many[:4, 1].sum()  # neighbours
+    assert sum(groups["document_bytes"]) == many[:, 1].sum()

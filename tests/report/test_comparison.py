@@ -57,6 +57,10 @@ def test_comparison_figures_by_hand(tmp_path: Path) -> None:
         "percent_of_seconds": 37.5,
         "steps_by_run": [150.0],
         "sentence": "Muon reached AdamW's final validation loss after 150 of 400 steps (37.5 %)",
+        "difference": None,
+        "difference_stderr": None,
+        "ended": None,
+        "unequal_speed": None,
     }
     assert candidates["slow"] == {
         "steps_to_baseline_loss": None,
@@ -65,6 +69,10 @@ def test_comparison_figures_by_hand(tmp_path: Path) -> None:
         "percent_of_seconds": None,
         "steps_by_run": [None],
         "sentence": "slow never reached AdamW's final validation loss in its 500 steps",
+        "difference": None,
+        "difference_stderr": None,
+        "ended": None,
+        "unequal_speed": None,
     }
     assert candidates["early"]["steps_to_baseline_loss"] == 80.0
     assert (candidates["exact"]["steps_to_baseline_loss"], candidates["exact"]["percent_of_steps"]) == (600.0, 150.0)
@@ -80,6 +88,77 @@ def test_comparison_figures_by_hand(tmp_path: Path) -> None:
         assert words in page.text, words
     assert "run.seed" not in page.text
     assert " seed " not in page.text[page.text.index("Settings in which they differ") :]
+
+
+def write_documents(folder: Path, bits: list[float], num_bytes: list[int], *, seed: int = 0) -> Path:
+    """A run whose last evaluation has the bits of each document."""
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        log.write("run", name=folder.name, config={"run": {"seed": seed}})
+        bpb = sum(bits) / sum(num_bytes)
+        nats = [value * math.log(2) for value in bits]
+        log.write("eval", step=10, loss=bpb, bpb=bpb, bpb_stderr=0.5, document_nats=nats, document_bytes=num_bytes)
+    return folder
+
+
+@pytest.mark.usefixtures("no_drawings")
+def test_the_difference_of_two_runs_is_surer_than_each(tmp_path: Path) -> None:
+    # Documents of 100 bytes that cost 100 to 300 bits, and in the other run 9 to 11 fewer.
+    first = write_documents(tmp_path / "a", [100.0, 200.0, 300.0], [100, 100, 100])
+    other = write_documents(tmp_path / "b", [91.0, 190.0, 289.0], [100, 100, 100])
+    found = write_comparison({"a": first, "b": other}, tmp_path / "page.html", title="")["candidates"]["b"]
+    # The mean is 10 of 100, and sqrt(3 / 2 * (1 + 0 + 1)) / 300 its error; each run's own error is 0.5.
+    assert found["difference"] == pytest.approx(-0.1, abs=1e-9)
+    assert found["difference_stderr"] == pytest.approx(math.sqrt(3) / 300)
+    words = "b ended 0.1000 bits per byte below a, ± 0.0058 over the documents, which both were scored on"
+    assert found["ended"] == words
+    text = read(tmp_path / "page.html").text
+    assert words in text
+    assert "What another seed would change is not in it." in text
+    # Other documents, or a document without a finite loss: nothing is said.
+    for number, (bits, sizes) in enumerate((([91.0, 479.0], [100, 200]), ([91.0, math.nan, 289.0], [100, 100, 100]))):
+        changed = write_documents(tmp_path / f"c{number}", bits, sizes)
+        records = read_metrics(changed / "metrics.jsonl")
+        records[1] |= {"loss": 1.9, "bpb": 1.9}
+        (changed / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        found = write_comparison({"a": first, "c": changed}, tmp_path / "page.html", title="")["candidates"]["c"]
+        assert found["ended"] is None
+    assert "by how much, the logs of these runs do not tell" in read(tmp_path / "page.html").text
+
+
+@pytest.mark.usefixtures("no_drawings")
+def test_the_difference_of_several_seeds_is_that_of_pairs(tmp_path: Path) -> None:
+    def arm(name: str, ends: dict[int, float]) -> list[Path]:
+        return [write_documents(tmp_path / f"{name}{seed}", [end], [1], seed=seed) for seed, end in ends.items()]
+
+    # Differences of the seeds: -0.25, -0.5 and -0.75, in whatever order the runs are named.
+    arms = {"a": arm("a", {0: 1.0, 1: 2.0, 2: 3.0}), "b": arm("b", {2: 2.25, 1: 1.5, 0: 0.75})}
+    found = write_comparison(arms, tmp_path / "page.html", title="")["candidates"]["b"]
+    assert (found["difference"], found["difference_stderr"]) == (-0.5, pytest.approx(0.25 / math.sqrt(3)))
+    assert found["ended"] == "b ended 0.5000 bits per byte below a, ± 0.1443 over 3 seeds"
+    assert "What another seed" not in read(tmp_path / "page.html").text
+    others = {"a": arms["a"], "c": arm("c", {0: 1.0, 1: 2.0, 7: 3.0})}
+    assert write_comparison(others, tmp_path / "page.html", title="")["candidates"]["c"]["ended"] is None
+
+
+@pytest.mark.usefixtures("no_drawings")
+@pytest.mark.parametrize(("slower", "flops", "is_said"), [(2.6, 1, True), (1.3, 1, False), (2.6, 2, False)])
+def test_times_of_a_slowed_run_are_not_compared(slower: float, flops: int, is_said: bool, tmp_path: Path) -> None:
+    runs = {}
+    for name, factor, operations in (("a", slower, 1), ("b", 1.0, flops)):
+        runs[name] = tmp_path / name
+        with MetricsLog(runs[name] / "metrics.jsonl") as log:
+            log.write("run", model={"flops_per_token": operations})
+            # The optimizer may take any time, and the first step as well.
+            for step in range(1, 5):
+                passes = 5000.0 if step == 1 and name == "b" else 100.0 * factor
+                times = {"data": 0.0, "forward_backward": passes, "optimizer": 1.0 if name == "a" else 90.0}
+                log.write("train", step=step, tokens=64 * step, seconds=step * factor, loss=2.0, times_ms=times)
+            log.write("eval", step=4, seconds=4 * factor, loss=2.0, bpb=1.0)
+    found = write_comparison(runs, tmp_path / "page.html", title="")["candidates"]["b"]
+    assert found["unequal_speed"] == (pytest.approx(slower) if is_said else None)
+    text = read(tmp_path / "page.html").text
+    assert ("Their times cannot be compared: the forward and backward passes" in text) is is_said
+    assert ("and after 4 s of training" in text) is not is_said
 
 
 @pytest.mark.usefixtures("no_drawings")
@@ -294,7 +373,7 @@ def test_one_run_each_shows_the_error_over_documents(tmp_path: Path) -> None:
         "standard error over documents (bits per byte) 0.1250 0.1250",
         "Each is one run.",
         "a, b: not finished; shown is the last evaluation so far.",
-        "This was typed: quintic train --run a quintic train --run b",
+        "It was started with: quintic train --run a quintic train --run b",
         "a quintic train --depth 1 --run a",
         "b torchrun --standalone --nproc-per-node=2 -m quintic train --depth 1 --run b",
     ):

@@ -200,6 +200,16 @@ def test_a_real_terminal_gets_the_live_display(monkeypatch: pytest.MonkeyPatch) 
     assert "50.0 %" in screen(text)
 
 
+def test_the_display_shows_that_ctrl_c_was_heard() -> None:
+    progress, output = live()
+    with progress:
+        progress.train(record(1))
+        progress.stopping()
+    text = screen(output.getvalue())
+    assert text.rstrip().endswith("stopping when this step is made and saved; Ctrl-C again stops at once, without it")
+    assert "step 1/1,000" in text
+
+
 def test_a_dumb_terminal_gets_plain_lines() -> None:
     from rich.console import Console
 

@@ -73,6 +73,7 @@ def write_log(folder: Path, records: list[Any]) -> Path:
         (4, {"samples": {"prompt": "a"}}, '"samples" is not a list of samples'),
         (4, {"samples": ["a"]}, '"samples" is not a list of samples'),
         (4, {"missing": ["a", 1]}, '"missing" is not a list of texts'),
+        (4, {"document_nats": [1.5, "a"]}, '"document_nats" is not a list of numbers'),
         (4, {"centred": {"copa": "a"}}, '"centred" does not hold numbers by name'),
         (5, {"step": None}, 'it has no "step"'),
         (7, {"step": None}, 'it has no "step"'),

@@ -29,7 +29,8 @@ def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
         "small run Started 2026-03-04 at 12:30 UTC; finished after 40 steps.",
         "1.414 bits per byte on the validation text",
         "xz -9 , a strong general-purpose compressor, needs 2.10 bits for each byte of the same text, this model 1.41.",
-        "guesses each byte from the one before it, needs 3.33. The text has 10 million bytes.",
+        "guesses each byte from the one before it, needs 3.33.",
+        "10 million bytes of the text were scored: whole batches, which may leave out its end.",
         "25.3 million parameters",
         "40,000 tokens read",
         "20 min of training",
@@ -72,6 +73,21 @@ def test_an_unfinished_run_says_so_and_uses_what_there_is(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("no_drawings")
+def test_commands_on_a_page_can_be_typed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quintic.launch.program", lambda: ".venv/bin/quintic")
+    write_run(tmp_path, steps=20, final=False)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write(
+            "run", command="quintic train --depth 6", repeat="torchrun -m quintic train && quintic train --resume"
+        )
+    text = read(write_report(tmp_path)).text
+    assert "It was started with this: .venv/bin/quintic train --depth 6" in text
+    assert "torchrun -m quintic train && .venv/bin/quintic train --resume" in text
+    write_comparison({"a": tmp_path, "b": tmp_path}, tmp_path / "page.html", title="")
+    assert ".venv/bin/quintic compare --seeds 3" in read(tmp_path / "page.html").text
+
+
+@pytest.mark.usefixtures("no_drawings")
 def test_a_resumed_run_names_the_step(tmp_path: Path) -> None:
     write_run(tmp_path, steps=20)
     with MetricsLog(tmp_path / "metrics.jsonl", resume_step=10) as log:
@@ -79,6 +95,39 @@ def test_a_resumed_run_names_the_step(tmp_path: Path) -> None:
         log.write("train", step=11, loss=2.0)
     page = read(write_report(tmp_path))
     assert "Started 2026-03-04 at 12:30 UTC; not finished: step 11 of 20; continued from step 10." in page.text
+
+
+@pytest.mark.usefixtures("no_drawings")
+def test_a_run_continued_with_other_settings_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=20, final=False)
+    unchanged = "makes the same run wherever it is typed"
+    last_digit = "give the same numbers to the last digit"
+
+    def resumed(step: int, cores: int) -> str:
+        with MetricsLog(tmp_path / "metrics.jsonl", resume_step=step) as log:
+            command = f"quintic train --resume --cores {cores}"
+            machine = {"device": "CPU", "cores": cores, "memory_gb": 1.0}
+            log.write("resume", step=step, command=command, machine=machine, ranks=1)
+            log.write("train", step=step + 1, loss=2.0)
+        return read(write_report(tmp_path)).text
+
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write("run", command="quintic train", repeat="quintic train --all", machine={"device": "CPU", "cores": 2})
+    text = resumed(10, 2)
+    assert (
+        "It was started with this: quintic train And continued after step 10 with: quintic train --resume --cores 2"
+        in text
+    )
+    assert unchanged in text
+    assert last_digit in text
+    text = resumed(15, 1)
+    assert "; from step 15 on with processor cores 1 (before: 2)." in text
+    assert "Machine from step 15 on processor cores 1" in text
+    assert "This one was continued with others: from step 15 on processor cores 1 (before: 2)." in text
+    assert unchanged not in text
+    assert last_digit not in text
+    text = resumed(18, 1)  # as before
+    assert text.count("processor cores 1 (before: 2)") == 2
 
 
 def test_a_single_evaluation_and_nothing_else(tmp_path: Path) -> None:
@@ -290,7 +339,7 @@ def test_the_command_starts_as_many_ranks_as_the_run_had(
         log.write("final", step=1, loss=2.0625, bpb=1.5, tokens_per_second=100.0, mfu=0.5)
     page = read(write_report(tmp_path))
     assert command in page.words
-    assert ("This was typed, behind torchrun and its options:" in page.text) == (ranks == 8)
+    assert ("It was started with this, behind torchrun and its options:" in page.text) == (ranks == 8)
     assert device in page.text
     assert ("this machine multiplied" if (ranks or 1) == 1 else "each device multiplied") in page.text
     assert (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 import types
 import typing
@@ -203,3 +204,22 @@ def test_the_command_that_repeats_a_run_has_its_configuration(
     chosen = {name: getattr(config.run, name) for name in ("device", "dtype", "attention", "compile", "threads")}
     command = repeat_command(config, steps=40, **chosen)
     assert training_options(shlex.split(command)[2:], "train").config == config
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "used", "unused"),
+    [
+        ("muon", "--muon-lr 0.03 --head-lr 0.006 --weight-decay 0.3", "--adamw"),
+        (
+            "adamw",
+            "--adamw-lr 0.003 --adamw-head-lr 0.01 --adamw-weight-decay 0.1",
+            "--muon-lr|--head-lr| --weight-decay",
+        ),
+    ],
+)
+def test_the_command_has_the_rates_of_its_optimizer(optimizer: str, used: str, unused: str) -> None:
+    command = repeat_command(Config(optim=OptimConfig(optimizer=optimizer)), steps=40)
+    words = re.findall(r"--\S+ [^-]\S*", used)
+    assert len(words) == 3
+    assert all(word in command for word in words)
+    assert not re.search(unused, command)

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from quintic.cli import main
 from quintic.data.dataset import Dataset
 from quintic.errors import CheckpointError
 from quintic.eval.core import CoreScore
+from quintic.launch import program
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config
@@ -164,6 +166,39 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(
     assert 1 < again["peak_memory_bytes"] <= final["peak_memory_bytes"]
 
 
+def test_plain_resume_leaves_a_finished_run_alone(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in mine.rglob("*")}
+    resume = ["train", "--resume", "--runs-dir", str(mine.parent)]
+    assert main([*resume, "--threads", "1"]) == 0
+    finished = (
+        f"{mine} is already finished, after step 6; to make it longer: {program()} train --resume --run run "
+        f"--runs-dir {mine.parent} --steps 12\n"
+    )
+    assert capsys.readouterr().out == finished
+    assert {path: path.stat().st_mtime_ns for path in mine.rglob("*")} == before
+    # An earlier run that was stopped is named; a run without samples is not finished either.
+    stopped = Path(shutil.copytree(mine, mine.parent / "stopped"))
+    os.utime(stopped / "config.json", (1, 1))
+    (stopped / "metrics.jsonl").write_text(
+        "".join(line for line in (mine / "metrics.jsonl").read_text().splitlines(True) if '"kind":"sample"' not in line)
+    )
+    assert main(resume) == 0
+    go_on = f"{program()} train --resume --run stopped --runs-dir {mine.parent}"
+    assert capsys.readouterr().out == f"{finished}{stopped} is not finished; to continue it: {go_on}\n"
+    # Options that ask for more are heard.
+    said: list[str] = []
+    monkeypatch.setattr("quintic.commands.train.train", lambda *args, **options: said.append("trained"))
+    monkeypatch.setattr("quintic.commands.train._print_result", lambda result: None)
+    assert main([*resume, "--steps", "8"]) == 0
+    assert main([*resume, "--run", "stopped"]) == 0
+    # A damaged checkpoint is mended by making its steps again.
+    (checkpoints(mine)[0] / "model.safetensors").write_bytes(b"")
+    assert main(resume) == 0
+    assert said == ["trained"] * 3
+
+
 @pytest.mark.slow
 def test_a_run_with_a_damaged_newest_checkpoint_resumes_from_the_one_before(
     whole: Path, tiny_dataset: Dataset, tmp_path: Path
@@ -230,12 +265,17 @@ def test_a_signal_saves_the_step_and_says_how_to_go_on(
     assert checkpoints(run_dir)[0].name == "step-000003"
     assert "not finished" in (run_dir / "report.html").read_text(encoding="utf-8")
     assert main(["train", "--resume", "--runs-dir", str(tmp_path / "my runs")]) == 0
+    history = RunHistory.load(run_dir)
+    assert [record["command"] for record in history.resumed] == [
+        f"quintic train --resume --runs-dir '{tmp_path / 'my runs'}'"
+    ]
+    assert history.changes == []
     assert final_weights(run_dir) == final_weights(whole)
     assert course(run_dir) == course(whole)
 
 
 def test_a_second_ctrl_c_stops_at_once(
-    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def twice() -> None:
         signal.raise_signal(signal.SIGINT)
@@ -243,7 +283,10 @@ def test_a_second_ctrl_c_stops_at_once(
 
     after_step(monkeypatch, 3, twice)
     assert main(["train", *tiny_options(tiny_dataset, tmp_path, run="run")]) == 130
-    assert capsys.readouterr().err == "\nquintic: stopped\n"
+    printed = capfd.readouterr()
+    assert printed.err == "\nquintic: stopped\n"
+    # The first one is answered at once, the step may take long.
+    assert printed.out.count("stopping when this step is made and saved; Ctrl-C again stops at once") == 1
     assert checkpoints(tmp_path / "run")[0].name == "step-000002"
 
 
