@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.common.results import made_by, table
 from benchmarks.roles.judgments import VERDICTS, Judgment, judged, verdict
+from quintic.grouping.doubts import EXCHANGED, PERHAPS_FUSED, UNTAKEN
 
 NOTES = """\
 Weights of at least two dimensions, without an example (decided by *names*, types and sizes) and with one. Models are
@@ -14,8 +15,8 @@ made from default configurations, narrower and with fewer layers, in evaluation 
 
 - **held-out**: families that were looked at only after the forward pass was final; the JSON file names their classes.
 - **algorithm, view, undecided**: in what the two differ. Each such weight was judged, by the model's source where its
-  purpose was in doubt (`benchmarks/roles/judgments.tsv`); where two answers are defensible, both count as right. A
-  weight on which both agree counts as right unless it was judged wrong.
+  purpose was in doubt (`benchmarks/roles/judgments.tsv`); where two answers are defensible, both count as right. Of
+  those on which both agree, heads, weights of few rows and doubted ones were judged as well; the rest counts as right.
 - **not seen**: the pass did not use the weight, as a vision tower without images, or its use says nothing.
 - **to AdamW, to Muon**: wrong ones, by what they get. **view**: Muon, but with other matrices than it should be.
 - **seconds**: for one call of `quintic.trace`, on a machine with other work.
@@ -40,6 +41,8 @@ def summary(library: str, rows: Sequence[dict[str, Any]], judgments: Sequence[Ju
     ran = [row for row in rows if "lines" in row]
     counts: Counter[str] = Counter()
     sides: dict[str, Counter[str]] = {side: Counter() for side in SIDES}
+    doubts: Counter[str] = Counter()
+    alarmed: set[str] = set()
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in ran:
         for line in row["lines"]:
@@ -51,6 +54,13 @@ def summary(library: str, rows: Sequence[dict[str, Any]], judgments: Sequence[Ju
             verdicts = {side: verdict(line[side], line, found) for side in SIDES}
             for side in SIDES:
                 sides[side][verdicts[side]] += number
+            is_doubted = any(doubt in line["why_names"] for doubt in (PERHAPS_FUSED, UNTAKEN, EXCHANGED))
+            if verdicts["names"] in ("to AdamW", "to Muon", "view"):
+                doubts["wrong"] += number
+                doubts["wrong, doubted"] += number * is_doubted
+            elif verdicts["names"] == "right" and is_doubted:
+                doubts["right, doubted"] += number
+                alarmed.add(row["class"])
             if line["role"] in UNSEEN and verdicts["example"] not in ("right", "not judged"):
                 sides["example"]["not seen"] += number
             if kind == "same" and set(verdicts.values()) == {"right"}:
@@ -68,6 +78,8 @@ def summary(library: str, rows: Sequence[dict[str, Any]], judgments: Sequence[Ju
         "ran": len(ran),
         **{name: counts[name] for name in ("weights", "same", "algorithm", "view", "undecided", "not seen")},
         "verdicts": {side: {name: sides[side][name] for name in (*VERDICTS, "not seen")} for side in SIDES},
+        "doubts": {name: doubts[name] for name in ("wrong", "wrong, doubted", "right, doubted")},
+        "classes, doubted though right": len(alarmed),
         "seconds": _spread(seconds),
         "lines": sorted(merged.values(), key=lambda one: -one["count"]),
     }
@@ -100,6 +112,17 @@ def page(result: dict[str, Any]) -> str:
         for side in SIDES
     ]
     lines += table(["library", "part", "decided by", *VERDICTS, "wrong where not seen"], rows)
+    lines += ["", "Doubts that `explain(model)` has without an example, which `param_groups` warns of:", ""]
+    heads = [
+        "library",
+        "part",
+        "wrong by names",
+        "of these doubted",
+        "silent",
+        "right, but doubted",
+        "classes with such",
+    ]
+    lines += table(heads, [_doubt_cells(library, part, one) for library, part, one in parts])
     for library, part, one in parts:
         if one["lines"]:
             lines += ["", f"## {library}, {part}", ""]
@@ -113,6 +136,12 @@ def _cells(library: str, part: str, one: dict[str, Any]) -> list[str]:
     seconds = one["seconds"]
     times = ", ".join(f"{seconds[name]:.2f}" for name in ("median", "p90", "most")) if seconds else "-"
     return [library, part, *(f"{one[name]:,}" for name in names), times]
+
+
+def _doubt_cells(library: str, part: str, one: dict[str, Any]) -> list[str]:
+    wrong, known, right = one["doubts"].values()
+    classes = f"{one['classes, doubted though right']} of {one['ran']}"
+    return [library, part, *(f"{number:,}" for number in (wrong, known, wrong - known, right)), classes]
 
 
 def _line_cells(line: dict[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """The sweep of models, with models of its own."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -148,6 +149,14 @@ def test_a_class_that_crashes_or_hangs_costs_itself_only(library: Callable[[floa
     assert (counts["tried"], counts["ran"], counts["weights"]) == (4, 2, 4)
     result = {"command": "c", "commit": "d", "versions": {}, "libraries": {"small": {"built": counts}}}
     text = page.page(json.loads(json.dumps(result)))
+    # The last layer, a head that names do not show, is doubted in both models, and nobody has judged it.
+    assert counts["doubts"] == {"wrong": 0, "wrong, doubted": 0, "right, doubted": 0}
+    judgment = judgments.Judgment("small", "*", "*@3x12", ("AdamW",), "a head")
+    counts = page.summary("small", list(rows.values()), [judgment])
+    assert counts["doubts"] == {"wrong": 2, "wrong, doubted": 2, "right, doubted": 0}
+    counts = page.summary("small", list(rows.values()), [dataclasses.replace(judgment, right=("Matrix",))])
+    assert counts["doubts"] == {"wrong": 0, "wrong, doubted": 0, "right, doubted": 2}
+    assert counts["classes, doubted though right"] == 2
     assert "| small | built | 4 | 2 | 4 |" in text
     assert {one["error"] for one in page.failures(list(rows.values()))} == {
         "the process ended with 3",
