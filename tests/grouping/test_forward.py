@@ -8,6 +8,7 @@ import types
 import numpy
 import pytest
 import torch
+from newer import needs_torch
 from torch import nn
 
 import quintic
@@ -421,6 +422,7 @@ def test_pieces_that_come_back_together_are_one_matrix(monkeypatch):
     assert found["a.weight"].view == quintic.Matrix()
 
 
+@needs_torch("2.9", "a mode that follows flex_attention")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_flexible_attention():
     attention = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention

@@ -271,3 +271,19 @@ def test_the_last_layer_of_a_diffusion_transformer_is_its_head():
         Split((8,) * 6),
         Split((8, 8)),
     }
+
+
+class DeltaNet(nn.Module):
+    """Linear attention with a number for each head and step, as in flash-linear-attention."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.num_heads = heads
+        self.a_proj, self.b_proj, self.g_proj = nn.Linear(16, 4), nn.Linear(16, 4), nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize(("package", "heads", "gates"), [("fla.layers", 4, 2), ("fla.layers", 8, 0), ("mine", 4, 0)])
+def test_gates_with_a_number_for_each_head(monkeypatch, package, heads, gates):
+    monkeypatch.setattr(DeltaNet, "__module__", package)
+    found = [one for one in assign(DeltaNet(heads)).values() if one.why == "gate: one number per head"]
+    assert [one.algorithm for one in found] == ["adamw"] * gates

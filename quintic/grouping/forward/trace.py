@@ -49,7 +49,7 @@ def trace(model: nn.Module, example: Any, *, call: Call | None = None) -> Roles:
     Args:
         model: any module; wrappers are looked through. Before it is sharded by tensor parallelism or cut into stages.
         example: the model's input: a tensor, a tuple of arguments, or a dictionary of named ones such as a batch of a
-            Hugging Face tokenizer. Only shapes and dtypes matter.
+            Hugging Face tokenizer. Shapes and dtypes matter, and the values of integers and masks.
         call: `call(model, example)` runs the pass, for a model with other methods than `forward`; it gets a copy of the
             model and the example without data.
 
@@ -58,7 +58,11 @@ def trace(model: nn.Module, example: Any, *, call: Call | None = None) -> Roles:
 
     Raises:
         TypeError: `model` is no module, or `call` cannot be called.
-        ValueError: the forward pass fails on tensors without data; the message has the error.
+        ValueError: the forward pass fails on tensors without data, as where it reads a value computed from weights; the
+            message has the error.
+
+    Ranks need not call it together. The method is a dataflow analysis of our own; `docs/how-to/parameter-groups.md` has
+    what it found in the models of libraries.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: trace needs the model itself, a torch.nn.Module")

@@ -15,7 +15,7 @@ from quintic.grouping.known.view import (
     size_of,
     split_of,
 )
-from quintic.grouping.uses import has_attribute
+from quintic.grouping.uses import attribute_of, has_attribute
 from quintic.optim.layout.views import Experts, Matrix, Rows, Split, View
 
 __all__ = ["TRANSFORMERS"]
@@ -123,7 +123,8 @@ def _expert(owner: nn.Module, _param: Tensor) -> View:
 
 
 def _gate_per_head(owner: nn.Module, param: Tensor) -> View | None:
-    if param.shape[0] != num_heads_of(owner):
+    names = ("num_heads", "num_v_heads", "num_attention_heads", "n_heads", "index_n_heads")
+    if param.shape[0] not in {attribute_of(owner, name) for name in names}:
         raise UnknownLayoutError  # as wide as the values, and a matrix
     return None
 
@@ -239,7 +240,13 @@ TRANSFORMERS: tuple[KnownView, ...] = (
         attributes=_MAMBA,
     ),
     KnownView("projection_in.weight", _focal, "queries, context, gates", attributes=("focal_level",)),
-    KnownView("g_proj.weight", _gate_per_head, "gate: one number per head", libraries=("transformers",)),
+    # Linear attention and indexers, often in kernels that a forward pass cannot look into.
+    *same_view_for(
+        "g_proj.weight a_proj.weight b_proj.weight bt_proj.weight f_proj.weight weights_proj.weight",
+        _gate_per_head,
+        "gate: one number per head",
+        libraries=("transformers", "fla"),
+    ),
     # Multi-head latent attention. Rows that go different ways are different matrices: the compressed rows are normed
     # and expanded, the rotary key is used as it is; expanded keys meet queries, expanded values do not.
     # Each parameter has two names: transformers' name, and the name in DeepSeek's own code and torchtitan.
