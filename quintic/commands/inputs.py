@@ -202,7 +202,7 @@ def trained_model(
         run: name of the run; None for the one started last.
         device: the device to compute on.
         step: step of the checkpoint (`--step`); None for the newest undamaged one.
-        threads: CPU threads; None for those of the run.
+        threads: CPU threads; None for the run's own number.
 
     Raises:
         QuinticError: there is no such run or checkpoint, or the run has neither its text nor a tokenizer.

@@ -61,8 +61,8 @@ def trace(model: nn.Module, example: Any, *, call: Call | None = None) -> Roles:
         ValueError: the forward pass fails on tensors without data, as where it reads a value computed from weights; the
             message has the error.
 
-    Ranks need not call it together. The method is a dataflow analysis of our own; `docs/how-to/parameter-groups.md` has
-    what it found in the models of libraries.
+    Ranks need not call it together. The method is an analysis of our own; `docs/how-to/parameter-groups.md` has its
+    results on the models of libraries.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: trace needs the model itself, a torch.nn.Module")
