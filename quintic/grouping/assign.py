@@ -4,12 +4,13 @@ The first of these that has an answer decides:
 
 1. a `Rule`, by the name of the parameter;
 2. module types that leave no doubt: `nn.Embedding`, norms, convolutions;
-3. a forward pass, if there is an example of an input (`forward`);
-4. the registry of model families (`registry.py`);
-5. the kind of linear layer (`heads.py` finds output heads);
-6. the name of a parameter that no known module owns.
+3. the registry of model families (`registry.py`);
+4. the kind of linear layer (`heads.py` finds output heads);
+5. the name of a parameter that no known module owns.
 
-`uses.py` finds the modules that compute with a parameter, `classify.py` has the steps 2 and 4 to 6. Names are the bare
+The roles that a forward pass has shown (`forward`) then overrule 2 to 5 where they split a weight, orient it, take it
+from Muon, or decide what these leave open. `uses.py` finds the modules that compute with a parameter, `classify.py`
+has the steps 2 to 5. Names are the bare
 model's, without the prefixes that wrappers add (`optim/groups/names.py`).
 """
 

@@ -22,7 +22,7 @@ UNTAKEN = "no layer takes as many features as it gives"
 EXCHANGED = "perhaps stored as (experts, in, out)"
 """The doubt about stacked experts beside a router."""
 
-_LAST_OF_EXPERT = re.compile(r"down|out|w2|fc2|proj$", re.IGNORECASE)
+_LAST_OF_EXPERT = re.compile(r"down|(^|_)out|w2|fc2|c_proj", re.IGNORECASE)
 
 
 def taken_features(uses: Mapping[Tensor, Sequence[ParameterUse]]) -> set[int] | None:

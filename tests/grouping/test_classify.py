@@ -398,3 +398,11 @@ def test_nothing_is_warned_of_where_nothing_else_was_to_be_expected():
     model = tree(up=nn.Linear(8, 8))
     quintic.param_groups(model, rules=[Rule("*", "adamw")])
     quintic.param_groups(model, rules=[Rule("up.weight", "adamw")])
+
+
+def test_experts_stored_as_inputs_by_outputs_are_warned_of():
+    """The router says how many inputs there are; up to then the weights could lie either way."""
+    experts = tree(gate_up_proj=nn.Parameter(torch.zeros(4, 8, 32)), down_proj=nn.Parameter(torch.zeros(4, 16, 8)))
+    model = tree(router=nn.Linear(8, 4), experts=experts)
+    with pytest.warns(UserWarning, match=r"perhaps stored as \(experts, in, out\).*experts\.gate_up_proj"):
+        quintic.param_groups(model)

@@ -3,6 +3,7 @@
 import copy
 import random
 import sys
+import threading
 import types
 
 import numpy
@@ -433,3 +434,83 @@ def test_flexible_attention():
 
     found = rows(Fn(run, a=nn.Linear(32, 96), b=nn.Linear(32, 32), fc=nn.Linear(32, 7)))
     assert found["a.weight"].view == quintic.Split((32, 32, 32))
+
+
+def muon_of(model, example=X):
+    return [name for name, row in rows(model, example).items() if row.algorithm == "muon"]
+
+
+def masked(m, x):
+    return m.fc(nn.functional.linear(x, m.a.weight * m.mask))
+
+
+def test_a_weight_that_is_masked_or_normalised_is_still_the_weight():
+    model = Fn(masked, a=nn.Linear(32, 32), fc=nn.Linear(32, 7))
+    model.register_buffer("mask", torch.ones(32, 32))
+    assert muon_of(model) == ["a.weight"]
+    for change in (nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm):
+        layer = change(nn.Linear(32, 32))
+        found = muon_of(Fn(lambda m, x: m.fc(m.a(x)), a=layer, fc=nn.Linear(32, 7)))
+        assert len(found) == 1
+        assert found[0].startswith("a.")
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [lambda y: y / y.abs().max(), lambda y: y / y.abs().max(-1, keepdim=True).values, lambda y: y - y.argmax()],
+)
+def test_the_largest_feature_as_a_scale_makes_no_router(scale):
+    assert muon_of(Fn(lambda m, x: m.fc(scale(m.a(x))), a=nn.Linear(32, 16), fc=nn.Linear(16, 7))) == ["a.weight"]
+
+
+def test_experts_that_are_chosen_by_index_stay_matrices():
+    def run(m, x):
+        places = m.router(x[:, 0]).topk(1).indices[:, 0]
+        return m.fc(torch.einsum("boi,bti->bto", m.experts[places], x))
+
+    model = Fn(run, router=nn.Linear(32, 4), fc=nn.Linear(48, 7))
+    model.experts = nn.Parameter(torch.zeros(4, 48, 32))
+    assert rows(model)["experts"].view == quintic.Experts()
+
+
+def test_a_row_of_a_weight_and_a_weight_that_is_used_from_both_sides():
+    def run(m, x):
+        y = nn.functional.linear(x, m.w)
+        return m.fc(m.b(y) @ m.w), x @ m.row[0]
+
+    model = Fn(run, b=nn.Linear(16, 16), fc=nn.Linear(32, 7))
+    model.w, model.row = nn.Parameter(torch.zeros(16, 32)), nn.Parameter(torch.zeros(1, 32))
+    roles = quintic.trace(model, X)
+    assert (roles["w"].kind, roles["b.weight"].kind, roles["fc.weight"].kind) == ("matrix", "matrix", "head")
+    assert quintic.trace(Fn(lambda m, x: m.a(x).sum(dim=()), a=nn.Linear(32, 8)), X)["a.weight"].pieces == ()
+
+
+def test_images_of_bytes_are_inputs():
+    model = Fn(lambda m, x: m.fc(m.a(x.float() / 255)), a=nn.Linear(32, 32), fc=nn.Linear(32, 7))
+    model.a = nn.Module()
+    model.a.w = nn.Parameter(torch.zeros(32, 32))
+    model.run = lambda m, x: m.fc(x.float() / 255 @ m.a.w)
+    assert quintic.trace(model, X.to(torch.uint8))["a.w"].kind == "matrix"
+
+
+class Config:
+    def __init__(self):
+        self.width, self.lock = 32, threading.Lock()
+
+
+def test_objects_that_cannot_be_copied_are_shared_and_modules_beside_them_are_not():
+    def run(m, x):
+        m.kept["last"] = x
+        return m.fc(m.kept["norm"](m.a(x).transpose(1, 2)).transpose(1, 2)[..., : m.config.width])
+
+    model = Fn(run, a=nn.Linear(32, 32), norm=nn.BatchNorm1d(32), fc=nn.Linear(32, 7))
+    model.config = model.a.config = Config()
+    model.kept = {"lock": threading.Lock(), "norm": model.norm}
+    assert muon_of(model) == ["a.weight"]
+    assert model.kept.keys() == {"lock", "norm"}
+    assert int(model.norm.num_batches_tracked) == 0
+
+
+def test_lazy_layers_are_named():
+    with pytest.raises(ValueError, match=r"a\.weight has no shape yet"):
+        quintic.trace(Fn(lambda m, x: m.a(x), a=nn.LazyLinear(7)), X)

@@ -48,14 +48,14 @@ _NORMS = _names(
     "native_layer_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training rms_norm "
     "native_group_norm _fused_rms_norm cudnn_batch_norm _batch_norm_no_update _batch_norm_with_update"
 )
-_REDUCTIONS = _names("mean sum amax amin var std logsumexp prod")
+_REDUCTIONS = _names("max mean sum amax amin var std logsumexp prod")
 _POOLS = _names(
     "_adaptive_avg_pool2d avg_pool2d max_pool2d_with_indices upsample_bilinear2d upsample_nearest2d avg_pool1d "
     "_adaptive_avg_pool3d max_pool2d upsample_bicubic2d avg_pool3d max_pool3d_with_indices mean"
 )
 _LOOKUPS = _names("embedding _embedding_bag _embedding_bag_forward_only index index_select gather take")
 # The position of the dimension among the arguments of operations that choose.
-_CHOICES = {"topk": 2, "argmax": 1, "sort": 1, "argsort": 1, "max": 1, "kthvalue": 2, "_softmax": 1, "_safe_softmax": 1}
+_CHOICES = {"topk": 2, "argmax": 1, "sort": 1, "argsort": 1, "kthvalue": 2, "_softmax": 1, "_safe_softmax": 1}
 _SOFTMAX = _names("_softmax _safe_softmax")
 _ADDITIONS = _names("add sub rsub where lerp maximum minimum masked_fill copy")
 
@@ -148,7 +148,11 @@ class Flow(TorchDispatchMode):
         if given and not any(map(is_fake, given)):
             # Integers have values, which may be numbers of tokens or places of images. Numbers made of them have none.
             out = func(*args, **kwargs)
-            return tree_map(lambda one: self.fake.from_tensor(one) if _has_no_values(one) else one, out)
+            out = tree_map(lambda one: self.fake.from_tensor(one) if _has_no_values(one) else one, out)
+            if any(self._trail(one) is not None for one in given):  # bytes of an image
+                for one in tree_leaves(out):
+                    self.put_input(one)
+            return out
         if func is torch.ops.aten.index.Tensor:
             args = args[0], _as_places(args[1])
         with self.fake:
@@ -210,6 +214,9 @@ class Flow(TorchDispatchMode):
             return self._convolution(args, outs[0])
         first = trails[0]
         if first is not None and first.coordinates is not None and base in _LOOKUPS:
+            chosen = self._chosen_experts(base, args, first, outs[0])
+            if chosen is not None:
+                return self.put(outs[0], chosen)
             self.usages[first.coordinates[0]].kinds.add("table")
             return self.put(outs[0], Trail(sources=frozenset({_LOOKED_UP})))
         is_view = base in _VIEWS or (func.is_view and base not in _SAME)
@@ -235,7 +242,7 @@ class Flow(TorchDispatchMode):
             self._opaque(base, args, known)
         # A weight that is scaled or cast by constants only is still this weight.
         whole = next((trail.coordinates for trail in known if trail.coordinates is not None), None)
-        is_fixed = all(trail.is_fixed for trail in known) and len(known) == len(given)
+        is_fixed = all(trail.is_fixed for trail in known)
         for value in outs:
             if is_fixed and whole is not None and is_pointwise and value.shape == whole[1][0].shape:
                 self.put(value, Trail(coordinates=whole, is_fixed=True))
@@ -243,6 +250,16 @@ class Flow(TorchDispatchMode):
                 self.put(value, Trail(labels if value is outs[0] else {}, sources, is_fixed=is_fixed))
         if func._schema.is_mutable and sources:
             self._write(given[0], sources)
+
+    def _chosen_experts(self, base: str, args: Any, first: Trail, out: Tensor) -> Trail | None:
+        """Return the trail of matrices that are chosen from a stack; None for other lookups."""
+        assert first.coordinates is not None
+        number, axes = first.coordinates
+        is_first = (base == "index" and len(args[1]) == 1) or (base == "index_select" and args[1] == 0)
+        if len(axes) != 3 or axes[0].ndim != 3 or not is_first:
+            return None
+        kept = [axis.narrow(0, 0, 1).expand(out.shape) for axis in axes[1:]]
+        return Trail(coordinates=(number, [torch.zeros((), dtype=torch.int32).expand(out.shape), *kept]), is_fixed=True)
 
     def _end(self, trail: Trail, only: Iterable[int] | None = None) -> None:
         """Note the features of a tensor as a set that goes one way."""
@@ -282,7 +299,7 @@ class Flow(TorchDispatchMode):
 
     def _note_weights(self, base: str, trails: Sequence[Trail | None], is_pointwise: bool) -> None:
         """Note weights that are added, multiplied entry by entry, or joined to activations."""
-        if base in _SAME or (is_pointwise and all(trail is not None and trail.is_fixed for trail in trails)):
+        if base in _SAME or (is_pointwise and all(trail is None or trail.is_fixed for trail in trails)):
             return
         kinds = {"cat": "table", "stack": "table", "mul": "factor", "div": "factor"}
         for trail in trails:
@@ -297,6 +314,7 @@ class Flow(TorchDispatchMode):
         """Do the operation on the integers, too."""
 
         def moved(labels: Tensor) -> list[Tensor] | None:
+            labels = labels.detach()  # operations in place change the tensor object
             if base in _SAME:
                 return [labels] * len(outs) if labels.shape == outs[0].shape else None
             if labels.numel() > _LARGEST and not labels.is_contiguous() and base in ("reshape", "_unsafe_view"):
@@ -403,6 +421,8 @@ class Flow(TorchDispatchMode):
     def _choice(self, base: str, args: Any, kwargs: Any, trail: Trail | None) -> None:
         place = _CHOICES[base]
         axis = args[place] if len(args) > place else kwargs.get("dim", -1)
+        if len(args) <= place and "dim" not in kwargs and base == "argmax":
+            return  # over all entries
         if trail is None or not isinstance(axis, int) or isinstance(axis, bool):
             return
         for number, labels in trail.labels.items():
@@ -455,7 +475,7 @@ class Flow(TorchDispatchMode):
                 kept[number] = _first_place(labels, ndim).expand(out.shape)
             elif axes is not None and out.numel():
                 over = [axes] if isinstance(axes, int) else list(axes)
-                if any(_varies(labels, axis) for axis in over):
+                if not over or any(_varies(labels, axis) for axis in over):
                     continue
                 for axis in over:
                     labels = labels.narrow(axis, 0, 1)
@@ -494,9 +514,13 @@ class Flow(TorchDispatchMode):
         if (trail is None or trail.is_fixed) and not usage.is_layer:
             # One-hot rows and positions pick from a table.
             usage.kinds.add("constants")
+            return self.put(out, Trail(sources=frozenset({_INPUT}), is_fixed=True))
+        ndim = axes[0].ndim
+        if ndim < 2:  # one row of the weight
+            usage.kinds.add("factor")
+            self._consume(trail, number)
             return self.put(out, Trail(sources=frozenset({_INPUT})))
         usage.kinds.add("product")
-        ndim = axes[0].ndim
         made, summed = (ndim - 1, max(ndim - 2, 0)) if is_right else (max(ndim - 2, 0), ndim - 1)
         usage.is_stacked &= not (len(axes) == 3 and (_varies(axes[0], made) or _varies(axes[0], summed)))
         outputs = [axis for axis, index in enumerate(axes) if _varies(index, made)]
@@ -511,8 +535,9 @@ class Flow(TorchDispatchMode):
         rows = 1
         for axis in outputs:
             rows *= usage.shape[axis]
-        usage.rows = max(usage.rows, rows)
-        usage.columns = max(usage.columns, axes[0].shape[summed])
+        # Multiplied from both sides, a weight keeps the features of the first product.
+        usage.rows = usage.rows or rows
+        usage.columns = usage.columns or axes[0].shape[summed]
         self._consume(trail, number)
         labels = {}
         if out.numel() <= _LARGEST and usage.rows == rows:

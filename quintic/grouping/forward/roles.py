@@ -20,11 +20,14 @@ _FORMAT = 1
 _ADAMW = frozenset({"table", "factors", "head", "router", "gate", "thin"})
 KINDS = _ADAMW | {"matrix", "unknown"}
 
+UNSEEN = "not used in the forward pass"
+"""The evidence of a role about a weight that the pass did not reach."""
+
 # Reasons of names and sizes that a matrix found in the forward pass overrules, for weights of linear layers.
 _BY_NAME_OR_SIZE = ("output head", "gate or router (by its name)")
 
 
-# Outputs of a layer called a head that the pass takes for a hidden one, at least: coordinates are used and returned.
+# With fewer outputs, a head by its name stays one: coordinates are returned, and used again by later layers.
 _FEWEST_FEATURES = 8
 
 
@@ -70,7 +73,7 @@ class Roles(Mapping[str, Role]):
         return iter(self.found)
 
     def __len__(self) -> int:
-        """Return the number of parameters."""
+        """Return the number of weights."""
         return len(self.found)
 
     def __str__(self) -> str:
@@ -104,7 +107,7 @@ class Roles(Mapping[str, Role]):
                 raise ValueError(f"format {data['format']}, this version reads {_FORMAT}")
             found = {name: _from_entry(entry) for name, entry in data["roles"].items()}
             return cls(str(data["model"]), found)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no file of quintic.Roles.save: {error!s}; call quintic.trace again") from None
 
 
@@ -135,7 +138,8 @@ def decided(
     if role is not None and role.shape != shape:
         raise ValueError(f"{names[0]} has shape {shape}, but {role.shape} in roles: call quintic.trace for this model")
     if role is None or role.kind == "unknown":
-        note = "; not seen in the forward pass"
+        is_seen = role is not None and role.evidence != UNSEEN
+        note = f"; forward pass: {role.evidence}" if role is not None and is_seen else "; not seen in the forward pass"
         return found + note if isinstance(found, str) else found._replace(why=found.why + note)
     view, why = role.view, f"forward pass: {role.evidence}"
     if isinstance(found, str):

@@ -10,17 +10,20 @@ import importlib
 import math
 import random
 import sys
+import types
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from quintic.grouping.forward.flow import Flow, Usage
-from quintic.grouping.forward.roles import Role, Roles
+from quintic.grouping.forward.flow import Flow, Usage, is_fake
+from quintic.grouping.forward.roles import UNSEEN, Role, Roles
 from quintic.grouping.uses import attribute_of
 from quintic.optim.groups.names import model_parameters, unwrap_module
 
@@ -37,6 +40,8 @@ _LAUNCHERS = (
     ("triton.runtime.autotuner", "Heuristics"),
 )
 
+_ATOMS = (bool, int, float, complex, str, bytes, type, types.FunctionType, torch.dtype, torch.device)
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -49,12 +54,13 @@ def trace(model: nn.Module, example: Any, *, call: Call | None = None) -> Roles:
     Args:
         model: any module; wrappers are looked through. Before it is sharded by tensor parallelism or cut into stages.
         example: the model's input: a tensor, a tuple of arguments, or a dictionary of named ones such as a batch of a
-            Hugging Face tokenizer. Shapes and dtypes matter, and the values of integers and masks.
+            Hugging Face tokenizer; on any device. Shapes and dtypes matter, and the values of integers and masks.
         call: `call(model, example)` runs the pass, for a model with other methods than `forward`; it gets a copy of the
             model and the example without data.
 
     Returns:
-        A role for each parameter; print it, save it, or give it to `param_groups(model, roles=...)`.
+        A role for each weight of two dimensions or more; print it, save it, or give it to
+        `param_groups(model, roles=...)`.
 
     Raises:
         TypeError: `model` is no module, or `call` cannot be called.
@@ -71,6 +77,9 @@ def trace(model: nn.Module, example: Any, *, call: Call | None = None) -> Roles:
     # Takes a moment to load, which only a trace has to pay.
     fake = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
     inner = unwrap_module(model)
+    for name, param in model_parameters(model):
+        if is_lazy(param):
+            raise ValueError(f"{name} has no shape yet: run one batch through the model before tracing it")
     with _nothing_changes():
         copied, memo = _copy_of(inner, fake)
         for module in copied.modules():
@@ -81,11 +90,13 @@ def trace(model: nn.Module, example: Any, *, call: Call | None = None) -> Roles:
             for name, param in model_parameters(model)
         ]
         flow = Flow(fake, [(usage, weight) for usage, weight in weights if len(usage.shape) > 1])
-        inputs = tree_map(
-            lambda value: _without_data(value, fake) if isinstance(value, Tensor) else value, _plain(example)
-        )
+        devices = {weight.device for _, weight in weights}
+        # Batches often are on the CPU before a loop moves them.
+        device = devices.pop() if len(devices) == 1 else None
+        inputs = tree_map(lambda one: _input(one, fake, device) if isinstance(one, Tensor) else one, _plain(example))
         for value in _tensors(inputs):
-            if value.is_floating_point():
+            # Images may be bytes; other integers are indices and lengths, which are constants here.
+            if value.is_floating_point() or value.is_complex() or value.dtype == torch.uint8:
                 flow.put_input(value)
         try:
             with torch.no_grad(), _no_launches(flow), flow:
@@ -140,14 +151,10 @@ def _no_launches(flow: Flow) -> Iterator[None]:
     def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
         flow.launched(list(_tensors([args, kwargs])))
 
-    jit, tuning = sys.modules.get("triton.runtime.jit"), sys.modules.get("triton.runtime.autotuner")
-    kinds = [
-        *([jit.JITFunction] if jit is not None else []),
-        *([tuning.Autotuner, tuning.Heuristics] if tuning else []),
-    ]
     with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(mock.patch.object(kind, "run", run))
+        for module, name in _LAUNCHERS:
+            if module in sys.modules:
+                stack.enter_context(mock.patch.object(getattr(sys.modules[module], name), "run", run))
         yield
 
 
@@ -164,6 +171,15 @@ def _without_data(tensor: Tensor, fake: Any) -> Tensor:
     if tensor.is_meta or tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > _MOST_VALUES:
         return _fake(tensor, fake)
     return tensor.detach().clone()
+
+
+def _input(tensor: Tensor, fake: Any, device: torch.device | None) -> Tensor:
+    """Return an input without data, on the model's device."""
+    copied = _without_data(tensor, fake)
+    if device is None or copied.device == device:
+        return copied
+    with fake if is_fake(copied) else contextlib.nullcontext():
+        return copied.to(device)
 
 
 def _copy_of(model: nn.Module, fake: Any) -> tuple[nn.Module, dict[int, Any]]:
@@ -215,12 +231,28 @@ def _copy_script(script: torch.jit.ScriptModule, memo: dict[int, Any], fake: Any
 
 
 def _copied(value: Any, memo: dict[int, Any], fake: Any) -> Any:
-    if isinstance(value, Tensor):
-        return memo[id(value)] if id(value) in memo else _without_data(value, fake)
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # locks, process groups, files: the pass shares them with the model
+    """Return a copy of an attribute's value, in which modules and tensors are replaced by their copies in `memo`."""
+    if value is None or isinstance(value, _ATOMS):
         return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, Tensor):
+        copied: Any = _without_data(value, fake)
+    elif type(value) in (dict, list, tuple, set):
+        # One by one, so that a lock beside a module does not keep the module from being copied.
+        if type(value) is dict:
+            copied = {_copied(key, memo, fake): _copied(one, memo, fake) for key, one in value.items()}
+        else:
+            copied = type(value)(_copied(one, memo, fake) for one in value)
+    else:
+        found = ChainMap({}, memo)
+        try:
+            copied = copy.deepcopy(value, found)  # type: ignore[arg-type]
+        except Exception:  # locks, process groups, files: the pass shares them with the model
+            return value
+        memo.update(found.maps[0])
+    memo[id(value)] = copied
+    return copied
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
@@ -267,7 +299,7 @@ def _role(usage: Usage, is_hidden: bool) -> Role:
 def _kind(usage: Usage, is_hidden: bool) -> tuple[str, str]:
     kinds = usage.kinds
     if not kinds:
-        return "unknown", "not used in the forward pass"
+        return "unknown", UNSEEN
     if kinds & {"table", "added"}:
         return "table", "looked up, joined or added"
     if "recurrent" in kinds:
