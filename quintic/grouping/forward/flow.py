@@ -1,10 +1,14 @@
 """Follows the output features of a model's weights through one forward pass.
 
-Every tensor that a weight has made carries a tensor of integers of its own shape: the output feature of the weight that
-each entry is. A reshape, a slice or a permutation of the tensor is done to the integers too, so that any
-interleaving of queries and keys is recognised. Where features end, in a product with a weight or in an
-operation that mixes them, the set of features that arrived there together is noted: the sets of a fused weight are
-disjoint.
+1. A weight starts with the index of each of its entries (`Trail.coordinates`), which its views keep.
+2. A product of a weight and activations gives each entry of the result a label: the output feature that it is.
+3. Whatever reshapes, slices or permutes a tensor is done to its labels, too, so that any interleaving of queries and keys
+   is recognised. Features that are added to each other have a mask of features in place of labels.
+4. Labels end in the next product, or in an operation that mixes features. The set of features that ends together is
+   noted as arrived: the sets of a fused weight are disjoint.
+
+Beside labels, a tensor has its sources: the weights whose features it holds in any form. Their outputs are consumed if
+a later weight is multiplied with them. A tensor that depends on weights and constants only is fixed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,10 +21,10 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["Flow", "Trail", "Usage", "is_fake"]
+__all__ = ["Flow", "Usage", "is_fake"]
 
 _INPUT, _LOOKED_UP = -1, -2
-"""Sources of tensors that no matrix has made."""
+"""Sources of tensors that no matrix has made: inputs, also joined with a weight; rows of tables."""
 
 _LARGEST = 1 << 24
 """Entries of a tensor of integers; features of larger tensors are not followed, their weights are one matrix."""
@@ -51,7 +55,7 @@ _NORMS = _names(
 _REDUCTIONS = _names("max mean sum amax amin var std logsumexp prod")
 _POOLS = _names(
     "_adaptive_avg_pool2d avg_pool2d max_pool2d_with_indices upsample_bilinear2d upsample_nearest2d avg_pool1d "
-    "_adaptive_avg_pool3d max_pool2d upsample_bicubic2d avg_pool3d max_pool3d_with_indices mean"
+    "_adaptive_avg_pool3d max_pool2d upsample_bicubic2d avg_pool3d max_pool3d_with_indices"
 )
 _LOOKUPS = _names("embedding _embedding_bag _embedding_bag_forward_only index index_select gather take")
 # The position of the dimension among the arguments of operations that choose.
@@ -71,8 +75,10 @@ class Usage:
     rows: int = 0
     """Output features; 0 while nothing was multiplied with the weight."""
     columns: int = 0
+    """Input features."""
     kinds: set[str] = field(default_factory=set)
-    """`product`, `convolution`, `depthwise`, `recurrent`, `table`, `added`, `factor`, `constants` or `other`."""
+    """`product`, `convolution`, `depthwise`, `recurrent`, `norm`, `added`, `factor` (multiplied entry by entry), `table`
+    (rows are looked up, joined, or compared as learned queries), `constants` (multiplied with constants) or `other`."""
     is_stacked: bool = True
     """A weight of three dimensions is a stack of matrices along its first one."""
     transposed: set[bool] = field(default_factory=set)
@@ -83,7 +89,9 @@ class Usage:
     compared: bool = False
     """Activations were multiplied with each other along its output features, as queries with keys."""
     returned: bool = False
+    """The model returns features of this weight."""
     chooses: bool = False
+    """Features are sorted, or the largest are chosen, by their index."""
     weighs: bool = False
     """A softmax runs over the output features, or one output feature is multiplied onto several others."""
     space: set[int] = field(default_factory=set)

@@ -125,7 +125,7 @@ def _plain(example: Any) -> Any:
 
 @contextlib.contextmanager
 def _nothing_changes() -> Iterator[None]:
-    """Restore random states, and settings that would hide operations from the pass."""
+    """Run without compilers and fast paths, which would hide operations; restore random states and settings."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy is not None else None
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
