@@ -2,8 +2,8 @@
 
 1. A weight starts with the index of each of its entries (`Trail.coordinates`), which its views keep.
 2. A product of a weight and activations gives each entry of the result a label: the output feature that it is.
-3. Whatever reshapes, slices or permutes a tensor is done to its labels, too, so that any interleaving of queries and keys
-   is recognised. Features that are added to each other have a mask of features in place of labels.
+3. A reshape, slice or permutation of the tensor is done to its labels, too, so that any interleaving of queries and
+   keys is recognised. Features that are added to each other have a mask of features in place of labels.
 4. Labels end in the next product, or in an operation that mixes features. The set of features that ends together is
    noted as arrived: the sets of a fused weight are disjoint.
 
@@ -77,8 +77,9 @@ class Usage:
     columns: int = 0
     """Input features."""
     kinds: set[str] = field(default_factory=set)
-    """`product`, `convolution`, `depthwise`, `recurrent`, `norm`, `added`, `factor` (multiplied entry by entry), `table`
-    (rows are looked up, joined, or compared as learned queries), `constants` (multiplied with constants) or `other`."""
+    """`product`, `convolution`, `depthwise`, `recurrent`, `norm`, `added`, `factor` (multiplied entry by entry),
+    `table` (rows are looked up, joined, or compared as learned queries), `constants` (multiplied with constants), or
+    `other`."""
     is_stacked: bool = True
     """A weight of three dimensions is a stack of matrices along its first one."""
     transposed: set[bool] = field(default_factory=set)
