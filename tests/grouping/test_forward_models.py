@@ -81,7 +81,7 @@ MODELS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # TorchScript's end
 @pytest.mark.parametrize("kind", MODELS)
 def test_roles_are_those_of_the_plain_model(kind):
     model = MODELS[kind]()
