@@ -40,7 +40,7 @@ _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
 # `quintic` before a command's name in a message, but not in a path or in `-m quintic train`.
 _COMMAND_IN_TEXT = re.compile(
-    r"(?<![\w./-])(?<!-m )quintic(?= (?:train|compare|prepare|sample|eval|report|plan|export|COMMAND)\b)"
+    r"(?<![\w./-])(?<!-m )quintic(?= (?:train|compare|prepare|sample|eval|report|plan|rates|export|COMMAND)\b)"
 )
 
 

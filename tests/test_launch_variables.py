@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from quintic import launch
+from quintic.cli import _COMMANDS
 from quintic.launch import hint, install_command, program, with_program
 
 ROOT = Path(launch.__file__).parents[1]
@@ -106,7 +107,8 @@ def test_messages_name_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/opt/x y/quintic", "train"])
     named = "'/opt/x y/quintic'"
     assert with_program("run `quintic prepare` first") == f"run `{named} prepare` first"
-    assert with_program("quintic train --help lists") == f"{named} train --help lists"
+    for command in _COMMANDS:
+        assert with_program(f"quintic {command} --help lists") == f"{named} {command} --help lists"
     for kept in (
         "torchrun ... -m quintic train --resume",
         "runs/quintic train",

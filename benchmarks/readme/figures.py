@@ -20,7 +20,7 @@ STEPS: Mapping[str, Sequence[str]] = {
         *("--only", "quintic", "torch-adamw", "torch-muon", "nanochat", "dion-muon"),
     ],
     "layouts": [
-        *("benchmarks.optimizer_step",),
+        "benchmarks.optimizer_step",
         *("--set", "gpt124m", "qwen1.7b", "--dtype", "bf16", "--layout", "ddp", "fsdp2", "sharded", "--ranks", "2"),
         *("--only", "quintic", "dion-muon", "nanochat"),
     ],

@@ -1,4 +1,4 @@
-"""`quintic rates`: says where to begin with a model of a size, and what the optimizer's options cost in memory.
+"""`quintic rates`: settings to begin with for a model, and the memory that the optimizer's options take.
 
 Batch and weight decay are the harness' laws (`quintic.train.schedule`), which a model enters with its tokens. Bytes are
 counted on the model and its optimizer on the meta device.
@@ -33,7 +33,7 @@ _CAVEAT = """\
 Rates were searched here in models of up to 256 channels. For larger ones these are places to begin a search, not
 results: see docs/how-to/choose-settings.md."""
 
-# What is printed -> options of the optimizer.
+# Printed text -> options of the optimizer.
 _STATES: Mapping[str, Mapping[str, Any]] = {
     "defaults": {},
     'state_dtype="bf16"': {"state_dtype": "bf16"},
@@ -87,7 +87,7 @@ def run(arguments: list[str]) -> int:
 
 
 def start_of(options: RatesOptions, parameters: int) -> StartingPoint:
-    """Return what a model with so many parameters begins with."""
+    """Return the settings that a model of this size begins with."""
     config = gpu_preset()
     sizes = model_config(config, vocab_size=config.data.vocab_size, bos_id=0)
     reference_tokens = scale_of(config, empty_model(sizes, dtype=torch.float32, attention="sdpa")).reference_tokens

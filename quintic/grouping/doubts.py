@@ -11,7 +11,17 @@ from torch import Tensor, nn
 
 from quintic.grouping.uses import ParameterUse, is_tuner
 
-__all__ = ["EXCHANGED", "PERHAPS_FUSED", "UNTAKEN", "are_exchanged", "is_untaken", "taken_features"]
+__all__ = [
+    "BY_PASS",
+    "EXCHANGED",
+    "NOTES",
+    "PERHAPS_FUSED",
+    "UNTAKEN",
+    "WARNINGS",
+    "are_exchanged",
+    "is_untaken",
+    "taken_features",
+]
 
 PERHAPS_FUSED = "perhaps several matrices, taken as one"
 """The doubt about a parameter like `qkv_proj.weight` whose owner is not in the registry."""
@@ -21,6 +31,27 @@ UNTAKEN = "no layer takes as many features as it gives"
 
 EXCHANGED = "perhaps stored as (experts, in, out)"
 """The doubt about stacked experts beside a router."""
+
+WARNINGS = {
+    PERHAPS_FUSED: "perhaps several matrices each, orthogonalized as one: {}; say which with "
+    "quintic.Rule({}, 'muon', quintic.Split(sizes, groups=...)), or quintic.Matrix() for one",
+    UNTAKEN: "perhaps output heads, routers or several matrices each, orthogonalized as one matrix: no layer takes as "
+    "many features as these give: {}; say what they are with quintic.Rule({}, 'adamw') for a head or a router, or "
+    "'muon' with quintic.Matrix() or quintic.Split(sizes, groups=...)",
+    EXCHANGED: "perhaps stored as (experts, in, out), taken as (experts, out, in): {}; say which with "
+    "quintic.Rule({}, 'muon', quintic.Experts(transposed=True)), or quintic.Experts()",
+}
+"""The text of `param_groups` for each doubt, with places for a list of names and for the first of them."""
+
+BY_PASS = "; or let a forward pass find out: quintic.param_groups(model, example=...)"
+"""The end of every warning."""
+
+NOTES = {
+    PERHAPS_FUSED: "several matrices",
+    UNTAKEN: "output heads or routers, for no layer takes as many features as they give",
+    EXCHANGED: "stored as (experts, in, out)",
+}
+"""The text of `explain` for each doubt: parameters may be ..."""
 
 _LAST_OF_EXPERT = re.compile(r"down|(^|_)out|w2|fc2|c_proj", re.IGNORECASE)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from quintic.grouping.assign import Rule, assign
 from quintic.grouping.classify import Convolutions
-from quintic.grouping.doubts import EXCHANGED, PERHAPS_FUSED, UNTAKEN
+from quintic.grouping.doubts import NOTES
 from quintic.grouping.explain_text import Cells, column_lines, table_lines
 from quintic.grouping.forward.roles import Roles
 from quintic.grouping.param_groups import grouped, roles_of
@@ -143,7 +143,7 @@ class Explanation:
 
     def _notes(self, width: int) -> list[str]:
         texts = []
-        for doubt, text in _DOUBTS.items():
+        for doubt, text in NOTES.items():
             count = sum(doubt in row.why for row in self.rows)
             if count:
                 texts.append(f"{count} parameter{'' if count == 1 else 's'} may be {text}")
@@ -151,13 +151,6 @@ class Explanation:
             return []
         remedy = "example= decides it by a forward pass, quintic.Rule by name"
         return ["", *textwrap.wrap(f"{'; '.join(texts)}: {remedy}", width)]
-
-
-_DOUBTS = {
-    PERHAPS_FUSED: "several matrices",
-    UNTAKEN: "output heads or routers, for no layer takes as many features as they give",
-    EXCHANGED: "stored as (experts, in, out)",
-}
 
 
 def explain(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quintic.grouping.assign import Rule, assign, check_rules, list_some
 from quintic.grouping.classify import Convolutions
-from quintic.grouping.doubts import EXCHANGED, PERHAPS_FUSED, UNTAKEN
+from quintic.grouping.doubts import BY_PASS, WARNINGS
 from quintic.grouping.forward.roles import Roles
 from quintic.grouping.forward.trace import trace
 from quintic.grouping.layer_types import with_layer_types
@@ -149,25 +149,13 @@ def _hyperparameters(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return with_new_names(dict(options), source, stacklevel=4)
 
 
-_DOUBTS = {
-    PERHAPS_FUSED: "perhaps several matrices each, orthogonalized as one: {}; say which with "
-    "quintic.Rule({}, 'muon', quintic.Split(sizes, groups=...)), or quintic.Matrix() for one",
-    UNTAKEN: "perhaps output heads, routers or several matrices each, orthogonalized as one matrix: no layer takes as "
-    "many features as these give: {}; say what they are with quintic.Rule({}, 'adamw') for a head or a router, or "
-    "'muon' with quintic.Matrix() or quintic.Split(sizes, groups=...)",
-    EXCHANGED: "perhaps stored as (experts, in, out), taken as (experts, out, in): {}; say which with "
-    "quintic.Rule({}, 'muon', quintic.Experts(transposed=True)), or quintic.Experts()",
-}
-_BY_PASS = "; or let a forward pass find out: quintic.param_groups(model, example=...)"
-
-
 def _warn_of_doubts(model: nn.Module, assignments: Mapping[Tensor, Assignment]) -> None:
     every = assignments.values()
-    for doubt, text in _DOUBTS.items():
+    for doubt, text in WARNINGS.items():
         # Layers that differ in their numbers share a line, and a rule.
         names = list(dict.fromkeys(mask_layer_indices(one.name) for one in every if doubt in one.doubt))
         if names:
-            warnings.warn(text.format(list_some(names), repr(names[0])) + _BY_PASS, UserWarning, stacklevel=3)
+            warnings.warn(text.format(list_some(names), repr(names[0])) + BY_PASS, UserWarning, stacklevel=3)
     if not any(orthogonalizes(one.algorithm) for one in every):
         missing = _without_matrices(model, assignments)
         if missing:

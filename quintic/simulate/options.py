@@ -44,7 +44,7 @@ class RatesOptions:
     tokens: float | None = None
     """Tokens to train on, as in 20e9; None for 20 per parameter."""
     batch_tokens: int | None = None
-    """Tokens of a step; None for what the harness takes for so many tokens."""
+    """Tokens of a step; None for the harness' batch for these tokens."""
     adamw_lr: float = 0.0003
     """Learning rate that AdamW has, or would have, for this model."""
     adamw_weight_decay: float = 0.1

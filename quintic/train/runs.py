@@ -199,13 +199,17 @@ def find_run(runs_dir: Path, name: str | None, *, allow_speedrun: bool = False) 
             raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
         load_config(folder / CONFIG_FILE)
         return folder
-    # Unfinished folders have a leading dot.
-    files = (CONFIG_FILE, METRICS_FILE) if allow_speedrun else (CONFIG_FILE,)
-    folders = {path.parent for file in files for path in runs_dir.glob(f"*/{file}")}
-    started = {folder: _started(folder) for folder in folders if not folder.name.startswith(".")}
-    if not started:
+    folders = _newest_first(runs_dir, *((CONFIG_FILE, METRICS_FILE) if allow_speedrun else (CONFIG_FILE,)))
+    if not folders:
         raise ConfigError(f"{runs_dir} holds no run yet; start one with: quintic train")
-    return max(started, key=started.__getitem__)
+    return folders[0]
+
+
+def _newest_first(runs_dir: Path, *files: str) -> list[Path]:
+    """Return the folders of runs that hold one of these files, the run started last first."""
+    folders = {path.parent for file in files for path in runs_dir.glob(f"*/{file}")}
+    # Unfinished folders have a leading dot.
+    return sorted((folder for folder in folders if not folder.name.startswith(".")), key=_started, reverse=True)
 
 
 def is_finished(folder: Path) -> bool:
@@ -223,8 +227,7 @@ def is_finished(folder: Path) -> bool:
 
 def newest_unfinished(runs_dir: Path) -> Path | None:
     """Return the folder of the run started last that is not finished, if there is one and its log can be read."""
-    folders = [path.parent for path in runs_dir.glob(f"*/{CONFIG_FILE}") if not path.parent.name.startswith(".")]
-    for folder in sorted(folders, key=_started, reverse=True):
+    for folder in _newest_first(runs_dir, CONFIG_FILE):
         with contextlib.suppress(QuinticError):
             if not is_finished(folder):
                 return folder

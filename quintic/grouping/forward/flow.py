@@ -11,6 +11,7 @@ Beside labels, a tensor has its sources: the weights whose features it holds in 
 a later weight is multiplied with them. A tensor that depends on weights and constants only is fixed.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,14 +22,14 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["Flow", "Usage", "is_fake"]
+__all__ = ["LARGEST", "Flow", "Usage", "is_fake"]
 
 _INPUT, _LOOKED_UP = -1, -2
 """Sources of tensors that no matrix has made: inputs, also joined with a weight; rows of tables."""
 
-_LARGEST = 1 << 24
-"""Entries of a tensor of integers; features of larger tensors are not followed, their weights are one matrix."""
-
+LARGEST = 1 << 24
+"""Entries of a tensor of integers: features of larger tensors are not followed, their weights are one matrix; larger
+inputs lose their values."""
 
 _MOST_JOINED = 8
 """Weights whose features are still followed where they are joined."""
@@ -116,6 +117,8 @@ class Trail:
 class Flow(TorchDispatchMode):
     """A mode under which each operation on tensors is followed; `usages` has the result."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, fake: Any, weights: Iterable[tuple[Usage, Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
@@ -148,8 +151,6 @@ class Flow(TorchDispatchMode):
                 if number >= 0:
                     self.usages[number].returned = True
 
-    supports_higher_order_operators = True
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on fake tensors, and follow it."""
         kwargs = kwargs or {}
@@ -166,32 +167,27 @@ class Flow(TorchDispatchMode):
             args = args[0], _as_places(args[1])
         with self.fake:
             out = _grouped_product(*args) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
-        if not given and isinstance(out, Tensor) and not _has_no_values(out) and out.numel() <= _LARGEST:
+        if not given and isinstance(out, Tensor) and not _has_no_values(out) and out.numel() <= LARGEST:
             return func(*args, **kwargs)
         if isinstance(func, HigherOrderOperator):
-            self._higher_order(func.name(), args, given, tree_leaves(out))
+            known = [trail for trail in map(self._trail, given) if trail is not None]
+            self._opaque(func.name(), args, known)
+            for value in tree_leaves(out):
+                if isinstance(value, Tensor):
+                    self.put(value, Trail(sources=_sources_of(known)))
         else:
-            self._follow(func, args, kwargs, out)
+            self._follow(func, args, kwargs, given, out)
         return out
-
-    def _higher_order(self, name: str, args: Any, given: Sequence[Tensor], outs: Sequence[Any]) -> None:
-        known = [trail for trail in map(self._trail, given) if trail is not None]
-        self._opaque(name, args, known)
-        sources = frozenset[int]().union(*(trail.sources for trail in known))
-        for value in outs:
-            if isinstance(value, Tensor):
-                self.put(value, Trail(sources=sources))
 
     def launched(self, tensors: Sequence[Tensor]) -> None:
         """Follow a kernel that reads some of these tensors and fills the others, which nothing has written yet."""
         trails = [trail for trail in map(self._trail, tensors) if trail is not None]
         self._opaque("", (), trails)
-        sources = frozenset[int]().union(*(trail.sources for trail in trails))
         for trail in trails:
             if trail.coordinates is not None:
                 self.usages[trail.coordinates[0]].kinds.add("other")
         for tensor in [tensor for tensor in tensors if self._trail(tensor) is None] or tensors:
-            self._write(tensor, sources)
+            self._write(tensor, _sources_of(trails))
 
     def _write(self, tensor: Tensor, sources: frozenset[int]) -> None:
         """Note weights whose features were written into a tensor's memory, also for other views of it."""
@@ -208,10 +204,9 @@ class Flow(TorchDispatchMode):
             return trail
         return Trail(trail.labels if trail else {}, written[1] | (trail.sources if trail else frozenset()))
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _follow(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], out: Any) -> None:
         name = func._schema.name.partition("::")[2]
         base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         outs = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
         trails = [self._trail(tensor) for tensor in given]
         known = [trail for trail in trails if trail is not None]
@@ -233,7 +228,7 @@ class Flow(TorchDispatchMode):
             return self._view(base, func, args, kwargs, first, outs)
         if base in _CHOICES:
             self._choice(base, args, kwargs, first)
-        sources = frozenset[int]().union(*(trail.sources for trail in known))
+        sources = _sources_of(known)
         is_pointwise = torch.Tag.pointwise in func.tags or base in _ADDITIONS
         self._note_weights(base, trails, is_pointwise)
         if any(trail.coordinates is not None for trail in known) and not all(trail.is_fixed for trail in known):
@@ -326,7 +321,7 @@ class Flow(TorchDispatchMode):
             labels = labels.detach()  # operations in place change the tensor object
             if base in _SAME:
                 return [labels] * len(outs) if labels.shape == outs[0].shape else None
-            if labels.numel() > _LARGEST and not labels.is_contiguous() and base in ("reshape", "_unsafe_view"):
+            if labels.numel() > LARGEST and not labels.is_contiguous() and base in ("reshape", "_unsafe_view"):
                 return None
             try:
                 if base in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
@@ -429,9 +424,8 @@ class Flow(TorchDispatchMode):
 
     def _choice(self, base: str, args: Any, kwargs: Any, trail: Trail | None) -> None:
         place = _CHOICES[base]
-        axis = args[place] if len(args) > place else kwargs.get("dim", -1)
-        if len(args) <= place and "dim" not in kwargs and base == "argmax":
-            return  # over all entries
+        # Without a dimension, `argmax` is taken over all entries.
+        axis = args[place] if len(args) > place else kwargs.get("dim", None if base == "argmax" else -1)
         if trail is None or not isinstance(axis, int) or isinstance(axis, bool):
             return
         for number, labels in trail.labels.items():
@@ -479,7 +473,7 @@ class Flow(TorchDispatchMode):
         for number, labels in (trail.labels if trail is not None else {}).items():
             if labels.dtype == torch.bool:
                 kept[number] = labels
-            elif base in _POOLS and base not in _REDUCTIONS:
+            elif base in _POOLS:
                 ndim = 1 if base.endswith("1d") else 3 if "3d" in base else 2
                 kept[number] = _first_place(labels, ndim).expand(out.shape)
             elif axes is not None and out.numel():
@@ -514,7 +508,7 @@ class Flow(TorchDispatchMode):
                     usage.compared |= not usage.chooses and (labels.dtype == torch.bool or _varies(labels, axis))
                 self._end(trail)
         known = [trail for trail in (one, two, added) if trail is not None]
-        self.put(out, Trail({}, frozenset[int]().union(*(trail.sources for trail in known))))
+        self.put(out, Trail(sources=_sources_of(known)))
 
     def _weight_product(
         self, number: int, axes: Sequence[Tensor], trail: Trail | None, out: Tensor, *, is_right: bool
@@ -541,15 +535,13 @@ class Flow(TorchDispatchMode):
         for axis in outputs:
             index = axes[axis].movedim(made, 0).reshape(axes[axis].shape[made], -1)[:, 0]
             feature = feature * usage.shape[axis] + index
-        rows = 1
-        for axis in outputs:
-            rows *= usage.shape[axis]
+        rows = math.prod(usage.shape[axis] for axis in outputs)
         # Multiplied from both sides, a weight keeps the features of the first product.
         usage.rows = usage.rows or rows
         usage.columns = usage.columns or axes[0].shape[summed]
         self._consume(trail, number)
         labels = {}
-        if out.numel() <= _LARGEST and usage.rows == rows:
+        if out.numel() <= LARGEST and usage.rows == rows:
             if is_right or out.ndim < 2:
                 labels[number] = feature.expand(out.shape)
             else:
@@ -561,7 +553,7 @@ class Flow(TorchDispatchMode):
         if weight is None or weight.coordinates is None:
             known = [trail for trail in (images, weight) if trail is not None]
             self._opaque("", args, known)
-            return self.put(out, Trail({}, frozenset[int]().union(*(trail.sources for trail in known))))
+            return self.put(out, Trail(sources=_sources_of(known)))
         number = weight.coordinates[0]
         usage, channels, groups = self.usages[number], out.shape[1], args[8]
         if groups > 1 and groups == args[0].shape[1]:
@@ -577,7 +569,11 @@ class Flow(TorchDispatchMode):
         usage.rows, usage.columns = channels, args[1].numel() // max(1, channels)
         self._consume(images, number)
         feature = torch.arange(channels, dtype=torch.int32).view(-1, *(1,) * (out.ndim - 2)).expand(out.shape)
-        self.put(out, Trail({number: feature} if out.numel() <= _LARGEST else {}, frozenset({number})))
+        self.put(out, Trail({number: feature} if out.numel() <= LARGEST else {}, frozenset({number})))
+
+
+def _sources_of(trails: Iterable[Trail]) -> frozenset[int]:
+    return frozenset[int]().union(*(trail.sources for trail in trails))
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -593,8 +589,10 @@ def _as_places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the places that masks choose, whose number is known where the masks have values."""
     places: list[Tensor | None] = []
     for index in indices:
-        is_mask = index is not None and index.dtype == torch.bool and not is_fake(index)
-        places += index.nonzero(as_tuple=True) if index is not None and is_mask else [index]
+        if index is None or index.dtype != torch.bool or is_fake(index):
+            places.append(index)
+        else:
+            places += index.nonzero(as_tuple=True)
     return places
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from quintic.grouping.forward.flow import Flow, Usage, is_fake
+from quintic.grouping.forward.flow import LARGEST, Flow, Usage, is_fake
 from quintic.grouping.forward.roles import UNSEEN, Role, Roles
 from quintic.grouping.uses import attribute_of
 from quintic.optim.groups.names import model_parameters, unwrap_module
@@ -30,9 +30,6 @@ from quintic.optim.groups.names import model_parameters, unwrap_module
 __all__ = ["trace"]
 
 Call = Callable[[nn.Module, Any], Any]
-
-_MOST_VALUES = 1 << 24
-"""Entries of a tensor of integers that keeps its values in the pass."""
 
 _LAUNCHERS = (
     ("triton.runtime.jit", "JITFunction"),
@@ -77,7 +74,8 @@ def trace(model: nn.Module, example: Any, *, call: Call | None = None) -> Roles:
     # Takes a moment to load, which only a trace has to pay.
     fake = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
     inner = unwrap_module(model)
-    for name, param in model_parameters(model):
+    params = list(model_parameters(model))
+    for name, param in params:
         if is_lazy(param):
             raise ValueError(f"{name} has no shape yet: run one batch through the model before tracing it")
     with _nothing_changes():
@@ -85,10 +83,7 @@ def trace(model: nn.Module, example: Any, *, call: Call | None = None) -> Roles:
         for module in copied.modules():
             module.training = False  # modules of torch.export refuse `eval`
         layers = {id(module._parameters.get("weight")) for module in inner.modules() if isinstance(module, nn.Linear)}
-        weights = [
-            (Usage(name, tuple(param.shape), id(param) in layers), memo[id(param)])
-            for name, param in model_parameters(model)
-        ]
+        weights = [(Usage(name, tuple(param.shape), id(param) in layers), memo[id(param)]) for name, param in params]
         flow = Flow(fake, [(usage, weight) for usage, weight in weights if len(usage.shape) > 1])
         devices = {weight.device for _, weight in weights}
         # Batches often are on the CPU before a loop moves them.
@@ -168,7 +163,7 @@ def _fake(tensor: Tensor, fake: Any) -> Tensor:
 
 def _without_data(tensor: Tensor, fake: Any) -> Tensor:
     """Return a tensor without data; integers and masks keep theirs, because models count and compare them."""
-    if tensor.is_meta or tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > _MOST_VALUES:
+    if tensor.is_meta or tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > LARGEST:
         return _fake(tensor, fake)
     return tensor.detach().clone()
 
