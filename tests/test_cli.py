@@ -485,7 +485,8 @@ def test_compare_prints_what_it_found(
     assert main(["compare", *tiny_options(tiny_dataset, elsewhere / "runs", run="c", steps=3)]) == 0
     output = capsys.readouterr().out
     assert output.endswith(f"report: {elsewhere / 'runs' / 'c.html'}\n")
-    assert "Muon" in output.splitlines()[-2]
+    # The verdict comes last; on a machine that slowed one run, a line that says so stands below it.
+    assert any("Muon" in line for line in output.splitlines()[-3:-1])
 
 
 def test_ctrl_c_stops_a_comparison(
@@ -527,7 +528,8 @@ def test_a_reader_that_goes_away_is_no_error(trained: Path, elsewhere: Path) -> 
         check=False,
     )
     # 128 + SIGPIPE, as the shell reports it for other programs.
-    assert (result.stdout, result.stderr) == ("141\n141\n", "")
+    assert result.stdout == "141\n141\n"
+    assert result.stderr == f"Model: {trained} after step 6 of 6 (the run is finished)\n"
 
 
 def test_the_log_holds_the_command(trained: Path) -> None:
