@@ -34,7 +34,7 @@ from benchmarks.common.results import (
 from benchmarks.common.timing import MIB, Memory, find_sync, synchronize, time_device, time_steps
 from benchmarks.optimizer_step.contestants import SETS, Weights, quintic_muon
 from benchmarks.optimizer_step.measure import make_weights, scheduler
-from quintic.optim.rules.table import PARAM_SHAPED_STATE
+from quintic.optim.rules.rule import PARAM_SHAPED_STATE
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "muon": {},

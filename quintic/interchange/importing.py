@@ -26,8 +26,8 @@ from quintic.optim.groups.names import resolve_name
 from quintic.optim.layout.views import Flatten, View
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.polar.coefficients import newton_schulz_coefficients
-from quintic.optim.rules.rule import MOMENTUM, Algorithm
-from quintic.optim.rules.table import NEURON_MOMENT, PARAM_SHAPED_STATE
+from quintic.optim.rules.library.normuon import NEURON_MOMENT
+from quintic.optim.rules.rule import MOMENTUM, PARAM_SHAPED_STATE, Algorithm
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
 from quintic.optim.state.state import saved_tensor
 

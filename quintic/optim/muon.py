@@ -36,6 +36,7 @@ from quintic.optim.polar.forms import Polynomials
 from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.rules.device import is_capturing
 from quintic.optim.rules.rates import ADAMW_LR, fill_adamw_rates
+from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.table import orthogonalizes
 from quintic.optim.rules.update import AdjustLr, Cautious, DecayCoupling
 from quintic.optim.state.parameters import copy_state, whole_states
@@ -103,9 +104,10 @@ class Muon(Optimizer):
         orthogonalizer_steps: polynomial steps of the named methods. With fewer than five of Polar Express small
             singular values stay small, see `docs/explanation/orthogonalization.md`.
         coefficients: other polynomials for the named methods: one triple (a, b, c), or one per step.
-        normalize: None, `"neuron"` for NorMuon (arXiv 2510.05491), or `"element"` for AdaMuon (arXiv 2507.11005).
+        update_rule: None for Muon, the name of another rule (`docs/reference/rules.md`), or a `quintic.UpdateRule`.
+        normalize: `"neuron"` is short for `update_rule="normuon"`, `"element"` for `update_rule="adamuon"`.
         normalize_beta: averaging coefficient of the second moments of NorMuon or AdaMuon.
-        adjust_lr: see `quintic.optim.rules.update.adjust_lr_factor`. AdaMuon has a scale of its own in its place.
+        adjust_lr: see `quintic.optim.rules.update.adjust_lr_factor`. Some rules have a scale of their own in its place.
         lr_multipliers: for each matrix of a parameter, in the order of its view, a factor on its learning rate; for
             groups whose parameters are banks of equally many matrices.
         cautious: decay only entries where update and weight agree in sign (arXiv 2510.12402), or one is zero;
@@ -202,6 +204,7 @@ class Muon(Optimizer):
         orthogonalizer_steps: int = DEFAULT_STEPS,
         coefficients: Polynomials | None = None,
         compute_dtype: torch.dtype | None = None,
+        update_rule: str | UpdateRule | None = None,
         normalize: Literal["neuron", "element"] | None = None,
         normalize_beta: float = 0.95,
         adjust_lr: AdjustLr = "spectral",
@@ -230,11 +233,12 @@ class Muon(Optimizer):
             lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, decay_coupling=decay_coupling,
             scale_decay=scale_decay, cautious=cautious, orthogonalizer=orthogonalizer,
             orthogonalizer_steps=orthogonalizer_steps, coefficients=coefficients, compute_dtype=compute_dtype,
-            normalize=normalize, normalize_beta=normalize_beta, adjust_lr=adjust_lr, lr_multipliers=lr_multipliers,
-            adamw_lr=adamw_lr, adamw_lr_ratio=adamw_lr_ratio, adamw_weight_decay=adamw_weight_decay, betas=betas,
-            eps=eps, step_every=step_every, comms=comms, process_group=process_group, replicas=replicas, master=master,
-            state_dtype=state_dtype, qk_clip=qk_clip, offload=offload, on_nonfinite=on_nonfinite,
-            max_workspace_bytes=max_workspace_bytes, kernels=kernels, telemetry_every=telemetry_every,
+            update_rule=update_rule, normalize=normalize, normalize_beta=normalize_beta, adjust_lr=adjust_lr,
+            lr_multipliers=lr_multipliers, adamw_lr=adamw_lr, adamw_lr_ratio=adamw_lr_ratio,
+            adamw_weight_decay=adamw_weight_decay, betas=betas, eps=eps, step_every=step_every, comms=comms,
+            process_group=process_group, replicas=replicas, master=master, state_dtype=state_dtype, qk_clip=qk_clip,
+            offload=offload, on_nonfinite=on_nonfinite, max_workspace_bytes=max_workspace_bytes, kernels=kernels,
+            telemetry_every=telemetry_every,
         )  # fmt: skip
         if adamw_lr_ratio is not None and adamw_lr != ADAMW_LR:
             raise ValueError(f"adamw_lr={adamw_lr!r} and adamw_lr_ratio={adamw_lr_ratio!r}: give one of them")

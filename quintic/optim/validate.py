@@ -25,7 +25,8 @@ from quintic.optim.numeric.numbers import is_number
 from quintic.optim.polar.forms import check_orthogonalizer
 from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.rules.rates import first_name
-from quintic.optim.rules.table import ALGORITHMS, orthogonalizes, rule_of
+from quintic.optim.rules.rule import UpdateRule
+from quintic.optim.rules.table import ALGORITHMS, check_rule, orthogonalizes, rule_of
 from quintic.optim.rules.update import adjust_lr_factor
 
 __all__ = [
@@ -182,12 +183,7 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
             f"parameter group {number} ({first_name(group)}): comms='sharded_sparse' is for tables, in groups with "
             f"algorithm='adamw'; use comms='sharded' for matrices"
         )
-    own_scale = rule_of(group["algorithm"], group["normalize"]).scale
-    if own_scale is not None and group["adjust_lr"] not in ("spectral", own_scale):
-        raise ValueError(
-            f"parameter group {number} ({first_name(group)}): adjust_lr={group['adjust_lr']!r} with "
-            f"normalize={group['normalize']!r}, which scales updates by {own_scale!r}; leave adjust_lr out"
-        )
+    _check_rule(number, group)
     check_group_is_whole(number, group, was_checked=was_checked)
     for name, param in zip(group["param_names"], group["params"], strict=True):
         _check_kind(name, param)
@@ -213,6 +209,30 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
             choose_kernels(group["kernels"], local_tensor(param))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+
+
+def _rule_of(group: Mapping[str, Any]) -> UpdateRule:
+    return rule_of(group["algorithm"], group["normalize"], group["update_rule"])
+
+
+def _check_rule(number: int, group: Mapping[str, Any]) -> None:
+    """Reject options that the group's update rule does not read, or cannot have."""
+    if not orthogonalizes(group["algorithm"]):
+        return
+    rule = _rule_of(group)
+    if rule.scale is not None and group["adjust_lr"] not in ("spectral", rule.scale):
+        raise ValueError(
+            f"parameter group {number} ({first_name(group)}): adjust_lr={group['adjust_lr']!r} with the update rule "
+            f"{rule.title}, which scales updates itself; leave adjust_lr out"
+        )
+    if rule.constrain is None:
+        return
+    for key in ("cautious", "scale_decay"):
+        if group[key]:
+            raise ValueError(
+                f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} with the update rule "
+                f"{rule.title}, which decides itself how weights decay; leave {key} out"
+            )
 
 
 def _check_kind(name: str, param: Tensor) -> None:
@@ -245,7 +265,7 @@ def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
         return
     # `below` is exclusive, and the limit itself is allowed.
     above = math.nextafter(MAX_BF16_BETA, 1)
-    for key in rule_of(group["algorithm"], group["normalize"]).averages:
+    for key in _rule_of(group).averages:
         averages = group[key] if isinstance(group[key], tuple | list) else (group[key],)
         if not all(is_number(value, below=above) for value in averages):
             raise ValueError(
@@ -311,6 +331,12 @@ def check_options(number: int, group: Mapping[str, Any]) -> None:
     Each value is checked by itself first, as its row of the table says. Then come options whose classes the table
     cannot import, and options that must fit each other.
     """
+    # First the rule: other checks read it.
+    _check_values(number, group, ("normalize",))
+    try:
+        check_rule(group["update_rule"], group["normalize"])
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"parameter group {number} ({first_name(group)}): {error}") from None
     check_scheduled(number, group)
     _check_values(number, group, CHECKED_OPTIONS)
     if group["qk_clip"] is not None and not isinstance(group["qk_clip"], QKClip):

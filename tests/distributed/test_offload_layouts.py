@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from trajectories import NO_GAPS, Gaps, Layout, disagreements, reference
 
 import quintic
-from quintic.optim.rules.table import PARAM_SHAPED_STATE
+from quintic.optim.rules.rule import PARAM_SHAPED_STATE
 from quintic.optim.state import placement
 from quintic.optim.step.offload import offload
 

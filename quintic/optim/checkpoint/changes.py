@@ -8,8 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from quintic.optim.rules.rule import UpdateRule
-from quintic.optim.rules.table import STATE_KEYS
+from quintic.optim.rules.rule import STATE_KEYS, UpdateRule
 from quintic.optim.state.state import MASTER_KEYS
 
 __all__ = ["Change", "change_error", "changed_option", "state_after", "warn_of_changes"]

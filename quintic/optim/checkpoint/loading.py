@@ -34,7 +34,7 @@ from quintic.optim.groups.names import is_made_up, resolve_name
 from quintic.optim.groups.options import OPTIONS, is_old_option
 from quintic.optim.groups.ties import ties_of
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
+from quintic.optim.rules.rule import PARAM_SHAPED_STATE, STATE_KEYS, UpdateRule
 from quintic.optim.state.placement import init_state
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
 from quintic.optim.state.state import copy_, piece_of, saved_tensor
@@ -142,7 +142,7 @@ def load_state(
     # Restore options, on copies of the groups, and check them; renamed parameters may be named in `tied_to`.
     names = adopted_names(groups, matches)
     changed_options = {name: option for name, ((option, *_), *_) in changes.items()}
-    restored = _restored_options(groups, saved_groups, matches, changed_options)
+    restored = _restored_options(groups, saved_groups, matches, changed_options, strict=strict)
     renamed = names | {match.saved_name: names.get(match.name, match.name) for match in matches if match.saved_name}
     try:
         complete = [{**group, **options} for group, options in zip(groups, restored, strict=True)]
@@ -206,8 +206,29 @@ def _check_is_ours(saved_groups: _Groups) -> None:
     )
 
 
+def _keep_own_rule(number: int, rule: str | UpdateRule | None, options: dict[str, Any], *, strict: bool) -> None:
+    """Take a rule out of a group's saved options if the group has an `UpdateRule`, which is saved as text.
+
+    Raises:
+        ValueError: it was saved with another rule, and `strict` is True.
+    """
+    if not isinstance(rule, UpdateRule) or "update_rule" not in options:
+        return
+    saved = options.pop("update_rule")
+    if strict and saved != str(rule):
+        raise ValueError(
+            f"parameter group {number} was saved with update_rule={saved!r}, and has {str(rule)!r}; give the rule that "
+            f"it was saved with, or load with optimizer.load_state_dict(state_dict, strict=False)"
+        )
+
+
 def _restored_options(
-    groups: _Groups, saved_groups: _Groups, matches: Sequence[Match], changed: Mapping[str, str]
+    groups: _Groups,
+    saved_groups: _Groups,
+    matches: Sequence[Match],
+    changed: Mapping[str, str],
+    *,
+    strict: bool,
 ) -> list[dict[str, Any]]:
     """Return for each group the saved options that it gets, see the head of this module.
 
@@ -223,6 +244,8 @@ def _restored_options(
         # One group on both sides: all options. Otherwise those on which all agree.
         for number in own_numbers if theirs else ():
             restored[number] = deepcopy(theirs[0] if len(own) == len(theirs) == 1 else _agreed(own, theirs))
+    for number, options in enumerate(restored):
+        _keep_own_rule(number, groups[number]["update_rule"], options, strict=strict)
     # One for each matrix, and the matrices are others now.
     for number in other_views:
         restored[number].pop("lr_multipliers", None)

@@ -16,8 +16,7 @@ from quintic.optim.comms.collectives import has_process_group
 from quintic.optim.groups.options import OPTIONS
 from quintic.optim.layout.layouts import is_dtensor
 from quintic.optim.numeric.numbers import to_python_scalar
-from quintic.optim.rules.rule import MANTISSA
-from quintic.optim.rules.table import STATE_KEYS
+from quintic.optim.rules.rule import MANTISSA, STATE_KEYS, UpdateRule
 
 __all__ = ["saved_state", "with_mantissas"]
 
@@ -64,9 +63,11 @@ def saved_state(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) 
 
 
 def _without_numpy(value: Any) -> Any:
-    """Return an option, or a tuple of them, with Python's numbers in place of NumPy's."""
+    """Return an option, or a tuple of them, with Python's numbers in place of NumPy's; a rule as text."""
     if type(value) is tuple:
         return tuple(map(_without_numpy, value))
+    if isinstance(value, UpdateRule):
+        return str(value)
     return to_python_scalar(value)
 
 

@@ -17,6 +17,7 @@ from quintic.optim.groups.names import resolve_name
 from quintic.optim.groups.options import SCHEDULED_OPTIONS, STEP_OPTIONS, Number, Options
 from quintic.optim.numeric.numbers import cpu_scalar_or_none
 from quintic.optim.rules.rule import UpdateRule
+from quintic.optim.rules.stages import StageOptions
 from quintic.optim.rules.table import rule_of
 
 __all__ = ["Group", "find_parameter", "needs_state"]
@@ -89,7 +90,18 @@ class Group(Options):
     @property
     def rule(self) -> UpdateRule:
         """The update rule of its parameters."""
-        return rule_of(self.algorithm, self.normalize)
+        return rule_of(self.algorithm, self.normalize, self.update_rule)
+
+    @property
+    def stage_options(self) -> StageOptions:
+        """Return the options that stages may read, with numbers of the host; waits for the device if one is there."""
+        return StageOptions(
+            lr=float(self.lr),
+            weight_decay=float(self.weight_decay),
+            momentum=float(self.momentum),
+            nesterov=self.nesterov,
+            normalize_beta=float(self.normalize_beta),
+        )
 
     @property
     def hyperparameters(self) -> tuple[Number, ...]:

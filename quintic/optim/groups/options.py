@@ -36,7 +36,7 @@ from quintic.optim.layout.views import Matrix, View
 from quintic.optim.polar.coefficients import DEFAULT_STEPS
 from quintic.optim.polar.forms import Method, Polynomials
 from quintic.optim.rules.rates import ADAMW_LR
-from quintic.optim.rules.rule import Algorithm
+from quintic.optim.rules.rule import Algorithm, UpdateRule
 from quintic.optim.rules.update import AdjustLr, Cautious, DecayCoupling
 
 __all__ = [
@@ -161,6 +161,9 @@ class Options:
         other_names=["ns_coefficients"],
     )
     compute_dtype: torch.dtype | None = option(None, "a floating dtype, or None", saved="text", algorithm="muon")
+    update_rule: str | UpdateRule | None = option(
+        None, "None, the name of an update rule, or a quintic.UpdateRule", algorithm="muon"
+    )
     normalize: Literal["neuron", "element"] | None = option(None, one_of(None, "neuron", "element"), algorithm="muon")
     adjust_lr: AdjustLr = option(
         "spectral",

@@ -52,12 +52,6 @@ class Units:
         """The floating-point operations of one unit's orthogonalisation."""
         return sum(kind.flops for kind in self.kinds)
 
-    @cached_property
-    def num_neurons(self) -> int:
-        """The number of neurons in one unit's matrices, which have a factor each with `normalize="neuron"`."""
-        # Neurons are the rows of a matrix, or its columns if it has more columns than rows.
-        return sum(max(kind.shape) for kind in self.kinds)
-
     def direction_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which directions are sent, for weights of this dtype: the widest of all kinds."""
         return max((direction_dtype(kind.form, dtype) for kind in self.kinds), key=lambda one: one.itemsize)

@@ -30,7 +30,7 @@ from quintic.optim.plan.kinds import kinds_of
 from quintic.optim.plan.offload_size import POOL_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.schedule import PhaseBytes
 from quintic.optim.plan.workspace.buckets import distinct_by_memory, piece_entries, unit_phase_bytes
-from quintic.optim.plan.workspace.matrices import WorkspaceSpec, width_of
+from quintic.optim.plan.workspace.matrices import WorkspaceSpec
 from quintic.optim.state.owners import assign_owners, balance, loads_of
 
 __all__ = ["SharedBucket", "gathered_buckets", "shared_buckets"]
@@ -71,11 +71,11 @@ class SharedBucket:
         if self.exchange.is_local:
             return None
         units, spec = self.units, self.key.spec
-        # Bytes of a factor and a second moment for each neuron of a unit.
-        factors = 2 * width_of(spec.dtype) * units.num_neurons if spec.normalizes else 0
+        # Bytes of the numbers and vectors of a unit.
+        numbers = spec.message_bytes(units.shapes)
         direction, update = units.direction_dtype(spec.dtype).itemsize, units.update_dtype(spec.dtype).itemsize
-        # State that stages on whole matrices need goes to the owner and comes back.
-        return ExchangeBytes(self.exchange, direction + spec.state_width, update + spec.state_width, factors)
+        # State that stages on whole matrices need goes to the owner and comes back; weights do not come back.
+        return ExchangeBytes(self.exchange, direction + spec.sent_width, update + spec.state_width, numbers)
 
     @cached_property
     def max_phase_bytes(self) -> PhaseBytes:

@@ -113,7 +113,8 @@ def offloaded_bytes(group: Group, dtype: torch.dtype) -> int:
     # Loaded in one pass, for the stages on whole matrices, and stored in the other.
     specs += group.rule.matrix_state
     if dtype.itemsize < 4 and group.master is not None:
-        specs.append(MASTER_SPECS[group.master])
+        # Loaded twice, if stages on whole matrices read weights.
+        specs += [MASTER_SPECS[group.master]] * (1 + group.rule.reads_weights)
     return sum(spec.dtype_for(dtype, group.state_dtype).itemsize for spec in specs)
 
 

@@ -1,37 +1,42 @@
 """The stages of a rule on whole matrices, before and after the polar step, for a batch.
 
     matrices (b, m, n) -> stage by stage -> matrices (b, m, n), and factors (b, m or 1, n or 1) that multiply updates
+    weights, updates (b, m, n) -> the factors of both, (b, m or 1, n or 1), of a rule with a `WeightStage`
 
 A stage with a kernel twin runs as that kernel if the bucket has kernels. The others run in plain PyTorch on copies of
 state; the copies are then stored, except for matrices whose mask is zero.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from quintic.optim.rules.rule import MatrixStage, StageOptions
+from quintic.optim.rules.stages import WEIGHT, MatrixStage, StageOptions, StateSpec, WeightStage
 
-__all__ = ["NO_STATE", "MatrixState", "apply_stages"]
+__all__ = ["NO_STATE", "MatrixState", "apply_stages", "constrained"]
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixState:
     """The state of a batch of matrices that stages on whole matrices advance."""
 
-    batches: Mapping[str, Tensor]
-    """State of the parameter's shape by name, (b, m, n), in its own dtype; advanced in place."""
-    neurons: Sequence[Tensor] = ()
-    """State with one entry per neuron: tensors (matrices, m, 1) or (matrices, 1, n) that together have all matrices of
-    the batch, and share memory with the state."""
-    addresses: Tensor | None = None
-    """The address of each matrix' neurons for kernels, (b,) int64; None where the bucket has none."""
+    batches: Mapping[str, Tensor] = field(default_factory=dict)
+    """State of the parameter's shape by name, (b, m, n), in its own dtype, advanced in place; under `WEIGHT` the
+    weights, if the rule reads them."""
+    vectors: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    """Vector state by name: tensors (matrices, m or 1, n or 1) that together have all matrices of the batch, and share
+    memory with the state."""
+    addresses: Mapping[str, Tensor] = field(default_factory=dict)
+    """By name the address of each matrix' vector for kernels, (b,) int64, where the bucket has kernels."""
 
 
-NO_STATE = MatrixState({})
+NO_STATE = MatrixState()
 
 
 def apply_stages(
@@ -50,30 +55,55 @@ def apply_stages(
     matrices, factors = given, scales
     for stage in stages:
         with ranges[stage.label]:
-            if stage.has_kernel and state.addresses is not None:
-                factors = stage.apply_kernel(matrices, state.addresses, factors, options, mask)
+            addresses = state.addresses.get(stage.state[0].name) if stage.has_kernel else None
+            if addresses is not None:
+                factors = stage.apply_kernel(matrices, addresses, factors, options, mask)
                 continue
-            matrices, own = _apply_plain(stage, matrices, state, options, mask)
+            matrices, own = _advance(_call(stage, matrices, options), stage.state, state, mask)
             factors = factors if own is None else factors * own
     return matrices.to(given.dtype), factors
 
 
-def _apply_plain(
-    stage: MatrixStage, matrices: Tensor, state: MatrixState, options: StageOptions, mask: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Run a stage on matrices (b, m, n) and copies of its state; store the copies where the mask is not zero."""
+def constrained(
+    stage: WeightStage,
+    updates: Tensor,
+    scales: Tensor,
+    state: MatrixState,
+    options: StageOptions,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the factors of weights and of updates (b, m, n), each (b, m or 1, n or 1); state as in `apply_stages`."""
+    weights = state.batches[WEIGHT]
+    return _advance(lambda own: stage.apply(weights, updates, scales, own, options), stage.state, state, mask)
+
+
+def _call(
+    stage: MatrixStage, matrices: Tensor, options: StageOptions
+) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor | None]]:
+    return lambda own: stage.apply(matrices, own, options)
+
+
+def _advance(
+    apply: Callable[[Mapping[str, Tensor]], _Result],
+    specs: Sequence[StateSpec],
+    state: MatrixState,
+    mask: Tensor | None,
+) -> _Result:
+    """Call a stage with copies of its state, and store the copies where the mask is not zero; return its result."""
     before: dict[str, Tensor] = {}
-    for spec in stage.state:
-        before[spec.name] = torch.cat(list(state.neurons)) if spec.shape == "neurons" else state.batches[spec.name]
+    for spec in specs:
+        before[spec.name] = torch.cat(list(state.vectors[spec.name])) if spec.is_vector else state.batches[spec.name]
     # bfloat16 state is advanced in float32 and rounded once, when it is stored.
     after = {name: (old.clone() if old.itemsize >= 4 else old.float()) for name, old in before.items()}
-    result, factors = stage.apply(matrices, after, options)
-    for spec in stage.state:
+    weights = {WEIGHT: state.batches[WEIGHT]} if WEIGHT in state.batches else {}
+    result = apply(after | weights)
+    for spec in specs:
         new, old = after[spec.name], before[spec.name]
         if mask is not None:
             new = torch.where(mask.view(-1, 1, 1) != 0, new, old)
-        if spec.shape == "neurons":
-            torch._foreach_copy_(list(state.neurons), list(new.split([one.shape[0] for one in state.neurons])))
+        if spec.is_vector:
+            targets = list(state.vectors[spec.name])
+            torch._foreach_copy_(targets, list(new.split([one.shape[0] for one in targets])))
         else:
             old.copy_(new)
-    return result, factors
+    return result

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quintic.optim.rules.stages import StageOptions
+
 __all__ = ["HYPERPARAMETERS", "DeviceHyperparameters", "HostCopy", "host_tensor", "is_capturing", "upload"]
 
 HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
@@ -69,6 +71,14 @@ class DeviceHyperparameters:
         self.is_of: object = None
         # Whether a value is a tensor on the device, which may change there unnoticed.
         self.is_live = False
+
+    def stage_options(self, group: Any) -> StageOptions:
+        """Return the numbers that stages read, as 0-d float64 tensors on the device where schedules change them.
+
+        `group` is the parameter group, for the numbers that a captured step contains.
+        """
+        lr, weight_decay, momentum = self.values[:3].unbind()
+        return StageOptions(lr, weight_decay, momentum, group.nesterov, float(group.normalize_beta))
 
     def update(self, hyperparameters: Sequence[float | Tensor], lr_ratio: float) -> None:
         """Update the values on the device, given in the order of `HYPERPARAMETERS`; the first is multiplied by a ratio.

@@ -4,28 +4,40 @@ A step of a matrix goes through the stages of its rule in this order. Some stage
 on the pieces of parameters that it holds. The others need whole matrices, (b, m, n), and run at the owner of the
 matrices, one of the ranks:
 
-    direction   element-wise: momentum, or the whole of AdamW
+    direction   element-wise: momentum, another `GradientStage`, or the whole of AdamW
     before      whole matrices: changes directions before they are orthogonalised
-    polar       whole matrices: orthogonalises them; a rule with `orthogonalizes=False` ends before it
+    polar       whole matrices: orthogonalises them, in one round or as a `PolarStage` does; a rule with
+                `orthogonalizes=False` ends before it
     after       whole matrices: returns updates, and factors (b, m or 1, n or 1) that multiply them
-    write       element-wise: decay and step, the same for all rules (`update.decay_and_step_`)
+    constrain   whole matrices: compares weights and updates, and returns factors of both (`WeightStage`)
+    write       element-wise: decay and step (`update.decay_and_step_`), or weights and updates times their factors
+    drift       element-wise: adds to weights what follows from the step that they made (`DriftStage`)
 
 All code that makes, moves, loads, saves, offloads, plans or explains state reads the `StateSpec`s of the stages and
-knows no rule by name. A new rule is a file with its stages and a value of `UpdateRule`, a line in `table.py`, and a
-value of the option `normalize` in `groups/options.py` that chooses the rule.
+knows no rule by name. A new rule is a file with its stages and a value of `UpdateRule`, and a line in `table.py`, which
+gives it a name. A rule of a user's own needs no name: it is itself a value of the option `update_rule`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
-from typing import ClassVar, Literal, Protocol
+from typing import Literal
 
-import torch
 from torch import Tensor
 
-from quintic.optim.numeric.bf16_state import moment_dtype_of
-from quintic.optim.rules.update import AdjustLr, adjust_lr_factor, second_moment_shape
+from quintic.optim.rules.stages import (
+    WEIGHT,
+    Direction,
+    DriftStage,
+    GradientStage,
+    MatrixStage,
+    PolarStage,
+    StageOptions,
+    StateSpec,
+    VectorShape,
+    WeightStage,
+)
+from quintic.optim.rules.update import AdjustLr, adjust_lr_factor
 
 __all__ = [
     "EXP_AVG",
@@ -35,12 +47,10 @@ __all__ = [
     "MASTER_SPECS",
     "MOMENTUM",
     "MOMENTUM_DIRECTION",
+    "PARAM_SHAPED_STATE",
+    "STATE_KEYS",
     "STEP",
     "Algorithm",
-    "Direction",
-    "MatrixStage",
-    "StageOptions",
-    "StateSpec",
     "UpdateRule",
 ]
 
@@ -50,159 +60,106 @@ Algorithm = Literal["muon", "adamw"]
 MOMENTUM, EXP_AVG, EXP_AVG_SQ, STEP = "momentum_buffer", "exp_avg", "exp_avg_sq", "step"
 MASTER, MANTISSA = "master", "mantissa"
 
-
-@dataclass(frozen=True, slots=True)
-class StateSpec:
-    """The declaration of one tensor of a parameter's state."""
-
-    name: str
-    dtype: Literal["average", "wide", "float32", "uint16"]
-    """`"average"`: float32, or bfloat16 with `state_dtype="bf16"`; `"wide"`: float32. Either is float64 for float64
-    parameters. `"float32"` and `"uint16"` hold for all parameters."""
-    shape: Literal["param", "neurons", "scalar"]
-    """`"param"`: has the parameter's shape and lies on the same ranks; only such state is moved by `offload`.
-
-    `"neurons"`: one vector with a number for each row of tall matrices, and for each column of wide ones. Every rank
-    has all of it, and the owner of a matrix sends its numbers to the other ranks. `"scalar"`: one number, on all ranks.
-    """
-
-    def dtype_for(self, weights: torch.dtype, state_dtype: Literal["bf16"] | None) -> torch.dtype:
-        """Return the dtype of this state for weights of dtype `weights`, in a group with this option `state_dtype`."""
-        # Averages may be kept in bfloat16 to save memory, if the group asks for it.
-        if self.dtype == "average":
-            return moment_dtype_of(weights, state_dtype)
-        if self.dtype == "wide":
-            return torch.promote_types(weights, torch.float32)
-        return torch.float32 if self.dtype == "float32" else torch.uint16
-
-    def shape_for(self, shapes: Sequence[tuple[int, int, int]]) -> tuple[int, ...] | None:
-        """Return the shape of this state, or None for the parameter's own shape.
-
-        `shapes` has (count, m, n) for each kind of matrix in the parameter.
-        """
-        if self.shape == "param":
-            return None
-        # A vector of the neurons of all matrices: max(m, n) numbers for each.
-        return () if self.shape == "scalar" else (sum(b * prod(second_moment_shape(m, n)) for b, m, n in shapes),)
-
-
 MASTER_SPECS = {"fp32": StateSpec(MASTER, "float32", "param"), "mantissa": StateSpec(MANTISSA, "uint16", "param")}
 """Value of the option `master` -> the state with the bits that low-precision weights lack (`precision.py`)."""
 
-
-class StageOptions(Protocol):
-    """The options that stages on whole matrices may read; a `Group` has them."""
-
-    @property
-    def normalize_beta(self) -> float:
-        """Coefficient of the average of squares that a stage normalises by."""
-
-
-@dataclass(frozen=True, slots=True)
-class Direction:
-    """The first stage of a rule, which is element-wise.
-
-    It declares state only: `update.py` has the arithmetic, and the two backends run it (`step/torch_backend.py`,
-    `step/triton_backend.py`).
-    """
-
-    state: tuple[StateSpec, ...]
-    averages: tuple[str, ...]
-    """Names of options that are coefficients of this state, if it is of dtype `"average"`: bfloat16 state cannot follow
-    coefficients that are too close to 1, which checks of options reject."""
-
+WEIGHT_SPEC = StateSpec(WEIGHT, "wide", "param")
+"""Weights as stages read them; no state."""
 
 MOMENTUM_DIRECTION = Direction((StateSpec(MOMENTUM, "average", "param"),), ("momentum",))
-"""The direction of all rules on matrices: momentum, as kept in `momentum_buffer`."""
+"""The direction of most rules on matrices: momentum, as kept in `momentum_buffer`."""
+
+STATE_KEYS: set[str] = set()
+"""Names of all state of the rules that were made so far; other keys of a parameter's state are the user's."""
+
+PARAM_SHAPED_STATE: set[str] = set()
+"""Names of the state that has the parameter's shape and lies as the parameter does."""
+
+# Name -> its declaration, in every rule that was made so far.
+_declared: dict[str, StateSpec] = {}
 
 
-class MatrixStage:
-    """A stage on whole matrices; each stage of a rule is a subclass that is a frozen dataclass.
+def _declare(specs: Sequence[StateSpec], rule: str) -> None:
+    """Add the state of a rule to the names above; a ValueError if another rule declares a name otherwise."""
+    for spec in specs:
+        other = _declared.setdefault(spec.name, spec)
+        if other != spec:
+            raise ValueError(
+                f"{rule}: its state {spec.name!r} is declared as {spec}, and another rule has {other}; choose another "
+                f"name"
+            )
+        STATE_KEYS.add(spec.name)
+        if spec.shape == "param":
+            PARAM_SHAPED_STATE.add(spec.name)
 
-    A subclass implements `apply` in plain PyTorch, which runs on CPUs and GPUs. It may set `has_kernel = True` and also
-    implement `apply_kernel`, a Triton kernel with the same results, which then runs where the bucket has kernels.
-    """
 
-    label: ClassVar[str]
-    """Its name in a profile."""
-    state: ClassVar[tuple[StateSpec, ...]] = ()
-    averages: ClassVar[tuple[str, ...]] = ()
-    """See `Direction.averages`."""
-    has_kernel: ClassVar[bool] = False
-    """Whether there is an `apply_kernel`."""
-
-    def apply(
-        self, matrices: Tensor, state: Mapping[str, Tensor], options: StageOptions
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return new matrices (b, m, n), and factors to multiply them with, or None if there are no factors.
-
-        A result must not depend, to the last bit, on the other matrices of the batch, because layouts batch them
-        differently: add up with `sums.py`. The plan runs it on tensors of the meta device, too, which have no values,
-        to count its memory. Only a stage with `"neurons"` state may return factors, since they are sent
-        to other ranks in the message of that state.
-
-        Args:
-            matrices: (b, m, n); they must not be changed.
-            state: by name (b, m, n), or for `"neurons"` (b, m, 1) or (b, 1, n), in float32 or float64; it is changed
-                in place.
-            options: the group's options.
-
-        Returns:
-            (matrices (b, m, n), factors (b, m, 1) or (b, 1, n) or None).
-        """
-        raise NotImplementedError
-
-    def apply_kernel(
-        self, matrices: Tensor, addresses: Tensor, factors: Tensor, options: StageOptions, mask: Tensor | None
-    ) -> Tensor:
-        """Return `factors` times the factors that `apply` would return; the matrices stay as they are.
-
-        Only for stages with a single `"neurons"` state. The kernel advances this state in place. The plan counts its
-        memory as that of `apply`; `kernels.launch.launch` does nothing with tensors of the meta device.
-
-        Args:
-            matrices: (b, m, n).
-            addresses: (b,) int64, the memory address of each matrix' state.
-            factors: (b, m or 1, n or 1), the factors so far.
-            options: the group's options.
-            mask: () or (b,) int32; where it is zero, state keeps its bits. None for nowhere.
-        """
-        raise NotImplementedError
+_declare(tuple(MASTER_SPECS.values()), "masters")
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule:
-    """One way to update parameters. `table.py` lists the library's rules."""
+    """One way to update parameters, for the option `update_rule`. `table.py` lists the library's rules.
+
+    Raises:
+        ValueError: the stages do not fit each other, or another rule has state of one of these names in another form.
+    """
 
     title: str
     """The name of the rule for people, such as "NorMuon"."""
-    algorithm: Algorithm
+    algorithm: Algorithm = "muon"
     """The option `algorithm` of the groups with this rule; several rules may have one algorithm."""
-    direction: Direction
+    direction: Direction | GradientStage = MOMENTUM_DIRECTION
     before: tuple[MatrixStage, ...] = ()
     """Stages on directions, in order, before the polar step."""
+    polar: PolarStage | None = None
+    """None orthogonalises once."""
     orthogonalizes: bool = True
     """Whether directions are orthogonalised as matrices; otherwise the rule is element-wise and has no matrices."""
     after: tuple[MatrixStage, ...] = ()
     """Stages on orthogonalised directions, in order."""
+    constrain: WeightStage | None = None
+    """None for decay and step."""
+    drift: DriftStage | None = None
     scale: AdjustLr = None
     """The `adjust_lr` that the rule needs; None if the group's option `adjust_lr` decides."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError for state that the stages cannot have."""
-        if any(spec.shape == "neurons" for stage in self.before for spec in stage.state):
-            raise ValueError(f"{self.title}: factors multiply updates, so 'neurons' state is for stages in after alone")
+        """Raise a ValueError for stages that do not fit, and declare the state."""
+        if any(stage.factors for stage in self.before):
+            raise ValueError(f"{self.title}: factors multiply updates, so stages in before cannot have them")
+        if sum(stage.factors is not None for stage in self.after) > 1:
+            raise ValueError(f"{self.title}: only one stage in after can have factors")
+        elementwise = [stage for stage in (self.direction, self.drift) if isinstance(stage, GradientStage | DriftStage)]
+        for stage in elementwise:
+            if any(spec.shape != "param" for spec in stage.state):
+                raise ValueError(
+                    f"{self.title}: {type(stage).__name__} is element-wise, and can only have state of the shape "
+                    f"'param'"
+                )
+        _declare(self.state, self.title)
+
+    def __str__(self) -> str:
+        """Return the rule as checkpoints name it: its title and its stages, with their settings."""
+        stages = (self.direction, *self.before, self.polar, *self.after, self.constrain, self.drift)
+        own = [repr(stage) for stage in stages if stage is not None and type(stage) is not Direction]
+        return f"{self.title}: {', '.join(own)}" if own else self.title
 
     @cached_property
-    def stages(self) -> tuple[MatrixStage, ...]:
+    def gradient_stage(self) -> GradientStage | None:
+        """The direction, if it is not one of those that the backends have."""
+        return self.direction if isinstance(self.direction, GradientStage) else None
+
+    @cached_property
+    def stages(self) -> tuple[MatrixStage | WeightStage, ...]:
         """The stages on whole matrices, in order, without the polar step."""
-        return (*self.before, *self.after)
+        return (*self.before, *self.after, *(() if self.constrain is None else (self.constrain,)))
 
     @cached_property
     def state(self) -> tuple[StateSpec, ...]:
-        """The state of all stages."""
+        """The state of all stages; stages that declare the same state share it."""
         stages = (spec for stage in self.stages for spec in stage.state)
-        return (*self.direction.state, *stages)
+        drift = () if self.drift is None else self.drift.state
+        return tuple(dict.fromkeys((*self.direction.state, *stages, *drift)))
 
     @cached_property
     def averages(self) -> tuple[str, ...]:
@@ -216,19 +173,41 @@ class UpdateRule:
 
         It lies with the pieces, so at each step it is sent to the owner of the matrices and back.
         """
-        # Momentum is left out: it is advanced on the pieces.
-        stages = (spec for stage in self.stages for spec in stage.state)
+        # State of element-wise stages is left out: it is advanced on the pieces.
+        stages = dict.fromkeys(spec for stage in self.stages for spec in stage.state)
         return tuple(spec for spec in stages if spec.shape == "param")
 
     @cached_property
-    def neuron_state(self) -> StateSpec | None:
-        """The state with a number for each neuron, or None; a rule has one such state at most."""
-        return next((spec for spec in self.state if spec.shape == "neurons"), None)
+    def reads_weights(self) -> bool:
+        """Whether a stage on whole matrices needs the weights, which are sent to the owners of matrices then."""
+        return self.constrain is not None or any(stage.reads_weights for stage in (*self.before, *self.after))
 
     @cached_property
-    def neuron_key(self) -> str | None:
-        """The name of `neuron_state`, or None."""
-        return None if self.neuron_state is None else self.neuron_state.name
+    def sent_state(self) -> tuple[StateSpec, ...]:
+        """What is sent to the owners of matrices beside directions: `matrix_state`, and weights if stages read them."""
+        return (*self.matrix_state, *((WEIGHT_SPEC,) if self.reads_weights else ()))
+
+    @cached_property
+    def vectors_of_kernels(self) -> tuple[str, ...]:
+        """The names of vector state that stages with kernels find by address."""
+        return tuple(stage.state[0].name for stage in (*self.before, *self.after) if stage.has_kernel)
+
+    @cached_property
+    def vector_state(self) -> tuple[StateSpec, ...]:
+        """The state with numbers for each matrix, which owners advance and send to the other ranks."""
+        return tuple(spec for spec in self.state if spec.is_vector)
+
+    @cached_property
+    def factors(self) -> VectorShape | None:
+        """The shape of the factors that a stage after the polar step returns; None if none does."""
+        return next((stage.factors for stage in self.after if stage.factors is not None), None)
+
+    @cached_property
+    def numbers(self) -> tuple[VectorShape, ...]:
+        """The shapes of the numbers that owners send with updates: of weights and updates, of updates, or nothing."""
+        if self.constrain is not None:
+            return (self.constrain.numbers, self.constrain.numbers)
+        return () if self.factors is None else (self.factors,)
 
     def lr_factor(self, adjust_lr: AdjustLr, m: int, n: int) -> float:
         """Return the factor on the learning rate of an (m, n) matrix of a group with this `adjust_lr`."""
@@ -250,6 +229,17 @@ class UpdateRule:
         assert product is not None
         return matrices, product
 
+    def constrained(
+        self, update: Tensor, scales: Tensor, state: Mapping[str, Tensor], options: StageOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Return the factors of weights and of updates (b, m, n) that `constrain` gives; state as in `finish`."""
+        stage = self.constrain
+        assert stage is not None
+        wide = _wide_state(stage.state, state)
+        result = stage.apply(state[WEIGHT], update, scales, wide, options)
+        _store(wide, state)
+        return result
+
 
 def _apply_in_place(
     stages: Sequence[MatrixStage],
@@ -262,16 +252,25 @@ def _apply_in_place(
     # Each stage gets the result of the one before it.
     matrices = given
     for stage in stages:
-        # bfloat16 state is advanced in float32 and rounded once.
-        state = {spec.name: kept[spec.name] for spec in stage.state}
-        wide = {name: value if value.itemsize >= 4 else value.float() for name, value in state.items()}
-        matrices, own = stage.apply(matrices, wide, options)
+        wide = _wide_state(stage.state, kept)
+        weights = {WEIGHT: kept[WEIGHT]} if stage.reads_weights else {}
+        matrices, own = stage.apply(matrices, wide | weights, options)
         # Factors are multiplied into the update only when weights are written.
         if own is not None:
             factors = own if factors is None else factors * own
-        for name, value in wide.items():
-            # Only copies in float32 have to be stored; other state was advanced itself.
-            if value is not state[name]:
-                state[name].copy_(value)
+        _store(wide, kept)
     # Some layouts send updates to other ranks in this dtype, so all layouts round to it: all have the same bits.
     return matrices.to(given.dtype), factors
+
+
+def _wide_state(specs: Sequence[StateSpec], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return state by name; bfloat16 state as copies in float32, so that it is advanced in that and rounded once."""
+    state = {spec.name: kept[spec.name] for spec in specs}
+    return {name: value if value.itemsize >= 4 else value.float() for name, value in state.items()}
+
+
+def _store(wide: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+    for name, value in wide.items():
+        # Only copies in float32 have to be stored; other state was advanced itself.
+        if value is not kept[name]:
+            kept[name].copy_(value)

@@ -1,72 +1,26 @@
-"""The update rules of the library, and the one place that decides which of them a group has."""
+"""The update rules of the library by name, and the one place that decides which rule a group has."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import get_args
 
-from torch import Tensor
+from quintic.optim.rules.library.adamuon import ADAMUON
+from quintic.optim.rules.library.aurora import AURORA
+from quintic.optim.rules.library.ema_nesterov import EMA_NESTEROV
+from quintic.optim.rules.library.hyperball import HYPERBALL
+from quintic.optim.rules.library.muon_plus import MUON_PLUS, NANOCHAT
+from quintic.optim.rules.library.muoneq import MUONEQ
+from quintic.optim.rules.library.muown import MUOWN
+from quintic.optim.rules.library.normuon import NORMUON
+from quintic.optim.rules.library.radial import RADIAL_BRAKE, RELATIVE_UPDATE
+from quintic.optim.rules.library.two_rate import TWO_RATE
+from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, STEP, Algorithm, UpdateRule
+from quintic.optim.rules.stages import Direction, StateSpec
 
-from quintic.optim.rules.adamuon import ADAMUON
-from quintic.optim.rules.rule import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER_SPECS,
-    MOMENTUM_DIRECTION,
-    STEP,
-    Algorithm,
-    Direction,
-    MatrixStage,
-    StageOptions,
-    StateSpec,
-    UpdateRule,
-)
-from quintic.optim.rules.update import neuron_factors_
-
-__all__ = [
-    "ADAMW",
-    "ALGORITHMS",
-    "MUON",
-    "NEURON_MOMENT",
-    "NORMUON",
-    "PARAM_SHAPED_STATE",
-    "RULES",
-    "STATE_KEYS",
-    "orthogonalizes",
-    "rule_of",
-]
+__all__ = ["ADAMW", "ALGORITHMS", "MUON", "RULES", "SHORT_FORMS", "check_rule", "orthogonalizes", "rule_of"]
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
-NEURON_MOMENT = "second_momentum_buffer"
-
-
-@dataclass(frozen=True)
-class NeuronSecondMoment(MatrixStage):
-    """Factors that even out the neurons of updates: NorMuon, see `update.neuron_factors_`."""
-
-    label = "normalize neurons"
-    state = (StateSpec(NEURON_MOMENT, "wide", "neurons"),)
-    has_kernel = True
-
-    def apply(
-        self, matrices: Tensor, state: Mapping[str, Tensor], options: StageOptions
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `MatrixStage`."""
-        return matrices, neuron_factors_(matrices, state[NEURON_MOMENT], beta=float(options.normalize_beta))
-
-    def apply_kernel(
-        self, matrices: Tensor, addresses: Tensor, factors: Tensor, options: StageOptions, mask: Tensor | None
-    ) -> Tensor:
-        """See `MatrixStage`."""
-        from quintic.kernels.update.neuron import advance_neuron_factors_
-
-        return advance_neuron_factors_(
-            matrices, addresses, factors, beta=float(options.normalize_beta), apply_mask=mask
-        )
-
-
-MUON = UpdateRule(title="Muon", algorithm="muon", direction=MOMENTUM_DIRECTION)
-NORMUON = UpdateRule(title="NorMuon", algorithm="muon", direction=MOMENTUM_DIRECTION, after=(NeuronSecondMoment(),))
+MUON = UpdateRule(title="Muon")
 ADAMW = UpdateRule(
     title="AdamW",
     algorithm="adamw",
@@ -81,25 +35,25 @@ ADAMW = UpdateRule(
     orthogonalizes=False,
 )
 
-# (algorithm, normalize) -> rule; AdamW's groups may have any `normalize`, which they do not read.
-RULES: Mapping[tuple[Algorithm, str | None], UpdateRule] = {
-    ("muon", None): MUON,
-    ("muon", "neuron"): NORMUON,
-    ("muon", "element"): ADAMUON,
-    ("adamw", None): ADAMW,
+RULES: Mapping[str, UpdateRule] = {
+    "muon": MUON,
+    "normuon": NORMUON,
+    "adamuon": ADAMUON,
+    "muoneq": MUONEQ,
+    "muon_plus": MUON_PLUS,
+    "nanochat": NANOCHAT,
+    "muown": MUOWN,
+    "hyperball": HYPERBALL,
+    "radial_brake": RADIAL_BRAKE,
+    "relative_update": RELATIVE_UPDATE,
+    "two_rate": TWO_RATE,
+    "ema_nesterov": EMA_NESTEROV,
+    "aurora": AURORA,
 }
+"""The values of the option `update_rule` that are names -> rules."""
 
-_SPECS = (
-    *(spec for rule in RULES.values() for spec in rule.state),
-    *MASTER_SPECS.values(),
-)
-
-STATE_KEYS = frozenset(spec.name for spec in _SPECS)
-"""Names of all state; other keys of a parameter's state are the user's."""
-
-# In one order on all ranks, which make collectives of it.
-PARAM_SHAPED_STATE = tuple(dict.fromkeys(spec.name for spec in _SPECS if spec.shape == "param"))
-"""Names of the state that has the parameter's shape and lies as the parameter does."""
+SHORT_FORMS: Mapping[str | None, str] = {None: "muon", "neuron": "normuon", "element": "adamuon"}
+"""Value of the option `normalize` -> the name of the rule that it stands for."""
 
 
 def orthogonalizes(algorithm: str) -> bool:
@@ -107,6 +61,31 @@ def orthogonalizes(algorithm: str) -> bool:
     return algorithm == "muon"
 
 
-def rule_of(algorithm: Algorithm, normalize: str | None) -> UpdateRule:
+def check_rule(update_rule: object, normalize: str | None) -> None:
+    """Raise a ValueError or TypeError for an `update_rule` that is no rule, or another one than `normalize` means."""
+    if update_rule is None:
+        return
+    if isinstance(update_rule, str):
+        if update_rule not in RULES:
+            raise ValueError(f"update_rule={update_rule!r}: choose {', '.join(map(repr, RULES))}, or an UpdateRule")
+    elif not isinstance(update_rule, UpdateRule):
+        raise TypeError(f"update_rule={update_rule!r}: give the name of a rule, or a quintic.UpdateRule")
+    elif not update_rule.orthogonalizes:
+        raise ValueError(
+            f"update_rule={update_rule.title}: it does not orthogonalise; groups with algorithm='adamw' have AdamW, "
+            f"and update_rule is for matrices"
+        )
+    if normalize is not None and rule_of("muon", None, update_rule) != RULES[SHORT_FORMS[normalize]]:
+        raise ValueError(
+            f"normalize={normalize!r} is short for update_rule={SHORT_FORMS[normalize]!r}, and update_rule="
+            f"{update_rule if isinstance(update_rule, str) else update_rule.title!r} is given, too; leave one out"
+        )
+
+
+def rule_of(algorithm: Algorithm, normalize: str | None, update_rule: str | UpdateRule | None) -> UpdateRule:
     """Return the rule of a validated group with these options."""
-    return RULES[algorithm, normalize if orthogonalizes(algorithm) else None]
+    if not orthogonalizes(algorithm):
+        return ADAMW
+    if isinstance(update_rule, UpdateRule):
+        return update_rule
+    return RULES[SHORT_FORMS[normalize] if update_rule is None else update_rule]

@@ -25,10 +25,11 @@ from quintic.optim.groups.ties import check_shapes
 from quintic.optim.layout.layouts import Layout, intersection, local_tensor, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
-from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
+from quintic.optim.rules.rule import PARAM_SHAPED_STATE, STATE_KEYS
+from quintic.optim.rules.stages import StateSpec
 from quintic.optim.state.placement import state_forms, state_on_device
 from quintic.optim.state.shards import ShardedState, local_shard_pairs, sharded_parameters
-from quintic.optim.state.state import second_moments
+from quintic.optim.state.state import vectors_of
 
 __all__ = ["Parameter", "all_parameters", "broadcast_shards", "connected_parameters", "copy_state", "whole_states"]
 
@@ -118,8 +119,8 @@ class Parameter:
             return whole
         return whole[relative(self.layout.box_of(rank), tuple((0, size) for size in self.layout.shape))]
 
-    def whole_second_moments(self, buffer: Tensor) -> Tensor:
-        """Return NorMuon's second moments of all matrices, given this rank's `buffer`, (neurons of all matrices,).
+    def whole_vectors(self, spec: StateSpec, buffer: Tensor) -> Tensor:
+        """Return vector state of all matrices, given this rank's `buffer`, (numbers of all matrices,).
 
         Every rank has a buffer of this size, but its values may be right only for the matrices that the rank holds.
         """
@@ -128,10 +129,10 @@ class Parameter:
         # Take each matrix that only some ranks hold from the first of them; all others are right here.
         everyone = all_gather_uneven(buffer, [buffer.numel()] * len(self.ranks), self.process_group)
         shape, view = self.layout.shape, self.group.view
-        by_rank = {rank: second_moments(one, shape, view) for rank, one in zip(self.ranks, everyone, strict=True)}
+        by_rank = {rank: vectors_of(spec, one, shape, view) for rank, one in zip(self.ranks, everyone, strict=True)}
         result = buffer.clone()
-        # Views by block and matrix, (b, m, 1) or (b, 1, n).
-        targets = second_moments(result, shape, view)
+        # Views by block and matrix, (b, m or 1, n or 1).
+        targets = vectors_of(spec, result, shape, view)
         for (block, matrix), holders in self.holders().items():
             targets[block][matrix].copy_(by_rank[holders[0]][block][matrix])
         return result
@@ -206,9 +207,9 @@ def connected_parameters(groups: Sequence[Group], communicators: Communicators) 
 def whole_states(
     groups: Sequence[Group], communicators: Communicators, states: Mapping[Tensor, Mapping[str, Tensor]]
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return whole state for the parameters whose state is sharded, and complete NorMuon's second moments in place.
+    """Return whole state for the parameters whose state is sharded, and complete the vectors of others in place.
 
-    Second moments of matrices that only some ranks hold become right on all ranks. All ranks that share such parameters
+    Vectors of matrices that only some ranks hold become right on all ranks. All ranks that share such parameters
     must call it; without any, nothing is communicated. Temporary memory: one parameter's state beside the result.
     """
     # Parameters whose state no single rank has whole.
@@ -221,19 +222,19 @@ def whole_states(
     wholes: dict[Tensor, dict[str, Tensor]] = {}
     # Process groups in one order on all ranks, since a rank in several of them runs collectives in each.
     for one in sorted((parameter for parameter in spread if parameter.is_here), key=lambda one: one.ranks):
-        state, neuron_key = states[one.param], one.group.rule.neuron_key
-        # Not sharded: only second moments of matrices on some ranks differ between ranks.
+        state, vectors = states[one.param], one.group.rule.vector_state
+        # Not sharded: only vectors of matrices on some ranks differ between ranks.
         if one.sharded is None:
-            assert neuron_key is not None
-            moments = state[neuron_key]
-            moments.copy_(one.whole_second_moments(moments))
+            for spec in vectors:
+                state[spec.name].copy_(one.whole_vectors(spec, state[spec.name]))
             continue
         wholes[one.param] = whole = dict(state)
-        for key in PARAM_SHAPED_STATE:
-            if key in state:  # gathered on the device, returned where the state is: the host with offload
-                whole[key] = one.whole_of(key, state[key].to(one.param.device)).to(state[key].device)
-        if neuron_key is not None and neuron_key in state:
-            whole[neuron_key] = one.whole_second_moments(state[neuron_key])
+        for key in sorted(PARAM_SHAPED_STATE & state.keys()):  # in one order on all ranks
+            # Gathered on the device, returned where the state is: the host with offload.
+            whole[key] = one.whole_of(key, state[key].to(one.param.device)).to(state[key].device)
+        for spec in vectors:
+            if spec.name in state:
+                whole[spec.name] = one.whole_vectors(spec, state[spec.name])
     return wholes
 
 
@@ -242,8 +243,8 @@ def _has_spread_state(one: Parameter) -> bool:
     group, layout = one.group, one.layout
     if layout is None or group.comms in SHARDED_MODES:
         return layout is not None
-    # Second moments of a matrix that lies whole on one rank of each copy are right only there.
-    return group.rule.neuron_state is not None and bool(_holders(layout, group.view))
+    # Vectors of a matrix that lies whole on one rank of each copy are right only there.
+    return bool(group.rule.vector_state) and bool(_holders(layout, group.view))
 
 
 def copy_state(
@@ -282,14 +283,15 @@ def copy_state(
         state_on_device(destination.param, states[destination.param]) as kept,
     ):
         # One state after the other: gather the whole, take this rank's piece or shards of the target.
+        vectors = {spec.name: spec for spec in origin.group.rule.vector_state}
         for key, value in kept.items():
             if key in PARAM_SHAPED_STATE:
                 whole = origin.whole_of(key, local_tensor(values[key]))
                 piece = destination.local_of(key, whole.mT if transposed else whole)
                 if piece.numel():
                     local_tensor(value).copy_(piece)
-            elif key == origin.group.rule.neuron_key:
-                value.copy_(origin.whole_second_moments(values[key]))
+            elif key in vectors:
+                value.copy_(origin.whole_vectors(vectors[key], values[key]))
             else:
                 value.copy_(values[key])
 
@@ -310,10 +312,11 @@ def _check_copied(source: Parameter, target: Parameter, *, transposed: bool) -> 
     if needed != other_needed:
         raise ValueError(
             f"{what}: one has {needed}, the other {other_needed}; give both parameters the same dtype, and their "
-            f"groups the same state_dtype, master and normalize"
+            f"groups the same state_dtype, master and update rule"
         )
-    if group.rule.neuron_key in needed and (transposed or group.view != other_group.view):
+    vectors = [spec.name for spec in group.rule.vector_state]
+    if vectors and (transposed or group.view != other_group.view):
         raise ValueError(
-            f"{what}: NorMuon's second moments belong to rows or columns of the matrices of a view; copy them to a "
-            f"parameter of the same view, which is not transposed, or set normalize=None for both"
+            f"{what}: {vectors[0]} of {group.rule.title} belongs to the matrices of a view; copy it to a parameter of "
+            f"the same view, which is not transposed, or give both another update rule"
         )

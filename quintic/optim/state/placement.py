@@ -17,8 +17,7 @@ from torch import Tensor
 from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
-from quintic.optim.rules.rule import MASTER, MASTER_SPECS
-from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
+from quintic.optim.rules.rule import MASTER, MASTER_SPECS, PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.state.shards import StateShard, local_shard_pairs
 
 __all__ = ["StateForm", "init_state", "matches_spec", "planned_state", "state_bytes", "state_forms", "state_on_device"]

@@ -22,7 +22,7 @@ from quintic.optim.layout.layouts import numel_of, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.pieces import Piece, positions_in
 from quintic.optim.layout.views import Unit, View
-from quintic.optim.rules.table import PARAM_SHAPED_STATE
+from quintic.optim.rules.rule import PARAM_SHAPED_STATE
 from quintic.optim.state.owners import assign_owners, loads_of, shape_cost
 
 __all__ = [

@@ -26,7 +26,7 @@ from quintic.optim.comms.collectives import this_rank
 from quintic.optim.layout.layouts import intersection, layout_of, local_tensor, numel_of, relative
 from quintic.optim.layout.views import View
 from quintic.optim.rules.rule import MASTER_SPECS
-from quintic.optim.rules.update import second_moment_shape
+from quintic.optim.rules.stages import StateSpec
 
 __all__ = [
     "MASTER_KEYS",
@@ -36,7 +36,7 @@ __all__ = [
     "master_of",
     "piece_of",
     "saved_tensor",
-    "second_moments",
+    "vectors_of",
 ]
 
 MASTER_KEYS = tuple(spec.name for spec in MASTER_SPECS.values())
@@ -54,12 +54,12 @@ def master_of(state: Mapping[str, Tensor]) -> Tensor | None:
     return None if key is None else state[key]
 
 
-def second_moments(buffer: Tensor, shape: Sequence[int], view: View) -> list[Tensor]:
-    """Return NorMuon's second moments of a whole parameter as views: (b, m, 1) or (b, 1, n) for each kind of matrix.
+def vectors_of(spec: StateSpec, buffer: Tensor, shape: Sequence[int], view: View) -> list[Tensor]:
+    """Return vector state of a whole parameter as views, (b, m or 1, n or 1) for each kind of matrix.
 
-    `buffer` is (neurons of all matrices,), `shape` the whole parameter's.
+    `buffer` is (numbers of all matrices,), `shape` the whole parameter's.
     """
-    shapes = [(b, second_moment_shape(m, n)) for b, m, n in view.shapes(shape)]
+    shapes = [(b, spec.vector_shape(m, n)) for b, m, n in view.shapes(shape)]
     # One vector for all kinds of matrices, one kind after the other.
     pieces = buffer.split([b * m * n for b, (m, n) in shapes])
     return [piece.view(b, m, n) for piece, (b, (m, n)) in zip(pieces, shapes, strict=True)]

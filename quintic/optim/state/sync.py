@@ -10,7 +10,8 @@ changed does it compare their other properties.
 1. State follows its parameter. If a parameter was replaced by a new tensor and is in no group any more, its state moves
    to the tensor at the same position of the group, if that has the same name.
 2. State stays if it fits its parameter as it is. State at its defaults (zeros, and masters equal to their weights) is
-   made anew, and so are second moments of neurons if the view has changed, because it decides which neurons there are.
+   made anew, and so are numbers of matrices (`UpdateRule.vector_state`) if the
+   view has changed, because it decides which matrices there are.
 3. Other state is copied into new state, as if it were loaded: to another device, to other strides, to a rank's piece of
    a whole tensor, or from one form of a master to the other.
 4. Other cases are errors: this rank lacks values that it needs, the shape differs, or the state would be sharded in
@@ -33,8 +34,7 @@ from torch import Tensor
 from quintic.optim.groups.group import Group, needs_state
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.numeric.precision import full_precision
-from quintic.optim.rules.rule import MASTER
-from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
+from quintic.optim.rules.rule import MASTER, PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.state.placement import init_state, matches_spec, state_forms
 from quintic.optim.state.shards import StateShard, StateSharding, local_shard_pairs, sharded_parameters
 from quintic.optim.state.state import MASTER_KEYS, as_tensor, copy_, master_key, piece_of
@@ -259,7 +259,7 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
     # No state to move: all of it is new.
     if source is None:
         return {}
-    # State that fits as it is stays. Sharding and view decide which entries and neurons it has.
+    # State that fits as it is stays. Sharding and view decide which entries and matrices it has.
     is_same_layout = source.was.sharding == entry.sharding and source.was.group.view == entry.group.view
     if is_same_layout and matches_spec(source.state, entry.param, entry.group, entry.local):
         return None
@@ -267,12 +267,13 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
     # State at its defaults is made anew.
     if _is_default_state(source.state, source.was.dtype):
         return moved
+    vectors = {spec.name for spec in entry.group.rule.vector_state}
     for key, (_, other_shape) in state_forms(param, entry.group).items():
         # A master may be made from the other form, fp32 or mantissa; after a conversion of the weights it is made anew
         # from these.
         other = master_key(source.state) if key in MASTER_KEYS and source.was.dtype == param.dtype else None
         was_key = other or key
-        is_of_others = key == entry.group.rule.neuron_key and source.was.group.view != entry.group.view
+        is_of_others = key in vectors and source.was.group.view != entry.group.view
         if was_key not in source.state or is_of_others:
             continue
         what, value = f"{name}: its {was_key}", as_tensor(source.state[was_key])

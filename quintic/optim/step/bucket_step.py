@@ -8,7 +8,7 @@ sharded, on the pieces that it owns. Phases with an arrow send a message:
     gather      matrices in pieces: directions -> the owners of the matrices
     matrices    the owner has whole matrices: the polar step (`polar/orthogonalize.py`), and the rule's stages before
                 and after it (`polar/matrix_stages.py`)
-    scatter     matrices in pieces: updates and neuron factors -> the ranks that hold the pieces
+    scatter     matrices in pieces: updates and their numbers -> the ranks that hold the pieces
     write       weights decay and step against the updates
     publish     sharded state: weights -> all ranks
 
@@ -46,11 +46,12 @@ from quintic.optim.plan.kinds import update_dtype
 from quintic.optim.plan.offload_size import DIRECTIONS, WEIGHTS
 from quintic.optim.plan.schedule import Schedule, prefetch_one_schedule
 from quintic.optim.polar.forms import Form
-from quintic.optim.polar.matrix_stages import NO_STATE, MatrixState, apply_stages
+from quintic.optim.polar.matrix_stages import NO_STATE, MatrixState, apply_stages, constrained
 from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.device import DeviceHyperparameters, is_capturing
-from quintic.optim.rules.update import second_moment_shape
-from quintic.optim.state.state import second_moments
+from quintic.optim.rules.elementwise import wide_weight
+from quintic.optim.rules.stages import WEIGHT, StageOptions, vector_shape
+from quintic.optim.state.state import master_of, vectors_of
 from quintic.optim.step.consensus import RankConsensus
 from quintic.optim.step.offload.offload import Offload
 from quintic.optim.step.offload.pieces import BLOCKS, BucketPiece
@@ -58,6 +59,7 @@ from quintic.optim.step.operands import BucketCache, Operands, State
 from quintic.optim.step.ranges import NO_RANGES, Ranges, ranges_of
 from quintic.optim.step.telemetry import Counts, Measured, measure
 from quintic.optim.step.torch_backend import (
+    StagedBackend,
     TorchBackend,
     UpdateBackend,
     read_matrices,
@@ -71,6 +73,9 @@ __all__ = ["NO_OPERANDS", "BucketStep", "StepContext", "orthogonalized", "run_ov
 
 # A bucket has these operands between steps, so that it keeps no gradient alive.
 NO_OPERANDS = Operands((), [], [], [], 0)
+
+# For rules without stages, which read none.
+_NO_OPTIONS = StageOptions()
 
 # The context of computations whose state is on the device anyway.
 _ON_DEVICE = nullcontext[Sequence[Mapping[str, Tensor]]](())
@@ -251,13 +256,13 @@ class BucketStep:
                     directions = backend.directions()  # (b, m, n), or pieces of units (units, rows, columns)
                     if units is not None:
                         directions = directions.contiguous()
-                    if self._rule.matrix_state:
+                    if self._rule.sent_state:
                         batches = self._read_state(operands, own_group.view, cache, states or operands.states)
             # gather
             if isinstance(transport, Gather):
                 with self.ranges["send directions"]:
                     wait_for_units = transport.start_gather(directions)
-                    if self._rule.matrix_state:
+                    if self._rule.sent_state:
                         wait_for_state = transport.start_gather_state(group, batches)
                 directions, batches = None, {}
                 yield
@@ -272,45 +277,49 @@ class BucketStep:
             if units is None:
                 state = NO_STATE
                 if self._rule.stages:
-                    neuron_key = self._rule.neuron_key
-                    moments = None if neuron_key is None else self.cache.moments(neuron_key, group.view, active)
-                    state = self._matrix_state(active.members, batches, moments)
-                update, factor = self.compute_update(
+                    vectors = {
+                        spec.name: self.cache.vectors(spec, group.view, active) for spec in self._rule.vector_state
+                    }
+                    state = self._matrix_state(active.members, batches, vectors)
+                update, of_matrices = self.compute_update(
                     active.members, directions, bucket.form, scales.view(-1, 1, 1), state, mask
                 )
-                factors = [factor]
+                numbers = [of_matrices]
+                batches = self._advanced(batches) if batches else batches
             else:
-                update, factors, batches = self._compute_units(directions, batches, scales, mask)
+                update, numbers, batches = self._compute_units(directions, batches, scales, mask)
             del directions
             # scatter
             if isinstance(transport, Gather):
-                wait_for_factors = None
+                wait_for_numbers = None
                 with self.ranges["send updates"]:
                     wait_for_pieces = transport.start_scatter(update)
-                    if self._rule.neuron_state is not None:
-                        wait_for_factors = transport.start_neurons(factors, self._unit_moments())
+                    if self._rule.numbers or self._rule.vector_state:
+                        wait_for_numbers = transport.start_numbers(numbers, self._unit_vectors())
                     if self._rule.matrix_state:
                         wait_for_state = transport.start_scatter_state(batches)
-                del update, factors
+                del update, numbers
                 batches = {}
                 yield
                 with self.ranges["receive updates"]:
                     update = wait_for_pieces()  # (units, *piece shape)
-                    # A rule without state of neurons has only the scales as factors, which every rank has already.
-                    factors = [] if wait_for_factors is None else wait_for_factors()
+                    # Without numbers of its own a rule has only the scales as factors, which every rank has already.
+                    numbers = [] if wait_for_numbers is None else wait_for_numbers()
                     batches = {} if wait_for_state is None else wait_for_state()
-                del wait_for_pieces, wait_for_factors, wait_for_state
+                del wait_for_pieces, wait_for_numbers, wait_for_state
             # write
             if backend is not None:
                 with self.ranges["update weights"]:
+                    of_pieces = numbers[0] if numbers else []
                     if units is not None or group.scale_decay:
                         update = update if update.ndim == 3 else as_rows(update)
-                        factors = [self._factors_of_pieces(factors, scales)]
+                        of_pieces = self._numbers_of_pieces(numbers, scales)
                     with _ON_DEVICE if piece is None else piece.loaded(WEIGHTS) as states:
                         if batches:
                             self._write_state(operands, own_group.view, cache, states or operands.states, batches)
-                        backend.apply(update, factors[0])
-            del backend, operands, update, factors, batches
+                        backend.apply(update, *of_pieces)
+                    del of_pieces
+            del backend, operands, update, numbers, batches
 
         # publish
         if isinstance(transport, Shard):
@@ -356,12 +365,25 @@ class BucketStep:
         parameters.
         """
         bucket = self.bucket
+        backend: UpdateBackend
         if bucket.kernels == "torch":
             flags = [] if mask is None or mask.ndim == 0 else mask.tolist()
             present = None if all(flags) else _present(active, flags)
-            return TorchBackend(bucket, group, active, cache, present)
-        hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
-        return TritonBackend(bucket, group, active, cache, hyperparameters, mask)
+            backend = TorchBackend(bucket, group, active, cache, present)
+        else:
+            hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
+            backend = TritonBackend(bucket, group, active, cache, hyperparameters, mask)
+        rule = self._rule
+        if rule.gradient_stage is None and rule.constrain is None and rule.drift is None:
+            return backend
+        return StagedBackend(backend, bucket, group, active, cache, self._stage_options(), mask)
+
+    def _stage_options(self) -> StageOptions:
+        """Return the numbers that stages read: with kernels on the device, where captured steps find new ones."""
+        if self.bucket.kernels == "torch":
+            return self.group.stage_options
+        hyperparameters = self._context.hyperparameters_of(self.bucket.group, self.bucket.device)
+        return hyperparameters.stage_options(self.group)
 
     def _step_adamw(self, active: Operands, cache: BucketCache, mask: Tensor | None) -> None:
         """Step AdamW parameters, or a piece of them, whose state is on the device; the mask is () or (members,)."""
@@ -382,31 +404,43 @@ class BucketStep:
             with piece.loaded(DIRECTIONS):
                 self._step_adamw(piece.operands(active), piece.cache, own_mask)
 
-    def _unit_moments(self) -> list[list[Tensor]]:
-        """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), as views of the state."""
+    def _unit_vectors(self) -> list[dict[str, list[Tensor]]]:
+        """Return for each kind by name the vectors of all units, each (1, m or 1, n or 1), as views of the state."""
         units = self.units
-        neuron_key = self._rule.neuron_key
         assert units is not None
-        assert neuron_key is not None
 
-        def make() -> list[list[Tensor]]:
-            moments: list[list[Tensor]] = [[] for _ in units.kinds]
+        def make() -> list[dict[str, list[Tensor]]]:
+            specs = self._rule.vector_state
+            vectors: list[dict[str, list[Tensor]]] = [{spec.name: [] for spec in specs} for _ in units.kinds]
             for unit in units.all:
                 param = self.group.params[unit.index]
-                state = self._context.state[param][neuron_key]
-                blocks = second_moments(state, param.shape, self.group.view)
-                for of_kind, matrix in zip(moments, unit.matrices, strict=True):
-                    of_kind.append(take_matrices(blocks, (matrix,)))
-            return moments
+                for spec in specs:
+                    blocks = vectors_of(spec, self._context.state[param][spec.name], param.shape, self.group.view)
+                    for of_kind, matrix in zip(vectors, unit.matrices, strict=True):
+                        of_kind[spec.name].append(take_matrices(blocks, (matrix,)))
+            return vectors
 
-        return self.cache.cached("moments", None, make)
+        return self.cache.cached("vectors", None, make)
 
     def _read_state(
         self, operands: Operands, view: View, cache: BucketCache, states: Sequence[Mapping[str, Tensor]]
     ) -> dict[str, Tensor]:
-        """Return copies, (b, m, n) by name, of state that stages on whole matrices need, in the order of directions."""
-        names = [spec.name for spec in self._rule.matrix_state]
-        return {name: read_matrices(operands, view, cache, [state[name] for state in states]) for name in names}
+        """Return copies, (b, m, n) by name, of state that stages on whole matrices need, in the order of directions.
+
+        If they read weights, these are there under `WEIGHT`, with the bits of their masters.
+        """
+        batches: dict[str, Tensor] = {}
+        for spec in self._rule.sent_state:
+            tensors = [state[spec.name] for state in states] if spec.name != WEIGHT else []
+            if spec.name == WEIGHT:
+                masters = map(master_of, states)
+                tensors = [wide_weight(p, m) for p, m in zip(operands.params, masters, strict=True)]
+            batches[spec.name] = read_matrices(operands, view, cache, tensors)
+        return batches
+
+    def _advanced(self, batches: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the batches of state, without the weights, which stages only read."""
+        return {name: batch for name, batch in batches.items() if name != WEIGHT}
 
     def _write_state(
         self,
@@ -425,7 +459,7 @@ class BucketStep:
         self,
         members: Sequence[Piece],
         batches: Mapping[str, Tensor],
-        moments: Sequence[Tensor] | None,
+        vectors: Mapping[str, Sequence[Tensor]],
         kind: int = 0,
     ) -> MatrixState:
         """Return the state of a batch of matrices.
@@ -433,22 +467,23 @@ class BucketStep:
         Args:
             members: the matrices, in order.
             batches: by name state (b, m, n) of the parameter's shape.
-            moments: second moments of the batch, each (matrices, m, 1) or (matrices, 1, n); None if the rule has none.
+            vectors: by name vectors of the batch, each (matrices, m or 1, n or 1).
             kind: the index of the matrices' kind in a unit.
         """
-        if moments is None:
-            return MatrixState(batches)
-        names = (member.name for member in members)
-        neuron_key = self._rule.neuron_key
-        assert neuron_key is not None
-        return MatrixState(batches, moments, self.cache.neuron_table(self.bucket, neuron_key, moments, names, kind))
+        addresses: dict[str, Tensor] = {}
+        if self.bucket.kernels == "triton":
+            for name in self._rule.vectors_of_kernels:
+                names = (member.name for member in members)
+                addresses[name] = self.cache.vector_table(self.bucket, name, vectors[name], names, kind)
+        return MatrixState(batches, vectors, addresses)
 
     def _compute_units(
         self, directions: Tensor, batches: Mapping[str, Tensor], scales: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-        """Return updates, factors and advanced state of the units that this rank owns.
+    ) -> tuple[Tensor, list[list[Tensor]], dict[str, Tensor]]:
+        """Return updates, numbers and advanced state of the units that this rank owns.
 
-        Updates and state are (owned, *unit shape); there are factors (owned, m or 1, n or 1) for each kind.
+        Updates and state are (owned, *unit shape); for each kind there are the rule's numbers, or its factors alone,
+        each (owned, m or 1, n or 1).
 
         Args:
             directions: (owned, *unit shape) contiguous.
@@ -458,7 +493,7 @@ class BucketStep:
         """
         bucket, units = self.bucket, self.units
         assert units is not None
-        normalizes, owned = self._rule.neuron_state is not None, units.local_slice
+        owned = units.local_slice
         own_batches: list[dict[str, Tensor]] = [{}] * len(units.kinds)  # for each kind (owned, m, n) by name
         if batches:
             split = {n: split_units(batch.view(len(batch), *units.shape), units) for n, batch in batches.items()}
@@ -468,8 +503,7 @@ class BucketStep:
             ]
         directions = directions.view(len(directions), *units.shape)
         scales, mask = scales[owned], None if mask is None else mask[owned]
-        moments = [of_kind[owned] for of_kind in self._unit_moments()] if normalizes else None
-        updates, factors = [], []
+        updates, numbers = [], []
         # A batch is the matrices of one kind, one from each owned unit.
         for number, (kind, block) in enumerate(zip(units.kinds, split_units(directions, units), strict=True)):
             matrices = block.flatten(1, 2)  # (owned, g, r, n) -> (owned, m, n)
@@ -479,44 +513,48 @@ class BucketStep:
                 matrices = matrices.contiguous()
             factor = scales[:, number].view(-1, 1, 1)
             if len(matrices):
-                of_kind = None if moments is None else moments[number]
                 members = units.local_matrices[number]
                 state = NO_STATE
                 if self._rule.stages:
-                    state = self._matrix_state(members, own_batches[number], of_kind, number)
-                update, factor = self.compute_update(members, matrices, kind.form, factor, state, mask, number)
+                    of_kind = self._unit_vectors()[number] if self._rule.vector_state else {}
+                    own_vectors = {name: vectors[owned] for name, vectors in of_kind.items()}
+                    state = self._matrix_state(members, own_batches[number], own_vectors, number)
+                update, of_matrices = self.compute_update(members, matrices, kind.form, factor, state, mask, number)
             else:
                 # This rank owns no unit. The result is a new tensor, because a view would keep the directions alive.
                 update = torch.empty_like(matrices, dtype=update_dtype(kind.form, bucket.dtype))
-                if normalizes:
-                    factor = scales.new_empty((0, *second_moment_shape(*kind.shape)))
+                shapes = [vector_shape(shape, *kind.shape) for shape in self._rule.numbers]
+                of_matrices = [scales.new_empty((0, *shape)) for shape in shapes] or [factor]
             updates.append(update)
-            factors.append(factor)
-        advanced: dict[str, Tensor] = {}
-        if batches:
-            advanced = {name: join_units([own[name] for own in own_batches], units) for name in batches}
-        return join_units(updates, units), factors, advanced
+            numbers.append(of_matrices)
+        advanced = {
+            name: join_units([own[name] for own in own_batches], units) for name in self._advanced(own_batches[0])
+        }
+        return join_units(updates, units), numbers, advanced
 
-    def _factors_of_pieces(self, factors: Sequence[Tensor], scales: Tensor) -> Tensor:
-        """Return the factors of this rank's pieces, (b, rows or 1, columns or 1); with `scale_decay` (2b, ...).
+    def _numbers_of_pieces(self, numbers: Sequence[Sequence[Tensor]], scales: Tensor) -> list[Tensor]:
+        """Return the numbers of this rank's pieces, (b, rows or 1, columns or 1) each, for `UpdateBackend.apply`.
 
         Args:
-            factors: for each kind (b, m or 1, n or 1); empty if the scales are the only factors.
+            numbers: for each kind the rule's numbers, each (b, m or 1, n or 1); empty if the scales are the only ones.
             scales: for each matrix (matrices, 1), or (units of all ranks, kinds).
         """
         units, transport = self.units, self.transport
         if isinstance(transport, Shard) and units is not None:
             scales = scales[units.local_slice]
         columns = scales.view(*scales.shape, 1, 1).unbind(1)  # for each kind (b, 1, 1)
-        # Factors came with the updates only if the rule has state of neurons, as NorMuon does.
-        factors = factors or columns
-        if self.group.scale_decay:
-            # The pass that writes weights wants factors of updates, then factors of decay: (2b, ...).
-            factors = [torch.cat([f, scale.expand_as(f)]) for f, scale in zip(factors, columns, strict=True)]
-        if units is None or (len(factors) == 1 and factors[0].shape[1:] == (1, 1)):
-            return factors[0]  # one number for each matrix
-        piece = transport.bucket.exchange.piece if isinstance(transport, Gather) else None
-        return factors_of_pieces(factors, units, piece)
+        of_pieces: list[Tensor] = []
+        # One number after the other, each of all kinds.
+        for factors in zip(*numbers, strict=True) if any(numbers) else [columns]:
+            if self.group.scale_decay:
+                # The pass that writes weights wants factors of updates, then factors of decay: (2b, ...).
+                factors = tuple(torch.cat([f, scale.expand_as(f)]) for f, scale in zip(factors, columns, strict=True))
+            if units is None or (len(factors) == 1 and factors[0].shape[1:] == (1, 1)):
+                of_pieces.append(factors[0])  # one number for each matrix
+                continue
+            piece = transport.bucket.exchange.piece if isinstance(transport, Gather) else None
+            of_pieces.append(factors_of_pieces(factors, units, piece))
+        return of_pieces
 
     def compute_update(
         self,
@@ -527,10 +565,11 @@ class BucketStep:
         state: MatrixState,
         mask: Tensor | None,
         kind: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """Return updates (b, m, n) in `update_dtype`, and the factors (b, m or 1, n or 1) on them.
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return updates (b, m, n) in `update_dtype`, and the numbers (b, m or 1, n or 1) that they are written with.
 
-        The factors contain everything but the learning rate.
+        These are the factors of updates, which contain everything but the learning rate, or the factors of weights and
+        of updates, which contain it, too.
 
         Args:
             members: the matrices, in order, for telemetry and errors.
@@ -542,20 +581,32 @@ class BucketStep:
             kind: the index of the matrices' kind in a unit.
         """
         rule, group, bucket = self._rule, self.group, self.bucket
+        options = self._stage_options() if rule.stages else _NO_OPTIONS
         prepared = directions
         if rule.before:
             # No stage before the polar step has factors.
-            prepared, _ = apply_stages(rule.before, directions, scales, state, group, mask, self.ranges)
+            prepared, _ = apply_stages(rule.before, directions, scales, state, options, mask, self.ranges)
         with self.ranges["orthogonalize"]:
-            polar = orthogonalized(prepared, form, bucket, group)
+            if rule.polar is None:
+                polar = orthogonalized(prepared, form, bucket, group)
+            else:
+                polar = rule.polar.apply(prepared, lambda x: orthogonalized(x, form, bucket, group))
         del prepared
         update, factors = polar, scales
         if rule.after:
-            update, factors = apply_stages(rule.after, polar, scales, state, group, mask, self.ranges)
+            # Before a stage that constrains weights, factors are of the update alone.
+            base = scales if rule.constrain is None else torch.ones_like(scales)
+            update, factors = apply_stages(rule.after, polar, base, state, options, mask, self.ranges)
         if self._is_sampled:
             values = measure(directions, polar, update, factors)
             self._context.measured[self.number][kind] = list(members), values, mask
-        return update, factors
+        if rule.constrain is None:
+            return update, [factors]
+        # The update is rounded with its factors, in every layout, so that all constrain the same bits.
+        if rule.factors is not None:
+            update = (update * factors).to(update.dtype)
+        with self.ranges[rule.constrain.label]:
+            return update, list(constrained(rule.constrain, update, scales, state, options, mask))
 
 
 def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Group) -> Tensor:

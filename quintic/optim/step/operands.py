@@ -19,7 +19,8 @@ from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.rules.device import host_tensor, upload
 from quintic.optim.rules.rule import MANTISSA, MASTER
-from quintic.optim.state.state import second_moments
+from quintic.optim.rules.stages import StateSpec
+from quintic.optim.state.state import vectors_of
 
 if TYPE_CHECKING:  # needs Triton
     from quintic.kernels.programs import TilePrograms
@@ -88,14 +89,15 @@ class BucketCache:
         self.table, self.steps_table = AddressTable(), AddressTable()
         self.runs: list[tuple[MatrixLayout, int]] | None = None
         """Each layout of the members' matrices, with the number of consecutive matrices that have it."""
-        self._neuron_tables: dict[int, AddressTable] = {}
-        """Index of a kind of matrix -> the addresses of its second moments."""
+        self._vector_tables: dict[tuple[str, int], AddressTable] = {}
+        """(name of vector state, index of a kind of matrix) -> the addresses of its vectors."""
 
     def invalidate_views(self) -> None:
         """Forget where weights and state are, because their memory may have changed."""
         self.everything = None
         self.places = None
-        self._kept.pop("moments", None)
+        for name in [name for name in self._kept if name.startswith("vectors")]:
+            del self._kept[name]
 
     def cached(self, name: str, key: object, make: Callable[[], _T]) -> _T:
         """Return the value that is kept under a name, made by `make` if there is none or the key has changed."""
@@ -171,21 +173,21 @@ class BucketCache:
 
         return self.cached("scales", (group.adjust_lr, group.lr_multipliers, pieces), make)
 
-    def moments(self, neuron_key: str, view: View, active: Operands) -> list[Tensor]:
-        """Return the state `neuron_key` for each member, (matrices, m, 1) or (matrices, 1, n), as views of it."""
-        # For each member the vector (neurons of all matrices of its parameter,).
-        buffers = [state[neuron_key] for state in active.states]
+    def vectors(self, spec: StateSpec, view: View, active: Operands) -> list[Tensor]:
+        """Return vector state for each member, (matrices, m or 1, n or 1), as views of it."""
+        # For each member the vector (numbers of all matrices of its parameter,).
+        buffers = [state[spec.name] for state in active.states]
 
         def make() -> list[Tensor]:
             rows = zip(active.members, active.params, buffers, strict=True)
             return [
-                take_matrices(second_moments(buffer, param.shape, view), member.matrices)
+                take_matrices(vectors_of(spec, buffer, param.shape, view), member.matrices)
                 for member, param, buffer in rows
             ]
 
         # Loading a checkpoint may replace these tensors or their memory, so both are in the key.
         key = active.members, list(map(id, buffers)), list(map(Tensor.data_ptr, buffers))
-        return self.cached("moments", key, make)
+        return self.cached(f"vectors {spec.name}", key, make)
 
     def check_state(self, active: Operands, dtypes: Mapping[str, torch.dtype], addresses: tuple[int, ...]) -> None:
         """Reject state on a wrong device, of a wrong dtype or with wrong strides; kernels get only its address."""
@@ -230,38 +232,38 @@ class BucketCache:
 
         return self.cached("programs", active.members, make)
 
-    def neuron_table(
-        self, bucket: Bucket, neuron_key: str, moments: Sequence[Tensor], names: Iterable[str], kind: int = 0
-    ) -> Tensor | None:
-        """Return the address of each matrix' second moments, (matrices,) int64 on the device; None without kernels.
+    def vector_table(
+        self, bucket: Bucket, name: str, vectors: Sequence[Tensor], names: Iterable[str], kind: int = 0
+    ) -> Tensor:
+        """Return the address of each matrix' vector state, (matrices,) int64 on the device.
 
         Args:
             bucket: the bucket.
-            neuron_key: the name of this state, for errors.
-            moments: for each member or unit (matrices, m, 1) or (matrices, 1, n), all of one kind.
+            name: the name of this state.
+            vectors: for each member or unit (matrices, m or 1, n or 1), all of one kind.
             names: the parameter of each, for errors.
             kind: the index of this kind in a unit.
 
         Raises:
-            ValueError: a kernel would misread a moment: wrong device or dtype, or memory with gaps.
+            ValueError: a kernel would misread a vector: wrong device or dtype, or memory with gaps.
         """
-        if bucket.kernels == "torch":
-            return None
         # The table is made again when an address or a number of matrices has changed.
-        bases = tuple(map(Tensor.data_ptr, moments))
+        bases = tuple(map(Tensor.data_ptr, vectors))
 
         def addresses() -> Tensor:
-            for name, buffer in zip(names, moments, strict=True):
+            for param_name, buffer in zip(names, vectors, strict=True):
                 if (buffer.device, buffer.dtype) != (bucket.device, torch.float32) or not buffer.is_contiguous():
                     right = f"torch.float32 on {bucket.device} without gaps"
-                    raise _misread(name, neuron_key, buffer, right)
-            # (matrices of all members,) int64: one address for each matrix' own moments.
-            rows = zip(bases, moments, strict=True)
-            each = [base + i * moment[0].nbytes for base, moment in rows for i in range(len(moment))]
+                    raise _misread(param_name, name, buffer, right)
+            # (matrices of all members,) int64: one address for each matrix' own vector.
+            rows = zip(bases, vectors, strict=True)
+            each = [base + i * vector[0].nbytes for base, vector in rows for i in range(len(vector))]
             return host_tensor(each, torch.int64)
 
-        counts = tuple(map(len, moments))
-        return self._neuron_tables.setdefault(kind, AddressTable()).get((bases, counts), addresses, bucket.device)
+        counts = tuple(map(len, vectors))
+        return self._vector_tables.setdefault((name, kind), AddressTable()).get(
+            (bases, counts), addresses, bucket.device
+        )
 
 
 def _local_state(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

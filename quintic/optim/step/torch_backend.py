@@ -4,7 +4,8 @@
     apply        updates (b, m, n), factors (b, m or 1, n or 1) -> weights and masters
     step_adamw   the whole update of AdamW
 
-`triton_backend.py` has the same passes as kernels.
+`triton_backend.py` has the same passes as kernels. `StagedBackend` runs the element-wise stages of rules that have
+others than momentum, decay and step, and leaves the rest to one of the two.
 """
 
 from collections.abc import Sequence
@@ -21,12 +22,22 @@ from quintic.optim.layout.pieces import block_of
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.kinds import adamw_entries
+from quintic.optim.rules.elementwise import drift_, keep_and_step_, stage_direction_, wide_weight
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
+from quintic.optim.rules.stages import StageOptions
 from quintic.optim.rules.update import adamw_, decay_and_step_, in_pieces, momentum_
 from quintic.optim.state.state import master_key
 from quintic.optim.step.operands import BucketCache, Operands
 
-__all__ = ["TorchBackend", "UpdateBackend", "masters_of", "read_matrices", "step_adamw", "write_matrices"]
+__all__ = [
+    "StagedBackend",
+    "TorchBackend",
+    "UpdateBackend",
+    "masters_of",
+    "read_matrices",
+    "step_adamw",
+    "write_matrices",
+]
 
 _MOMENTUM, _DTYPE = itemgetter(MOMENTUM), attrgetter("dtype")
 
@@ -38,10 +49,11 @@ class UpdateBackend(Protocol):
         """Advance the momentum; return the update directions, (b, m, n), rounded to `direction_dtype`."""
         ...
 
-    def apply(self, update: Tensor, factors: Tensor) -> None:
+    def apply(self, update: Tensor, factors: Tensor, rate: Tensor | None = None) -> None:
         """Step the weights against updates (b, m, n), times factors and the learning rate.
 
-        Factors are (b, m or 1, n or 1); with `scale_decay` (2b, ...), first those of updates, then those of decay.
+        Factors are (b, m or 1, n or 1); with `scale_decay` (2b, ...), first those of updates, then those of decay. If
+        the rule constrains weights, `factors` are those of weights, and `rate` those of updates.
         """
         ...
 
@@ -89,7 +101,7 @@ class TorchBackend:
         momentum_(momenta, gradients, mu=float(group.momentum), nesterov=group.nesterov, out=outputs)
         return directions
 
-    def apply(self, update: Tensor, factors: Tensor) -> None:
+    def apply(self, update: Tensor, factors: Tensor, rate: Tensor | None = None) -> None:
         """Step the weights."""
         group, active = self._group, self._active
         whole = masters_of(active)
@@ -122,6 +134,97 @@ class TorchBackend:
             decay_factors=decays if group.scale_decay else None,
             cautious=group.cautious,
         )
+
+
+class StagedBackend:
+    """The passes of a rule with element-wise stages of its own, in plain PyTorch on any device, see `UpdateBackend`.
+
+    Args:
+        backend: has the passes that the rule leaves as they are.
+        bucket: the bucket.
+        group: its group.
+        active: at least one member.
+        cache: the bucket's.
+        options: numbers that stages read.
+        mask: () or (matrices,) int32; where it is zero, weights and state keep their bits. None for nowhere.
+    """
+
+    def __init__(
+        self,
+        backend: UpdateBackend,
+        bucket: Bucket,
+        group: Group,
+        active: Operands,
+        cache: BucketCache,
+        options: StageOptions,
+        mask: Tensor | None,
+    ) -> None:
+        self._backend, self._bucket, self._group, self._active = backend, bucket, group, active
+        self._cache, self._options, self._mask = cache, options, mask
+
+    def _states(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
+        """Return for each member the blocks (b, g, r, n) of some state."""
+        active = self._active
+        lists = [[state[name] for state in active.states] for name in names]
+        columns = _blocks(active, self._group.view, self._cache, *lists)
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)] or [{} for _ in active.params]
+
+    def _split(self, numbers: Tensor, shape: torch.Size) -> Sequence[Tensor]:
+        """Return numbers (b, m or 1, n or 1) for each member, to be broadcast to its blocks; `shape` is (g, r, n)."""
+        rows = shape[:2] if numbers.shape[1] > 1 else (1, 1)
+        columns = shape[2:] if numbers.shape[2] > 1 else (1,) * len(shape[2:])
+        counts = [member.batch_size for member in self._active.members]
+        result: Sequence[Tensor] = numbers.view(len(numbers), *rows, *columns).split(counts)
+        return result
+
+    def _masks(self, shape: torch.Size) -> Sequence[Tensor | None]:
+        mask = self._mask
+        if mask is None or mask.ndim == 0:
+            return [mask] * len(self._active.members)
+        return self._split(mask.view(-1, 1, 1), shape)
+
+    def directions(self) -> Tensor:
+        """Advance the state of the rule's first stage; return the directions (b, m, n)."""
+        stage, active = self._bucket.rule.gradient_stage, self._active
+        if stage is None:
+            return self._backend.directions()
+        (gradients,) = _blocks(active, self._group.view, self._cache, active.gradients)
+        shape = gradients[0].shape[1:]
+        size = (sum(map(len, gradients)), shape[:2].numel(), shape[2:].numel())
+        directions = torch.empty(size, dtype=self._bucket.direction_dtype, device=self._bucket.device)
+        rows = zip(
+            gradients,
+            self._states([spec.name for spec in stage.state]),
+            self._masks(shape),
+            _split(directions, gradients),
+            strict=True,
+        )
+        for gradient, state, mask, out in rows:
+            out.copy_(stage_direction_(stage, gradient, state, self._options, mask))
+        return directions
+
+    def apply(self, update: Tensor, factors: Tensor, rate: Tensor | None = None) -> None:
+        """Step the weights, and let them drift."""
+        active, drift = self._active, self._bucket.rule.drift
+        given = masters_of(active)
+        wanted = [active.params] if given is None else [active.params, given]
+        blocks = _blocks(active, self._group.view, self._cache, *wanted)
+        weights, masters = blocks[0], [None] * len(blocks[0]) if given is None else blocks[1]
+        shape = weights[0].shape[1:]
+        masks = self._masks(shape)
+        # The weights before the step.
+        before: list[Tensor] = []
+        if drift is not None:
+            before = [wide_weight(weight, master).clone() for weight, master in zip(weights, masters, strict=True)]
+        if rate is None:
+            self._backend.apply(update, factors)
+        else:
+            updates = _split(update, weights)
+            keep_and_step_(weights, masters, updates, self._split(factors, shape), self._split(rate, shape), masks)
+        if drift is not None:
+            states = self._states([spec.name for spec in drift.state])
+            for weight, master, old, state, mask in zip(weights, masters, before, states, masks, strict=True):
+                drift_(drift, weight, master, old, state, self._options, mask)
 
 
 def _blocks(active: Operands, view: View, cache: BucketCache, *lists: Sequence[Tensor]) -> list[Sequence[Tensor]]:

@@ -6,7 +6,7 @@ whole needs no transport. The two other kinds of buckets have one each:
     Gather      matrices lie in pieces on several ranks (FSDP2, tensor parallelism), or every rank has them and ranks
                 divide the work (`comms="averaged"`). Parameters and state stay where they are.
                     directions of pieces    -> the owners of the matrices
-                    updates, neuron factors -> the ranks that hold the pieces
+                    updates, their numbers  -> the ranks that hold the pieces
     Shard       every rank has the weights and its own gradient; state lies with owners (`comms="sharded"`).
                     gradients               -> the owners of their entries, who average them
                     weights                 -> all ranks
@@ -37,7 +37,7 @@ from quintic.optim.layout.pieces import Piece
 from quintic.optim.plan.bucket import Gathered, Sharded, Units
 from quintic.optim.rules.device import host_tensor, upload
 from quintic.optim.rules.rule import EXP_AVG, STEP
-from quintic.optim.rules.update import second_moment_shape
+from quintic.optim.rules.stages import vector_shape
 from quintic.optim.state.shards import state_of_shard, view_as_shard
 from quintic.optim.step.operands import GRADIENT, Operands, State, are_contiguous
 from quintic.optim.step.reduce_scatter import ReduceScatter
@@ -73,7 +73,7 @@ class Gather:
         return exchange.start_gather(pieces.contiguous(), self.process_group)
 
     def start_gather_state(self, group: Group, batches: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        """Send state that stages on whole matrices need to the owners, in one more message like that of directions.
+        """Send state and weights that stages on whole matrices need to the owners, in messages like that of directions.
 
         Args:
             group: the bucket's group, from which a rank without pieces knows the dtype of the state.
@@ -84,7 +84,7 @@ class Gather:
         """
         bucket, exchange = self.bucket, self.bucket.exchange
         waits: dict[str, Callable[[], Tensor]] = {}
-        for spec in bucket.rule.matrix_state:
+        for spec in bucket.rule.sent_state:
             pieces = batches.get(spec.name)
             # This rank holds no pieces: an empty tensor takes their place in the message.
             if pieces is None:
@@ -110,53 +110,60 @@ class Gather:
         """
         return self.bucket.exchange.start_scatter(updates, self.process_group)
 
-    def start_neurons(self, factors: Sequence[Tensor], moments: Sequence[list[Tensor]]) -> Callable[[], list[Tensor]]:
-        """Send NorMuon's factors and second moments of the units that this rank owns to all ranks, in one message.
+    def start_numbers(
+        self, numbers: Sequence[Sequence[Tensor]], vectors: Sequence[Mapping[str, Sequence[Tensor]]]
+    ) -> Callable[[], list[list[Tensor]]]:
+        """Send numbers and vector state of the units that this rank owns to all ranks, in one message.
 
         Args:
-            factors: for each kind of matrix (owned, m or 1, n or 1).
-            moments: for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), as views of the state.
+            numbers: for each kind of matrix the rule's numbers, each (owned, m or 1, n or 1).
+            vectors: for each kind by name the state of all units, each (1, m or 1, n or 1), as views of the state.
 
         Returns:
-            A function that writes the received moments to `moments`, and returns for each kind the factors of all
-            units, (units, m or 1, n or 1).
+            A function that writes the received state to `vectors`, and returns for each kind the numbers of all units,
+            each (units, m or 1, n or 1); no numbers if the rule has none.
         """
-        units, exchange = self.bucket.units, self.bucket.exchange
-        # Only the owner advances second moments. All ranks get copies, so that any rank can save them, and can own the
-        # unit in a later plan.
-        vectors = [factor.flatten(1) for factor in factors]
-        for of_kind, factor in zip(moments, factors, strict=True):
-            own = of_kind[units.local_slice]
-            # (owned, neurons) like the factors. A rank that owns no unit has no moments to join: it sends (0, neurons).
-            own_vectors = torch.cat(list(own)).flatten(1) if own else factor.flatten(1)
-            vectors.append(own_vectors.to(factor.dtype))
-        # (owned, entries of all factors, then of all moments)
-        wait_for_vectors = exchange.start_all_gather(torch.cat(vectors, dim=1), self.process_group)
+        units, exchange, rule = self.bucket.units, self.bucket.exchange, self.bucket.rule
+        # Without numbers of the rule's own, the scales stand here, which every rank has.
+        sent = [number for of_kind in numbers for number in of_kind] if rule.numbers else []
+        dtype = numbers[0][0].dtype
+        rows = [number.flatten(1) for number in sent]
+        # Only the owner advances its state. All ranks get copies, so that any rank can save it, and can own the unit in
+        # a later plan. A rank that owns no unit sends nothing, (0, entries).
+        for of_kind in vectors:
+            for of_units in of_kind.values():
+                own = of_units[units.local_slice]
+                row = torch.cat(list(own)).flatten(1) if own else of_units[0].flatten(1)[:0]
+                rows.append(row.to(dtype))
+        # (owned, entries of all numbers, then of all state)
+        wait_for_rows = exchange.start_all_gather(torch.cat(rows, dim=1), self.process_group)
 
-        def finish() -> list[Tensor]:
-            received = wait_for_vectors()  # (units, entries of all factors, then of all moments)
-            # If nothing was sent, this rank has advanced all moments itself.
-            if not exchange.is_local:
-                self._moments_packing.unpack(received.view(-1), [moment for of_kind in moments for moment in of_kind])
-            shapes = [second_moment_shape(*kind.shape) for kind in units.kinds]
-            # There are as many factors as moments, so the first half of the columns are the factors. Split them by
-            # kind: (units, m * 1 or 1 * n) each.
-            columns = received.chunk(2, dim=1)[0].split([m * n for m, n in shapes], dim=1)
-            return [column.reshape(-1, *shape) for column, shape in zip(columns, shapes, strict=True)]
+        def finish() -> list[list[Tensor]]:
+            received = wait_for_rows()  # (units, entries of all numbers, then of all state)
+            # If nothing was sent, this rank has advanced all state itself.
+            if not exchange.is_local and rule.vector_state:
+                self._vectors_packing.unpack(received.view(-1), [v for k in vectors for us in k.values() for v in us])
+            shapes = [[vector_shape(shape, *kind.shape) for shape in rule.numbers] for kind in units.kinds]
+            # Split by kind and number: (units, m * 1 or 1 * n or 1) each.
+            sizes = [m * n for of_kind in shapes for m, n in of_kind]
+            columns = iter(received[:, : sum(sizes)].split(sizes, dim=1) if sizes else ())
+            return [[next(columns).reshape(-1, *shape) for shape in of_kind] for of_kind in shapes]
 
         return finish
 
     @cached_property
-    def _moments_packing(self) -> Packing:
-        """The copies from a received message, seen as one vector, to the second moments of all units, kind by kind."""
-        bucket = self.bucket
-        numels = [prod(second_moment_shape(*kind.shape)) for kind in bucket.units.kinds]
-        half = sum(numels)
-        # A unit's row has all factors, then all moments: the moments of unit i begin at (2 i + 1) * half.
+    def _vectors_packing(self) -> Packing:
+        """The copies from a received message, seen as one vector, to the vector state of all units, kind by kind."""
+        bucket, rule = self.bucket, self.bucket.rule
+        kinds = bucket.units.kinds
+        before = sum(prod(vector_shape(shape, *kind.shape)) for kind in kinds for shape in rule.numbers)
+        numels = [prod(spec.vector_shape(*kind.shape)) for kind in kinds for spec in rule.vector_state]
+        width = before + sum(numels)
+        # A unit's row has all numbers, then all state.
         spans: list[MemorySpan] = []
         for number, numel in enumerate(numels):
             for unit in range(len(bucket.units.all)):
-                place = (2 * unit + 1) * half + sum(numels[:number])
+                place = unit * width + before + sum(numels[:number])
                 spans.append(MemorySpan(len(spans), 0, numel, place))
         return Packing(spans, bucket.kernels, bucket.device)
 

@@ -99,7 +99,7 @@ class TritonBackend:
             of_layouts.append(directions.mT if layout.transposed else directions)
         return of_layouts[0] if len(of_layouts) == 1 else torch.cat(of_layouts)
 
-    def apply(self, update: Tensor, factors: Tensor) -> None:
+    def apply(self, update: Tensor, factors: Tensor, rate: Tensor | None = None) -> None:
         """Step the weights."""
         from quintic.kernels.update.matrix_update import apply_updates_
 
@@ -193,7 +193,9 @@ def step_adamw_triton(
 
 def _addresses(active: Operands, first_state: str) -> tuple[int, ...]:
     """Return the addresses of all gradients, then of all state, weights and masters, in the kernels' order."""
-    tensors = [*active.gradients, *(state[first_state] for state in active.states)]
+    # A rule whose direction is not momentum may have no such state: then weights stand in its place, and are not read.
+    own = (state.get(first_state, param) for state, param in zip(active.states, active.params, strict=True))
+    tensors = [*active.gradients, *own]
     if first_state == EXP_AVG:
         tensors += [state[EXP_AVG_SQ] for state in active.states]
     tensors += active.params

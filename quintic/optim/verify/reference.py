@@ -12,9 +12,8 @@ kernels. Shared with the real step are the update rule itself, the layouts, the 
 (`comms="sharded"`), and the places where directions and averages are rounded.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,38 +30,17 @@ from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import gradient_dtype, local_gradients, local_tensor, placed_as, reject_sparse
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon, muon_in
-from quintic.optim.plan.kinds import direction_dtype, form_of
-from quintic.optim.polar.forms import Form
-from quintic.optim.polar.orthogonalize import apply_form, apply_function
-from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
-from quintic.optim.rules.table import PARAM_SHAPED_STATE
-from quintic.optim.rules.update import adamw_, decay_and_step_, momentum_
+from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, PARAM_SHAPED_STATE, STEP
+from quintic.optim.rules.stages import StateSpec
+from quintic.optim.rules.update import adamw_
 from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.placement import state_on_device
-from quintic.optim.state.state import master_of, second_moments
+from quintic.optim.state.state import master_of, vectors_of
 from quintic.optim.step.partial_gradients import PartialSpec, partial_spec, zero_addend
 from quintic.optim.step.reduction import Averages
+from quintic.optim.verify.matrix_step import Rounding, step_matrix
 
-__all__ = ["Rounding", "Roundings", "largest", "reference_step", "run_reference"]
-
-# The weight, and state of the parameter's shape: these are gathered to step matrices, and scattered again.
-_NOT_PARTIAL_BIAS = ("weight", *PARAM_SHAPED_STATE)
-
-# The assumed rounding error of a user's orthogonalizer, relative to its result, since its arithmetic is unknown.
-_FUNCTION_ROUNDING = 2.0**-8
-
-# The number of perturbed directions from which the effect of rounding is measured.
-_PATTERNS = 2
-
-
-class Rounding(NamedTuple):
-    """The measured effect of rounding on one matrix: how far results move in a wider dtype or from a near direction."""
-
-    update: float
-    """The largest distance of a weight's change."""
-    second_moment: float
-    """The largest distance of one of the second moments of its updates; 0 without them."""
-
+__all__ = ["Roundings", "reference_step", "run_reference"]
 
 Roundings = dict[tuple[Tensor, int], Rounding]
 """(parameter, number of its matrix) -> the effect of rounding on that matrix."""
@@ -240,23 +218,23 @@ def _step_parameter(
     if is_adamw and parameter.sharded is None:
         _step_adamw(local, gradient, parameter.group)
         return
-    # Gather: all in the parameter's whole shape, and second moments of all neurons.
-    whole = {key: parameter.whole_of(key, value) for key, value in local.items() if key in _NOT_PARTIAL_BIAS}
+    # Gather: all in the parameter's whole shape, and the vectors of all matrices.
+    names = {"weight", *PARAM_SHAPED_STATE}
+    whole = {key: parameter.whole_of(key, value) for key, value in local.items() if key in names}
     # In the memory order of the weight, which the gradient may not have.
     whole["gradient"] = torch.empty_like(whole["weight"], dtype=gradient.dtype).copy_(parameter.whole(gradient))
-    neuron_key = parameter.group.rule.neuron_key
-    buffer = None if neuron_key is None else local.get(neuron_key)
-    second = None if buffer is None else parameter.whole_second_moments(buffer)
+    specs = parameter.group.rule.vector_state
+    vectors = {spec: parameter.whole_vectors(spec, local[spec.name]) for spec in specs if spec.name in local}
     if is_adamw:
         _step_adamw({STEP: local[STEP], **whole}, whole["gradient"], parameter.group)
     else:
-        _step_matrices(parameter, whole, second, roundings)
+        _step_matrices(parameter, whole, vectors, roundings)
     # Scatter: this rank's pieces.
     for key, value in local.items():
-        if key in _NOT_PARTIAL_BIAS and value.numel():
+        if key in names and value.numel():
             value.copy_(parameter.local_of(key, whole[key]))
-    if buffer is not None and second is not None:
-        buffer.copy_(second)
+    for spec, vector in vectors.items():
+        local[spec.name].copy_(vector)
 
 
 def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Group) -> None:
@@ -278,123 +256,26 @@ def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Group) -> 
 
 
 def _step_matrices(
-    parameter: Parameter, whole: Mapping[str, Tensor], second: Tensor | None, roundings: Roundings | None
+    parameter: Parameter,
+    whole: Mapping[str, Tensor],
+    vectors: Mapping[StateSpec, Tensor],
+    roundings: Roundings | None,
 ) -> None:
     """Step the whole weight, and its state, one matrix after the other."""
     view: View = parameter.group.view
     # (b, m, n) for each kind of matrix. Cloned, since some views give copies and others not.
     batches = {key: [batch.clone() for batch in view.batches(tensor)] for key, tensor in whole.items()}
-    moments = None if second is None else second_moments(second, whole["weight"].shape, view)
-    neuron_key = parameter.group.rule.neuron_key
+    shape = whole["weight"].shape
+    of_blocks = {spec.name: vectors_of(spec, vector, shape, view) for spec, vector in vectors.items()}
     number = 0
     for block, weights in enumerate(batches["weight"]):
         for index in range(weights.shape[0]):
             matrix = {key: batch[block][index : index + 1] for key, batch in batches.items()}
-            if moments is not None and neuron_key is not None:
-                matrix[neuron_key] = moments[block][index : index + 1]
+            matrix |= {name: blocks[block][index : index + 1] for name, blocks in of_blocks.items()}
             if matrix["weight"].numel():
-                rounding = _step_matrix(matrix, number, parameter, measure=roundings is not None)
+                rounding = step_matrix(matrix, number, parameter, measure=roundings is not None)
                 if roundings is not None and rounding is not None:
                     roundings[parameter.param, number] = rounding
             number += 1
     for key, batch in batches.items():
         view.write_(whole[key], batch)
-
-
-def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter, *, measure: bool) -> Rounding | None:
-    """Step one matrix (1, m, n) of a parameter; return the effect of rounding on it if `measure` is set."""
-    group, rule = parameter.group, parameter.group.rule
-    weight, momentum = matrix["weight"], matrix[MOMENTUM]
-    m, n = weight.shape[1:]
-    form = form_of(group, m, n, weight.dtype, weight.device)
-    # Direction: momentum, in the dtype in which the real step orthogonalises.
-    (direction,) = momentum_([momentum], [matrix["gradient"]], mu=float(group.momentum), nesterov=group.nesterov)
-    direction = direction.to(direction_dtype(form, weight.dtype)).contiguous()
-    # The stages on whole matrices: before, polar and after, whose state is updated.
-    state = {spec.name: matrix[spec.name] for stage in rule.stages for spec in stage.state}
-    before = {name: value.clone() for name, value in state.items()}
-    polar = _polar(rule.prepare(direction, state, group), form, parameter)
-    # Scale of the update, (1, 1, 1), in the dtype of the real step, so that on CPUs not even the last bit differs.
-    arithmetic = torch.promote_types(weight.dtype, torch.float32)
-    factor = torch.full((1, 1, 1), group.rule.lr_factor(group.adjust_lr, m, n), dtype=arithmetic, device=weight.device)
-    if group.lr_multipliers is not None:
-        factor = factor * torch.tensor(group.lr_multipliers[number], dtype=factor.dtype, device=factor.device)
-    scale = factor
-    update, factor = rule.finish(polar, scale, state, group)
-    decay_and_step_(
-        [weight],
-        [master_of(matrix)],
-        [update],
-        [factor],
-        lr=float(group.lr),
-        weight_decay=float(group.weight_decay),
-        decay_coupling=group.decay_coupling,
-        decay_factors=[scale] if group.scale_decay else None,
-        cautious=group.cautious,
-    )
-    if not measure:
-        return None
-    # The effect of rounding: repeat polar factor and scale in a wider dtype, and on GPUs from nearby directions.
-    change = factor * update * float(group.lr)
-    if form is None:
-        second = max((largest(value) for value in state.values()), default=0.0)
-        return Rounding(_FUNCTION_ROUNDING * largest(change), _FUNCTION_ROUNDING * second)
-    wide = replace(form, compute_dtype=torch.float32 if form.compute_dtype.itemsize == 2 else torch.float64)
-    forms = [(direction, wide)]
-    if direction.is_cuda:
-        # Kernels may round the momentum's sum, and so the direction, to another neighbour than the reference does.
-        terms = matrix["gradient"].abs().to(arithmetic) + momentum.abs()
-        moved = [perturbed(direction, terms, pattern) for pattern in range(_PATTERNS)]
-        # In the form's own dtype, too: for a small matrix a single product may be nearly exact by chance.
-        forms += [(nearby, precision) for nearby in moved for precision in (wide, form)]
-    changes: list[Tensor] = []
-    moments: dict[str, list[Tensor]] = {name: [] for name in state}
-    for nearby, precision in forms:
-        own = {name: value.clone() for name, value in before.items()}
-        result = _polar(rule.prepare(nearby, own, group), precision, parameter)
-        result, result_factor = rule.finish(result, scale, own, group)
-        changes.append(result_factor * result * float(group.lr))
-        for name, value in own.items():
-            moments[name].append(value)
-    second = max((_spread([*others, state[name]]) for name, others in moments.items()), default=0.0)
-    return Rounding(_spread([*changes, change]), second)
-
-
-def _polar(direction: Tensor, form: Form | None, parameter: Parameter) -> Tensor:
-    """Return the polar factor of a direction (1, m, n), without a form by the group's function."""
-    if form is not None:
-        return apply_form(direction, form, "torch")
-    orthogonalizer = parameter.group.orthogonalizer
-    assert callable(orthogonalizer)
-    return apply_function(direction, orthogonalizer, parameter.name)
-
-
-def perturbed(direction: Tensor, terms: Tensor, pattern: int = 0) -> Tensor:
-    """Return `direction` perturbed as another order of rounding might perturb it.
-
-    One in 31 of 16-bit entries becomes the neighbouring number; wider entries all move by a rounding error of the terms
-    that were added, which is more than one of the sum if the terms cancel.
-
-    Args:
-        direction: of any shape.
-        terms: in its shape, the sums of the absolute values that were added.
-        pattern: number of the perturbation, of many.
-    """
-    eps = torch.finfo(direction.dtype).eps
-    numbers = torch.arange(direction.numel(), device=direction.device).view(direction.shape)
-    # Signs that look random: if all entries of a matrix moved by one factor, the polar factor would not change.
-    signs = 1 - 2 * (((numbers + 1000003 * pattern) * 2654435761 >> 13) & 1)
-    if direction.itemsize == 2:
-        neighbours = (direction.double() * (1 + eps * signs)).to(direction.dtype)
-        return torch.where(numbers % 31 == pattern, neighbours, direction)
-    return (direction.double() + eps * signs * terms.double()).to(direction.dtype)
-
-
-def _spread(tensors: Sequence[Tensor]) -> float:
-    """Return the largest distance of an entry between the first tensor and the others; 0 for an empty list."""
-    return max((largest(tensor - tensors[0]) for tensor in tensors[1:]), default=0.0)
-
-
-def largest(tensor: Tensor) -> float:
-    """Return the largest absolute value of the finite entries; 0 if no entry is finite."""
-    return float(tensor.abs().nan_to_num(0.0, 0.0).max())

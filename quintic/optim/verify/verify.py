@@ -29,8 +29,9 @@ from quintic.optim.numeric.dynamo import unwrap_hooks
 from quintic.optim.numeric.precision import full_precision
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, STEP
 from quintic.optim.state.parameters import Parameter
-from quintic.optim.state.state import master_key, second_moments
-from quintic.optim.verify.reference import Rounding, Roundings, largest, run_reference
+from quintic.optim.state.state import master_key, vectors_of
+from quintic.optim.verify.matrix_step import Rounding, largest
+from quintic.optim.verify.reference import Roundings, run_reference
 from quintic.optim.verify.report import Difference, RankReport, Verification, merge_reports, severity_key
 from quintic.optim.verify.snapshot import StepSnapshot, Values, local_values, named_parameters, snapshot
 
@@ -253,7 +254,7 @@ def _compare_matrices(
     before: Mapping[str, Tensor],
     roundings: Roundings,
 ) -> Iterator[Difference]:
-    """Yield the differences of every whole matrix, and of this rank's second moments.
+    """Yield the differences of every whole matrix, and of this rank's vector state.
 
     All ranks that share the parameter must call it.
     """
@@ -262,7 +263,9 @@ def _compare_matrices(
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
     holders = parameter.holders() if parameter.sharded is not None else {}
     # Weight and state of its shape: gathered, since a matrix may lie on several ranks, and compared as (b, m, n).
-    of_updates = {spec.name for spec in parameter.group.rule.matrix_state}  # and have the rounding of these
+    rule = parameter.group.rule
+    follows = (*rule.matrix_state, *(() if rule.drift is None else rule.drift.state))
+    of_updates = {spec.name for spec in follows}  # and have the rounding of these
     for key in ("weight", *(spec.name for spec in parameter.group.rule.state if spec.shape == "param")):
         gather = parameter.whole if key == "weight" else partial(parameter.whole_of, key)
         wholes = [gather(_value(parameter, values, key)) for values in (before, expected, actual)]
@@ -286,21 +289,22 @@ def _compare_matrices(
             one = _difference(parameter, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
             wrong = (right - mine).abs() > allowed if one.ratio > 1 else None
             yield replace(one, ranks=_wrong_ranks(parameter, wholes[1], block, index, wrong))
-    # Second moments, one number per neuron: each rank compares those that it holds.
-    neuron_key, holders = parameter.group.rule.neuron_key, parameter.holders()
-    if neuron_key is None or neuron_key not in expected:
-        return
-    all_right, all_mine = (second_moments(values[neuron_key], shape, view) for values in (expected, actual))
-    for number, (block, index) in enumerate(numbers):
-        right, mine = all_right[block][index], all_mine[block][index]
-        # Matrices that only other ranks hold have no second moments here.
-        if right.numel() == 0 or this_rank() not in holders.get((block, index), parameter.ranks):
+    # Vector state, a few numbers for each matrix: each rank compares those that it holds.
+    holders = parameter.holders()
+    for spec in parameter.group.rule.vector_state:
+        if spec.name not in expected:
             continue
-        rounding = roundings.get((parameter.param, number), Rounding(0.0, 0.0))
-        allowed = _allowed_state(right, right) + _ROUNDINGS * rounding.second_moment
-        yield _difference(
-            parameter, neuron_key, right, mine, allowed, largest(right), matrix=number, num_matrices=len(numbers)
-        )
+        all_right, all_mine = (vectors_of(spec, values[spec.name], shape, view) for values in (expected, actual))
+        for number, (block, index) in enumerate(numbers):
+            right, mine = all_right[block][index], all_mine[block][index]
+            # Matrices that only other ranks hold have no numbers here.
+            if right.numel() == 0 or this_rank() not in holders.get((block, index), parameter.ranks):
+                continue
+            rounding = roundings.get((parameter.param, number), Rounding(0.0, 0.0))
+            allowed = _allowed_state(right, right) + _ROUNDINGS * rounding.second_moment
+            yield _difference(
+                parameter, spec.name, right, mine, allowed, largest(right), matrix=number, num_matrices=len(numbers)
+            )
 
 
 def _decay_factor(group: Group, number: int, m: int, n: int) -> float:

@@ -24,8 +24,8 @@ from quintic.optim.polar.forms import resolve
 from quintic.optim.polar.matrix_stages import MatrixState, apply_stages
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.polar.program import products_of, run_products, run_queue
-from quintic.optim.rules.adamuon import ADAMUON
-from quintic.optim.rules.rule import MatrixStage, StateSpec
+from quintic.optim.rules.library.adamuon import ADAMUON
+from quintic.optim.rules.stages import MatrixStage, StateSpec
 from quintic.optim.rules.table import MUON, NORMUON
 from quintic.optim.rules.update import momentum_, second_moment_shape
 from quintic.simulate.simulate import simulate_plan

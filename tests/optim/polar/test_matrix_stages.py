@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from quintic.optim.polar.matrix_stages import MatrixState, apply_stages
-from quintic.optim.rules.rule import MOMENTUM_DIRECTION, MatrixStage, StateSpec, UpdateRule
+from quintic.optim.rules.rule import MOMENTUM_DIRECTION, UpdateRule
+from quintic.optim.rules.stages import MatrixStage, StateSpec
 
 OPTIONS = SimpleNamespace(normalize_beta=0.5)
 RANGES = defaultdict(nullcontext)
@@ -29,10 +30,10 @@ class Averaged(MatrixStage):
 
 @dataclass(frozen=True)
 class Neurons(MatrixStage):
-    """Keeps a number for each row."""
+    """Has a factor for each row."""
 
     label = "neurons"
-    state = (StateSpec("rows", "wide", "neurons"),)
+    factors = "rows"
 
 
 def batch(dtype):

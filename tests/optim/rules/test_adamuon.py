@@ -13,9 +13,9 @@ from oracle import AdaMuonMatrix
 from torch import nn
 
 import quintic
-from quintic.optim.rules.adamuon import ADAMUON, ElementSecondMoment
-from quintic.optim.rules.rule import StateSpec
-from quintic.optim.rules.table import PARAM_SHAPED_STATE, STATE_KEYS
+from quintic.optim.rules.library.adamuon import ADAMUON, ElementSecondMoment
+from quintic.optim.rules.rule import PARAM_SHAPED_STATE, STATE_KEYS
+from quintic.optim.rules.stages import StateSpec
 from quintic.optim.state.placement import state_bytes
 
 MOMENT = "element_second_moment"
@@ -199,7 +199,7 @@ def test_telemetry_measures_the_polar_factor_and_the_update():
 
 @pytest.mark.parametrize("adjust_lr", ["unit_rms", None, lambda m, n: 1.0])
 def test_another_scale_is_refused(adjust_lr):
-    with pytest.raises(ValueError, match=r"adjust_lr=.* with normalize='element'.* leave adjust_lr out"):
+    with pytest.raises(ValueError, match=r"adjust_lr=.* with the update rule AdaMuon.* leave adjust_lr out"):
         quintic.Muon([param_of((4, 3))], normalize="element", adjust_lr=adjust_lr)
 
 

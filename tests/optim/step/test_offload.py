@@ -14,7 +14,7 @@ from torch import nn
 import quintic
 from quintic import Experts, Heads, Muon, QKClip, Rows, Split
 from quintic.optim.plan.offload_size import POOL_BUFFERS
-from quintic.optim.rules.table import PARAM_SHAPED_STATE
+from quintic.optim.rules.rule import PARAM_SHAPED_STATE
 from quintic.optim.step.offload import offload
 
 EXACT = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}

@@ -10,7 +10,7 @@ from torch import nn
 
 import quintic
 from quintic import Muon, QKClip, Rows
-from quintic.optim.rules.table import PARAM_SHAPED_STATE
+from quintic.optim.rules.rule import PARAM_SHAPED_STATE
 from quintic.optim.step.offload import offload
 
 pytestmark = ON_CUDA

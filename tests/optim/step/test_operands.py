@@ -50,7 +50,7 @@ def test_second_moments_of_another_form(moment):
     bucket = SimpleNamespace(kernels="triton", device=CPU)
     message = r"layer\.weight: its second_momentum_buffer is .* must be torch.float32 on cpu without gaps"
     with pytest.raises(ValueError, match=message):
-        BucketCache().neuron_table(bucket, "second_momentum_buffer", [moment], ["layer.weight"])
+        BucketCache().vector_table(bucket, "second_momentum_buffer", [moment], ["layer.weight"])
 
 
 def test_a_parameter_is_left_out_by_the_flags_of_its_own_matrices_alone():

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from quintic.optim.verify.reference import perturbed
+from quintic.optim.verify.matrix_step import perturbed
 
 PATTERNS = [0, 1, 2]
 

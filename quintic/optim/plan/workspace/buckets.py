@@ -221,7 +221,7 @@ def unit_phase_bytes(units: Units, exchange: Exchange, spec: WorkspaceSpec, *, i
     owned, pieces = exchange.num_owned * math.prod(units.shape), piece_entries(exchange)
     work = units_footprint(units, exchange.num_owned, spec)
     # State that stages on whole matrices need travels beside the directions, and back beside the updates.
-    item = direction.itemsize + spec.state_width
+    item = direction.itemsize + spec.sent_width
     directions = pieces * item
     starting = directions_bytes(pieces, direction, spec, in_order=in_order or spec.kernels == "torch")
     starting = max(starting, directions)
@@ -260,15 +260,15 @@ def _update_bytes(units: Units, exchange: Exchange, kept: int, spec: WorkspaceSp
         besides, message, arriving = kept, sum(exchange.scattering.sends) * item + pieces, 0
     factors = factors_of_pieces_bytes(units, exchange.piece_shape, exchange.num_units, spec)
     applied = factors + applied_bytes(math.prod(exchange.piece_shape), spec)
-    if not spec.normalizes:
+    size = spec.message_bytes(units.shapes)
+    if not size:
         return besides, message, max(arriving, pieces + applied)
-    # Factors and second moments of each unit travel side by side in one more message.
-    size = 2 * width_of(spec.dtype) * units.num_neurons
+    # Numbers and vectors of each unit travel side by side in one more message.
     own, everything = exchange.num_owned * size, exchange.num_units * size
-    beside_neurons, neurons, arriving_neurons = (0, own, 0) if exchange.is_local else _all_gather(exchange, size, own)
-    # Factors are copied from the message before they are spread over the pieces.
-    finishing = pieces + max(arriving_neurons, everything + everything // 2 + applied)
-    return besides + beside_neurons + own, message + neurons, max(arriving + neurons, finishing)
+    beside_numbers, numbers, arriving_numbers = (0, own, 0) if exchange.is_local else _all_gather(exchange, size, own)
+    # Numbers are copied from the message before they are spread over the pieces.
+    finishing = pieces + max(arriving_numbers, 2 * everything + applied)
+    return besides + beside_numbers + own, message + numbers, max(arriving + numbers, finishing)
 
 
 def _all_gather(exchange: Exchange, size: int, kept: int, *, copied: int = 0) -> tuple[int, int, int]:

@@ -13,7 +13,9 @@ Directions belong to the caller, and are not counted unless they are copied.
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -23,18 +25,18 @@ from torch import Tensor
 from quintic.kernels.dispatch import Kernels
 from quintic.kernels.products.choose_products import largest_queued_batch
 from quintic.optim.groups.group import Group
-from quintic.optim.groups.options import Options
 from quintic.optim.plan.bucket import Units
 from quintic.optim.plan.kinds import direction_dtype, update_dtype
 from quintic.optim.plan.workspace.counting import Footprint, count_bytes
 from quintic.optim.polar.cpu_orthogonalize import iterates_on_cpu, iteration_bytes
 from quintic.optim.polar.forms import Form
-from quintic.optim.polar.matrix_stages import MatrixState, apply_stages
+from quintic.optim.polar.matrix_stages import MatrixState, apply_stages, constrained
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.polar.products import ALIGNMENT
 from quintic.optim.polar.program import products_of
-from quintic.optim.rules.rule import MatrixStage, UpdateRule
-from quintic.optim.rules.update import CPU_PIECE, second_moment_shape
+from quintic.optim.rules.rule import UpdateRule
+from quintic.optim.rules.stages import WEIGHT, MatrixStage, StageOptions, StateSpec, WeightStage, vector_shape
+from quintic.optim.rules.update import CPU_PIECE
 
 __all__ = [
     "WorkspaceSpec",
@@ -49,6 +51,11 @@ __all__ = [
     "units_footprint",
     "width_of",
 ]
+
+
+# Writing weights through factors of their own, or letting them drift, takes at most this many wide tensors:
+# weights, updates and products, with the bits of masters and without; the weights before a step, and copies of state.
+_STAGED_TENSORS = 8
 
 
 class WorkspaceSpec(NamedTuple):
@@ -70,14 +77,25 @@ class WorkspaceSpec(NamedTuple):
     scales_decay: bool = False
 
     @property
-    def normalizes(self) -> bool:
-        """Return whether the rule normalises neurons, as NorMuon does."""
-        return self.rule.neuron_state is not None
+    def has_factors(self) -> bool:
+        """Return whether the rule has more numbers than one for each matrix, to write updates with."""
+        return any(shape != "matrix" for shape in self.rule.numbers)
+
+    @property
+    def sent_width(self) -> int:
+        """Return the bytes for each entry of a matrix of the state and weights that go to owners beside directions."""
+        return sum(spec.dtype_for(self.dtype, self.state_dtype).itemsize for spec in self.rule.sent_state)
 
     @property
     def state_width(self) -> int:
-        """Return the bytes for each entry of a matrix of the state that its stages need whole, beside directions."""
+        """Return the bytes for each entry of a matrix of the state that owners send back beside updates."""
         return sum(spec.dtype_for(self.dtype, self.state_dtype).itemsize for spec in self.rule.matrix_state)
+
+    def message_bytes(self, shapes: Sequence[tuple[int, int]]) -> int:
+        """Return the bytes of the numbers and vectors that owners send for one unit with matrices of these (m, n)."""
+        entries = [vector_shape(shape, m, n) for m, n in shapes for shape in self.rule.numbers]
+        entries += [spec.vector_shape(m, n) for m, n in shapes for spec in self.rule.vector_state]
+        return width_of(self.dtype) * sum(map(math.prod, entries))
 
     @classmethod
     def of_group(cls, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> "WorkspaceSpec":
@@ -167,9 +185,58 @@ def matrices_footprint(
             (spec.rule.after, update_dtype(form, spec.dtype)),
         )
     )
-    peak = max(batch * before.peak, batch * before.kept + copied + polar.peak, polar.kept + batch * after.peak)
+    rounds = batch * _rounds_bytes(m, n, form, spec)
+    peak = max(batch * before.peak, batch * before.kept + copied + rounds + polar.peak, polar.kept + batch * after.peak)
     # Stages after the polar step return other matrices, or the ones that they were given.
-    return Footprint(peak, batch * after.kept or polar.kept)
+    kept = batch * after.kept or polar.kept
+    if spec.rule.constrain is not None:
+        last = _constrain_footprint(spec.rule.constrain, m, n, update_dtype(form, spec.dtype), spec)
+        # Factors of earlier stages are multiplied into the update.
+        folded = 2 * batch * m * n * width_of(spec.dtype) * (spec.rule.factors is not None)
+        peak = max(peak, kept + folded + batch * last.peak)
+    return Footprint(peak, kept)
+
+
+def _rounds_bytes(m: int, n: int, form: Form | None, spec: WorkspaceSpec) -> int:
+    """Return the bytes that a `PolarStage` needs for one (m, n) matrix beside a round of the polar step."""
+    stage = spec.rule.polar
+    if stage is None or m * n == 0:
+        return 0
+    x = torch.empty((1, m, n), dtype=direction_dtype(form, spec.dtype), device="meta")
+    result = update_dtype(form, spec.dtype)
+    return count_bytes(lambda: stage.apply(x, lambda y: y.to(result, copy=True)), [x], spec.device.type).peak
+
+
+def _constrain_footprint(stage: WeightStage, m: int, n: int, given: torch.dtype, spec: WorkspaceSpec) -> Footprint:
+    """Return the memory that a stage which constrains weights needs for one (m, n) matrix."""
+    if m * n == 0:
+        return Footprint(0, 0)
+    wide = torch.promote_types(spec.dtype, torch.float32)
+    updates, weights = (torch.empty((1, m, n), dtype=dtype, device="meta") for dtype in (given, wide))
+    scales, mask = torch.empty((1, 1, 1), dtype=wide, device="meta"), torch.empty(1, dtype=torch.int32, device="meta")
+    state, operands = _state_of(stage.state, m, n, spec)
+    state = replace(state, batches={**state.batches, WEIGHT: weights})
+    return count_bytes(
+        lambda: constrained(stage, updates, scales, state, StageOptions(), mask),
+        [updates, weights, scales, mask, *operands],
+        spec.device.type,
+    )
+
+
+def _state_of(specs: Sequence[StateSpec], m: int, n: int, spec: WorkspaceSpec) -> tuple[MatrixState, list[Tensor]]:
+    """Return the state of one (m, n) matrix without memory, and its tensors."""
+
+    def empty(*size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    dtypes = {one: one.dtype_for(spec.dtype, spec.state_dtype) for one in specs}
+    batches = {one.name: empty(1, m, n, dtype=dtype) for one, dtype in dtypes.items() if one.shape == "param"}
+    vectors = {one.name: [empty(1, *one.vector_shape(m, n), dtype=dtypes[one])] for one in specs if one.is_vector}
+    # As kernels find vectors, by address; plain PyTorch reads these themselves.
+    names = spec.rule.vectors_of_kernels if spec.kernels == "triton" else ()
+    addresses = {name: empty(1, dtype=torch.int64) for name in names if name in vectors}
+    operands = [*batches.values(), *(one for (one,) in vectors.values()), *addresses.values()]
+    return MatrixState(batches, vectors, addresses), operands
 
 
 @lru_cache(maxsize=1024)
@@ -183,29 +250,16 @@ def stages_footprint(
     def empty(*size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
-    # One matrix, and its state by name; neurons as kernels find them, by address, and as plain PyTorch does.
-    matrices, scales = empty(1, m, n, dtype=given), empty(1, 1, 1, dtype=torch.promote_types(spec.dtype, torch.float32))
-    state = {
-        one.name: (one.shape, one.dtype_for(spec.dtype, spec.state_dtype)) for stage in stages for one in stage.state
-    }
-    batches = {name: empty(1, m, n, dtype=dtype) for name, (shape, dtype) in state.items() if shape == "param"}
-    neurons = [
-        empty(1, *second_moment_shape(m, n), dtype=dtype) for shape, dtype in state.values() if shape == "neurons"
-    ]
-    addresses = empty(1, dtype=torch.int64) if spec.kernels == "triton" else None
-    mask = empty(1, dtype=torch.int32)
-    operands = [matrices, scales, mask, *batches.values(), *neurons, *([] if addresses is None else [addresses])]
+    # One matrix and its state.
+    wide = torch.promote_types(spec.dtype, torch.float32)
+    matrices, scales, mask = empty(1, m, n, dtype=given), empty(1, 1, 1, dtype=wide), empty(1, dtype=torch.int32)
+    state, operands = _state_of([one for stage in stages for one in stage.state], m, n, spec)
+    if any(stage.reads_weights for stage in stages):
+        weights = empty(1, m, n, dtype=wide)
+        state, operands = replace(state, batches={**state.batches, WEIGHT: weights}), [*operands, weights]
     return count_bytes(
-        lambda: apply_stages(
-            stages,
-            matrices,
-            scales,
-            MatrixState(batches, neurons, addresses),
-            Options(),
-            mask,
-            defaultdict(nullcontext),
-        )[0],
-        operands,
+        lambda: apply_stages(stages, matrices, scales, state, StageOptions(), mask, defaultdict(nullcontext))[0],
+        [matrices, scales, mask, *operands],
         spec.device.type,
     )
 
@@ -234,12 +288,15 @@ def units_footprint(units: Units, count: int, spec: WorkspaceSpec) -> Footprint:
         peak, kept = max(peak, kept + factors + copied + joined), joined
     # The state of stages is copied from units to matrices and back, unless a unit is a matrix as it lies in memory.
     has_copies = units.is_transposed or not units.is_plain
-    return Footprint(peak + 2 * has_copies * count * numel * spec.state_width, kept)
+    copies = has_copies * count * numel * (spec.sent_width + spec.state_width)
+    return Footprint(peak + copies, kept)
 
 
 def factor_bytes(count: int, m: int, n: int, spec: WorkspaceSpec) -> int:
-    """Return the bytes of NorMuon's factors, one per neuron; 0 for other rules, which have one number per matrix."""
-    return count * max(m, n) * width_of(spec.dtype) if spec.normalizes else 0
+    """Return the bytes of a rule's numbers for `count` matrices; 0 if these are only one or two for each matrix."""
+    if not spec.has_factors:
+        return 0
+    return count * width_of(spec.dtype) * sum(math.prod(vector_shape(shape, m, n)) for shape in spec.rule.numbers)
 
 
 def factors_of_pieces_bytes(units: Units, piece_shape: tuple[int, ...], count: int, spec: WorkspaceSpec) -> int:
@@ -249,10 +306,11 @@ def factors_of_pieces_bytes(units: Units, piece_shape: tuple[int, ...], count: i
         vectors = 2 * sum(factor_bytes(count, *kind.shape, spec) for kind in units.kinds)
         return vectors + factors_of_pieces_bytes(units, piece_shape, 2 * count, spec._replace(scales_decay=False))
     pieces = count * math.prod(piece_shape) * width_of(spec.dtype)
-    if len(units.kinds) > 1 or (spec.normalizes and not units.is_plain):
+    each = max(1, len(spec.rule.numbers))
+    if len(units.kinds) > 1 or (spec.has_factors and not units.is_plain):
         # Factors spread over whole units, then sliced to pieces.
-        return count * math.prod(units.shape) * width_of(spec.dtype) + pieces
-    return pieces if spec.normalizes and sum(length > 1 for length in piece_shape) > 2 else 0
+        return each * (count * math.prod(units.shape) * width_of(spec.dtype) + pieces)
+    return each * pieces if spec.has_factors and sum(length > 1 for length in piece_shape) > 2 else 0
 
 
 # ---------------------------------------------------------------------------------------------------------- the passes
@@ -263,6 +321,10 @@ def directions_bytes(numel: int, direction: torch.dtype, spec: WorkspaceSpec, *,
 
     `in_order` says whether parameters lie in memory row by row: kernels write directions in the order of memory.
     """
+    if spec.rule.gradient_stage is not None:
+        # One member at a time: a widened gradient, the direction, and two copies of each state.
+        stage = 2 + 2 * len(spec.rule.direction.state)
+        return numel * (direction.itemsize * (1 if in_order else 2) + stage * width_of(spec.dtype))
     if spec.kernels == "triton":
         # Directions in another order are copied into row order.
         return numel * direction.itemsize * (1 if in_order else 2)
@@ -273,6 +335,12 @@ def directions_bytes(numel: int, direction: torch.dtype, spec: WorkspaceSpec, *,
 
 def applied_bytes(numel: int, spec: WorkspaceSpec) -> int:
     """Return the bytes for writing the weights; `numel` are the entries of the largest parameter or piece."""
+    if spec.rule.constrain is not None or spec.rule.drift is not None:
+        return numel * width_of(spec.dtype) * _STAGED_TENSORS + _applied_bytes(numel, spec)
+    return _applied_bytes(numel, spec)
+
+
+def _applied_bytes(numel: int, spec: WorkspaceSpec) -> int:
     if spec.kernels == "triton":
         return 0
     if spec.has_masters:
@@ -309,7 +377,7 @@ def matrices_bytes(
         in_order: as for `directions_bytes`.
     """
     # Two moments: computing directions; then directions beside the updates, or beside the weights that they change.
-    held = numel * (direction.itemsize * (1 if in_order or spec.kernels == "torch" else 2) + spec.state_width)
+    held = numel * (direction.itemsize * (1 if in_order or spec.kernels == "torch" else 2) + spec.sent_width)
     applying = work.kept + factors + applied_bytes(largest, spec)
     return max(directions_bytes(numel, direction, spec, in_order=in_order), held + max(work.peak, applying))
 

@@ -35,8 +35,7 @@ from quintic.optim.plan.bucket import Bucket, Sharded
 from quintic.optim.plan.offload_size import DIRECTIONS, WEIGHTS, MemberEntries, Offloaded, adamw_pieces, buffers
 from quintic.optim.plan.plan import Plan
 from quintic.optim.rules.device import is_capturing
-from quintic.optim.rules.rule import EXP_AVG
-from quintic.optim.rules.table import PARAM_SHAPED_STATE
+from quintic.optim.rules.rule import EXP_AVG, PARAM_SHAPED_STATE
 from quintic.optim.state.placement import planned_state
 from quintic.optim.state.shards import ShardedState, sharded_parameters, state_of_shard
 from quintic.optim.step.offload.pieces import BucketPiece

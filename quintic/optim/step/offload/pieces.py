@@ -6,7 +6,8 @@
              the whole update
 
 State that stages on whole matrices advance (AdaMuon's second moment) is loaded with momentum, and the step copies it
-for the stages. Their results are stored with masters, and need no load.
+for the stages. Their results are stored with masters, and need no load. Masters are loaded twice for stages that read
+weights.
 
 A bucket often has only some matrices of a parameter, of a bank or of heads. Its computation then gets blocks of
 weights, gradients and state instead of whole tensors, so that no more state is loaded than is stepped.
@@ -152,7 +153,11 @@ def _copied_state(rule: UpdateRule, state: Mapping[str, Tensor]) -> dict[int, di
             passes[DIRECTIONS][spec.name] = "both"
     for spec in rule.matrix_state:
         passes[DIRECTIONS][spec.name], passes[WEIGHTS][spec.name] = "load", "store"
+    for spec in () if rule.drift is None else rule.drift.state:
+        passes[WEIGHTS][spec.name] = "both"
     master = master_key(state)
     if master is not None:
         passes[WEIGHTS if rule.orthogonalizes else DIRECTIONS][master] = "both"
+        if rule.reads_weights:
+            passes[DIRECTIONS][master] = "load"
     return {of_pass: copied for of_pass, copied in passes.items() if copied}

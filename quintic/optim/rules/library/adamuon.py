@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from quintic.optim.numeric.sums import norms, sums
-from quintic.optim.rules.rule import MOMENTUM_DIRECTION, MatrixStage, StageOptions, StateSpec, UpdateRule
+from quintic.optim.rules.rule import UpdateRule
+from quintic.optim.rules.stages import MatrixStage, StageOptions, StateSpec
 
 __all__ = ["ADAMUON"]
 
@@ -73,8 +74,6 @@ class ElementSecondMoment(MatrixStage):
 
 ADAMUON = UpdateRule(
     title="AdaMuon",
-    algorithm="muon",
-    direction=MOMENTUM_DIRECTION,
     before=(Signs(),),
     after=(ElementSecondMoment(),),
     scale="match_rms_adamw",

@@ -1,0 +1,1 @@
+"""The update rules of the library, a file for each idea."""

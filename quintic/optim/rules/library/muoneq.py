@@ -1,0 +1,63 @@
+"""MuonEq: rows or columns of directions get equal norms before they are orthogonalised (arXiv 2603.28254).
+
+For a direction u (m, n) with rows u_i of mean square norm r^2 = |u|^2 / m, and columns likewise,
+
+    rows        u_i <- u_i r / |u_i|                       the paper's default, "R"; nanochat has this form
+    columns     the same for columns                       "C"
+    both        u_ij <- u_ij r c / (|u_i| |u^j|)           "RC", with the norms of both before the change
+
+and the momentum, the polar step and the write are Muon's. The factors r and c, which the paper leaves out, keep the
+size of directions; the polar step is the same without them. A row of zeros stays zero.
+
+Source: MuonEq, arXiv 2603.28254; equilibration to the mean row norm as in nanochat (A. Karpathy), commit 92d63d4.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quintic.optim.numeric.sums import norms, sums
+from quintic.optim.rules.rule import UpdateRule
+from quintic.optim.rules.stages import MatrixStage, StageOptions
+
+__all__ = ["MUONEQ", "Equalize", "equalizing_factors"]
+
+
+@dataclass(frozen=True)
+class Equalize(MatrixStage):
+    """Gives the rows, the columns, or both, of matrices equal norms."""
+
+    label = "equalize"
+
+    of: Literal["rows", "columns", "both"] = "rows"
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError for other values."""
+        if self.of not in ("rows", "columns", "both"):
+            raise ValueError(f"Equalize(of={self.of!r}): choose 'rows', 'columns' or 'both'")
+
+    def apply(
+        self, matrices: Tensor, state: Mapping[str, Tensor], options: StageOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the matrices (b, m, n) with equal norms, and no factors."""
+        wide = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
+        result = wide
+        if self.of != "columns":
+            result = result * equalizing_factors(wide, -1)
+        if self.of != "rows":
+            result = result * equalizing_factors(wide, -2)
+        return result, None
+
+
+def equalizing_factors(matrices: Tensor, dim: int) -> Tensor:
+    """Return the factors that give all rows (dim -1), or columns, of matrices (b, m, n) their root mean square norm."""
+    norm = norms(matrices, dim)  # (b, m, 1) for the rows, dim -1; (b, 1, n) for the columns
+    other = -3 - dim
+    mean = (sums(norm.square(), other) / norm.shape[other]).sqrt()  # (b, 1, 1)
+    return mean / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+
+
+MUONEQ = UpdateRule(title="MuonEq", before=(Equalize(),))

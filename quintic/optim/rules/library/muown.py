@@ -1,0 +1,110 @@
+"""Muown: Muon on the directions of a weight's rows, AdamW on their norms (arXiv 2605.10797).
+
+A weight is w_i = a_i v_i / |v_i|, row by row, with magnitudes a and a direction v. Kept for each row are a, c = |v_i|,
+and Adam's two moments of a. One step, with g_i the rows of the gradient, e_i = w_i / a_i:
+
+    h_i  = <g_i, e_i>                          the gradient of a_i
+    m   <- m + (1 - mu)(a / c (g - h e) - m)   momentum, for each row; u = m, or ahead with `nesterov`
+    v_i  = c_i e_i - lr f o_i                  o is the polar factor of u, f = 0.2 sqrt(max(m, n))
+    a   <- a - lr Adam(h),  a <- a - lr wd a
+    c_i  = |v_i|,  w_i <- a_i v_i / |v_i|
+
+With this f updates of directions are of the size of AdamW's, and one lr, AdamW's, suits both. Weight decay shrinks
+magnitudes alone. A row of zeros begins with the magnitude 1e-12, and grows as Adam moves it. The gradient is rounded
+as directions are before it is averaged, to bfloat16 where products are of 16 bits.
+
+Source: Muown (K. Lion et al.), arXiv 2605.10797, whose momentum has no look-ahead: set `nesterov=False` to follow it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quintic.optim.numeric.sums import norms, sums
+from quintic.optim.rules.rule import MOMENTUM, UpdateRule
+from quintic.optim.rules.stages import WEIGHT, GradientStage, MatrixStage, StageOptions, StateSpec, WeightStage
+
+__all__ = ["MUOWN", "Magnitudes", "RowDirections", "WholeGradient"]
+
+_MAGNITUDE, _LENGTH = StateSpec("row_magnitude", "wide", "rows"), StateSpec("row_length", "wide", "rows")
+_GRADIENT = StateSpec("row_gradient", "wide", "rows")
+_MEAN, _SQUARE = StateSpec("row_exp_avg", "wide", "rows"), StateSpec("row_exp_avg_sq", "wide", "rows")
+_STEPS = StateSpec("row_step", "wide", "matrix")
+_LEAST = 1e-12
+
+
+@dataclass(frozen=True)
+class WholeGradient(GradientStage):
+    """The gradient itself as direction: its averages need whole rows."""
+
+    label = "gradients"
+
+    def apply(self, gradient: Tensor, state: Mapping[str, Tensor], options: StageOptions) -> Tensor:
+        """Return the gradient."""
+        return gradient
+
+
+@dataclass(frozen=True)
+class RowDirections(MatrixStage):
+    """Momentum of the gradient with respect to the directions of rows."""
+
+    label = "row directions"
+    state = (StateSpec(MOMENTUM, "average", "param"), _MAGNITUDE, _LENGTH, _GRADIENT)
+    averages = ("momentum",)
+    reads_weights = True
+
+    def apply(
+        self, matrices: Tensor, state: Mapping[str, Tensor], options: StageOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the momentum (b, m, n), and no factors; note the gradients of magnitudes."""
+        weights, magnitude, length = state[WEIGHT], state[_MAGNITUDE.name], state[_LENGTH.name]
+        norm = norms(weights, -1).clamp_min(_LEAST)
+        is_new = length == 0
+        magnitude.copy_(torch.where(is_new, norm, magnitude))
+        length.copy_(torch.where(is_new, norm, length))
+        g, e, m = matrices.to(weights.dtype), weights / magnitude, state[MOMENTUM]
+        h = sums(g * e, -1)  # (b, m, 1)
+        state[_GRADIENT.name].copy_(h)
+        gradient = magnitude / length * (g - h * e)
+        m += (gradient - m) * (1 - options.momentum)
+        return gradient + (m - gradient) * options.momentum if options.nesterov else m.clone(), None
+
+
+@dataclass(frozen=True)
+class Magnitudes(WeightStage):
+    """Steps magnitudes by Adam, and rows along their directions."""
+
+    label = "row magnitudes"
+    state = (_MAGNITUDE, _LENGTH, _GRADIENT, _MEAN, _SQUARE, _STEPS)
+    numbers = "rows"
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+    def apply(
+        self, weights: Tensor, updates: Tensor, scales: Tensor, state: Mapping[str, Tensor], options: StageOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Return the factors of weights and updates, (b, m, 1) each."""
+        a, c, h, mean, square, steps = (state[spec.name] for spec in self.state)
+        beta1, beta2 = self.betas
+        steps += 1
+        mean.lerp_(h, 1 - beta1)
+        square.lerp_(h.square(), 1 - beta2)
+        adam = mean / (1 - beta1**steps) / ((square / (1 - beta2**steps)).sqrt() + self.eps)
+        old, length = a.clone(), c.clone()
+        a -= adam * options.lr
+        a -= a * options.lr * options.weight_decay
+        rate = scales * options.lr
+        c.copy_(norms(weights * (length / old) - rate * updates.to(weights.dtype), -1).clamp_min(_LEAST))
+        return a / c * length / old, a / c * rate
+
+
+MUOWN = UpdateRule(
+    title="Muown",
+    direction=WholeGradient(),
+    before=(RowDirections(),),
+    constrain=Magnitudes(),
+    scale="match_rms_adamw",
+)
