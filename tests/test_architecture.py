@@ -122,7 +122,7 @@ MAY_READ_ENVIRONMENT = {"cli", "train.config", "launch", "kernels.dispatch"}
 MAY_COMMUNICATE_IN_OPTIM = {"optim.comms.collectives"}
 MAY_RENAME = {"durable"}
 # The rules declare state and are chosen in these files; the last reads what other libraries saved, under their names.
-MAY_NAME_STATE = {"optim.rules.rule", "optim.rules.table", "optim.rules.adamuon"}
+MAY_NAME_STATE = ("optim.rules.rule", "optim.rules.table", "optim.rules.library.")
 READS_OTHERS_STATE = ("saved_formats", "integrations.")
 STATE_NAMES = {"momentum_buffer", "second_momentum_buffer", "element_second_moment", "exp_avg", "exp_avg_sq"}
 # Constants for state that only some rules have, and that a later rule may have under another name.
@@ -400,7 +400,7 @@ def stray_renames(module: Module) -> list[str]:
 
 def names_of_state(module: Module) -> list[str]:
     """A name of optimizer state spelt outside the rules that declare it, or the name of one rule's state used there."""
-    if module.name in MAY_NAME_STATE or any(part in module.name for part in READS_OTHERS_STATE):
+    if module.name.startswith(MAY_NAME_STATE) or any(part in module.name for part in READS_OTHERS_STATE):
         return []
     found = [
         f"line {node.lineno}: {node.value!r}"
@@ -409,7 +409,7 @@ def names_of_state(module: Module) -> list[str]:
     ]
     if module.part != "interchange":
         found += [
-            f"line {node.lineno}: {node.id}, a rule with such state may call it otherwise: `rule.neuron_key`"
+            f"line {node.lineno}: {node.id}, a rule with such state may call it otherwise: `rule.vector_state`"
             for node in ast.walk(module.tree)
             if isinstance(node, ast.Name) and node.id in NAMES_OF_ONE_RULE
         ]

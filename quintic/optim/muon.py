@@ -66,8 +66,7 @@ class Muon(Optimizer):
         optimizer = quintic.Muon(quintic.param_groups(model), lr=0.02, weight_decay=0.1)
 
     takes the place of AdamW in a training loop and is used like any other `torch.optim.Optimizer`. Embeddings, the
-    output head, norms and biases go to AdamW by themselves. Tune `lr`, `weight_decay` and `adamw_lr`; the defaults of
-    all other options suit most models.
+    output head, norms and biases go to AdamW. Tune `lr`, `weight_decay` and `adamw_lr`; the other defaults suit most.
 
     For a group with `algorithm="muon"` (the default) each step is
 
@@ -234,10 +233,10 @@ class Muon(Optimizer):
             scale_decay=scale_decay, cautious=cautious, orthogonalizer=orthogonalizer,
             orthogonalizer_steps=orthogonalizer_steps, coefficients=coefficients, compute_dtype=compute_dtype,
             update_rule=update_rule, normalize=normalize, normalize_beta=normalize_beta, adjust_lr=adjust_lr,
-            lr_multipliers=lr_multipliers, adamw_lr=adamw_lr, adamw_lr_ratio=adamw_lr_ratio,
-            adamw_weight_decay=adamw_weight_decay, betas=betas, eps=eps, step_every=step_every, comms=comms,
-            process_group=process_group, replicas=replicas, master=master, state_dtype=state_dtype, qk_clip=qk_clip,
-            offload=offload, on_nonfinite=on_nonfinite, max_workspace_bytes=max_workspace_bytes, kernels=kernels,
+            lr_multipliers=lr_multipliers, adamw_lr=adamw_lr, adamw_lr_ratio=adamw_lr_ratio, betas=betas, eps=eps,
+            adamw_weight_decay=adamw_weight_decay, step_every=step_every, comms=comms, process_group=process_group,
+            replicas=replicas, master=master, state_dtype=state_dtype, qk_clip=qk_clip, offload=offload,
+            on_nonfinite=on_nonfinite, max_workspace_bytes=max_workspace_bytes, kernels=kernels,
             telemetry_every=telemetry_every,
         )  # fmt: skip
         if adamw_lr_ratio is not None and adamw_lr != ADAMW_LR:
@@ -504,7 +503,7 @@ class Muon(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded).
 
-        All ranks must call it if a `DTensor` has `normalize="neuron"`, and where `comms` shards state, which
+        All ranks must call it if the rule of a `DTensor` has vector state, and where `comms` shards state, which
         it returns whole; see `state/parameters.py` and `docs/how-to/checkpoints.md`.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():

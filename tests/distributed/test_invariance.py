@@ -3,6 +3,7 @@
 The one exception is stated in `trajectories.py`: the last bit of what PyTorch's fused AdamW updates in pieces.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,10 +13,12 @@ from harness import DEVICE, run
 from torch.distributed.device_mesh import DeviceMesh
 from trajectories import CASES, Gaps, Layout, disagreements, reference, run_layout
 
-ALL = tuple(CASES)
+# The rules of papers and races, each in every layout.
+RULES = tuple(case for case in CASES if "update_rule" in CASES[case].options)
+ALL = tuple(case for case in CASES if case not in RULES)
 
 # Those that no other layout of two ranks has, and the plainest.
-REST = tuple(case for case in CASES if case not in ("cautious", "mantissa", "narrow"))
+REST = tuple(case for case in ALL if case not in ("cautious", "mantissa", "narrow"))
 
 LAYOUTS = {
     "averaged-1": Layout((1,), comms="averaged", cases=("plain",)),
@@ -73,6 +76,23 @@ PAIR_MODELS = ["awkward", "narrow"]
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_does_not_change_the_numbers(name):
     run_layout(LAYOUTS[name])
+
+
+# Of all layouts the quick tests take the ones with the fewest processes that send all kinds of messages.
+QUICK = ("fsdp2-2", "sharded-2")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
+def test_layout_does_not_change_the_rules_of_the_field(name):
+    run_layout(replace(LAYOUTS[name], cases=RULES))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in WITH_GAPS])
+def test_a_missing_gradient_under_the_rules_of_the_field(name):
+    layout, gaps = WITH_GAPS[name]
+    run_layout(replace(layout, cases=RULES), gaps)
 
 
 @pytest.mark.parametrize("name", WITH_GAPS)

@@ -95,6 +95,21 @@ CASES = {
         {"state_dtype": "bf16", "master": "mantissa", "normalize": "element", **_RACE, "max_workspace_bytes": 2000},
         torch.bfloat16,
     ),
+    # The rules that read weights, mix averages or drift, in the dtypes that make it hardest.
+    "muoneq": Case({**_FLOAT32, "update_rule": "muoneq", "weight_decay": 0.1}, multipliers=True),
+    "muon_plus": Case({**_FLOAT32, "update_rule": "muon_plus"}),
+    "nanochat": Case({"update_rule": "nanochat", "master": "mantissa", **_RACE}, torch.bfloat16, multipliers=True),
+    "muown": Case({**_FLOAT32, "update_rule": "muown", "weight_decay": 0.1}, multipliers=True),
+    "narrow_muown": Case({"update_rule": "muown", "state_dtype": "bf16", "master": "mantissa"}, torch.bfloat16),
+    "hyperball": Case({**_FLOAT32, "update_rule": "hyperball"}, multipliers=True),
+    "bf16_hyperball": Case({"update_rule": "hyperball", "master": "fp32"}, torch.bfloat16),
+    "radial_brake": Case({**_FLOAT32, "update_rule": "radial_brake", "weight_decay": 0.3}),
+    "relative_update": Case({"update_rule": "relative_update", "weight_decay": 0.3}, torch.bfloat16),
+    "two_rate": Case({**_FLOAT32, "update_rule": "two_rate", "nesterov": False}),
+    "narrow_two_rate": Case({"update_rule": "two_rate", "state_dtype": "bf16", **_RACE}, torch.bfloat16),
+    "ema_nesterov": Case({**_FLOAT32, "update_rule": "ema_nesterov", **_RACE}, multipliers=True),
+    "mantissa_ema_nesterov": Case({"update_rule": "ema_nesterov", "master": "mantissa"}, torch.bfloat16),
+    "aurora": Case({**_FLOAT32, "update_rule": "aurora"}),
     # So little that one matrix at a time is computed, and AdamW in pieces.
     "workspace": Case({**_FLOAT32, "normalize": "neuron", "max_workspace_bytes": 512}),
 }

@@ -30,9 +30,9 @@ def stage_direction_(
 ) -> Tensor:
     """Return the direction of a gradient stage, in the dtype of its arithmetic, and advance its state in place."""
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    old, new = _copies(stage.state, state)
+    old, new = _advancing(stage.state, state)
     direction = stage.apply(wide, new, options)
-    _store(old, new, mask)
+    _store_state(old, new, mask)
     return direction
 
 
@@ -61,19 +61,19 @@ def drift_(
 ) -> None:
     """Add a stage's drift to a weight, given the weight before its step, in float32 or float64."""
     current = wide_weight(weight, master)
-    old, new = _copies(stage.state, state)
+    old, new = _advancing(stage.state, state)
     addition = stage.apply(current - before, new, options)
-    _store(old, new, mask)
+    _store_state(old, new, mask)
     _put(weight, master, current + addition, current, mask)
 
 
-def _copies(specs: Sequence[StateSpec], state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _advancing(specs: Sequence[StateSpec], state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return some state by name, and copies of it that a stage may advance."""
     old = {spec.name: state[spec.name] for spec in specs}
     return old, {name: (value.clone() if value.itemsize >= 4 else value.float()) for name, value in old.items()}
 
 
-def _store(old: Mapping[str, Tensor], new: Mapping[str, Tensor], mask: Tensor | None) -> None:
+def _store_state(old: Mapping[str, Tensor], new: Mapping[str, Tensor], mask: Tensor | None) -> None:
     for name, value in new.items():
         old[name].copy_(value if mask is None else torch.where(mask != 0, value.to(old[name].dtype), old[name]))
 

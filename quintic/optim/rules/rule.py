@@ -178,6 +178,11 @@ class UpdateRule:
         return tuple(spec for spec in stages if spec.shape == "param")
 
     @cached_property
+    def state_of_updates(self) -> tuple[StateSpec, ...]:
+        """State of the parameter's shape that follows from the polar factor, or from the steps of weights."""
+        return (*self.matrix_state, *(() if self.drift is None else self.drift.state))
+
+    @cached_property
     def reads_weights(self) -> bool:
         """Whether a stage on whole matrices needs the weights, which are sent to the owners of matrices then."""
         return self.constrain is not None or any(stage.reads_weights for stage in (*self.before, *self.after))
@@ -237,7 +242,7 @@ class UpdateRule:
         assert stage is not None
         wide = _wide_state(stage.state, state)
         result = stage.apply(state[WEIGHT], update, scales, wide, options)
-        _store(wide, state)
+        _store_wide(wide, state)
         return result
 
 
@@ -258,7 +263,7 @@ def _apply_in_place(
         # Factors are multiplied into the update only when weights are written.
         if own is not None:
             factors = own if factors is None else factors * own
-        _store(wide, kept)
+        _store_wide(wide, kept)
     # Some layouts send updates to other ranks in this dtype, so all layouts round to it: all have the same bits.
     return matrices.to(given.dtype), factors
 
@@ -269,7 +274,7 @@ def _wide_state(specs: Sequence[StateSpec], kept: Mapping[str, Tensor]) -> dict[
     return {name: value if value.itemsize >= 4 else value.float() for name, value in state.items()}
 
 
-def _store(wide: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+def _store_wide(wide: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
     for name, value in wide.items():
         # Only copies in float32 have to be stored; other state was advanced itself.
         if value is not kept[name]:

@@ -305,7 +305,8 @@ def _check_copied(source: Parameter, target: Parameter, *, transposed: bool) -> 
         raise ValueError(f"{what}: they are the same parameter")
     check_shapes(what, source.param, target.param, transposed=transposed)
     if group.rule.direction != other_group.rule.direction:
-        raise ValueError(f"{what}: their groups have algorithm={group.algorithm!r} and {other_group.algorithm!r}")
+        rules = group.rule.title, other_group.rule.title
+        raise ValueError(f"{what}: their groups have the update rules {rules[0]} and {rules[1]}")
     needed, other_needed = (
         {key: str(dtype) for key, (dtype, _) in state_forms(one.param, one.group).items()} for one in (source, target)
     )

@@ -16,8 +16,7 @@ the process group must call the method and this function in the same order, with
 each other forever. On CUDA devices the function makes the current stream wait, and the host does not.
 
 A unit is the smallest box of a parameter that holds whole matrices, one of each kind (`layout/views.py`). Matrices
-travel as units, (units, *unit shape), and are orthogonalised kind by kind, (units, m, n): `split_units` goes from the
-first shape to the second, and `join_units` back.
+travel as units, (units, *unit shape), and are orthogonalised by kind, (units, m, n): `split_units`, `join_units`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,17 +123,15 @@ class Gather:
             each (units, m or 1, n or 1); no numbers if the rule has none.
         """
         units, exchange, rule = self.bucket.units, self.bucket.exchange, self.bucket.rule
-        # Without numbers of the rule's own, the scales stand here, which every rank has.
-        sent = [number for of_kind in numbers for number in of_kind] if rule.numbers else []
-        dtype = numbers[0][0].dtype
-        rows = [number.flatten(1) for number in sent]
+        # Without numbers of the rule's own, the scales stand in `numbers`, which every rank has.
+        rows = [number.flatten(1) for of_kind in numbers for number in of_kind] if rule.numbers else []
         # Only the owner advances its state. All ranks get copies, so that any rank can save it, and can own the unit in
         # a later plan. A rank that owns no unit sends nothing, (0, entries).
         for of_kind in vectors:
             for of_units in of_kind.values():
                 own = of_units[units.local_slice]
                 row = torch.cat(list(own)).flatten(1) if own else of_units[0].flatten(1)[:0]
-                rows.append(row.to(dtype))
+                rows.append(row.to(numbers[0][0].dtype))
         # (owned, entries of all numbers, then of all state)
         wait_for_rows = exchange.start_all_gather(torch.cat(rows, dim=1), self.process_group)
 

@@ -263,9 +263,7 @@ def _compare_matrices(
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
     holders = parameter.holders() if parameter.sharded is not None else {}
     # Weight and state of its shape: gathered, since a matrix may lie on several ranks, and compared as (b, m, n).
-    rule = parameter.group.rule
-    follows = (*rule.matrix_state, *(() if rule.drift is None else rule.drift.state))
-    of_updates = {spec.name for spec in follows}  # and have the rounding of these
+    of_updates = {spec.name for spec in parameter.group.rule.state_of_updates}  # and have the rounding of these
     for key in ("weight", *(spec.name for spec in parameter.group.rule.state if spec.shape == "param")):
         gather = parameter.whole if key == "weight" else partial(parameter.whole_of, key)
         wholes = [gather(_value(parameter, values, key)) for values in (before, expected, actual)]
@@ -289,8 +287,7 @@ def _compare_matrices(
             one = _difference(parameter, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
             wrong = (right - mine).abs() > allowed if one.ratio > 1 else None
             yield replace(one, ranks=_wrong_ranks(parameter, wholes[1], block, index, wrong))
-    # Vector state, a few numbers for each matrix: each rank compares those that it holds.
-    holders = parameter.holders()
+    holders = parameter.holders()  # of vector state, a few numbers for each matrix: a rank compares what it holds
     for spec in parameter.group.rule.vector_state:
         if spec.name not in expected:
             continue

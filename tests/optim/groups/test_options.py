@@ -34,6 +34,7 @@ OTHER = {
     "orthogonalizer_steps": 2,
     "coefficients": (2.0, -1.5, 0.5),
     "compute_dtype": torch.float64,
+    "update_rule": "muoneq",
     "normalize": "neuron",
     "adjust_lr": "unit_rms",
     "lr_multipliers": (0.5,),

@@ -27,7 +27,7 @@ from quintic.optim.polar.program import products_of, run_products, run_queue
 from quintic.optim.rules.library.adamuon import ADAMUON
 from quintic.optim.rules.stages import MatrixStage, StateSpec
 from quintic.optim.rules.table import MUON, NORMUON
-from quintic.optim.rules.update import momentum_, second_moment_shape
+from quintic.optim.rules.update import momentum_
 from quintic.simulate.simulate import simulate_plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -214,16 +214,18 @@ def test_what_stages_allocate(stages, shape, state_dtype, given):
     # No stage says what it needs.
     count, spec = 3, WorkspaceSpec(torch.float32, CPU, "torch", MUON, state_dtype=state_dtype)
     matrices, scales = torch.randn(count, *shape).to(given), torch.ones(count, 1, 1)
-    state = {one.name: (one.shape, one.dtype_for(torch.float32, spec.state_dtype)) for s in stages for one in s.state}
+    specs = [one for stage in stages for one in stage.state]
     batches = {
-        name: torch.zeros(count, *shape, dtype=dtype) for name, (kind, dtype) in state.items() if kind == "param"
+        one.name: torch.zeros(count, *shape, dtype=one.dtype_for(torch.float32, spec.state_dtype))
+        for one in specs
+        if one.shape == "param"
     }
-    neurons = [torch.zeros(count, *second_moment_shape(*shape)) for kind, _ in state.values() if kind == "neurons"]
+    vectors = {one.name: [torch.zeros(count, *one.vector_shape(*shape))] for one in specs if one.is_vector}
     mask, options = torch.ones(count, dtype=torch.int32), SimpleNamespace(normalize_beta=0.9)
 
     def run():
         return apply_stages(
-            stages, matrices, scales, MatrixState(batches, neurons), options, mask, collections.defaultdict(nullcontext)
+            stages, matrices, scales, MatrixState(batches, vectors), options, mask, collections.defaultdict(nullcontext)
         )
 
     peak, planned = peak_bytes(run), count * stages_footprint(stages, *shape, given, spec).peak

@@ -144,7 +144,7 @@ KEPT = {
     "state_dtype": ("bf16", None),
 }
 # These decide which state there is, and are equal wherever loading succeeds.
-OF_THE_STATE = {"normalize", "master"}
+OF_THE_STATE = {"normalize", "update_rule", "master"}
 
 
 def test_every_option_is_restored_or_kept():
