@@ -48,8 +48,7 @@ from quintic.optim.validate import add_names, check_is_group, check_is_listed_on
 
 __all__ = ["Muon", "Orthogonalizer", "muon_in"]
 
-# The result of a closure: a number, a tensor, or None.
-Loss = TypeVar("Loss")
+Loss = TypeVar("Loss")  # the result of a closure
 
 
 def _kept_at_home(name: str) -> property:
