@@ -46,6 +46,8 @@ MAY_IMPORT = {
     "optim": {"hooks", "kernels"},
     "grouping": {"optim"},
     "interchange": {"optim"},
+    "update_rules": {"optim"},
+    "testing": {"grouping", "optim"},
     "simulate": {"grouping", "kernels", "optim"},
     "rehearsal": {"optim", "simulate"},
     "data": set(),
