@@ -78,8 +78,8 @@ def test_layout_does_not_change_the_numbers(name):
     run_layout(LAYOUTS[name])
 
 
-# Of all layouts the quick tests take the ones with the fewest processes that send all kinds of messages. Each rule is in
-# every layout once, and in those with an odd number of ranks in all its dtypes.
+# Of all layouts the quick tests take the ones with the fewest processes that send all kinds of messages. Each rule is
+# in every layout once, and in those with an odd number of ranks in all its dtypes.
 QUICK = ("fsdp2-2", "sharded-2")
 ONCE = tuple({CASES[case].options["update_rule"]: case for case in reversed(RULES)}.values())
 
