@@ -120,7 +120,8 @@ LISTED_OPTIONS = 4
 # The plan with all that follows from the groups, the record of steps, and what adds to it.
 SHARED_OF_OPTIMIZER = {"_plans", "_step_history", "_record_step"}
 
-MAY_READ_ENVIRONMENT = {"cli", "train.config", "launch", "kernels.dispatch"}
+# The last one tells gloo where to meet, in processes of its own.
+MAY_READ_ENVIRONMENT = {"cli", "train.config", "launch", "kernels.dispatch", "testing.processes"}
 MAY_COMMUNICATE_IN_OPTIM = {"optim.comms.collectives"}
 MAY_RENAME = {"durable"}
 # The rules declare state and are chosen in these files; the last reads what other libraries saved, under their names.
