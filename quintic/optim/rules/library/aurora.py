@@ -39,6 +39,10 @@ class BalancedPolar(PolarStage):
         if self.num_rounds < 1 or self.power <= 0:
             raise ValueError(f"{self}: need num_rounds >= 1 and power > 0")
 
+    def rounds_of(self, m: int, n: int) -> int:
+        """Return the number of rounds: one for square matrices."""
+        return 1 if m == n else self.num_rounds
+
     def apply(self, matrices: Tensor, orthogonalize: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the balanced polar factors (b, m, n)."""
         m, n = matrices.shape[1:]
