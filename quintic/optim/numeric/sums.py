@@ -16,8 +16,8 @@ def norms(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def divided_by_norms(x: Tensor | float, norm: Tensor) -> Tensor:
-    """Return x / norm, and zeros where a norm is zero, so that what has no norm stays zero when it is multiplied."""
-    return torch.where(norm == 0, 0.0, x / norm)
+    """Return x / norm for x >= 0: finite numbers, and zeros where a norm is zero, so that zeros stay zeros."""
+    return torch.where(norm == 0, 0.0, (x / norm).clamp_max(torch.finfo(norm.dtype).max))
 
 
 def sums(x: Tensor, dim: int) -> Tensor:
