@@ -7,6 +7,7 @@ from torch import nn
 
 import quintic
 from quintic import CapturedStep, Muon
+from quintic.optim.rules.table import RULES
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,8 @@ def optimizer_of(params, **options):
         {"params": params[3:4], "view": quintic.Experts()},
         {"params": params[4:], "algorithm": "adamw"},
     ]
-    return Muon(groups, **{"lr": 0.02, "normalize": "neuron", "master": "mantissa", **options})
+    rule = {} if "update_rule" in options else {"normalize": "neuron"}
+    return Muon(groups, **{"lr": 0.02, "master": "mantissa", **rule, **options})
 
 
 def give_gradients(params, step, moves):
@@ -181,14 +183,17 @@ class TestOnDevice:
             assert len(step._graphs) == 1
         assert len(momenta) > 4
 
-    @pytest.mark.parametrize("normalize", ["neuron", "element"])
-    def test_changed_options_and_loaded_state_are_followed(self, normalize):
+    @pytest.mark.parametrize("update_rule", RULES)
+    def test_changed_options_and_loaded_state_are_followed(self, update_rule):
         params, twins = params_of(), params_of()
-        eager, optimizer = (optimizer_of(one, normalize=normalize) for one in (twins, params))
+        eager, optimizer = (optimizer_of(one, update_rule=update_rule, weight_decay=0.1) for one in (twins, params))
         step = CapturedStep(optimizer)
         for number in range(12):
             for found in (params, twins):
                 give_gradients(found, number, moves=False)
+            for one in (eager, optimizer):
+                for group in one.param_groups[:2]:
+                    group["lr"], group["momentum"] = 0.01 + 0.001 * number, 0.9 + 0.005 * number
             if number == 4:
                 for one in (eager, optimizer):
                     one.param_groups[0]["normalize_beta"] = 0.5

@@ -9,6 +9,7 @@ from quintic import Experts, Matrix, Muon
 from quintic.optim.plan.plan import SMALL_BYTES
 from quintic.optim.polar.forms import resolve
 from quintic.optim.polar.orthogonalize import apply_form
+from quintic.optim.rules.table import RULES
 
 pytestmark = ON_CUDA
 
@@ -20,6 +21,7 @@ OPTIONS = [
     {"state_dtype": "bf16", "normalize": "neuron"},
     {"state_dtype": "bf16", "master": "mantissa", "adamw_weight_decay": 0.1, "cautious": True},
     {"lr_multipliers": (2.0,), "decay_coupling": "lr_squared", "weight_decay": 1.0, "adamw_weight_decay": 1.0},
+    *({"update_rule": name, "master": "mantissa", "on_nonfinite": "skip", "weight_decay": 0.1} for name in RULES),
 ]
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "adamw_entries",
     "direction_dtype",
     "form_of",
+    "kind_of",
     "kinds_of",
     "update_dtype",
 ]
@@ -33,16 +34,17 @@ class Kind(NamedTuple):
 
     shape: tuple[int, int]  # (m, n)
     form: Form | None  # None if the orthogonalizer is a user's function
+    num_rounds: int = 1  # how often the rule orthogonalises
 
     @property
     def flops(self) -> int:
         """Return the floating-point operations of one of them; 0 for a user's function."""
-        return 0 if self.form is None else self.form.flops(*self.shape)
+        return 0 if self.form is None else self.num_rounds * self.form.flops(*self.shape)
 
     @property
     def cost(self) -> int:
         """Return the floating-point operations of one of them, estimated for a user's function."""
-        return shape_cost(*self.shape) if self.form is None else self.flops
+        return self.num_rounds * shape_cost(*self.shape) if self.form is None else self.flops
 
 
 def kinds_of(
@@ -51,7 +53,13 @@ def kinds_of(
     """Return the matrices of a unit of `shape`, with their forms for a dtype and device."""
     # Views give (b, m, n) for each block, which is b matrices.
     shapes = [(m, n) for b, m, n in view.shapes(shape) for _ in range(b)]
-    return tuple(Kind((m, n), form_of(group, m, n, dtype, device)) for m, n in shapes)
+    return tuple(kind_of(group, m, n, dtype, device) for m, n in shapes)
+
+
+def kind_of(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Kind:
+    """Return a group's (m, n) matrices of a dtype, on a device."""
+    stage = group.rule.polar
+    return Kind((m, n), form_of(group, m, n, dtype, device), 1 if stage is None else stage.rounds_of(m, n))
 
 
 def form_of(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Form | None:

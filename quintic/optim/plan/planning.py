@@ -22,7 +22,7 @@ from quintic.optim.layout.layouts import Layout, local_tensor
 from quintic.optim.layout.pieces import Piece
 from quintic.optim.plan.bucket import Bucket, Gathered, Sharded
 from quintic.optim.plan.gathered import gathered_buckets, shared_buckets
-from quintic.optim.plan.kinds import Kind, form_of
+from quintic.optim.plan.kinds import kind_of
 from quintic.optim.plan.offload_size import POOL_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.order import Orders, order_buckets
 from quintic.optim.plan.plan import Plan
@@ -123,7 +123,8 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
             first = stop
     for (block_shape, strides, dtype, device, kernels), members in by_kind.items():
         m, n = block_shape[:2].numel(), block_shape[2:].numel()  # (g, r) -> m, (n) or (c, k) -> n
-        form = form_of(group, m, n, dtype, device)
+        kind = kind_of(group, m, n, dtype, device)
+        form = kind.form
         spec = WorkspaceSpec.of_group(group, dtype, device, kernels)
         total = sum(member.batch_size for member in members)
         largest = max(member.batch_size for member in members)
@@ -155,7 +156,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
                 kernels=kernels,
                 form=form,
                 numel=count * m * n,
-                flops=count * Kind((m, n), form).flops,
+                flops=count * kind.flops,
                 phase_bytes=NO_BYTES._replace(computing=batch_bytes(count, max(counts), (m, n), form, spec, is_copied)),
             )
 

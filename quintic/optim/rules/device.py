@@ -66,6 +66,7 @@ class DeviceHyperparameters:
     def __init__(self, device: torch.device) -> None:
         # (6,), in the order of `HYPERPARAMETERS`, and the numbers that were uploaded last.
         self.values = torch.zeros(len(HYPERPARAMETERS), dtype=torch.float64, device=device)
+        self._of_stages = self.values[:3].unbind()
         self._uploaded: tuple[float, ...] | None = None
         # The object that these values were read from; set and compared by the owner.
         self.is_of: object = None
@@ -77,7 +78,7 @@ class DeviceHyperparameters:
 
         `group` is the parameter group, for the numbers that a captured step contains.
         """
-        lr, weight_decay, momentum = self.values[:3].unbind()
+        lr, weight_decay, momentum = self._of_stages
         return StageOptions(lr, weight_decay, momentum, group.nesterov, float(group.normalize_beta))
 
     def update(self, hyperparameters: Sequence[float | Tensor], lr_ratio: float) -> None:

@@ -207,8 +207,9 @@ class MatrixStage:
 class PolarStage:
     """A way to orthogonalise in several rounds; a frozen dataclass."""
 
-    num_rounds: int
-    """How often `apply` orthogonalises, for counts of operations."""
+    def rounds_of(self, m: int, n: int) -> int:
+        """Return how often `apply` orthogonalises an (m, n) matrix, for counts of operations."""
+        raise NotImplementedError
 
     def apply(self, matrices: Tensor, orthogonalize: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the update directions (b, m, n), in the dtype of `orthogonalize`'s result.

@@ -523,13 +523,16 @@ class BucketStep:
             else:
                 # This rank owns no unit. The result is a new tensor, because a view would keep the directions alive.
                 update = torch.empty_like(matrices, dtype=update_dtype(kind.form, bucket.dtype))
-                shapes = [vector_shape(shape, *kind.shape) for shape in self._rule.numbers]
-                of_matrices = [scales.new_empty((0, *shape)) for shape in shapes] or [factor]
+                of_matrices = [factor]
+                if self._rule.numbers:
+                    shapes = [vector_shape(shape, *kind.shape) for shape in self._rule.numbers]
+                    of_matrices = [scales.new_empty((0, *shape)) for shape in shapes]
             updates.append(update)
             numbers.append(of_matrices)
-        advanced = {
-            name: join_units([own[name] for own in own_batches], units) for name in self._advanced(own_batches[0])
-        }
+        advanced: dict[str, Tensor] = {}
+        if batches:
+            names = self._advanced(own_batches[0])
+            advanced = {name: join_units([own[name] for own in own_batches], units) for name in names}
         return join_units(updates, units), numbers, advanced
 
     def _numbers_of_pieces(self, numbers: Sequence[Sequence[Tensor]], scales: Tensor) -> list[Tensor]:

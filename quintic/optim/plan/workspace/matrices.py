@@ -273,7 +273,7 @@ def units_footprint(units: Units, count: int, spec: WorkspaceSpec) -> Footprint:
         return Footprint(0, 0)
     numel = math.prod(units.shape)
     peak = kept = factors = copied = 0
-    for (m, n), form in units.kinds:
+    for (m, n), form, _ in units.kinds:
         # Plain PyTorch and products of 32 bits and more need matrices in row order, and no kernel takes gaps.
         is_wide = spec.kernels == "torch" or (form is not None and form.compute_dtype.itemsize != 2)
         has_copies = not units.is_plain or (units.is_transposed and is_wide)
