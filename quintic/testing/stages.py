@@ -151,8 +151,9 @@ def _wrong_rounds(stage: PolarStage, matrices: Tensor) -> list[str]:
         return _polar(given)
 
     stage.apply(matrices, counted)
-    # Square matrices may need fewer.
-    return [f"orthogonalises {rounds} times, and num_rounds is {stage.num_rounds}"] * (rounds > stage.num_rounds)
+    m, n = matrices.shape[1:]
+    promised = stage.rounds_of(m, n)
+    return [f"orthogonalises {rounds} times, and rounds_of({m}, {n}) is {promised}"] * (rounds != promised)
 
 
 def _polar(matrices: Tensor) -> Tensor:
