@@ -46,6 +46,8 @@ MAY_IMPORT = {
     "optim": {"hooks", "kernels"},
     "grouping": {"optim"},
     "interchange": {"optim"},
+    "update_rules": {"optim"},
+    "testing": {"grouping", "optim"},
     "simulate": {"grouping", "kernels", "optim"},
     "rehearsal": {"optim", "simulate"},
     "data": set(),
@@ -118,7 +120,8 @@ LISTED_OPTIONS = 4
 # The plan with all that follows from the groups, the record of steps, and what adds to it.
 SHARED_OF_OPTIMIZER = {"_plans", "_step_history", "_record_step"}
 
-MAY_READ_ENVIRONMENT = {"cli", "train.config", "launch", "kernels.dispatch"}
+# The last one tells gloo where to meet, in processes of its own.
+MAY_READ_ENVIRONMENT = {"cli", "train.config", "launch", "kernels.dispatch", "testing.processes"}
 MAY_COMMUNICATE_IN_OPTIM = {"optim.comms.collectives"}
 MAY_RENAME = {"durable"}
 # The rules declare state and are chosen in these files; the last reads what other libraries saved, under their names.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["norms", "sums"]
+__all__ = ["divided_by_norms", "norms", "sums"]
 
 
 def norms(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -13,6 +13,11 @@ def norms(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         result: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=dtype)
         return result
     return _pairwise(x.to(dtype or x.dtype).square(), dim).sqrt()
+
+
+def divided_by_norms(x: Tensor | float, norm: Tensor) -> Tensor:
+    """Return x / norm for x >= 0: finite numbers, and zeros where a norm is zero, so that zeros stay zeros."""
+    return torch.where(norm == 0, 0.0, (x / norm).clamp_max(torch.finfo(norm.dtype).max))
 
 
 def sums(x: Tensor, dim: int) -> Tensor:

@@ -19,10 +19,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from quintic.optim.numeric.sums import norms, sums
+from quintic.optim.numeric.sums import divided_by_norms, norms, sums
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.stages import MatrixStage, StageOptions, StateSpec
 
@@ -68,8 +67,7 @@ class ElementSecondMoment(MatrixStage):
         # An orthogonal (m, n) matrix has this norm. The rule's scale multiplies it by 0.2 sqrt(max(m, n)), which makes
         # 0.2 sqrt(m n).
         side = math.sqrt(min(matrices.shape[1:]))
-        # Zero matrices stay zero: the clamp keeps 0 / 0 away.
-        return normalized.mul_(side / norm.clamp_min(torch.finfo(norm.dtype).tiny)), None
+        return normalized.mul_(divided_by_norms(side, norm)), None
 
 
 ADAMUON = UpdateRule(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quintic.optim.numeric.sums import norms
+from quintic.optim.numeric.sums import divided_by_norms, norms
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.stages import PolarStage
 
@@ -50,13 +50,11 @@ class BalancedPolar(PolarStage):
             return orthogonalize(matrices)
         dim, share = (-1, n / m) if m > n else (-2, m / n)
         wide = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
-        tiny = torch.finfo(wide.dtype).tiny
-        d = 1 / norms(wide, dim).clamp_min(tiny)  # (b, m, 1) or (b, 1, n)
+        d = divided_by_norms(1.0, norms(wide, dim))  # (b, m, 1) or (b, 1, n)
         for _ in range(self.num_rounds - 1):
             o = orthogonalize((wide * d).to(matrices.dtype))
-            # Rows of zeros have no norm to balance: their factor does not matter.
             square = norms(o, dim, torch.promote_types(o.dtype, wide.dtype)).square()
-            d = d * (share / square.clamp_min(tiny)).pow(self.power)
+            d = d * divided_by_norms(share, square).pow(self.power)
         return orthogonalize((wide * d).to(matrices.dtype))
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quintic.optim.numeric.sums import norms, sums
+from quintic.optim.numeric.sums import divided_by_norms, norms, sums
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.stages import StageOptions, StateSpec, WeightStage
 
@@ -55,12 +55,12 @@ class Hyperball(WeightStage):
         self, weights: Tensor, updates: Tensor, scales: Tensor, state: Mapping[str, Tensor], options: StageOptions
     ) -> tuple[Tensor, Tensor]:
         """Return the factors of weights and updates, (b, 1, 1) each; keep the radius at the first step."""
-        u, radius, tiny = updates.to(weights.dtype), state[RADIUS], torch.finfo(weights.dtype).tiny
+        u, radius = updates.to(weights.dtype), state[RADIUS]
         norm = frobenius_norms(weights)
         initial = torch.where(norm > 0, norm, math.sqrt(weights.shape[1] / 3))
         radius.copy_(torch.where(radius > 0, radius, initial))
-        rate = scales * radius / frobenius_norms(u).clamp_min(tiny) * options.lr
-        keep = radius / frobenius_norms(weights - rate * u).clamp_min(tiny)
+        rate = divided_by_norms(scales * radius * options.lr, frobenius_norms(u))
+        keep = divided_by_norms(radius, frobenius_norms(weights - rate * u))
         keep = torch.where(norm < _GROWN * radius, keep.clamp_max(1.0), keep)
         return keep, keep * rate
 

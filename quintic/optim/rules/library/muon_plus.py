@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quintic.optim.numeric.sums import norms, sums
+from quintic.optim.numeric.sums import divided_by_norms, norms, sums
 from quintic.optim.rules.library.muoneq import Equalize, equalizing_factors
 from quintic.optim.rules.library.normuon import NeuronSecondMoment
 from quintic.optim.rules.rule import UpdateRule
@@ -55,7 +55,7 @@ class Renormalize(MatrixStage):
             wide = wide * equalizing_factors(wide, dim)
         norm = sums(norms(wide, -1).square(), -2).sqrt()  # (b, 1, 1)
         side = math.sqrt(min(matrices.shape[1:]))
-        return wide * (side / norm.clamp_min(torch.finfo(norm.dtype).tiny)), None
+        return wide * divided_by_norms(side, norm), None
 
 
 MUON_PLUS = UpdateRule(title="Muon+", after=(Renormalize(),))

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quintic.optim.numeric.sums import norms, sums
+from quintic.optim.numeric.sums import divided_by_norms, norms, sums
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.stages import MatrixStage, StageOptions
 
@@ -57,7 +57,7 @@ def equalizing_factors(matrices: Tensor, dim: int) -> Tensor:
     norm = norms(matrices, dim)  # (b, m, 1) for the rows, dim -1; (b, 1, n) for the columns
     other = -3 - dim
     mean = (sums(norm.square(), other) / norm.shape[other]).sqrt()  # (b, 1, 1)
-    return mean / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+    return divided_by_norms(mean, norm)
 
 
 MUONEQ = UpdateRule(title="MuonEq", before=(Equalize(),))

@@ -10,8 +10,8 @@ and Adam's two moments of a. One step, with g_i the rows of the gradient, e_i = 
     c_i  = |v_i|,  w_i <- a_i v_i / |v_i|
 
 With this f updates of directions are of the size of AdamW's, and one lr, AdamW's, suits both. Weight decay shrinks
-magnitudes alone. A row of zeros begins with the magnitude 1e-12, and grows as Adam moves it. The gradient is rounded
-as directions are before it is averaged, to bfloat16 where products are of 16 bits.
+magnitudes alone. None is nearer to zero than 1e-12, with which a row of zeros begins: it grows as Adam moves it. The
+gradient is rounded as directions are before it is averaged, to bfloat16 where products are of 16 bits.
 
 Source: Muown (K. Lion et al.), arXiv 2605.10797, whose momentum has no look-ahead: set `nesterov=False` to follow it.
 """
@@ -96,6 +96,7 @@ class Magnitudes(WeightStage):
         old, length = a.clone(), c.clone()
         a -= adam * options.lr
         a -= a * options.lr * options.weight_decay
+        a.copy_(torch.where(a.abs() < _LEAST, _LEAST, a))
         rate = scales * options.lr
         c.copy_(norms(weights * (length / old) - rate * updates.to(weights.dtype), -1).clamp_min(_LEAST))
         return a / c * length / old, a / c * rate

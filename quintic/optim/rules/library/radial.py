@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quintic.optim.numeric.sums import divided_by_norms
 from quintic.optim.rules.library.hyperball import frobenius_norms, without_scale
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.stages import StageOptions, WeightStage
@@ -49,7 +50,7 @@ class RadialBrake(WeightStage):
         keep, rate = torch.ones_like(before) - options.lr * options.weight_decay, scales * options.lr
         after = frobenius_norms(keep * weights - rate * updates.to(weights.dtype))
         share = torch.where(after > before, self.outward, self.inward)
-        factor = (before + share * (after - before)) / after.clamp_min(torch.finfo(after.dtype).tiny)
+        factor = divided_by_norms(before + share * (after - before), after)
         # A matrix of zeros has no radius to brake.
         factor = torch.where(before > 0, factor, 1.0)
         return keep * factor, rate * factor
@@ -68,7 +69,7 @@ class RelativeUpdate(WeightStage):
         """Return the factors of weights and updates, (b, 1, 1) each."""
         norm, length = frobenius_norms(weights), frobenius_norms(updates.to(weights.dtype))
         norm = torch.where(norm > 0, norm, math.sqrt(weights.shape[1] / 3))
-        rate = scales * norm / length.clamp_min(torch.finfo(length.dtype).tiny) * options.lr
+        rate = divided_by_norms(scales * norm * options.lr, length)
         return torch.ones_like(norm) - options.lr * options.weight_decay, rate
 
 
