@@ -180,7 +180,7 @@ def _gram_form(m: int, n: int, triples: Coefficients, dtype: torch.dtype) -> For
 
 
 def _triples(method: str, steps: int | None, coefficients: Polynomials | None) -> Coefficients:
-    """Return one triple per step: the method's own, or those of a name or a list; a single triple is repeated."""
+    """Return one triple per step: the method's own, or a named or given list; a single triple is repeated."""
     if coefficients is None:
         coefficients = "muon" if method == "newton_schulz" else "polar_express"
     if isinstance(coefficients, str):
