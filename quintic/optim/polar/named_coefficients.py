@@ -2,7 +2,7 @@
 
 A name stands for a list with one triple (a, b, c) of p(s) = a s + b s^3 + c s^5 per step, or for a function that makes
 the list for any number of steps. Lists with figures have the number of steps that their authors chose them for: each
-polynomial is made for the interval that those before it leave, so the list is neither cut nor continued.
+polynomial is made for the image of the one before it, so the list is neither cut nor continued.
 The ranges that they map singular values to: docs/explanation/orthogonalization.md. Read next: `forms.py`.
 """
 
