@@ -189,7 +189,7 @@ class UpdateRule:
 
     @cached_property
     def sent_state(self) -> tuple[StateSpec, ...]:
-        """State that goes to the owners of matrices beside directions: `matrix_state`, and weights if stages read them."""
+        """Sent to the owners of matrices beside directions: `matrix_state`, and weights if stages read them."""
         return (*self.matrix_state, *((WEIGHT_SPEC,) if self.reads_weights else ()))
 
     @cached_property
