@@ -178,9 +178,7 @@ class Flow(TorchDispatchMode):
         """Follow a kernel that reads some of these tensors and fills the others, which nothing has written yet."""
         trails = [trail for trail in map(self._trail, tensors) if trail is not None]
         self._opaque("", (), trails)
-        for trail in trails:
-            if trail.coordinates is not None:
-                self.usages[trail.coordinates[0]].kinds.add("other")
+        self._note_weights("", trails, False)
         for tensor in [tensor for tensor in tensors if self._trail(tensor) is None] or tensors:
             self._write(tensor, _sources_of(trails))
 
@@ -214,10 +212,11 @@ class Flow(TorchDispatchMode):
             return self._convolution(args, weight.coordinates[0], outs[0])
         first = trails[0]
         if first is not None and first.coordinates is not None and base in _LOOKUPS:
-            chosen = self._chosen_experts(base, args, first, outs[0])
-            if chosen is not None:
-                return self.put(outs[0], chosen)
-            self.usages[first.coordinates[0]].kinds.add("table")
+            number, axes = first.coordinates
+            if len(axes) == 3 and outs[0].shape[-2:] == axes[0].shape[-2:]:  # matrices of a stack
+                chosen = number, [axis[0].expand(outs[0].shape) for axis in axes]
+                return self.put(outs[0], Trail(coordinates=chosen, is_fixed=True))
+            self.usages[number].kinds.add("table")
             return self.put(outs[0], Trail(sources=frozenset({_LOOKED_UP})))
         is_view = func.is_view or base in _MOVES or (base in _SAME and len(known) == 1 and base not in _CHOICES)
         if first is not None and is_view:
@@ -251,21 +250,14 @@ class Flow(TorchDispatchMode):
         if func._schema.is_mutable and sources:
             self._write(given[0], sources)
 
-    def _chosen_experts(self, base: str, args: Any, first: Trail, out: Tensor) -> Trail | None:
-        """Return the trail of matrices that are chosen from a stack; None for other lookups."""
-        assert first.coordinates is not None
-        number, axes = first.coordinates
-        is_first = (base == "index" and len(args[1]) == 1) or (base == "index_select" and args[1] == 0)
-        if len(axes) != 3 or axes[0].ndim != 3 or not is_first:
-            return None
-        kept = [axis.narrow(0, 0, 1).expand(out.shape) for axis in axes[1:]]
-        return Trail(coordinates=(number, [torch.zeros((), dtype=torch.int32).expand(out.shape), *kept]), is_fixed=True)
-
-    def _end(self, trail: Trail, only: Iterable[int] | None = None) -> None:
+    def _end(self, trail: Trail) -> None:
         """Note the features of a tensor as a set that goes one way."""
-        for number in list(trail.labels) if only is None else only:
-            mask = self._mask(number, trail.labels[number])
-            self.usages[number].arrived[mask.numpy().tobytes()] = mask
+        for number, labels in trail.labels.items():
+            self._arrive(number, labels)
+
+    def _arrive(self, number: int, labels: Tensor) -> None:
+        mask = self._mask(number, labels)
+        self.usages[number].arrived[mask.numpy().tobytes()] = mask
 
     def _mask(self, number: int, labels: Tensor) -> Tensor:
         (labels,) = _without_repeats(labels)
@@ -333,7 +325,7 @@ class Flow(TorchDispatchMode):
             else:
                 parts = moved(labels)
             if parts is None:
-                self._end(first, [number])
+                self._arrive(number, labels)
                 continue
             for trail, part in zip(made, parts, strict=True):
                 trail.labels[number] = part
@@ -364,39 +356,38 @@ class Flow(TorchDispatchMode):
                         self.usages[number].space.update(*(other.sources for other in moving if other is not trail))
         kept: dict[int, Tensor] = {}
         for number in dict.fromkeys(number for trail in moving for number in trail.labels):
-            own = [trail for trail in moving if number in trail.labels]
+            every = [trail.labels[number].expand(out.shape) for trail in moving if number in trail.labels]
             # Inputs as they came are constants: positions, masks. One number for all features scales them.
             others = [
                 trail
                 for tensor, trail in pairs
                 if not (trail.is_fixed or number in trail.labels or trail.sources <= {number, _INPUT})
-                and not _is_scale(tensor, own, number, out)
+                and not _is_scale(tensor, every, out)
             ]
             is_new = all(
                 (trail.labels and len(trail.sources) <= 3) or trail.sources <= {_LOOKED_UP, _INPUT} for trail in others
             )
-            every = [trail.labels[number].expand(out.shape) for trail in own]
             # Two halves multiplied with each other are two matrices; rotary positions add them and make one.
             masks = [] if is_sum or len(every) == 1 else [self._mask(number, labels) for labels in every]
             is_one = not masks or any(bool((masks[0] & mask).any()) for mask in masks[1:])
             if is_one and (not others or (is_sum and is_new)):
                 kept[number] = self._joined(number, every)
             else:
-                for trail in own:
-                    self._end(trail, [number])
+                for labels in every:
+                    self._arrive(number, labels)
         return kept
 
     def _joined(self, number: int, every: Sequence[Tensor]) -> Tensor:
         """Return the features of the first of several labels of one shape; those of the others are one with them."""
         first = every[0]
         for labels in every[1:]:
-            if _is_equal(labels, first):
+            one, two = _without_repeats(first, labels)
+            if torch.equal(one, two):
                 continue
-            one, two = (own.long().reshape(-1) for own in _without_repeats(first, labels))
             rows, is_pair = self.usages[number].rows, (one >= 0) & (two >= 0)
-            pairs = (one * rows + two)[is_pair].unique()
+            pairs = (one[is_pair].long() * rows + two[is_pair]).unique()
             self.usages[number].joined.append(torch.stack([pairs // rows, pairs % rows]))
-            first = torch.where(first < 0, labels, first)
+            first = torch.where(one < 0, two, one).expand(first.shape)
         return first
 
     def _weighing(self, tensor: Tensor, trail: Trail, out: Tensor) -> None:
@@ -407,10 +398,8 @@ class Flow(TorchDispatchMode):
                 continue
             if int(self._mask(number, labels).sum()) < usage.rows and usage.rows * 4 > usage.columns:
                 continue
-            missing = out.ndim - tensor.ndim
-            varying = [axis + missing for axis in range(labels.ndim) if _varies(labels, axis)]
-            shape = (1,) * missing + tuple(tensor.shape)
-            last = varying[-1] if varying else -1
+            last = max(_varying(labels, out), default=-1)
+            shape = (1,) * (out.ndim - tensor.ndim) + tuple(tensor.shape)
             # Over two dimensions, these are the places of an image, where each channel is scaled.
             if sum(shape[axis] == 1 < out.shape[axis] for axis in range(last + 1, out.ndim)) == 1:
                 usage.weighs = True
@@ -444,8 +433,7 @@ class Flow(TorchDispatchMode):
             every = [trail.labels.get(number) if trail is not None else None for trail in trails]
             if any(number in trail.sources and number not in trail.labels for trail in moving):
                 # Features that an unknown operation took come back to the others.
-                whole = torch.ones(self.usages[number].rows, dtype=torch.bool)
-                self.usages[number].arrived[whole.numpy().tobytes()] = whole
+                self._arrive(number, torch.arange(self.usages[number].rows))
             filled = [
                 torch.full(value.shape, -1, dtype=torch.int32) if labels is None else labels
                 for labels, value in zip(every, args[0], strict=True)
@@ -470,8 +458,7 @@ class Flow(TorchDispatchMode):
     # ---------- products
 
     def _product(self, base: str, args: Any, out: Tensor) -> None:
-        added = self._trail(args[0]) if base in ("addmm", "baddbmm", "addmv") else None
-        left, right = args[1:3] if base in ("addmm", "baddbmm", "addmv") else args[:2]
+        added, left, right = args[:3] if base in ("addmm", "baddbmm", "addmv") else (None, *args[:2])
         one, two = self._trail(left), self._trail(right)
         if two is not None and two.coordinates is not None:
             if one is not None and one.coordinates is not None:
@@ -486,7 +473,7 @@ class Flow(TorchDispatchMode):
                     usage = self.usages[number]
                     usage.compared |= not usage.chooses and _varies(labels, axis)
                 self._end(trail)
-        known = [trail for trail in (one, two, added) if trail is not None]
+        known = [trail for trail in (one, two, self._trail(added)) if trail is not None]
         self.put(out, Trail(sources=_sources_of(known)))
 
     def _weight_product(
@@ -519,13 +506,10 @@ class Flow(TorchDispatchMode):
         usage.rows = usage.rows or rows
         usage.columns = usage.columns or axes[0].shape[summed]
         self._consume(trail, number)
-        labels = {}
-        if out.numel() <= LARGEST and usage.rows == rows:
-            if is_right or out.ndim < 2:
-                labels[number] = feature.expand(out.shape)
-            else:
-                labels[number] = feature.unsqueeze(-1).expand(out.shape)
-        self.put(out, Trail(labels, frozenset({number})))
+        if not is_right and out.ndim > 1:
+            feature = feature.unsqueeze(-1)
+        is_followed = out.numel() <= LARGEST and usage.rows == rows
+        self.put(out, Trail({number: feature.expand(out.shape)} if is_followed else {}, frozenset({number})))
 
     def _convolution(self, args: Any, number: int, out: Tensor) -> None:
         images = self._trail(args[0])
@@ -533,11 +517,10 @@ class Flow(TorchDispatchMode):
         if groups > 1 and groups == args[0].shape[1]:
             # Each channel by itself: features stay the same.
             usage.kinds.add("depthwise")
-            labels = {}
-            if images is not None and channels == groups:
-                for other, one in images.labels.items():
-                    labels[other] = _first(one, range(2, out.ndim)).expand(out.shape)
-            return self.put(out, Trail(labels, images.sources if images is not None else frozenset()))
+            images = images or Trail()
+            kept = images.labels if channels == groups else {}
+            labels = {other: _first(one, range(2, out.ndim)).expand(out.shape) for other, one in kept.items()}
+            return self.put(out, Trail(labels, images.sources))
         usage.kinds.add("convolution")
         usage.rows, usage.columns = channels, args[1].numel() // max(1, channels)
         self._consume(images, number)
@@ -569,15 +552,16 @@ def _as_places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     return places
 
 
-def _is_scale(tensor: Tensor, trails: Sequence[Trail], number: int, out: Tensor) -> bool:
-    """Return whether a factor has one entry for all output features of a weight."""
-    for labels in (trail.labels[number] for trail in trails):
-        if labels.ndim != out.ndim:
-            return False
-        axes = [axis - out.ndim for axis in range(out.ndim) if _varies(labels, axis)]
-        if any(tensor.ndim >= -axis and tensor.shape[axis] > 1 for axis in axes):
-            return False
-    return True
+def _is_scale(tensor: Tensor, every: Sequence[Tensor], out: Tensor) -> bool:
+    """Return whether a factor has one entry for all features in some labels."""
+    shape = (1,) * (out.ndim - tensor.ndim) + tuple(tensor.shape)
+    return all(shape[axis] == 1 for labels in every for axis in _varying(labels, out))
+
+
+def _varying(labels: Tensor, out: Tensor) -> list[int]:
+    """Return the axes of a result along which there are different features."""
+    labels = labels.expand(out.shape)
+    return [axis for axis in range(out.ndim) if _varies(labels, axis)]
 
 
 def _varies(labels: Tensor, axis: int) -> bool:
@@ -586,10 +570,6 @@ def _varies(labels: Tensor, axis: int) -> bool:
         return False
     (labels,) = _without_repeats(labels)
     return bool((labels.narrow(axis, 0, 1) != labels).any())
-
-
-def _is_equal(one: Tensor, two: Tensor) -> bool:
-    return one is two or torch.equal(*_without_repeats(one, two))
 
 
 def _without_repeats(*every: Tensor) -> Sequence[Tensor]:
