@@ -260,7 +260,7 @@ class Flow(TorchDispatchMode):
         self.usages[number].arrived[mask.numpy().tobytes()] = mask
 
     def _mask(self, number: int, labels: Tensor) -> Tensor:
-        (labels,) = _without_repeats(labels)
+        labels = _without_repeats(labels)
         mask = torch.zeros(self.usages[number].rows + 1, dtype=torch.bool)
         mask[labels.reshape(-1).long()] = True  # -1 is the last entry
         return mask[:-1]
@@ -381,7 +381,9 @@ class Flow(TorchDispatchMode):
         """Return the features of the first of several labels of one shape; those of the others are one with them."""
         first = every[0]
         for labels in every[1:]:
-            one, two = _without_repeats(first, labels)
+            # Once for all examples and positions.
+            alike = [axis for axis in range(first.ndim) if not (_varies(first, axis) or _varies(labels, axis))]
+            one, two = _first(first, alike), _first(labels, alike)
             if torch.equal(one, two):
                 continue
             rows, is_pair = self.usages[number].rows, (one >= 0) & (two >= 0)
@@ -568,20 +570,17 @@ def _varies(labels: Tensor, axis: int) -> bool:
     """Return whether entries along an axis are different features."""
     if not labels.ndim or labels.shape[axis] < 2 or labels.stride(axis) == 0:
         return False
-    (labels,) = _without_repeats(labels)
+    labels = _without_repeats(labels)
     return bool((labels.narrow(axis, 0, 1) != labels).any())
 
 
-def _without_repeats(*every: Tensor) -> Sequence[Tensor]:
-    """Return one of the entries that `expand` repeats in all: coordinates of large weights are mostly such."""
-    for axis in range(every[0].ndim):
-        if all(labels.stride(axis) == 0 and labels.shape[axis] > 1 for labels in every):
-            every = tuple(labels.narrow(axis, 0, 1) for labels in every)
-    return every
+def _without_repeats(labels: Tensor) -> Tensor:
+    """Return one of the entries that `expand` repeats: coordinates of large weights are mostly such."""
+    return _first(labels, [axis for axis in range(labels.ndim) if labels.stride(axis) == 0 and labels.shape[axis] > 1])
 
 
 def _first(labels: Tensor, axes: Iterable[int]) -> Tensor:
-    """Return the features at the first index along some axes, such as those of an image's places."""
+    """Return the labels at the first index along some axes, such as those of an image's places."""
     for axis in axes:
         labels = labels.narrow(axis, 0, 1)
     return labels
