@@ -145,7 +145,7 @@ def _by_size(layers: Mapping[str, _Layer], modules: dict[str, nn.Module], sizes:
 
     A hidden layer may be as wide as the vocabulary. So layers that recur under other numbers are left out, and those
     before a layer that takes as many features. Of the rest, the layers without a number in their name are heads, else
-    the last one.
+    the layer with the highest numbers.
     """
     linears = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
     places = {name: place for place, name in enumerate(layers)}
@@ -167,7 +167,7 @@ def _by_size(layers: Mapping[str, _Layer], modules: dict[str, nn.Module], sizes:
     ]
     plain = [name for name in sized if not NUMBER.search(name)]
     heads: dict[nn.Module, str] = {}
-    for name in plain or sized[-1:]:
+    for name in plain or sorted(sized, key=_natural_order)[-1:]:
         rows = linears[name].out_features
         heads[linears[name]] = f"output head (as many outputs as {vocabularies[rows] or 'the embedding'} has rows)"
     return heads
@@ -178,3 +178,7 @@ def _sizes(layer: _Layer) -> tuple[int, int]:
     if isinstance(layer, nn.Linear):
         return layer.out_features, layer.in_features
     return layer.out_channels, layer.in_channels
+
+
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

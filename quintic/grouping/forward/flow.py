@@ -310,8 +310,9 @@ class Flow(TorchDispatchMode):
                 return [labels] * len(outs) if labels.shape == outs[0].shape else None
             try:
                 if base in ("view", "_unsafe_view"):
-                    is_small = labels.numel() <= LARGEST or labels.is_contiguous()
-                    return [labels.reshape(outs[0].shape)] if is_small else None
+                    # A copy of the labels of a large weight would fill the memory.
+                    is_copy = base == "_unsafe_view" and labels.numel() > LARGEST and not labels.is_contiguous()
+                    return None if is_copy else [labels.reshape(outs[0].shape)]
                 found = func(labels, *args[1:], **kwargs)
             except (RuntimeError, TypeError, NotImplementedError):
                 return None
