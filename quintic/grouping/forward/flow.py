@@ -5,7 +5,7 @@
 3. A reshape, slice or permutation of the tensor is done to its labels, too, so that any interleaving of queries and
    keys is recognised. Features that are added to each other, as by rotary positions, are noted as joined.
 4. Labels end in the next product, or in an operation that mixes features. The set of features that ends together is
-   noted as arrived, with all that are joined to them: the sets of a fused weight are disjoint.
+   noted as arrived, and what is joined to it: the sets of a fused weight are disjoint.
 
 Beside labels, a tensor has its sources: the weights whose features it holds in any form. Their outputs are consumed if
 a later weight is multiplied with them. A tensor that depends on weights and constants only is fixed.
@@ -379,7 +379,7 @@ class Flow(TorchDispatchMode):
         return kept
 
     def _joined(self, number: int, every: Sequence[Tensor]) -> Tensor:
-        """Return the features of the first of several labels of one shape; those of the others are one with them."""
+        """Note that labels of one shape name the same features, and return the first of them."""
         first = every[0]
         for labels in every[1:]:
             # Once for all examples and positions.
@@ -581,7 +581,7 @@ def _without_repeats(labels: Tensor) -> Tensor:
 
 
 def _first(labels: Tensor, axes: Iterable[int]) -> Tensor:
-    """Return the labels at the first index along some axes, such as those of an image's places."""
+    """Return the labels at the first index along some axes, such as the places of an image."""
     for axis in axes:
         labels = labels.narrow(axis, 0, 1)
     return labels
