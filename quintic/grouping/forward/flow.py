@@ -76,8 +76,8 @@ class Usage:
     transposed: set[bool] = field(default_factory=set)
     arrived: dict[bytes, Tensor] = field(default_factory=dict)
     """The sets of output features that ended together, as masks."""
-    joined: list[Tensor] = field(default_factory=list)
-    """Pairs of output features that were added to each other, each (2, pairs)."""
+    joined: dict[bytes, Tensor] = field(default_factory=dict)
+    """Pairs of output features that were added to each other, (2, pairs)."""
     consumed: bool = False
     """A weight was multiplied with features of this one."""
     compared: bool = False
@@ -389,7 +389,7 @@ class Flow(TorchDispatchMode):
                 continue
             rows, is_pair = self.usages[number].rows, (one >= 0) & (two >= 0)
             pairs = (one[is_pair].long() * rows + two[is_pair]).unique()
-            self.usages[number].joined.append(torch.stack([pairs // rows, pairs % rows]))
+            self.usages[number].joined[pairs.numpy().tobytes()] = torch.stack([pairs // rows, pairs % rows])
             first = torch.where(one < 0, two, one).expand(first.shape)
         return first
 

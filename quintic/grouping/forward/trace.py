@@ -315,7 +315,7 @@ def _pieces(usage: Usage) -> tuple[tuple[int, ...], int]:
         before = which.clone()
         for mask in filter(torch.any, usage.arrived.values()):
             which[mask] = which[mask].min()
-        for one, two in usage.joined:
+        for one, two in usage.joined.values():
             which.scatter_reduce_(0, one, which[two], "amin").scatter_reduce_(0, two, which[one], "amin")
     pieces = {int(which[mask][0]) for mask in usage.arrived.values() if mask.any()}
     if len(pieces) < 2:
