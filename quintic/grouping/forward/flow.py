@@ -49,6 +49,7 @@ _SAME = _names(
 _NORM = re.compile("(batch|layer|group|rms)_norm")
 _REDUCTIONS = _names("max mean sum amax amin var std logsumexp prod")
 _POOL = re.compile("pool|upsample")
+_RECURRENT = re.compile("lstm|gru|rnn")
 _LOOKUPS = _names("embedding _embedding_bag _embedding_bag_forward_only index index_select gather take")
 # The position of the dimension among the arguments of operations that choose.
 _CHOICES = {"topk": 2, "argmax": 1, "sort": 1, "argsort": 1, "kthvalue": 2, "_softmax": 1, "_safe_softmax": 1}
@@ -68,7 +69,7 @@ class Usage:
     columns: int = 0
     """Input features."""
     kinds: set[str] = field(default_factory=set)
-    """`product`, `convolution`, `depthwise`, `norm`, `added`, `factor` (multiplied entry by entry),
+    """`product`, `convolution`, `depthwise`, `recurrent`, `norm`, `added`, `factor` (multiplied entry by entry),
     `table` (rows are looked up, joined, or compared as learned queries), `constants` (multiplied with constants), or
     `other`."""
     is_stacked: bool = True
@@ -273,9 +274,8 @@ class Flow(TorchDispatchMode):
 
     def _opaque(self, base: str, args: Any, known: Sequence[Trail]) -> None:
         """Take an operation for one that mixes its inputs, as attention and recurrent layers do."""
-        is_recurrent = any(word in base for word in ("lstm", "gru", "rnn"))
         for trail in known:
-            if is_recurrent:
+            if _RECURRENT.search(base):
                 self._consume(trail, _INPUT)
             else:
                 self._end(trail)
@@ -291,11 +291,11 @@ class Flow(TorchDispatchMode):
         if base in _SAME or (is_pointwise and all(trail is None or trail.is_fixed for trail in trails)):
             return
         kinds = {"cat": "table", "stack": "table", "mul": "factor", "div": "factor"}
+        kind = "added" if base in _ADDITIONS else kinds.get(base, "other")
+        kind = "norm" if _NORM.search(base) else "recurrent" if _RECURRENT.search(base) else kind
         for trail in trails:
-            if trail is not None and trail.coordinates is not None:
-                kind = "norm" if _NORM.search(base) else "added" if base in _ADDITIONS else kinds.get(base, "other")
-                if not (len(trails) == 1 and is_pointwise):
-                    self.usages[trail.coordinates[0]].kinds.add(kind)
+            if trail is not None and trail.coordinates is not None and not (len(trails) == 1 and is_pointwise):
+                self.usages[trail.coordinates[0]].kinds.add(kind)
 
     # ---------- features
 

@@ -281,6 +281,8 @@ def _kind(usage: Usage, is_hidden: bool) -> tuple[str, str]:
         return "unknown", UNSEEN
     if kinds & {"table", "added"}:
         return "table", "looked up, joined or added"
+    if "recurrent" in kinds:
+        return "unknown", "in a recurrent layer, whose type says more"
     if "depthwise" in kinds:
         return "factors", "each channel by itself"
     if not kinds & {"product", "convolution"}:
