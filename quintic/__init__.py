@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # `_MODULES` says the same to Python; a test compares the two
     from quintic.optim.plan.plan import Plan
     from quintic.optim.polar.orthogonalize import orthogonalize
     from quintic.optim.qk_clip.clip import QKClip
+    from quintic.optim.rules.rule import UpdateRule
     from quintic.optim.step.telemetry import StepReport
     from quintic.optim.verify.reference import reference_step
     from quintic.optim.verify.report import Verification
@@ -47,6 +48,7 @@ __all__ = [
     "Rule",
     "Split",
     "StepReport",
+    "UpdateRule",
     "Verification",
     "__version__",
     "clip_grad_norm_",
@@ -76,6 +78,7 @@ _MODULES = {
     "Rule": "grouping.assign",
     "Split": "optim.layout.views",
     "StepReport": "optim.step.telemetry",
+    "UpdateRule": "optim.rules.rule",
     "Verification": "optim.verify.report",
     "clip_grad_norm_": "optim.clip",
     "explain": "grouping.explain",
@@ -86,7 +89,7 @@ _MODULES = {
     "verify": "optim.verify.verify",
 }
 # Packages that are attributes of `quintic` without an import of their own.
-_PARTS = frozenset({"errors", "interchange", "kernels", "optim"})
+_PARTS = frozenset({"errors", "interchange", "kernels", "optim", "testing", "update_rules"})
 
 # `Muon` asks about parameter groups that do not name their algorithm; `optim` itself must not import the package.
 hooks.load_classifier = lambda: import_module("quintic.grouping.plain_groups")

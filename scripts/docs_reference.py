@@ -154,12 +154,14 @@ def missing_names() -> list[str]:
     text = "\n".join(page.read_text("utf-8") for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
     described = set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
     missing = []
-    for package in ("quintic", "quintic.interchange"):
+    for package in ("quintic", "quintic.interchange", "quintic.testing", "quintic.update_rules"):
         module = importlib.import_module(package)
         for name in sorted(module.__all__):
             one = getattr(module, name)
             # A name may be described where it is defined. Types of literals are part of the signatures that use them.
-            places = {f"{package}.{name}", f"{getattr(one, '__module__', package)}.{name}"}
+            # The name of the package itself may be the one that is described.
+            at_top = {f"quintic.{name}"} if name in importlib.import_module("quintic").__all__ else set()
+            places = {f"{package}.{name}", f"{getattr(one, '__module__', package)}.{name}", *at_top}
             if callable(one) and typing.get_origin(one) is None and not places & described:
                 missing.append(f"{package}.{name}")
     # The libraries that integrations need may not be installed: their files are read and not imported.

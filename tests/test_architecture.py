@@ -46,6 +46,8 @@ MAY_IMPORT = {
     "optim": {"hooks", "kernels"},
     "grouping": {"optim"},
     "interchange": {"optim"},
+    "update_rules": {"optim"},
+    "testing": {"grouping", "optim"},
     "simulate": {"grouping", "kernels", "optim"},
     "rehearsal": {"optim", "simulate"},
     "data": set(),
@@ -118,13 +120,15 @@ LISTED_OPTIONS = 4
 # The plan with all that follows from the groups, the record of steps, and what adds to it.
 SHARED_OF_OPTIMIZER = {"_plans", "_step_history", "_record_step"}
 
-MAY_READ_ENVIRONMENT = {"cli", "train.config", "launch", "kernels.dispatch"}
+# The last one tells gloo where to meet, in processes of its own.
+MAY_READ_ENVIRONMENT = {"cli", "train.config", "launch", "kernels.dispatch", "testing.processes"}
 MAY_COMMUNICATE_IN_OPTIM = {"optim.comms.collectives"}
 MAY_RENAME = {"durable"}
 # The rules declare state and are chosen in these files; the last reads what other libraries saved, under their names.
 MAY_NAME_STATE = ("optim.rules.rule", "optim.rules.table", "optim.rules.library.")
 READS_OTHERS_STATE = ("saved_formats", "integrations.")
 STATE_NAMES = {"momentum_buffer", "second_momentum_buffer", "element_second_moment", "exp_avg", "exp_avg_sq"}
+STATE_NAMES |= {"slow_momentum_buffer", "lookahead_buffer", "row_magnitude", "row_exp_avg", "row_exp_avg_sq"}
 # Constants for state that only some rules have, and that a later rule may have under another name.
 NAMES_OF_ONE_RULE = {"NEURON_MOMENT", "SECOND_MOMENT"}
 # Names that are also values of options: these count where a state is asked for them.

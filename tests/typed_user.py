@@ -3,12 +3,17 @@
 Not run; `test_package.py` has it checked against the installed package.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import quintic
-from quintic import CapturedStep, Experts, Heads, Matrix, Muon, QKClip, Rule, Split
+from quintic import CapturedStep, Experts, Heads, Matrix, Muon, QKClip, Rule, Split, UpdateRule
+from quintic.testing import check_update_rule
+from quintic.update_rules import RULES, Equalize, MatrixStage, StageOptions, StateSpec, norms
 
 
 def train(model: nn.Module, batches: list[Tensor]) -> float:
@@ -86,6 +91,26 @@ def plainly(weights: list[nn.Parameter], model: nn.Module) -> list[Muon]:
     ]
 
 
+@dataclass(frozen=True)
+class Scaled(MatrixStage):
+    label = "scaled"
+    state = (StateSpec("row_scale", "wide", "rows"),)
+    rate: float = 0.9
+
+    def apply(
+        self, matrices: Tensor, state: Mapping[str, Tensor], options: StageOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        state["row_scale"].lerp_(norms(matrices, -1), 1 - self.rate)
+        return matrices / (state["row_scale"] + 1e-8), None
+
+
+def own_rules(weights: list[nn.Parameter]) -> list[Muon]:
+    rule = UpdateRule(title="mine", before=(Equalize("both"), Scaled(rate=0.5)), drift=RULES["ema_nesterov"].drift)
+    checked: list[str] = check_update_rule(rule, options={"lr": 0.1})
+    print(checked)
+    return [Muon(weights, update_rule=rule), Muon(weights, update_rule="normuon")]
+
+
 def saving(optimizer: torch.optim.Optimizer, path: str) -> None:
     torch.save(optimizer.state_dict(), path)
     optimizer.load_state_dict(torch.load(path, weights_only=True))
@@ -96,6 +121,8 @@ def saving(optimizer: torch.optim.Optimizer, path: str) -> None:
 def mistakes(weights: list[nn.Parameter], optimizer: Muon) -> None:
     Muon(weights, momentum="0.95")  # type: ignore[arg-type]
     Muon(weights, normalize="no rule")  # type: ignore[arg-type]
+    Muon(weights, update_rule=Scaled())  # type: ignore[arg-type]
+    UpdateRule(title="mine", before=(RULES["muon"],))  # type: ignore[arg-type]
     Muon(weights, weight_dcay=0.1)  # type: ignore[call-arg]
     Rule("*", "sgd")  # type: ignore[arg-type]
     optimizer.plan().bucket  # type: ignore[attr-defined]  # noqa: B018

@@ -227,8 +227,8 @@ def _check_rule(number: int, group: Mapping[str, Any]) -> None:
         )
     if rule.constrain is None:
         return
-    for key in ("cautious", "scale_decay"):
-        if group[key]:
+    for key, plain in (("cautious", False), ("scale_decay", False), ("decay_coupling", "lr")):
+        if group[key] != plain:
             raise ValueError(
                 f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} with the update rule "
                 f"{rule.title}, which decides itself how weights decay; leave {key} out"
@@ -352,8 +352,8 @@ def check_options(number: int, group: Mapping[str, Any]) -> None:
                 compute_dtype=group["compute_dtype"],
             )
     except ValueError as error:
-        # `orthogonalize` calls its argument by another name than the option.
-        message = re.sub(r"^method=", "orthogonalizer=", str(error))
+        # `orthogonalize` calls its arguments by other names than the options.
+        message = re.sub(r"^method=", "orthogonalizer=", re.sub(r"^steps=", "orthogonalizer_steps=", str(error)))
         raise ValueError(f"parameter group {number} ({first_name(group)}): {message}") from None
 
 

@@ -316,6 +316,15 @@ def test_state_that_a_changed_option_needs_begins_as_in_a_new_optimizer(key, ste
     assert first.state[params[0]].keys() == {"momentum_buffer"}
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("cautious", True), ("scale_decay", True), ("decay_coupling", "lr_squared")]
+)
+def test_options_of_decay_are_refused_where_the_rule_decides_about_decay(key, value):
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    with pytest.raises(ValueError, match=rf"{key}={value!r} with the update rule radial brake, .*leave {key} out"):
+        quintic.Muon([weight], update_rule="radial_brake", **{key: value})
+
+
 def test_a_group_may_change_its_algorithm():
     optimizer, weight = optimizer_of()
     optimizer.step()
