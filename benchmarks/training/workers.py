@@ -71,11 +71,15 @@ def _read(text: str) -> Any:
 # --------------------------------------------------------------------------------------------------------------- a run
 
 
-def train(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Train a run with the harness' own `Trainer` and return its curve of bits per byte, and seconds of training.
+def train(job: Mapping[str, Any], prepare: Callable[[Any], None] | None = None) -> dict[str, Any]:
+    """Train a run with the harness' own `Trainer` and return its curves of bits per byte and loss, and its seconds.
 
     Samples, reference scores, checkpoints and the report are left out: they change no weight. A run whose loss is not
     finite ends there, and its bits per byte are None. One that is late by its deadline is cut: it has no result.
+
+    Args:
+        job: `config`, `data`, `deadline`, and perhaps `eval_from`, the first step that may be evaluated.
+        prepare: changes the trainer before the first step.
     """
     import torch
 
@@ -89,7 +93,10 @@ def train(job: Mapping[str, Any]) -> dict[str, Any]:
     config = from_dict(job["config"], origin="job")
     hardware = choose_hardware(config.run)
     trainer = Trainer(config, Dataset.open(job["data"]), Path("."), hardware)
+    if prepare is not None:
+        prepare(trainer)
     curve: list[list[float]] = []
+    losses: list[list[float]] = []
     curve_seconds: list[float] = []
     loss = math.inf
     finite = True
@@ -98,12 +105,14 @@ def train(job: Mapping[str, Any]) -> dict[str, Any]:
             if time.time() > job["deadline"]:
                 return {"cut": f"at step {trainer.step} of {trainer.total}, when the time was over"}
             finite = math.isfinite(trainer.train_step()["loss"])
-            if finite and (trainer.step == trainer.total or is_due(trainer.step, config.run.eval_every)):
+            due = is_due(trainer.step, config.run.eval_every) and trainer.step >= job.get("eval_from", 0)
+            if finite and (trainer.step == trainer.total or due):
                 scored = trainer.evaluate()
                 loss, bpb = scored["loss"], scored["bpb"]
                 finite = math.isfinite(bpb)
                 if finite:
                     curve.append([trainer.step, bpb])
+                    losses.append([trainer.step, loss])
                     curve_seconds.append(trainer.seconds)
     if hardware.device.type == "cuda":
         torch.cuda.synchronize()
@@ -111,6 +120,7 @@ def train(job: Mapping[str, Any]) -> dict[str, Any]:
         "loss": loss if finite else None,
         "bpb": curve[-1][1] if finite else None,
         "curve": curve,
+        "losses": losses,
         "curve_seconds": curve_seconds,
         "steps": trainer.total,
         "parameters": trainer.model.num_parameters(),

@@ -18,6 +18,7 @@ from quintic.commands.text import prepared
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
 from quintic.launch import hint
+from quintic.optim.rules.table import rule_of
 from quintic.report.comparison import write_comparison
 from quintic.streams import say
 from quintic.train.config import Config
@@ -38,7 +39,7 @@ __all__ = ["compare", "run", "variants"]
 # Most steps between evaluations of a comparison, so that the page can tell when one run reaches another's loss.
 _EVAL_EVERY = 25
 
-_OPTIMIZERS: tuple[tuple[Literal["adamw", "muon"], str], ...] = (("adamw", "AdamW"), ("muon", "Muon"))
+_OPTIMIZERS: tuple[Literal["adamw", "muon"], ...] = ("adamw", "muon")
 
 
 def variants(config: Config, seeds: int = 1, *, resumed: bool = False) -> tuple[Path, list[tuple[str, Config]]]:
@@ -59,7 +60,7 @@ def variants(config: Config, seeds: int = 1, *, resumed: bool = False) -> tuple[
     name = config.run.run
     configs: list[tuple[str, Config]] = []
     for seed in range(config.run.seed, config.run.seed + seeds):
-        for optimizer, label in _OPTIMIZERS:
+        for optimizer in _OPTIMIZERS:
             settings = dataclasses.replace(
                 config.run,
                 run=f"{name}-{optimizer}" + (f"-seed{seed}" if seeds > 1 else ""),
@@ -67,7 +68,8 @@ def variants(config: Config, seeds: int = 1, *, resumed: bool = False) -> tuple[
                 eval_every=min(config.run.eval_every or _EVAL_EVERY, _EVAL_EVERY),
             )
             optim = dataclasses.replace(config.optim, optimizer=optimizer)
-            configs.append((label, dataclasses.replace(config, optim=optim, run=settings)))
+            rule = rule_of(optimizer, optim.normalize, optim.update_rule)
+            configs.append((rule.title, dataclasses.replace(config, optim=optim, run=settings)))
             if not resumed:
                 check_new_run(configs[-1][1])
     return config.run.runs_dir / f"{name}.html", configs
@@ -87,7 +89,7 @@ def compare(
     Raises:
         QuinticError: as `train`.
     """
-    runs: dict[str, list[Path]] = {label: [] for _, label in _OPTIMIZERS}
+    runs: dict[str, list[Path]] = {label: [] for label, _ in configs}
     for label, variant in configs:
         seed = f", seed {variant.run.seed}" if len(configs) > len(_OPTIMIZERS) else ""
         folder = variant.run.runs_dir / str(variant.run.run)
@@ -107,8 +109,9 @@ def compare(
         except BaseException:
             discard_unstarted(folder)
             raise
-    figures = write_comparison(runs, page, title="Muon and AdamW on the same model")
-    found = figures["candidates"]["Muon"]
+    baseline, rule = runs
+    figures = write_comparison(runs, page, title=f"{rule} and {baseline} on the same model")
+    found = figures["candidates"][rule]
     lines = [found["sentence"], *([] if found["ended"] is None else [found["ended"]])]
     if len(configs) == len(_OPTIMIZERS):
         lines.append("This is one seed. Another one gives other numbers; --seeds 3 shows by how much.")

@@ -312,13 +312,14 @@ _OVERRIDDEN: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
     ("vocab_size",): ("--tokenizer", lambda config: config.data.tokenizer is not None),
     ("val_frac",): ("--val-data", lambda config: config.data.val_data is not None),
     ("warmup_frac",): ("--warmup-steps", lambda config: config.schedule.warmup_steps is not None),
+    ("normalize",): ("--update-rule", lambda config: config.optim.update_rule is not None),
     ("adamw_lr", "adamw_head_lr", "adamw_weight_decay"): (
         "--optimizer muon",
         lambda config: config.optim.optimizer == "muon",
     ),
     (
         "muon_lr", "head_lr", "weight_decay", "momentum", "momentum_start", "momentum_warmup_steps", "momentum_end",
-        "orthogonalizer", "normalize",
+        "orthogonalizer", "update_rule", "normalize",
     ): ("--optimizer adamw", lambda config: config.optim.optimizer == "adamw"),
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from quintic.interchange.saved_formats import (
 from quintic.optim.groups.names import resolve_name
 from quintic.optim.layout.views import Flatten, View
 from quintic.optim.muon import Muon, muon_in
-from quintic.optim.polar.coefficients import newton_schulz_coefficients
+from quintic.optim.polar.coefficients import DEFAULT_STEPS, newton_schulz_coefficients
 from quintic.optim.rules.library.normuon import NEURON_MOMENT
 from quintic.optim.rules.rule import MOMENTUM, PARAM_SHAPED_STATE, Algorithm
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
@@ -165,7 +165,7 @@ def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, 
                 "momentum": group.momentum,
                 "nesterov": group.nesterov,
                 "ns_coefficients": newton_schulz_coefficients()[0],
-                "ns_steps": group.orthogonalizer_steps,
+                "ns_steps": group.orthogonalizer_steps or DEFAULT_STEPS,
                 "eps": _MUON_EPS,
                 "adjust_lr_fn": "match_rms_adamw" if group.adjust_lr == "match_rms_adamw" else "original",
             }

@@ -31,7 +31,6 @@ from quintic.optim.numeric.numbers import to_python_scalar
 from quintic.optim.plan.order import Orders, orders_of
 from quintic.optim.plan.plan import Plan
 from quintic.optim.plan_cache import PlanCache
-from quintic.optim.polar.coefficients import DEFAULT_STEPS
 from quintic.optim.polar.forms import Polynomials
 from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.rules.device import is_capturing
@@ -99,9 +98,10 @@ class Muon(Optimizer):
         nesterov: look one gradient ahead.
         orthogonalizer: `"auto"` (Polar Express in the cheapest form for the shape), `"polar_express"`, `"gram"`,
             `"newton_schulz"`, `"svd"`, or a function (b, m, n) -> (b, m, n).
-        orthogonalizer_steps: polynomial steps of the named methods. With fewer than five of Polar Express small
-            singular values stay small, see `docs/explanation/orthogonalization.md`.
-        coefficients: other polynomials for the named methods: one triple (a, b, c), or one per step.
+        orthogonalizer_steps: polynomial steps of the named methods. None: five, or as many as named coefficients have.
+        coefficients: other polynomials for the named methods: one triple (a, b, c), one per step, or a name:
+            `"polar_express"`, `"muon"`, `"moonlight"`, `"deepseek_v4"`, `"cubic"`, `"cans"`; see, also for few steps,
+            `docs/explanation/orthogonalization.md`.
         update_rule: None for Muon, the name of another rule (`docs/reference/rules.md`), or a `quintic.UpdateRule`.
         normalize: `"neuron"` is short for `update_rule="normuon"`, `"element"` for `update_rule="adamuon"`.
         normalize_beta: averaging coefficient of the second moments of NorMuon or AdaMuon.
@@ -199,7 +199,7 @@ class Muon(Optimizer):
         scale_decay: bool = False,
         cautious: Cautious = False,
         orthogonalizer: Orthogonalizer = "auto",
-        orthogonalizer_steps: int = DEFAULT_STEPS,
+        orthogonalizer_steps: int | None = None,
         coefficients: Polynomials | None = None,
         compute_dtype: torch.dtype | None = None,
         update_rule: str | UpdateRule | None = None,

@@ -352,8 +352,8 @@ def check_options(number: int, group: Mapping[str, Any]) -> None:
                 compute_dtype=group["compute_dtype"],
             )
     except ValueError as error:
-        # `orthogonalize` calls its argument by another name than the option.
-        message = re.sub(r"^method=", "orthogonalizer=", str(error))
+        # `orthogonalize` calls its arguments by other names than the options.
+        message = re.sub(r"^method=", "orthogonalizer=", re.sub(r"^steps=", "orthogonalizer_steps=", str(error)))
         raise ValueError(f"parameter group {number} ({first_name(group)}): {message}") from None
 
 

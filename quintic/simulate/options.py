@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quintic.errors import ConfigError
+from quintic.optim.rules.names import RuleName
 
 __all__ = ["RatesOptions", "SimulationOptions"]
 
@@ -27,12 +28,18 @@ class SimulationOptions:
     """The parameters' dtype."""
     orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"
     """Method of orthogonalisation."""
+    update_rule: RuleName | None = None
+    """Rule of the matrices; None for Muon."""
     normalize: Literal["neuron", "element"] | None = None
-    """'neuron' for NorMuon."""
+    """Short for two rules: 'neuron' for --update-rule normuon, 'element' for adamuon."""
     master: Literal["fp32", "mantissa"] | None = None
     """Extra precision kept for bfloat16 parameters."""
     state_dtype: Literal["bf16"] | None = None
     """'bf16' for momentum and moments in bfloat16."""
+
+    def __post_init__(self) -> None:
+        if self.normalize is not None and self.update_rule is not None:
+            raise ConfigError(f"--normalize {self.normalize}: is short for an --update-rule; leave one of the two out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import quintic
 from quintic.errors import ConfigError
+from quintic.optim.rules.table import rule_of
 from quintic.simulate.options import SimulationOptions
 from quintic.simulate.planned_models import planned_model
 from quintic.simulate.simulate import BucketLoad, Simulation, simulate_plan
@@ -30,6 +31,7 @@ def simulation_text(options: SimulationOptions) -> str:
         optimizer = quintic.Muon(
             quintic.param_groups(model),
             orthogonalizer=options.orthogonalizer,
+            update_rule=options.update_rule,
             normalize=options.normalize,
             master=options.master,
             replicas=options.replicas,
@@ -37,7 +39,8 @@ def simulation_text(options: SimulationOptions) -> str:
         )
         simulation = simulate_plan(optimizer, mesh, names, node_size=options.node_size)
     parameters = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
-    head = f"{options.model}: {parameters:,} parameters of {options.dtype}"
+    rule = rule_of("muon", options.normalize, options.update_rule)
+    head = f"{options.model}: {parameters:,} parameters of {options.dtype}, matrices by {rule.title}"
     return f"{head}\n{table(simulation)}"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quintic.errors import ConfigError
+from quintic.optim.rules.names import RuleName
 
 __all__ = [
     "BaseRunConfig",
@@ -148,8 +149,10 @@ class OptimConfig:
     """Muon's final momentum, reached while the learning rates fall; None keeps --momentum."""
     orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"
     """Muon's method of orthogonalisation; 'auto' is Polar Express in the cheapest form for device and shape."""
+    update_rule: RuleName | None = None
+    """Rule of the matrices, see docs/how-to/choose-a-rule.md; adamuon and muown take AdamW's rates; None is Muon."""
     normalize: Literal["neuron", "element"] | None = None
-    """'neuron' is NorMuon, which normalises the update of each neuron; 'element' is AdaMuon; None is plain Muon."""
+    """Short for two rules, if there is no --update-rule: 'neuron' for normuon, 'element' for adamuon."""
     state_dtype: Literal["bf16"] | None = None
     """'bf16' keeps momentum and AdamW's moments in bfloat16, half the memory; None keeps them in float32."""
     weights: WeightsName = "float32"
@@ -161,7 +164,7 @@ class OptimConfig:
     adamw_weight_decay: float = 0.1
     """Decay of the matrices under --optimizer adamw, per unit of learning rate; falls to zero over the run."""
     cautious: bool = True
-    """Decay only weights that the update also moves toward zero."""
+    """Decay only weights that the update also moves toward zero; rules that decide themselves what decays ignore it."""
     beta1: float = 0.8
     """AdamW's first-moment coefficient."""
     beta2: float = 0.95

@@ -19,7 +19,7 @@ from quintic.grouping.assign import Rule
 from quintic.kernels.attention.attention import AttentionName
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.rules.table import orthogonalizes
+from quintic.optim.rules.table import orthogonalizes, rule_of
 from quintic.train.config import Config, ScheduleConfig, WeightsName, in_options
 from quintic.train.distributed import Parallelism, micro_batch_rows
 from quintic.train.hardware import check_memory
@@ -200,20 +200,18 @@ def build_optimizer(
         tables = ["keys"] if model.config.l3_tied else ["keys", "values"]
         rates += [("lookup tables", f"lookups.*.{table}", table_lr) for table in tables]
     if constants.smear_lr is not None:
-        rates += [
-            ("x0 scales", "x0_scales", optim.scalar_lr),
-            ("smear", "smear*", constants.smear_lr),
-            ("backout", "backout_scale", constants.smear_lr),
-        ]
+        rates += [("x0 scales", "x0_scales", optim.scalar_lr), ("smear", "smear*", constants.smear_lr)]
+        rates.append(("backout", "backout_scale", constants.smear_lr))
     rules = []
     for name, pattern, lr in rates:
         options: dict[str, Any] = {"name": name, "lr": lr * lr_factor}
-        if name in constants.betas:
-            options["betas"] = constants.betas[name]
-        if name in constants.weight_decay:
-            options["weight_decay"] = constants.weight_decay[name]
+        for option, values in (("betas", constants.betas), ("weight_decay", constants.weight_decay)):
+            if name in values:
+                options[option] = values[name]
         rules.append(Rule(pattern, "adamw", options=options))
-    matrices = {"name": "matrices", "weight_decay": decay * decay_factor, "cautious": optim.cautious}
+    rule = rule_of(optim.optimizer, optim.normalize, optim.update_rule)
+    matrices = {"name": "matrices", "weight_decay": decay * decay_factor}
+    matrices["cautious"] = optim.cautious and rule.constrain is None
     if uses_adamw:
         blocks = [f"blocks.*.{part}.*" for part in ("query", "key", "value", "out", "mlp")]
         for pattern in [*blocks, *(["lookups.*"] if model.lookups else [])]:
@@ -233,7 +231,8 @@ def build_optimizer(
         orthogonalizer=optim.orthogonalizer,
         # None is the method's default dtype, for GPUs. A CPU without bfloat16 instructions multiplies float32 faster.
         compute_dtype=None if on_gpu or optim.orthogonalizer == "svd" else model.compute_dtype,
-        normalize=optim.normalize,
+        update_rule=optim.update_rule,
+        normalize=optim.normalize if optim.update_rule is None else None,
         normalize_beta=constants.neuron_beta,
         master="mantissa" if optim.weights == "mantissa" else None,
         state_dtype=optim.state_dtype,
@@ -307,7 +306,7 @@ def with_batch(config: Config, scale: Scale) -> Config:
 
 
 def scale_lines(config: Config, *, vocab_size: int, data_ranks: int = 1) -> list[str]:
-    """Describe a run's model, length, batch and rates in lines for the user, without allocating anything.
+    """Describe a run's model, length, batch, rates and rule in lines for the user, without allocating anything.
 
     Args:
         config: the run's configuration.
@@ -331,6 +330,7 @@ def scale_lines(config: Config, *, vocab_size: int, data_ranks: int = 1) -> list
     unused = f", not by {' or '.join(f'{other} {number:g}' for other, number in others)}" if others else ""
     rows = micro_batch_rows(config, data_ranks)
     passes = scale.batch_tokens // (rows * sizes.seq_len * data_ranks)
+    rule = rule_of(config.optim.optimizer, config.optim.normalize, config.optim.update_rule)
     rates: dict[str, float] = {}
     decay = 0.0
     for group in build_optimizer(model, config).param_groups:
@@ -355,7 +355,8 @@ def scale_lines(config: Config, *, vocab_size: int, data_ranks: int = 1) -> list
         f"Batch: {scale.batch_tokens:,} tokens ({'given' if batch_is_given else 'automatic'}), in {passes:,} "
         f"{'pass' if passes == 1 else 'passes'} of {rows} x {sizes.seq_len:,}"
         f"{f' on each of {data_ranks} ranks' if data_ranks > 1 else ''}",
-        f"Rates: {', '.join(f'{name} {lr:.4g}' for name, lr in rates.items())}; decay {decay:.4g}{factors}",
+        f"Rates ({rule.title}): {', '.join(f'{name} {lr:.4g}' for name, lr in rates.items())}; "
+        f"decay {decay:.4g}{factors}",
     ]
 
 

@@ -84,6 +84,15 @@ def test_several_seeds_are_compared_by_their_medians(
     ]
 
 
+def test_another_rule_has_its_name(tiny_dataset: Dataset, tmp_path: Path, no_drawings: None) -> None:
+    config = tiny_config(tiny_dataset, tmp_path, run="c", update_rule="two_rate")
+    found = compare(*variants(config), tiny_dataset, command="quintic compare")
+    assert found.strip().startswith("two-rate momentum ")
+    page = (tmp_path / "c.html").read_text(encoding="utf-8")
+    assert "two-rate momentum and AdamW on the same model" in page
+    assert "update_rule</" in page or "update_rule" in (tmp_path / "c-muon" / "config.json").read_text("utf-8")
+
+
 def test_seeds_are_an_option_of_the_command() -> None:
     assert training_options(["--seeds", "3"], "compare").seeds == 3
     assert training_options([], "compare").seeds == 1

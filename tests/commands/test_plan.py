@@ -91,7 +91,7 @@ def numbers(text):
 def test_plan_prints_a_table_and_totals(capsys):
     assert main(["plan", "--model", "gpt2", "--mesh", "4x2", "--layout", "fsdp,tp", "--normalize=neuron"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "gpt2: 124,439,808 parameters of bfloat16"
+    assert lines[0] == "gpt2: 124,439,808 parameters of bfloat16, matrices by NorMuon"
     assert lines[1] == "8 ranks as 4x2 (fsdp, tp); the most / the mean of the ranks"
     rows = {" ".join(line.split()[:5]): line for line in lines[4:8]}
     assert "polar_express fp16 48 x 768x768" in rows
@@ -100,6 +100,18 @@ def test_plan_prints_a_table_and_totals(capsys):
     assert list(totals) == ["operations", "sent", "state", "temporary memory"]
     most, mean, balance = numbers(totals["operations"])
     assert balance == pytest.approx(most / mean, abs=0.01)
+
+
+def test_plan_counts_the_state_of_a_named_rule(capsys):
+    printed = {}
+    for rule in ("muon", "two_rate", "muown"):
+        assert main(["plan", "--model", "gpt2", "--mesh", "2", "--layout", "fsdp", "--update-rule", rule]) == 0
+        printed[rule] = capsys.readouterr().out.splitlines()
+    assert printed["two_rate"][0].endswith(", matrices by two-rate momentum")
+    states = {rule: numbers(next(x for x in lines if x.startswith("state")))[1] for rule, lines in printed.items()}
+    # 48 + 36 M entries of the matrices, in float32 on two ranks, for the slow average.
+    assert states["two_rate"] - states["muon"] == pytest.approx(12 * 12 * 768**2 * 4 / 2 / 2**20, rel=1e-3)
+    assert states["muon"] < states["muown"] < states["two_rate"]
 
 
 def test_a_model_of_a_hub_that_does_not_answer(capsys, monkeypatch):
@@ -146,6 +158,8 @@ def test_help_names_the_options_of_both(capsys):
 MISTAKES = [
     (["--mesh", "8"], "--mesh needs --model NAME"),
     (["--layout=tp"], "--layout needs --model NAME"),
+    (["--model=gpt2", "--update-rule=mine"], "--update-rule mine: give muon or normuon or adamuon or "),
+    (["--model=gpt2", "--normalize=neuron", "--update-rule=muown"], "--normalize neuron: is short "),
     (["--model"], "--model needs a value"),
     (["--model", "llama-3-70"], "--model llama-3-70: unknown; did you mean llama-3-70b? choose gpt2, "),
     (["--model", "nothing/here.json"], "--model nothing/here.json: unknown; choose gpt2, "),

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
             "--optimizer adamw --muon-lr 0.1 --normalize neuron --adamw-lr 0.1",
             ["--muon-lr has no effect with --optimizer adamw", "--normalize has no effect with --optimizer adamw"],
         ),
+        ("--update-rule muown --normalize neuron", ["--normalize has no effect with --update-rule"]),
+        ("--optimizer adamw --update-rule muown", ["--update-rule has no effect with --optimizer adamw"]),
+        ("--recipe nanochat --update-rule muown", []),
         ("--vocab-size 300 --warmup-frac 0.3 --muon-lr 0.1", []),
         ("--warmup-steps 3 --warmup-frac 0.02 --optimizer adamw --muon-lr 0.03", []),  # the defaults, written out
     ],

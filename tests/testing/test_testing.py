@@ -219,7 +219,8 @@ class Neighbours(DriftStage):
 class Miscounted(PolarStage):
     """Orthogonalises twice, and says once."""
 
-    num_rounds: int = 1
+    def rounds_of(self, m, n):
+        return 1
 
     def apply(self, matrices, orthogonalize):
         return orthogonalize(orthogonalize(matrices).to(matrices.dtype))
@@ -241,7 +242,7 @@ BROKEN = {
     "whole": (UpdateRule(title="broken", direction=Normalized()), "Normalized: is not element-wise: result of rows 0"),
     "alias": (UpdateRule(title="broken", direction=Itself()), "Itself: returns the memory of its state 'momentum_b"),
     "row": (UpdateRule(title="broken", drift=Neighbours()), "Neighbours: is not element-wise: result of columns"),
-    "rounds": (UpdateRule(title="broken", polar=Miscounted()), "Miscounted: orthogonalises 2 times, and num_rounds"),
+    "rounds": (UpdateRule(title="broken", polar=Miscounted()), "Miscounted: orthogonalises 2 times, and rounds_of"),
 }
 
 

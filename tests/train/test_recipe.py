@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from quintic.commands.presets import gpu_preset, with_recipe
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
 from quintic.model.gpt import GPT
+from quintic.optim.rules.names import RuleName
+from quintic.optim.rules.table import RULES
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 from quintic.train.recipe import (
     apply_schedule,
@@ -247,6 +249,23 @@ def test_the_rates_of_the_named_recipes() -> None:
         for found, beta in ((seed, 0.95), (newest, 0.9)):
             assert (found["matrices"]["normalize"], found["matrices"]["normalize_beta"]) == ("neuron", beta)
             assert "blocks.1.attention.value_gate.weight" in found["matrices"]["param_names"]
+
+
+def test_a_rule_is_chosen_by_name() -> None:
+    assert get_args(RuleName) == tuple(RULES)
+    for given, rule in (
+        ({}, "muon"),
+        ({"normalize": "neuron"}, "normuon"),
+        ({"normalize": "element"}, "adamuon"),
+        *(({"update_rule": name}, name) for name in RULES),
+        ({"update_rule": "muown", "normalize": "neuron"}, "muown"),  # as with --recipe nanochat
+    ):
+        wanted = config(4, **given)
+        groups = build_optimizer(meta(wanted), wanted)._plans.current_groups()
+        assert [group.rule for group in groups if group.algorithm == "muon"] == [RULES[rule]]
+        assert scale_lines(wanted, vocab_size=300)[4].startswith(f"Rates ({RULES[rule].title}): matrices 0.03, ")
+    adamw = config(4, optimizer="adamw", update_rule="muown")
+    assert scale_lines(adamw, vocab_size=300)[4].startswith("Rates (AdamW): ")
 
 
 def test_the_course_of_the_newest_recipe() -> None:

@@ -35,6 +35,7 @@ from quintic.optim.groups.options import OPTIONS, is_old_option
 from quintic.optim.groups.ties import ties_of
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.rules.rule import PARAM_SHAPED_STATE, STATE_KEYS, UpdateRule
+from quintic.optim.rules.table import RULES
 from quintic.optim.state.placement import init_state
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
 from quintic.optim.state.state import copy_, piece_of, saved_tensor
@@ -207,18 +208,21 @@ def _check_is_ours(saved_groups: _Groups) -> None:
 
 
 def _keep_own_rule(number: int, rule: str | UpdateRule | None, options: dict[str, Any], *, strict: bool) -> None:
-    """Take a rule out of a group's saved options if the group has an `UpdateRule`, which is saved as text.
+    """Take a group's saved rule out of its options if either side has an `UpdateRule`, which is saved as text.
 
     Raises:
         ValueError: it was saved with another rule, and `strict` is True.
     """
-    if not isinstance(rule, UpdateRule) or "update_rule" not in options:
+    saved = options.get("update_rule")
+    if "update_rule" not in options or not (isinstance(rule, UpdateRule) or (saved is not None and saved not in RULES)):
         return
-    saved = options.pop("update_rule")
-    if strict and saved != str(rule):
+    del options["update_rule"]
+    # The library's rules have names, and a text like any other rule.
+    saved_text, own_text = (str(RULES.get(one, one) if isinstance(one, str) else one) for one in (saved, rule))
+    if strict and saved_text != own_text:
         raise ValueError(
-            f"parameter group {number} was saved with update_rule={saved!r}, and has {str(rule)!r}; give the rule that "
-            f"it was saved with, or load with optimizer.load_state_dict(state_dict, strict=False)"
+            f"parameter group {number} was saved with update_rule={saved_text!r}, and has {own_text!r}; give the rule "
+            f"that it was saved with, or load with optimizer.load_state_dict(state_dict, strict=False)"
         )
 
 
@@ -320,7 +324,7 @@ def _matched_state(
     if saved.keys() & STATE_KEYS != needed.keys():
         raise ValueError(
             f"{name}: saved state has {sorted(saved)}, this optimizer needs {sorted(needed)}; make it with the master "
-            f"and normalize of the saved one, for weights of the dtype they had, and change them after loading"
+            f"and the update rule of the saved one, for weights of the dtype they had, and change them after loading"
         )
     for key, target in needed.items():
         what = f"{name}: saved {key}"

@@ -33,7 +33,6 @@ from torch import Tensor
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.groups.values import Values, count, number, number_pair, numbers_per_matrix, one_of, or_none, tie
 from quintic.optim.layout.views import Matrix, View
-from quintic.optim.polar.coefficients import DEFAULT_STEPS
 from quintic.optim.polar.forms import Method, Polynomials
 from quintic.optim.rules.rates import ADAMW_LR
 from quintic.optim.rules.rule import Algorithm, UpdateRule
@@ -153,10 +152,10 @@ class Options:
         saved="text",
         algorithm="muon",
     )
-    orthogonalizer_steps: int = option(DEFAULT_STEPS, count(), algorithm="muon", other_names=["ns_steps"])
+    orthogonalizer_steps: int | None = option(None, or_none(count()), algorithm="muon", other_names=["ns_steps"])
     coefficients: Polynomials | None = option(
         None,
-        "one triple (a, b, c) or one per step, or None",
+        "a name such as 'deepseek_v4', one triple (a, b, c) or one per step, or None",
         algorithm="muon",
         other_names=["ns_coefficients"],
     )

@@ -7,7 +7,7 @@ the same polynomial of the same matrix, computed with different products.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -23,14 +23,14 @@ from quintic.optim.polar.coefficients import (
     Triple,
     checked_steps,
     gram_restarts,
-    newton_schulz_coefficients,
-    polar_express_coefficients,
 )
+from quintic.optim.polar.named_coefficients import WITHOUT_MARGIN, CoefficientsName, named_coefficients
 
 __all__ = ["Form", "Method", "Polynomials", "check_orthogonalizer", "resolve"]
 
 Method = Literal["polar_express", "newton_schulz", "gram", "auto", "svd"]
-Polynomials = Triple | Sequence[Triple]
+Polynomials = Triple | Sequence[Triple] | CoefficientsName
+"""One triple for all steps, a list with one per step, or the name of a published list."""
 
 # "auto" takes the Gram form only if it needs at most this fraction of the standard form's operations, because it starts
 # more and smaller kernels; and only from this short side on, because its rounding errors exceed the standard form's by
@@ -61,10 +61,13 @@ class Form:
     """One triple per step; empty for `"svd"`."""
     restarts: tuple[int, ...]
     """Steps before which `"gram"` computes its Gram matrix anew; empty for the others."""
+    coefficients_name: str | None = field(default=None, compare=False)
+    """The name by which the user gave the coefficients, for people to read."""
 
     def __str__(self) -> str:
-        """Return the method and the dtype, as in "gram fp16"."""
-        return f"{self.method} {_DTYPE_NAMES[self.compute_dtype]}"
+        """Return the method, the dtype and the name of the coefficients: "gram fp16" or "gram fp16, cubic"."""
+        named = "" if self.coefficients_name is None else f", {self.coefficients_name}"
+        return f"{self.method} {_DTYPE_NAMES[self.compute_dtype]}{named}"
 
     @cached_property
     def entry_norm(self) -> float:
@@ -81,17 +84,20 @@ class Form:
         """Return the floating-point operations of one (m, n) matrix, a multiplication and an addition counted as two.
 
         With short side s and long side l, a segment of k steps has 4 s^2 l + (4 k - 3) 2 s^3: the standard form
-        4 s^2 l + 2 s^3 per step. `"svd"` is an estimate (Golub and Van Loan, with both factors).
+        4 s^2 l + 2 s^3 per step. A cubic after the first step of a segment saves one product, 2 s^3. `"svd"` is an
+        estimate (Golub and Van Loan, with both factors).
         """
         short, long = min(m, n), max(m, n)
         if self.method == "svd":
             return 8 * short * short * long + 20 * short**3
-        return sum(4 * short * short * long + (4 * (b - a) - 3) * 2 * short**3 for a, b in self.segments)
+        cubics = sum(c == 0 for start, stop in self.segments for _, _, c in self.coefficients[start + 1 : stop])
+        squares = sum(4 * (stop - start) - 3 for start, stop in self.segments) - cubics
+        return 4 * short * short * long * len(self.segments) + 2 * short**3 * squares
 
 
 def check_orthogonalizer(
     method: str,
-    steps: int = DEFAULT_STEPS,
+    steps: int | None = None,
     *,
     coefficients: Polynomials | None = None,
     compute_dtype: torch.dtype | None = None,
@@ -105,10 +111,13 @@ def check_orthogonalizer(
     if method == "svd":
         if coefficients is not None:
             raise ValueError("coefficients: 'svd' is exact and takes none")
-    elif coefficients is not None:
-        _triples(coefficients, steps)
-    else:
-        checked_steps(steps)
+        return
+    if method == "newton_schulz" and isinstance(coefficients, str) and coefficients in WITHOUT_MARGIN:
+        raise ValueError(
+            f"coefficients={coefficients!r}: 'newton_schulz' starts from a norm of 1, and these polynomials need a "
+            f"smaller one; choose 'auto', 'polar_express' or 'gram'"
+        )
+    _triples(method, steps, coefficients)
 
 
 def resolve(
@@ -116,7 +125,7 @@ def resolve(
     m: int,
     n: int,
     *,
-    steps: int = DEFAULT_STEPS,
+    steps: int | None = None,
     coefficients: Polynomials | None = None,
     compute_dtype: torch.dtype | None = None,
     device_type: str,
@@ -131,20 +140,16 @@ def resolve(
     if method == "svd":
         default = torch.float64 if dtype == torch.float64 else torch.float32
         return Form("svd", compute_dtype or default, (), ())
-    # The polynomials: the user's, else the method's own list.
-    if coefficients is not None:
-        triples = _triples(coefficients, steps)
-    elif method == "newton_schulz":
-        triples = newton_schulz_coefficients(steps)
-    else:
-        triples = polar_express_coefficients(steps)
+    triples = _triples(method, steps, coefficients)
     if method == "auto":
-        return _choose(m, n, triples, compute_dtype, device_type)
-    if method == "gram":
-        return _gram_form(m, n, triples, compute_dtype or torch.float16)
-    if method == "newton_schulz":
-        return Form("newton_schulz", compute_dtype or torch.bfloat16, triples, ())
-    return Form("polar_express", compute_dtype or torch.bfloat16, triples, ())
+        form = _choose(m, n, triples, compute_dtype, device_type)
+    elif method == "gram":
+        form = _gram_form(m, n, triples, compute_dtype or torch.float16)
+    elif method == "newton_schulz":
+        form = Form("newton_schulz", compute_dtype or torch.bfloat16, triples, ())
+    else:
+        form = Form("polar_express", compute_dtype or torch.bfloat16, triples, ())
+    return replace(form, coefficients_name=coefficients) if isinstance(coefficients, str) else form
 
 
 def _choose(m: int, n: int, triples: Coefficients, compute_dtype: torch.dtype | None, device_type: str) -> Form:
@@ -177,8 +182,12 @@ def _gram_form(m: int, n: int, triples: Coefficients, dtype: torch.dtype) -> For
     return Form("gram", dtype, triples, gram_restarts(triples, significant_bits, amplification))
 
 
-def _triples(coefficients: Polynomials, steps: int) -> Coefficients:
-    """Return one triple per step: a single triple is repeated `steps` times, a list is taken unchanged."""
+def _triples(method: str, steps: int | None, coefficients: Polynomials | None) -> Coefficients:
+    """Return one triple per step: the method's own, or a named or given list; a single triple is repeated."""
+    if coefficients is None:
+        coefficients = "muon" if method == "newton_schulz" else "polar_express"
+    if isinstance(coefficients, str):
+        return named_coefficients(coefficients, steps)
     try:
         rows: list[Any] = list(coefficients)
         is_single = len(rows) == 3 and all(isinstance(value, int | float) for value in rows)
@@ -190,4 +199,4 @@ def _triples(coefficients: Polynomials, steps: int) -> Coefficients:
             f"coefficients={coefficients!r}: give one triple (a, b, c) of finite numbers, repeated for every step, or "
             f"a list with one triple per step"
         )
-    return triples * checked_steps(steps) if is_single else triples
+    return triples * checked_steps(DEFAULT_STEPS if steps is None else steps) if is_single else triples

@@ -37,7 +37,6 @@ from quintic.kernels.dispatch import KernelsOption, choose_kernels
 from quintic.kernels.products.choose_products import choose_products
 from quintic.optim.numeric.dynamo import disable_dynamo
 from quintic.optim.numeric.sums import norms
-from quintic.optim.polar.coefficients import DEFAULT_STEPS
 from quintic.optim.polar.cpu_orthogonalize import iterate_on_cpu, iterates_on_cpu
 from quintic.optim.polar.forms import Form, Method, Polynomials, resolve
 from quintic.optim.polar.products import padded_side
@@ -68,7 +67,7 @@ _FLOAT32_PRODUCTS = {device_type: float32_products(device_type) for device_type 
 def orthogonalize(
     x: Tensor,
     method: Method = "polar_express",
-    steps: int = DEFAULT_STEPS,
+    steps: int | None = None,
     *,
     coefficients: Polynomials | None = None,
     compute_dtype: torch.dtype | None = None,
@@ -82,10 +81,12 @@ def orthogonalize(
             `"newton_schulz"` (the Muon post's triple; [0.68, 1.2]), `"gram"` (Polar Express in Gram form; up to 1.2 in
             float16), `"auto"` (Polar Express in the cheaper form for the shape and device) or `"svd"` (exact, slow).
             See `docs/explanation/orthogonalization.md`.
-        steps: polynomial steps, >= 1; `"svd"` takes none and ignores it.
-        coefficients: other polynomials, in the method's form: one triple (a, b, c), which is taken `steps` times, or
-            one per step, and then `steps` is ignored. `"newton_schulz"` starts them from a Frobenius norm of 1, the
-            others from 1 / 1.02, as Polar Express needs.
+        steps: polynomial steps, >= 1; None is five, or as many as the named coefficients are made for. `"svd"` takes
+            none and ignores it.
+        coefficients: other polynomials, in the method's form: one triple (a, b, c), which is taken `steps` times; one
+            per step, and then `steps` is ignored; or the name of a published list, `"polar_express"`, `"muon"`,
+            `"moonlight"`, `"deepseek_v4"`, `"cubic"` or `"cans"`. `"newton_schulz"` starts them from a Frobenius norm
+            of 1, which `"cubic"` does not bear, the others from 1 / 1.02, as Polar Express needs.
         compute_dtype: dtype of the matrix products: bfloat16, float16, float32 or float64. Autocast and PyTorch's
             switches for TF32 and reduced precision do not change it. The normalisation before the products is float32,
             or float64 where `x` or the products are. None is bfloat16 for `"polar_express"` and `"newton_schulz"`,

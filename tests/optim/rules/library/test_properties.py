@@ -23,7 +23,7 @@ from quintic.optim.rules.table import RULES
 OPTIONS = StageOptions()
 sides = st.integers(1, 9)
 seeds = st.integers(0, 1000)
-few = settings(deadline=None, max_examples=12)
+few = settings(deadline=None, max_examples=8)
 
 
 def matrices_of(*shape, seed=0, dtype=torch.float32):
@@ -220,7 +220,7 @@ def test_square_matrices_are_muons_for_aurora_bit_for_bit():
 
 
 @pytest.mark.parametrize("name", sorted(RULES.keys() - {"muown"}))
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=6)
 @given(power=st.integers(-40, 40), seed=seeds)
 def test_the_size_of_the_gradients_counts_for_nothing(name, power, seed):
     # Muown's Adam has an epsilon.

@@ -46,7 +46,7 @@ def assert_is(param, expected):
 
 
 @pytest.mark.parametrize("name", RULE_NAMES)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 @given(
     m=st.integers(1, 8),
     n=st.integers(1, 8),
@@ -100,8 +100,9 @@ def test_cautious_decay_looks_at_the_rules_updates(name, cautious):
 
 
 @pytest.mark.parametrize("name", RULE_NAMES)
-@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5), (1, 5), (5, 1)], ids=str)
-@pytest.mark.parametrize("size", [1e-3, 1e3])
+@pytest.mark.parametrize(
+    ("shape", "size"), [((6, 4), 1e3), ((4, 6), 1e-3), ((5, 5), 1e3), ((1, 5), 1e3), ((5, 1), 1e3)]
+)
 def test_rows_and_columns_of_zeros(name, shape, size):
     """What units that never fire and inputs that are never set have for gradients, of any size."""
     weight = weights_of(shape)
@@ -151,8 +152,7 @@ def test_a_gradient_of_zeros_moves_nothing(name, dtype):
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("shape", [(40, 24), (24, 40)], ids=str)
-@pytest.mark.parametrize("size", [1e-12, 1e6])
+@pytest.mark.parametrize(("shape", "size"), [((40, 24), 1e6), ((24, 40), 1e-12)], ids=str)
 def test_rows_of_zeros_stay_finite_in_float32(name, shape, size):
     param = nn.Parameter(torch.from_numpy(weights_of(shape)).float())
     before = param.detach().clone()
@@ -167,11 +167,11 @@ def test_rows_of_zeros_stay_finite_in_float32(name, shape, size):
     assert all(value.isfinite().all() for value in optimizer.state[param].values())
 
 
-def test_a_magnitude_that_adam_takes_to_zero_comes_back():
-    """Adam's first step is as long as lr: here as the norms of rows."""
-    param = nn.Parameter(torch.eye(4) * 0.25)
-    optimizer = quintic.Muon([param], lr=0.25, update_rule="muown", compute_dtype=torch.float32)
-    for _ in range(3):
+def test_decay_that_takes_all_of_a_magnitude_leaves_a_direction():
+    param = nn.Parameter(torch.eye(4))
+    optimizer = quintic.Muon([param], lr=0.25, weight_decay=4.0, update_rule="muown", compute_dtype=torch.float32)
+    for number in range(4):
+        optimizer.param_groups[0]["weight_decay"] = 4.0 if number == 0 else 0.0
         param.grad = torch.ones(4, 4)
         optimizer.step()
     assert param.isfinite().all()

@@ -1,0 +1,1 @@
+"""Which update rule learns most from the same tokens? See `__main__.py`."""
