@@ -57,8 +57,10 @@ def t_tail(t: float, freedom: int) -> float:
 def steps_to(curve: Sequence[Sequence[float]], loss: float) -> float | None:
     """Return the step at which a curve of (step, loss) first reaches a loss, between evaluations by a line.
 
-    None if it never does, or has done so before the first evaluation.
+    None if it never does; the first evaluation if it has done so by then.
     """
+    if curve and curve[0][1] <= loss:
+        return curve[0][0]
     for (before, higher), (after, lower) in itertools.pairwise(curve):
         if higher > loss >= lower:
             return before + (after - before) * (higher - loss) / (higher - lower)

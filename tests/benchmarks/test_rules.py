@@ -101,7 +101,8 @@ def test_steps_to_a_loss() -> None:
     assert evidence.steps_to(curve, 3.05) == pytest.approx(95)
     assert evidence.steps_to(curve, 3.0) == pytest.approx(100)
     assert evidence.steps_to(curve, 2.9) is None
-    assert evidence.steps_to(curve, 3.3) is None
+    assert evidence.steps_to(curve, 3.3) == 80
+    assert evidence.steps_to([], 3.3) is None
     # Falls by 0.1 with each doubling.
     losses = {50: 3.1, 100: 3.0, 200: 2.9}
     assert evidence.equal_length(losses, 3.0) == pytest.approx(100)
