@@ -223,7 +223,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     dataset = prepared(base.data)
     print(f"text ready after {time.time() - start:.0f} s", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    shared = {"size": options.size, **given_values(options.set), "text": dataset.key}
+    shared = {"size": options.size, **values, "text": dataset.key}
     runs = Runs(options.out / f"{options.name}.jsonl", shared)
     training = Training(options, base, dataset, runs, start)
     training.all()
