@@ -1,4 +1,4 @@
-"""What the author of an update rule needs: the kinds of stages, the library's rules by name, and stages to combine.
+"""For authors of update rules: the kinds of stages, the library's rules by name, and stages to combine.
 
     from quintic import Muon, UpdateRule
     from quintic.update_rules import Equalize, NeuronSecondMoment

@@ -128,6 +128,7 @@ MAY_RENAME = {"durable"}
 MAY_NAME_STATE = ("optim.rules.rule", "optim.rules.table", "optim.rules.library.")
 READS_OTHERS_STATE = ("saved_formats", "integrations.")
 STATE_NAMES = {"momentum_buffer", "second_momentum_buffer", "element_second_moment", "exp_avg", "exp_avg_sq"}
+STATE_NAMES |= {"slow_momentum_buffer", "lookahead_buffer", "row_magnitude", "row_exp_avg", "row_exp_avg_sq"}
 # Constants for state that only some rules have, and that a later rule may have under another name.
 NAMES_OF_ONE_RULE = {"NEURON_MOMENT", "SECOND_MOMENT"}
 # Names that are also values of options: these count where a state is asked for them.

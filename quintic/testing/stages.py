@@ -29,7 +29,7 @@ __all__ = ["check_stages"]
 
 _SHAPES = ((6, 6), (9, 5), (5, 9), (1, 4))
 _BATCH = 5
-# The matrix of zeros among those of a batch: a gradient may be zero.
+# The number of the matrix of zeros in a batch: a gradient may be zero.
 _ZEROS = 2
 
 _OPTIONS = StageOptions(lr=0.02, weight_decay=0.1)
@@ -47,7 +47,7 @@ def check_stages(rule: UpdateRule) -> list[str]:
     if rule.polar is not None:
         findings += _guarded(rule.polar, partial(_check_matrices, rule.polar, ()))
     for place, stage in enumerate(rule.stages):
-        # What an earlier stage leaves in state that both declare.
+        # The values that an earlier stage leaves in state that both declare.
         earlier = [before for before in rule.stages[:place] if set(before.state) & set(stage.state)]
         findings += _guarded(stage, partial(_check_matrices, stage, earlier))
     return findings

@@ -84,12 +84,15 @@ class Form:
         """Return the floating-point operations of one (m, n) matrix, a multiplication and an addition counted as two.
 
         With short side s and long side l, a segment of k steps has 4 s^2 l + (4 k - 3) 2 s^3: the standard form
-        4 s^2 l + 2 s^3 per step. `"svd"` is an estimate (Golub and Van Loan, with both factors).
+        4 s^2 l + 2 s^3 per step. A cubic after the first step of a segment saves one product, 2 s^3. `"svd"` is an
+        estimate (Golub and Van Loan, with both factors).
         """
         short, long = min(m, n), max(m, n)
         if self.method == "svd":
             return 8 * short * short * long + 20 * short**3
-        return sum(4 * short * short * long + (4 * (b - a) - 3) * 2 * short**3 for a, b in self.segments)
+        cubics = sum(c == 0 for start, stop in self.segments for _, _, c in self.coefficients[start + 1 : stop])
+        squares = sum(4 * (stop - start) - 3 for start, stop in self.segments) - cubics
+        return 4 * short * short * long * len(self.segments) + 2 * short**3 * squares
 
 
 def check_orthogonalizer(
@@ -180,7 +183,7 @@ def _gram_form(m: int, n: int, triples: Coefficients, dtype: torch.dtype) -> For
 
 
 def _triples(method: str, steps: int | None, coefficients: Polynomials | None) -> Coefficients:
-    """Return one triple per step: the method's own, or those of a name or a list; a single triple is repeated."""
+    """Return one triple per step: the method's own, or a named or given list; a single triple is repeated."""
     if coefficients is None:
         coefficients = "muon" if method == "newton_schulz" else "polar_express"
     if isinstance(coefficients, str):

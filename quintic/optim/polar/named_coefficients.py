@@ -2,7 +2,7 @@
 
 A name stands for a list with one triple (a, b, c) of p(s) = a s + b s^3 + c s^5 per step, or for a function that makes
 the list for any number of steps. Lists with figures have the number of steps that their authors chose them for: each
-polynomial is made for the interval that those before it leave, so the list is neither cut nor continued.
+polynomial is made for the image of the one before it, so the list is neither cut nor continued.
 The ranges that they map singular values to: docs/explanation/orthogonalization.md. Read next: `forms.py`.
 """
 
@@ -35,7 +35,7 @@ _SETS: dict[CoefficientsName, Coefficients | Callable[[int], Coefficients]] = {
     # K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. Needs no guard: the polynomial maps (0, 1.25]
     # to (0, 1.21].
     "muon": newton_schulz_coefficients,
-    # J. Liu et al. 2025, arXiv 2502.16982, section 2.1: Jordan's triple, in five steps.
+    # J. Liu et al. 2025, arXiv 2502.16982: Jordan's triple, in five steps.
     "moonlight": newton_schulz_coefficients,
     # DeepSeek-V4 report, 2026: eight steps of Jordan's triple, then two that converge to one. As "muon", without
     # a guard and without the need of one.

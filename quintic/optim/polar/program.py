@@ -9,6 +9,7 @@ For x of shape (batch, m, n) and `side` = min(m, n), one segment of steps (see `
     g = p (g p)                        square    two products; x x^T as it would be after this step
     x = q x                            apply     (batch, m, n), after the last step; x q for tall x
 
+A cubic, c = 0, needs no p after the first step of a segment: q = a q + b q g, and g = a h + b g h with h = a g + b g g.
 Every (side, side) result is symmetric up to rounding. `square` must multiply a by b and not by b^T although they are
 nearly equal: with transposes in between, the asymmetry would grow from product to product, and the errors with it.
 Entries of x may be scaled up (see `_ENTRY_NORM`): g then carries the square of the scale, and the products that read it
@@ -75,6 +76,12 @@ def products_of(segments: tuple[tuple[int, int], ...], coefficients: Coefficient
         q: int | None = None
         for step in range(start, stop):
             a, b, c = coefficients[step]
+            if c == 0 and q is not None:
+                q = add(Product("square", q, g, b, q, a))
+                if step + 1 < stop:
+                    half = add(Product("square", g, g, b, g, a))
+                    g = add(Product("square", g, half, b, half, a))
+                continue
             p = add(Product("square", g, g, c / excess**2, g, b / excess, a))
             q = p if q is None else add(Product("square", q, p, 1.0))
             # The next step's g; the last step of a segment needs none.

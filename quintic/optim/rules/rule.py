@@ -11,7 +11,7 @@ matrices, one of the ranks:
     after       whole matrices: returns updates, and factors (b, m or 1, n or 1) that multiply them
     constrain   whole matrices: compares weights and updates, and returns factors of both (`WeightStage`)
     write       element-wise: decay and step (`update.decay_and_step_`), or weights and updates times their factors
-    drift       element-wise: adds to weights what follows from the step that they made (`DriftStage`)
+    drift       element-wise: adds to weights something that follows from their step (`DriftStage`)
 
 All code that makes, moves, loads, saves, offloads, plans or explains state reads the `StateSpec`s of the stages and
 knows no rule by name. A new rule is a file with its stages and a value of `UpdateRule`, and a line in `table.py`, which
@@ -146,7 +146,7 @@ class UpdateRule:
 
     @cached_property
     def gradient_stage(self) -> GradientStage | None:
-        """The direction, if it is not one of those that the backends have."""
+        """The direction, if the backends do not have it."""
         return self.direction if isinstance(self.direction, GradientStage) else None
 
     @cached_property
@@ -189,7 +189,7 @@ class UpdateRule:
 
     @cached_property
     def sent_state(self) -> tuple[StateSpec, ...]:
-        """What is sent to the owners of matrices beside directions: `matrix_state`, and weights if stages read them."""
+        """State that goes to the owners of matrices beside directions: `matrix_state`, and weights if stages read them."""
         return (*self.matrix_state, *((WEIGHT_SPEC,) if self.reads_weights else ()))
 
     @cached_property

@@ -1,7 +1,7 @@
 """The stages that update rules are made of, and the state that a stage declares.
 
-A stage is a frozen dataclass; its fields are its settings. The class attributes say what the plan has to know: the
-name in a profile, the state, and what the stage reads and returns beside matrices. `rule.py` lists the kinds of stages
+A stage is a frozen dataclass; its fields are its settings. The class attributes are for the plan: the name in a
+profile, the state, and the other things that the stage reads and returns beside matrices. `rule.py` lists the kinds of stages
 in the order of a step.
 
 Every stage is plain PyTorch and must not wait for the device: numbers of `StageOptions` that schedules change may be
@@ -252,7 +252,7 @@ class WeightStage:
 
 
 class DriftStage:
-    """An element-wise stage after a step: adds to weights what follows from the step that they have just made."""
+    """An element-wise stage after a step: adds to weights something that follows from the step that they have just made."""
 
     label: ClassVar[str]
     """Its name in a profile."""

@@ -52,8 +52,8 @@ class UpdateBackend(Protocol):
     def apply(self, update: Tensor, factors: Tensor, rate: Tensor | None = None) -> None:
         """Step the weights against updates (b, m, n), times factors and the learning rate.
 
-        Factors are (b, m or 1, n or 1); with `scale_decay` (2b, ...), first those of updates, then those of decay. If
-        the rule constrains weights, `factors` are those of weights, and `rate` those of updates.
+        Factors are (b, m or 1, n or 1); with `scale_decay` (2b, ...), first of updates, then of decay. If the rule
+        constrains weights, `factors` multiply weights, and `rate` updates.
         """
         ...
 

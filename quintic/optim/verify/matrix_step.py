@@ -47,7 +47,7 @@ def step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter,
     Args:
         matrix: its weight, gradient, master and state by name, (1, m, n), or (1, m or 1, n or 1) for vectors; weight,
             master and state are changed in place.
-        number: of the matrix among those of its parameter.
+        number: of the matrix in its parameter.
         parameter: the parameter.
         measure: whether to measure the effect of rounding.
     """
@@ -126,7 +126,7 @@ def _direction(matrix: Mapping[str, Tensor], group: Group) -> Tensor:
 def _update(
     direction: Tensor, form: Form | None, state: Mapping[str, Tensor], scale: Tensor, parameter: Parameter
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the update (1, m, n), the factors of the weight if the rule constrains it, and those of the update."""
+    """Return the update (1, m, n), the factors of the weight if the rule constrains it, and of the update."""
     rule, options = parameter.group.rule, parameter.group.stage_options
     prepared = rule.prepare(direction, state, options)
     if rule.polar is None:

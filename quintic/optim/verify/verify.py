@@ -287,7 +287,7 @@ def _compare_matrices(
             one = _difference(parameter, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
             wrong = (right - mine).abs() > allowed if one.ratio > 1 else None
             yield replace(one, ranks=_wrong_ranks(parameter, wholes[1], block, index, wrong))
-    holders = parameter.holders()  # of vector state, a few numbers for each matrix: a rank compares what it holds
+    holders = parameter.holders()  # of vector state, a few numbers for each matrix: a rank compares its own
     for spec in parameter.group.rule.vector_state:
         if spec.name not in expected:
             continue

@@ -18,15 +18,24 @@ from quintic.kernels.products.choose_products import choose_products
 from quintic.optim.numeric.sums import sums
 from quintic.optim.plan.kinds import direction_dtype
 from quintic.optim.plan.plan import SMALL_BYTES
-from quintic.optim.plan.workspace.matrices import WorkspaceSpec, directions_bytes, polar_footprint, stages_footprint
+from quintic.optim.plan.workspace.matrices import (
+    WorkspaceSpec,
+    _constrain_footprint,
+    directions_bytes,
+    polar_footprint,
+    stages_footprint,
+)
 from quintic.optim.polar.cpu_orthogonalize import _batch_keeps_bits
 from quintic.optim.polar.forms import resolve
-from quintic.optim.polar.matrix_stages import MatrixState, apply_stages
+from quintic.optim.polar.matrix_stages import MatrixState, apply_stages, constrained
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.polar.program import products_of, run_products, run_queue
 from quintic.optim.rules.library.adamuon import ADAMUON
-from quintic.optim.rules.stages import MatrixStage, StateSpec
-from quintic.optim.rules.table import MUON, NORMUON
+from quintic.optim.rules.library.muon_plus import MUON_PLUS, NANOCHAT
+from quintic.optim.rules.library.muoneq import MUONEQ
+from quintic.optim.rules.library.muown import MUOWN
+from quintic.optim.rules.stages import WEIGHT, MatrixStage, StageOptions, StateSpec
+from quintic.optim.rules.table import MUON, NORMUON, RULES
 from quintic.optim.rules.update import momentum_
 from quintic.simulate.simulate import simulate_plan
 
@@ -209,7 +218,19 @@ class Decorrelated(MatrixStage):
 @pytest.mark.parametrize("given", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("state_dtype", [None, "bf16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("stages", [NORMUON.after, ADAMUON.before, ADAMUON.after, (Decorrelated(),)])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        NORMUON.after,
+        ADAMUON.before,
+        ADAMUON.after,
+        (Decorrelated(),),
+        MUONEQ.before,
+        MUON_PLUS.after,
+        NANOCHAT.after,
+        MUOWN.before,
+    ],
+)
 def test_what_stages_allocate(stages, shape, state_dtype, given):
     # No stage says what it needs.
     count, spec = 3, WorkspaceSpec(torch.float32, CPU, "torch", MUON, state_dtype=state_dtype)
@@ -220,8 +241,10 @@ def test_what_stages_allocate(stages, shape, state_dtype, given):
         for one in specs
         if one.shape == "param"
     }
+    if any(stage.reads_weights for stage in stages):
+        batches[WEIGHT] = torch.randn(count, *shape)
     vectors = {one.name: [torch.zeros(count, *one.vector_shape(*shape))] for one in specs if one.is_vector}
-    mask, options = torch.ones(count, dtype=torch.int32), SimpleNamespace(normalize_beta=0.9)
+    mask, options = torch.ones(count, dtype=torch.int32), StageOptions(normalize_beta=0.9)
 
     def run():
         return apply_stages(
@@ -229,6 +252,23 @@ def test_what_stages_allocate(stages, shape, state_dtype, given):
         )
 
     peak, planned = peak_bytes(run), count * stages_footprint(stages, *shape, given, spec).peak
+    # A number of Python's is a tensor for a moment.
+    assert peak <= planned + 16 <= 1.1 * peak + 1024
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", sorted(name for name, rule in RULES.items() if rule.constrain is not None))
+def test_what_stages_on_weights_allocate(name, shape):
+    count, stage = 3, RULES[name].constrain
+    updates, weights, scales = torch.randn(count, *shape), torch.randn(count, *shape), torch.ones(count, 1, 1)
+    vectors = {one.name: [torch.ones(count, *one.vector_shape(*shape))] for one in stage.state}
+    mask = torch.ones(count, dtype=torch.int32)
+
+    def run():
+        return constrained(stage, updates, scales, MatrixState({WEIGHT: weights}, vectors), StageOptions(), mask)
+
+    spec = WorkspaceSpec(torch.float32, CPU, "torch", RULES[name])
+    peak, planned = peak_bytes(run), count * _constrain_footprint(stage, *shape, torch.float32, spec).peak
     assert peak <= planned <= 1.1 * peak + 1024
 
 
@@ -340,6 +380,27 @@ def test_what_a_step_allocates(params_of, shape, dtype, options):
     if len(group["params"]) == 6 and not callable(options.get("orthogonalizer")):
         # Else what the second pass may need of one parameter decides, whatever it does.
         assert planned <= 1.25 * peak + 2**14
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"state_dtype": "bf16", "master": "mantissa"},
+        {"compute_dtype": torch.float32, "max_workspace_bytes": 400_000},
+    ],
+    ids=["float32", "narrow", "limited"],
+)
+@pytest.mark.parametrize(("params_of", "shape"), [(several, (160, 32)), (heads, (48, 64))])
+@pytest.mark.parametrize("rule", sorted(RULES.keys() - {"muon", "normuon", "adamuon"}))
+def test_what_a_step_of_every_rule_allocates(rule, params_of, shape, options):
+    group = params_of(shape, torch.bfloat16 if "master" in options else torch.float32)
+    optimizer = Muon([group], kernels="torch", update_rule=rule, weight_decay=0.1, **options)
+    for param in group["params"]:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    peak, planned = peak_bytes(optimizer.step), optimizer.plan().peak_workspace_bytes
+    assert peak <= planned <= 1.5 * peak
 
 
 def test_what_adamw_allocates_for_parameters_with_gaps():

@@ -4,6 +4,7 @@ import torch
 import quintic
 from quintic.optim.polar.coefficients import newton_schulz_coefficients, polar_express_coefficients
 from quintic.optim.polar.forms import check_orthogonalizer, resolve
+from quintic.optim.polar.program import products_of
 
 CUBIC = (1.5, -0.5, 0.0)
 
@@ -93,6 +94,16 @@ def test_bad_arguments_are_named(arguments, message):
 
 def test_svd_ignores_steps():
     check_orthogonalizer("svd", 0)
+
+
+@pytest.mark.parametrize("method", ["polar_express", "gram"])
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8), (16, 16)])
+def test_flops_of_cubics_are_those_of_their_products(method, shape):
+    form = resolve(method, *shape, coefficients="cubic", device_type="cuda")
+    short, long = min(shape), max(shape)
+    sizes = {"gram": short * short * long, "square": short**3, "apply": short * short * long}
+    products = products_of(tuple(form.segments), form.coefficients, 1.0).products
+    assert form.flops(*shape) == sum(2 * sizes[product.kind] for product in products)
 
 
 @pytest.mark.parametrize("method", ["polar_express", "gram"])

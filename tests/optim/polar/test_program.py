@@ -44,9 +44,14 @@ def polynomials(draw, steps):
     return tuple(found)
 
 
-def some_program(segments):
-    """Return a program whose numbers do not matter."""
-    return products_of(segments, polar_express_coefficients(segments[-1][1]), 128.0)
+def some_program(segments, cubics=()):
+    """Return a program whose numbers do not matter, with cubics at some steps."""
+    triples = polar_express_coefficients(segments[-1][1])
+    mixed = tuple((1.5, -0.5, 0.0) if step in cubics else triple for step, triple in enumerate(triples))
+    return products_of(segments, mixed, 128.0)
+
+
+CUBICS = st.sets(st.integers(0, 9))
 
 
 def uses(product):
@@ -91,6 +96,11 @@ def test_products_come_in_the_order_of_the_segments(segments):
     assert kinds == expected
 
 
+def test_cubics_have_no_polynomial_of_their_own_after_the_first_of_a_segment():
+    kinds = [product.kind for product in some_program(GRAM, range(5)).products]
+    assert kinds == ["gram", *["square"] * 4, "apply", "gram", *["square"] * 7, "apply"]
+
+
 def test_only_symmetric_results_are_called_so():
     seen = []
 
@@ -128,18 +138,18 @@ def test_only_the_last_result_has_another_dtype(dtype):
 # ------------------------------------------------------------------------------------------------------- memory
 
 
-@given(segments=segments())
-def test_last_uses_are_the_last(segments):
-    products, last_uses = some_program(segments)[:2]
+@given(segments=segments(), cubics=CUBICS)
+def test_last_uses_are_the_last(segments, cubics):
+    products, last_uses = some_program(segments, cubics)[:2]
     assert len(last_uses) == len(products) + 1
     for matrix, last in enumerate(last_uses[:-1]):
         assert last == max(number for number, product in enumerate(products) if matrix in uses(product))
     assert last_uses[-1] == len(products)
 
 
-@given(segments=segments())
-def test_a_product_reads_what_was_computed_before(segments):
-    for number, product in enumerate(some_program(segments).products):
+@given(segments=segments(), cubics=CUBICS)
+def test_a_product_reads_what_was_computed_before(segments, cubics):
+    for number, product in enumerate(some_program(segments, cubics).products):
         assert all(matrix <= number for matrix in uses(product))
 
 
@@ -169,10 +179,10 @@ def test_places_for_small_matrices(segments, expected):
     assert some_program(segments).num_squares == expected
 
 
-@example(segments=((0, 10),))
-@given(segments=segments())
-def test_five_places_are_enough(segments):
-    program = some_program(segments)
+@example(segments=((0, 10),), cubics=set())
+@given(segments=segments(), cubics=CUBICS)
+def test_five_places_are_enough(segments, cubics):
+    program = some_program(segments, cubics)
     small = [slot for slot, product in zip(program.slots[1:], program.products, strict=True) if product.kind != "apply"]
     assert sorted(set(small)) == list(range(program.num_squares))
     assert program.num_squares <= 5
@@ -201,19 +211,21 @@ def read_by(product, i, j, short, long):
     return found | ({(product.c, (i, j))} if product.c is not None else set())
 
 
-@example(segments=STANDARD)
-@example(segments=GRAM)
-@example(segments=((0, 10),))
+@example(segments=STANDARD, cubics=set())
+@example(segments=GRAM, cubics=set())
+@example(segments=GRAM, cubics=set(range(5)))
+@example(segments=((0, 10),), cubics=set())
+@example(segments=((0, 10),), cubics=set(range(10)))
 @settings(max_examples=25)
-@given(segments=segments())
-def test_no_tile_overwrites_what_may_still_be_read(segments):
+@given(segments=segments(), cubics=CUBICS)
+def test_no_tile_overwrites_what_may_still_be_read(segments, cubics):
     """A tile waits until all earlier products are finished in the rows it reads, and for nothing else.
 
     What is certain to be over when it begins follows from that alone, as a set of tiles: what those waited for, and
     what these waited for, and so on. All it reads must be in there, and everyone who used the place it writes to.
     """
     short, long = 3, 4
-    program = some_program(segments)
+    program = some_program(segments, cubics)
     over_in_row = [0] * short  # as bits of an integer
     written: dict[tuple[int, tuple[int, int]], int] = {}  # by matrix and tile
     used: dict[tuple[bool, int], int] = {}  # by place: all tiles that read or wrote there

@@ -2,10 +2,10 @@
 
 The paper's iteration, for an optimizer's step A, with a rate d and a look-ahead c,
 
-    x'  = A(x + c e)                           gradients are those of y = x + c e
+    x'  = A(x + c e)                           gradients are taken at y = x + c e
     e'  = d e + (1 - d)(x' - x)
 
-is kept here in terms of y, which is what the model's weights hold between steps: with s = A(y) - y, the step that
+is kept here in terms of y, the values of the model's weights between steps: with s = A(y) - y, the step that
 Muon makes (decay included),
 
     e  <- d e + (1 - d)(s + c e)

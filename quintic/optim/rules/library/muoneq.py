@@ -1,6 +1,6 @@
 """MuonEq: rows or columns of directions get equal norms before they are orthogonalised (arXiv 2603.28254).
 
-For a direction u (m, n) with rows u_i of mean square norm r^2 = |u|^2 / m, and columns likewise,
+For a direction u (m, n) with rows u_i of mean square norm r^2 = |u|^2 / m, and columns in the same way,
 
     rows        u_i <- u_i r / |u_i|                       the paper's default, "R"; nanochat has this form
     columns     the same for columns                       "C"

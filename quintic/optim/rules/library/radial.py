@@ -29,7 +29,7 @@ __all__ = ["RADIAL_BRAKE", "RELATIVE_UPDATE", "RadialBrake", "RelativeUpdate"]
 
 @dataclass(frozen=True)
 class RadialBrake(WeightStage):
-    """Lets norms of weights change by a share of what a step would change them by."""
+    """Lets norms of weights change by a share of the change that a step would make."""
 
     label = "brake norms"
     numbers = "matrix"
