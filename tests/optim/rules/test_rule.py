@@ -318,7 +318,7 @@ def test_a_rule_of_the_same_title_may_declare_its_state_anew():
     for shape in ("rows", "matrix"):
         stage = stage_of(MatrixStage, state=(StateSpec("of_a_notebook", "wide", shape),))
         assert UpdateRule(title="notebook", before=(stage,)).vector_state[0].shape == shape
-    with pytest.raises(ValueError, match="other: its state 'of_a_notebook' .* and the rule 'notebook' has"):
+    with pytest.raises(ValueError, match=r"other: its state 'of_a_notebook' .* and the rule 'notebook' has"):
         UpdateRule(title="other", before=(stage_of(MatrixStage, state=(StateSpec("of_a_notebook", "wide", "rows"),)),))
 
 
