@@ -227,6 +227,11 @@ def _check_rule(number: int, group: Mapping[str, Any]) -> None:
         )
     if rule.constrain is None:
         return
+    if rule.constrain.state and group["qk_clip"] is not None:
+        raise ValueError(
+            f"parameter group {number} ({first_name(group)}): qk_clip with the update rule {rule.title}, which keeps "
+            f"norms of weights in its state, and so would undo the clip at the next step; leave qk_clip out"
+        )
     for key, plain in (("cautious", False), ("scale_decay", False), ("decay_coupling", "lr")):
         if group[key] != plain:
             raise ValueError(

@@ -34,6 +34,14 @@ def muon(**options):
 # -- the option ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rule", ["hyperball", "muown"])
+def test_a_clip_is_refused_where_the_rule_would_undo_it(rule):
+    with pytest.raises(
+        ValueError, match=rf"\(w\): qk_clip with the update rule {RULES[rule].title}.* leave qk_clip out"
+    ):
+        muon(update_rule=rule, qk_clip=quintic.QKClip())
+
+
 def test_an_unknown_name_lists_the_names():
     names = ", ".join(map(repr, RULES))
     message = f"parameter group 0 (w): update_rule='lion': choose {names}, or an UpdateRule"
