@@ -185,6 +185,33 @@ def test_the_optimizer_needs_torch_alone(source, built, request, tmp_path):
     assert (missing, matrices, data) == ([], 2, sorted(DATA))
 
 
+OWN_RULE = """
+import dataclasses, quintic.testing, quintic.update_rules
+
+@dataclasses.dataclass(frozen=True)
+class Halved(quintic.update_rules.MatrixStage):
+    label = "halved"
+
+    def apply(self, matrices, state, options):
+        return matrices / 2, None
+
+print(*quintic.testing.check_update_rule(quintic.UpdateRule(title="mine", after=(Halved(),))), sep=chr(10))
+"""
+
+
+@pytest.mark.timeout(400)
+def test_a_users_script_checks_its_rule(python, tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(OWN_RULE, "utf-8")
+    done = run(python, "-W", "ignore:Failed to initialize NumPy", script, cwd=tmp_path, check=False)
+    assert "RuntimeError: check_update_rule needs NumPy" in done.stderr
+    needs("numpy")
+    place = str(installed("numpy").locate_file(""))
+    code = f"import runpy, sys; sys.path.append({place!r}); runpy.run_path({str(script)!r}, run_name='__main__')"
+    done = run(python, "-c", code, cwd=tmp_path)
+    assert {"float32, FSDP2", "checkpoints"} <= set(done.stdout.splitlines())
+
+
 def test_the_command_line_says_what_is_missing(python):
     command = python.with_name("quintic")
     assert run(command, "--help").stdout.startswith("usage: quintic COMMAND")

@@ -1,6 +1,6 @@
 """Which update rule learns most from the same tokens? Every rule and pairs of them against tuned Muon, several seeds.
 
-    python -m benchmarks.rules --size depth4 --out FOLDER                              # two cores, about 10 minutes
+    python -m benchmarks.rules --size depth4 --out FOLDER                              # two cores, 10 to 15 minutes
     python -m benchmarks.rules --size depth8 --gpus 4 --at-once 4 --minutes 22 --out FOLDER
     python -m benchmarks.rules --page FOLDER/NAME.json
 
@@ -15,8 +15,9 @@ Settings are chosen on other seeds than those of the table:
 5. The best rules: the rates of AdamW's groups tuned as Muon's were, since a rule may gain from that alone.
 6. More seeds of Muon and of all that are within two standard errors of the best.
 
-Every run is a line of FOLDER/NAME.jsonl; the same command again trains what is missing there. When the time is over,
-later parts are cut, and the page says so. FOLDER/NAME.md and NAME.json have the results.
+Every run is a line of FOLDER/NAME.jsonl; the same command again trains what is missing there. When --minutes are over,
+later parts are cut, and the page says so; where the same command will go on later, --tuning-share 1 keeps it from
+filling the table before all is tuned. FOLDER/NAME.md and NAME.json have the results.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from benchmarks.rules.candidates import (
     rounded,
 )
 from benchmarks.rules.page import Study, page
+from benchmarks.rules.text import PYTORCH, text_of
 from benchmarks.training.workers import Pool, Runs, given_values, with_values
 from quintic.commands.presets import gpu_small_preset
 from quintic.commands.text import prepared
@@ -55,7 +57,7 @@ _MOST_ROUNDS = 8
 
 _SMALL = {
     "aspect_ratio": 16, "head_dim": 32, "seq_len": 64, "vocab_size": 1024, "batch_tokens": 512, "rows": 8,
-    "steps": 160, "momentum_warmup_steps": 40, "muon_lr": 0.02, "adamw_lr": 0.006, "eval_tokens": 8192,
+    "steps": 96, "momentum_warmup_steps": 30, "muon_lr": 0.02, "adamw_lr": 0.006, "eval_tokens": 8192,
     "dtype": "float32",
 }  # fmt: skip
 # Size -> the configuration that it changes, and the changes.
@@ -100,7 +102,7 @@ class Training:
         values |= {"seed": cell["seed"], "steps": cell["steps"], "eval_every": every}
         return {
             "config": to_dict(with_values(self.base, values)), "data": self.data, "deadline": self.end,
-            "start_by": self.begin + share * (self.end - self.begin), "eval_from": 0.6 * cell["steps"],
+            "start_by": self.begin + share * (self.end - self.begin), "eval_from": 0.7 * cell["steps"],
             "candidate": cell["rule"], "setting": cell["setting"], "timed_steps": timed_steps,
         }  # fmt: skip
 
@@ -215,12 +217,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     kind = "cuda" if options.gpus else "cpu"
     values = {**changes, **given_values(options.set)}
     fixed = {"device": kind, "compile": False, "rms_every": 0, "save_every": 0, "threads": options.threads}
-    base = with_values(make(), {"data": options.data, "data_dir": str(options.data_dir), **values, **fixed})
+    text = text_of(options.data, options.data_dir)
+    base = with_values(make(), {"data": text, "data_dir": str(options.data_dir), **values, **fixed})
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     dataset = prepared(base.data)
     print(f"text ready after {time.time() - start:.0f} s", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    shared = {"size": options.size, **given_values(options.set), "text": dataset.key}
+    shared = {"size": options.size, **values, "text": dataset.key}
     runs = Runs(options.out / f"{options.name}.jsonl", shared)
     training = Training(options, base, dataset, runs, start)
     training.all()
@@ -244,7 +247,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "seeds": options.seeds,
         "first_seeds": options.first_seeds,
         "tuning_seeds": options.tuning_seeds,
-        "data": {key: value for key, value in dataset.summary().items() if key != "path"},
+        "data": {**dataset.summary(), "source": Path(text).name, "path": None},
         **runs.computing,
         "failures": runs.failures,
         "rows": [{k: v for k, v in row.items() if k in _KEPT} for row in runs.rows.values()],
@@ -281,18 +284,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=math.inf, help="for all of it; runs beyond it are cut")
     parser.add_argument("--tuning-share", type=float, default=0.6, help="of the time, for tuning before the table")
     parser.add_argument("--rules", nargs="+", metavar="NAME", help="a+b is a pair; by default all, pairs and adamw")
-    parser.add_argument("--data", default="python", help="text, as --data of quintic train")
+    parser.add_argument("--data", help=f"text, as --data of quintic train, or {PYTORCH}: the Python files of PyTorch")
     parser.add_argument("--data-dir", type=Path, default=Path("data"), help="where prepared text is kept")
     parser.add_argument("--tuning-seeds", nargs="+", type=int, default=[101])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5, 6, 7, 8])
+    parser.add_argument("--seeds", nargs="+", type=int, help="by default 8 on a GPU, 6 on a CPU")
     parser.add_argument("--first-seeds", type=int, default=3, help="how many of them all candidates get")
     parser.add_argument("--retuned", type=int, default=4, help="best rules whose rates of AdamW are tuned, too")
     parser.add_argument("--timed-steps", type=int, default=16, help="of each candidate")
     parser.add_argument("--set", nargs="*", default=[], metavar="OPTION=VALUE", help="for all runs: steps=300")
     options = parser.parse_args()
+    options.data = options.data or (PYTORCH if options.size == "depth12" else "python")
     options.rules = options.rules or names_of_all()
     if BASELINE not in options.rules:
         options.rules = [BASELINE, *options.rules]
+    options.seeds = options.seeds or list(range(1, 9 if options.gpus else 7))
     if {*options.tuning_seeds} & {*options.seeds}:
         parser.error("--tuning-seeds: settings must be chosen on other seeds than --seeds")
     for name in options.rules:

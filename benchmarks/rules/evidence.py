@@ -16,8 +16,10 @@ class Mean(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Mean":
-        """Return the mean of at least one number."""
+        """Return the mean of at least one number; infinite, with no error, if one of them is."""
         n = len(values)
+        if not all(map(math.isfinite, values)):
+            return cls(math.inf, math.nan, n)
         error = statistics.stdev(values) / math.sqrt(n) if n > 1 else math.nan
         return cls(statistics.fmean(values), error, n)
 
@@ -29,8 +31,8 @@ def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Mean | No
 
 
 def p_value(difference: Mean) -> float:
-    """Return the two-sided p value of a paired t-test against a difference of zero; nan with fewer than two pairs."""
-    if difference.n < 2:
+    """Return the two-sided p value of a paired t-test against a difference of zero; nan without a standard error."""
+    if math.isnan(difference.error):
         return math.nan
     if difference.error == 0:
         return 1.0 if difference.mean == 0 else 0.0
@@ -57,8 +59,10 @@ def t_tail(t: float, freedom: int) -> float:
 def steps_to(curve: Sequence[Sequence[float]], loss: float) -> float | None:
     """Return the step at which a curve of (step, loss) first reaches a loss, between evaluations by a line.
 
-    None if it never does, or has done so before the first evaluation.
+    None if it never does; the first evaluation if it has done so by then.
     """
+    if curve and curve[0][1] <= loss:
+        return curve[0][0]
     for (before, higher), (after, lower) in itertools.pairwise(curve):
         if higher > loss >= lower:
             return before + (after - before) * (higher - loss) / (higher - lower)

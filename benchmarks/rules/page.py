@@ -13,14 +13,15 @@ Row = Mapping[str, Any]
 _SETTING = ("setting", "rate", "aux")
 
 _NOTE = """\
-**loss**: of held-back text at the end, in nats per token. **less Muon**: mean difference of the runs of equal seed, and
-its standard error; negative is better than Muon. **p**: paired two-sided t-test, Student's distribution with n - 1
-degrees of freedom. **steps to Muon's loss**: where the run's curve crosses the final loss of Muon's run of that seed,
-between evaluations by a line, in % of the steps (in brackets how many do, if not all). The rates fall to zero at the
-end of every run, so a curve that ends a little lower crosses late. **equal length**: Muon was also trained with fewer
-and with more steps, each with its whole schedule. A rule that ends where Muon would after 1 / 0.95 of the steps has 95
-here, seed by seed: it needs 95 % of Muon's steps; ~ where a seed lies outside of the lengths tried. **ms**: medians of
-steps timed alone on a device. **bytes**: state for each weight of the matrices."""
+**loss**: of held-back text at the end, in nats per token; inf if a run diverged. **less Muon**: mean difference of
+the runs of equal seed, and its standard error; negative is better than Muon. **p**: paired two-sided t-test,
+Student's distribution with n - 1 degrees of freedom. **steps to Muon's loss**: where the run's curve crosses the
+final loss of Muon's run of that seed, between evaluations by a line, in % of the steps (in brackets how many do, if
+not all). The rates fall to zero at the end of every run, so a curve that ends a little lower crosses late. **equal
+length**: Muon was also trained with fewer and with more steps, each with its whole schedule. A rule that ends where
+Muon would after 1 / 0.95 of the steps has 95 here, seed by seed: it needs 95 % of Muon's steps; ~ where a seed lies
+outside of the lengths tried. **ms**: medians of steps timed alone on a device. **bytes**: state for each weight of
+the matrices."""
 
 
 class Study:
@@ -229,7 +230,7 @@ def _cells(study: Study, name: str, is_near: bool) -> list[str]:
 def _shown(mean: Mean | None, form: str) -> str:
     if mean is None:
         return "-"
-    return f"{mean.mean:{form}}" + (f" ± {mean.error:{form.lstrip('+')}}" if mean.n > 1 else "")
+    return f"{mean.mean:{form}}" + (f" ± {mean.error:{form.lstrip('+')}}" if math.isfinite(mean.error) else "")
 
 
 def _p(difference: Mean) -> str:
@@ -243,7 +244,7 @@ def _verdict(study: Study, names: Sequence[str], near: Sequence[str]) -> list[st
     kinds: dict[str, list[str]] = {"better": [], "worse": [], "open": []}
     compared = [(name, d) for name in names if (d := paired(study.losses(name), baseline)) is not None]
     for name, difference in compared:
-        sure = p_value(difference) < 0.05
+        sure = p_value(difference) < 0.05 or difference.mean == math.inf  # diverged
         kind = "open" if not sure else "better" if difference.mean < 0 else "worse"
         kinds[kind].append(candidate(name).title)
     if not compared:

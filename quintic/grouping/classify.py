@@ -256,13 +256,17 @@ def _numbers_of_experts(module: nn.Module) -> Iterator[int]:
             yield from (len(param) for param in child._parameters.values() if param is not None and param.ndim == 3)
 
 
-def _as_adapted(use: ParameterUse, known: Mapping[Tensor, Sequence[RegistryMatch]]) -> Assignment | None:
-    """Return the assignment of LoRA's B, (out, rank), if the registry splits the outputs of the weight it adapts."""
+def _adapted_layer(use: ParameterUse) -> nn.Module | None:
+    """Return the layer that the adapter of a part of it adapts; None for other modules, also for this layer."""
     tuner = next((module for module in use.above[:2] if is_tuner(module)), None)
     base = tuner._modules.get("base_layer") if tuner is not None else None
-    if base is None or use.above[0] is not getattr(tuner, "lora_B", None):
-        return None
-    weight = stored(base, "weight")
+    return None if base is use.module else base
+
+
+def _as_adapted(use: ParameterUse, known: Mapping[Tensor, Sequence[RegistryMatch]]) -> Assignment | None:
+    """Return the assignment of LoRA's B, (out, rank), if the registry splits the outputs of the weight it adapts."""
+    base = _adapted_layer(use)
+    weight = stored(base, "weight") if base is not None and "lora_B" in use.module_name.split(".") else None
     entries = known.get(weight, ()) if weight is not None else ()
     view = entries[0].view if entries else None
     if not isinstance(view, Split):
@@ -273,13 +277,10 @@ def _as_adapted(use: ParameterUse, known: Mapping[Tensor, Sequence[RegistryMatch
 
 def _of_adapted(use: ParameterUse, heads: Mapping[nn.Module, str]) -> str | None:
     """Return why AdamW takes the factor of an adapter: it adapts an embedding or an output head; else None."""
-    tuner = next((module for module in use.above[:2] if is_tuner(module)), None)
-    base = tuner._modules.get("base_layer") if tuner is not None else None
-    if base is None or base is use.module:
-        return None
+    base = _adapted_layer(use)
     if isinstance(base, nn.Embedding):
         return "adapter of an embedding"
-    return f"adapter of an {heads[base]}" if base in heads else None
+    return f"adapter of an {heads[base]}" if base is not None and base in heads else None
 
 
 def _by_attribute(use: ParameterUse, param: Tensor) -> Assignment | None:

@@ -187,10 +187,8 @@ class _Copier:
             param = modules[holder]._parameters.get(key) if holder in modules else None
             if param is None:
                 continue
-            found = set(_operations(node))
-            if param in self._operations:
-                found |= {self._operations[param]}
-            self._operations[param] = _together(found)
+            known = {self._operations[param]} if param in self._operations else set()
+            self._operations[param] = _together(known.union(_operations(node)))
         for name, param in owner.named_parameters():
             if type(modules[name.rpartition(".")[0]]) is nn.Module:
                 self._operations.setdefault(param, Operation("nothing"))
@@ -198,12 +196,9 @@ class _Copier:
 
 def _together(found: set[Operation | None]) -> Operation | None:
     """Return the operation if all uses have the same one; a table with a lookup is an embedding in any case."""
-    found = {operation for operation in found if operation is None or operation.kind != "nothing"} or {
-        Operation("nothing")
-    }
-    lookup = next((operation for operation in found if operation is not None and operation.kind == "embedding"), None)
-    if lookup is not None:
-        return lookup
+    if Operation("embedding") in found:
+        return Operation("embedding")
+    found = found - {Operation("nothing")} or {Operation("nothing")}
     return found.pop() if len(found) == 1 else None
 
 
@@ -249,14 +244,10 @@ def _convolution_operation(name: str, node: fx.Node) -> Operation:
 
 def _layer_for(operation: Operation, weight: Tensor) -> type[nn.Module] | None:
     """Return the class of `torch.nn` whose weight takes part in this operation; None if there is no such class."""
-    if operation.kind == "linear" and weight.ndim == 2:
-        return nn.Linear
-    if operation.kind == "embedding" and weight.ndim == 2:
-        return nn.Embedding
     if operation.kind == "convolution":
         wanted = (weight.ndim, operation.transposed)
         return next((layer for layer, kind in _CONVOLUTIONS.items() if kind == wanted), None)
-    return nn.LayerNorm if operation.kind == "norm" else None
+    return {"linear": nn.Linear, "embedding": nn.Embedding, "norm": nn.LayerNorm}.get(operation.kind)
 
 
 def _sizes_of(
@@ -273,11 +264,10 @@ def _sizes_of(
         ndim, transposed = _CONVOLUTIONS[layer]
         if len(shape) != ndim or operation is None or operation.kind != "convolution":
             return None
-        groups = operation.groups
         # A plain convolution stores (out, in / groups, ...), a transposed one (in, out / groups, ...).
-        first, second = shape[0], shape[1] * groups
+        first, second = shape[0], shape[1] * operation.groups
         outputs, inputs = (second, first) if transposed else (first, second)
-        return {"out_channels": outputs, "in_channels": inputs, "groups": groups, "transposed": transposed}
+        return {"out_channels": outputs, "in_channels": inputs, "groups": operation.groups, "transposed": transposed}
     if issubclass(layer, nn.MultiheadAttention):
         widths = {p.shape[-1] for key in ("in_proj_weight", "q_proj_weight") if (p := params.get(key)) is not None}
         return {"embed_dim": widths.pop()} if len(widths) == 1 else None

@@ -106,34 +106,24 @@ def grouped(
     adamw: Mapping[str, Any] | None,
 ) -> list[dict[str, Any]]:
     """Return the groups of `param_groups` for assignments already made; a reason never splits a group."""
-    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     defaults = {
         which: _hyperparameters(which, {} if options is None else options)
         for which, options in (("muon", muon), ("adamw", adamw))
     }
-    # Options may hold lists, which cannot be hashed: sets of options are numbered in the order they come.
-    distinct: list[Mapping[str, Any]] = []
-    checked: list[dict[str, Any]] = []
+    # Options may hold lists, which cannot be hashed: groups are found by comparison.
+    groups: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     for param, one in assignments.items():
-        if one.options not in distinct:
-            checked.append(_hyperparameters(f"options of the rule for {one.name}", one.options))
-            distinct.append(one.options)
         # Equal views may name their matrices differently, and QK-clip reads the names.
-        matrix_names = getattr(one.view, "names", None)
-        number = distinct.index(one.options)
-        key = (one.algorithm, one.view, matrix_names, number)
-        if key not in groups:
-            groups[key] = {
-                "params": [],
-                "param_names": [],
-                "algorithm": one.algorithm,
-                "view": one.view,
-                **defaults[one.algorithm],
-                **checked[number],
-            }
-        groups[key]["params"].append(param)
-        groups[key]["param_names"].append(one.name)
-    return sorted(groups.values(), key=lambda group: not orthogonalizes(group["algorithm"]))
+        key = (one.algorithm, one.view, getattr(one.view, "names", None), one.options)
+        group = next((group for other, group in groups if other == key), None)
+        if group is None:
+            own = _hyperparameters(f"options of the rule for {one.name}", one.options)
+            about: dict[str, Any] = {"params": [], "param_names": [], "algorithm": one.algorithm, "view": one.view}
+            group = {**about, **defaults[one.algorithm], **own}
+            groups.append((key, group))
+        group["params"].append(param)
+        group["param_names"].append(one.name)
+    return sorted((group for _, group in groups), key=lambda group: not orthogonalizes(group["algorithm"]))
 
 
 def _hyperparameters(source: str, options: Mapping[str, Any]) -> dict[str, Any]:

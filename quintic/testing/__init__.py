@@ -8,6 +8,7 @@ processes.py   the two processes
 
 import traceback
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def check_update_rule(
             first matrix. Later checks are left out if earlier ones find something.
         TypeError: no rule was given.
         ValueError: no rule has this name, or the rule does not orthogonalise.
-        RuntimeError: this process is in a process group, or the rule cannot be sent to the other processes.
+        RuntimeError: this process is in a process group, NumPy is missing, or the rule cannot be sent to the other
+            processes.
         TimeoutError: the processes had not finished in time.
     """
     # None would be Muon as an option.
@@ -68,6 +70,8 @@ def check_update_rule(
         raise RuntimeError(
             "check_update_rule starts processes of its own: call it where torch.distributed is not initialised"
         )
+    if find_spec("numpy") is None:
+        raise RuntimeError("check_update_rule needs NumPy: PyTorch sends objects between ranks with it; install numpy")
     given = dict(options or {})
     done, findings = run_on_ranks(_check_on_rank, 2, chosen, given, timeout=timeout)
     if not findings and (torch.cuda.is_available() if gpu is None else gpu):

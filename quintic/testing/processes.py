@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 __all__ = ["run_on_ranks"]
 
-# Collectives give up after this part of the time, so that a rank that waits in vain can say where.
+# Collectives give up after this part of the time, so that a rank that waits in vain raises, and says where.
 _GROUP_PART = 0.75
 
 # Seconds for the other ranks to report after the first one has failed, and for a process to end.
@@ -88,7 +88,7 @@ def run_on_ranks(function: Callable[..., _Checked], world_size: int, *args: Any,
 
 def _together(answers: dict[int, _Checked]) -> _Checked:
     findings = dict.fromkeys(line for _, found in answers.values() for line in found)
-    return next(iter(answers.values()))[0], list(findings)
+    return max((done for done, _ in answers.values()), key=len), list(findings)
 
 
 def _answers(connections: list[Connection], deadline: float) -> dict[int, _Checked]:
@@ -120,6 +120,8 @@ def _rank_main(
     # Threads that the parent computed with do not exist in a forked process.
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
+    # Tests may have made warnings of PyTorch errors.
+    warnings.simplefilter("ignore")
     # The machine's own name need not lead anywhere.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:

@@ -94,6 +94,9 @@ def test_differences_are_of_equal_seeds() -> None:
     assert alone is not None
     assert math.isnan(evidence.p_value(alone))
     assert evidence.p_value(evidence.Mean(-0.1, 0.0, 3)) == 0.0
+    diverged = evidence.Mean.of([3.0, math.inf])
+    assert diverged.mean == math.inf
+    assert math.isnan(evidence.p_value(diverged))
 
 
 def test_steps_to_a_loss() -> None:
@@ -101,7 +104,8 @@ def test_steps_to_a_loss() -> None:
     assert evidence.steps_to(curve, 3.05) == pytest.approx(95)
     assert evidence.steps_to(curve, 3.0) == pytest.approx(100)
     assert evidence.steps_to(curve, 2.9) is None
-    assert evidence.steps_to(curve, 3.3) is None
+    assert evidence.steps_to(curve, 3.3) == 80
+    assert evidence.steps_to([], 3.3) is None
     # Falls by 0.1 with each doubling.
     losses = {50: 3.1, 100: 3.0, 200: 2.9}
     assert evidence.equal_length(losses, 3.0) == pytest.approx(100)
@@ -115,6 +119,13 @@ def row(rule: str, seed: int, loss: float | None, *, rate: float = 0.02, aux: fl
     cell = {"rule": rule, "setting": "", "rate": rate, "aux": aux, "seed": seed, "steps": steps}
     end = 9.0 if loss is None else loss
     return {"cell": cell, "loss": loss, "losses": [[0.8 * steps, end + 0.2], [0.9 * steps, end + 0.1], [steps, end]]}
+
+
+def test_a_rule_that_diverged_is_worse() -> None:
+    rows = [*rows_of_a_study(), row("aurora", 101, 3.0), row("aurora", 1, None), row("aurora", 2, 3.0)]
+    text = page(result_of(rows, ["muon", "normuon", "aurora"]))
+    assert "- Worse than Muon (p < 0.05 each): Aurora." in text
+    assert "| Aurora | 2 | inf | +inf | - |" in text
 
 
 def rows_of_a_study() -> list[Any]:
@@ -151,17 +162,20 @@ def test_the_table_has_the_best_setting_that_has_its_seeds() -> None:
     assert study.equal_lengths("muown")[1]
 
 
-def test_the_page_tells_wins_and_misses(tmp_path: Any) -> None:
-    result: Mapping[str, Any] = {
+def result_of(rows: list[Any], rules: list[str]) -> Mapping[str, Any]:
+    return {
         "command": "python -m benchmarks.rules", "commit": "abc", "seconds": 1.0, "size": "tiny", "load": 3.0,
         "machine": {"device": "CPU", "cpu": "a processor", "cores": 2, "dtype": "float32", "attention": "sdpa"},
         "versions": {"python": "3.12", "torch": "2.13"}, "devices": ["cpu"], "at_once": 2, "steps": 100,
         "batch_tokens": 512, "model": {"depth": 1, "aspect_ratio": 16, "head_dim": 32, "seq_len": 64},
         "data": {"source": "python", "train_tokens": 1000, "val_tokens": 10},
-        "rules": ["muon", "normuon", "muown", "adamw"],
-        "tuning_seeds": [101], "first_seeds": 3, "failures": [], "rows": rows_of_a_study(),
+        "rules": rules,
+        "tuning_seeds": [101], "first_seeds": 3, "failures": [], "rows": rows,
     }  # fmt: skip
-    text = page(result)
+
+
+def test_the_page_tells_wins_and_misses() -> None:
+    text = page(result_of(rows_of_a_study(), ["muon", "normuon", "muown", "adamw"]))
     assert (
         "| **NorMuon** | 3 | 2.9500 | -0.0500 ± 0.0006 | < 0.001 | 95.0 ± 0.1 | 70.7 ± 0.3 | 2.50 | 30.2 | 4.06 |"
         in text

@@ -31,6 +31,8 @@ import quintic
 # Both have NorMuon's second moments; the others' state is a part of theirs, except for "fp32".
 RULES = ("neuron", "mantissa")
 ALL = ("neuron", "fp32", "mantissa")
+# State for each row and each matrix, two averages in two dtypes, an average of steps.
+OF_THE_FIELD = ("muown", "bf16_hyperball", "narrow_two_rate", "ema_nesterov")
 BEFORE, AFTER = 2, 2
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -206,6 +208,19 @@ def test_a_run_goes_on_in_another_layout(saving, loading, tmp_path):
     goes_on(LAYOUTS[saving], LAYOUTS[loading], titles, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        ("sharded-2", "tp-2"),
+        ("tp-2", "one"),
+        ("fsdp2-3", "ep_fsdp2-2x2"),
+        ("ep_fsdp2-2x2", "averaged-3"),
+    ],
+)
+def test_rules_of_the_field_go_on_in_another_layout(saving, loading, tmp_path):
+    goes_on(LAYOUTS[saving], LAYOUTS[loading], OF_THE_FIELD, tmp_path)
+
+
 def test_fsdp2_on_four_ranks_goes_on_on_two_and_on_one(tmp_path):
     four, two = (Layout((size,), wrappings.data_parallel) for size in (4, 2))
     goes_on(four, two, RULES, tmp_path)
@@ -280,6 +295,11 @@ def in_memory(rank, world_size, layout, titles):
 def test_state_dicts_of_one_device_and_of_a_layout_load_into_each_other(name):
     # The state of "neuron" is a part of that of "mantissa".
     titles = ALL if name == "fsdp2-3" else ("fp32", "mantissa")
+    run(in_memory, LAYOUTS[name].world_size, LAYOUTS[name], titles, timeout=60)
+
+
+@pytest.mark.parametrize(("name", "titles"), [("tp-2", OF_THE_FIELD), ("hsdp-2x2", OF_THE_FIELD[:1])])
+def test_states_of_rules_of_the_field_load_into_each_other(name, titles):
     run(in_memory, LAYOUTS[name].world_size, LAYOUTS[name], titles, timeout=60)
 
 

@@ -91,6 +91,7 @@ OPTIONS = (
     {"compute_dtype": torch.float32},
     {"compute_dtype": torch.float16, "normalize": "neuron"},
     {"compute_dtype": torch.float32, "normalize": "element"},
+    {"compute_dtype": torch.float32, "update_rule": "muown"},
 )
 
 

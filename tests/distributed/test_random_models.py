@@ -24,6 +24,22 @@ from trajectories import fused_adamw_tolerance
 import quintic
 from quintic import Experts, Heads, Matrix, Rows, Split
 from quintic.optim.layout.views import View
+from quintic.optim.rules.library.muoneq import Equalize
+from quintic.optim.rules.rule import UpdateRule
+from quintic.optim.rules.table import (
+    ADAMUON,
+    AURORA,
+    EMA_NESTEROV,
+    HYPERBALL,
+    MUON,
+    MUON_PLUS,
+    NANOCHAT,
+    RADIAL_BRAKE,
+    RELATIVE_UPDATE,
+    RULES,
+    TWO_RATE,
+    rule_of,
+)
 
 STEPS = 4
 NUM_SEEDS = int(os.environ.get("QUINTIC_TEST_SEEDS", "20"))
@@ -34,6 +50,10 @@ SEEDS = range(FIRST_SEED, FIRST_SEED + NUM_SEEDS)
 AT_A_TIME, SECONDS = 20, 5
 
 AVERAGING = ("replicated", "sharded", "sharded_sparse")
+
+# What drawn rules are made of.
+EQUALIZED, SIGNED = (Equalize("both"),), ADAMUON.before
+WEIGHTS = (None, HYPERBALL.constrain, RADIAL_BRAKE.constrain, RELATIVE_UPDATE.constrain)
 
 # Of layouts of `DTensor`s, the meshes: all ranks, all in two dimensions, and half of these each.
 MESHES = {"cut": ["all"], "cut twice": ["square"], "several meshes": ["all", "square", "rows", "columns"]}
@@ -133,7 +153,35 @@ def random_case(seed: int, world_size: int) -> Drawn:
     options["scale_decay"] = choose.random() < 0.5
     if options["cautious"]:
         options["cautious"] = choose.choice([True, "strict"])
+    if choose.random() < 0.35:
+        draw_rule(choose, options)
     return found
+
+
+def draw_rule(choose: random.Random, options: dict[str, Any]) -> None:
+    """Put a rule of the field into options, or one of several rules' stages, with options that it can have."""
+    options["normalize"] = None
+    options["update_rule"] = choose.choice(
+        [*sorted(RULES.keys() - {"muon", "normuon", "adamuon"}), composed(choose), composed(choose)]
+    )
+    rule = rule_of("muon", None, options["update_rule"])
+    if rule.scale is not None:
+        options["adjust_lr"] = "spectral"
+    if rule.constrain is not None:
+        options |= {"cautious": False, "scale_decay": False}
+
+
+def composed(choose: random.Random) -> UpdateRule:
+    before, polar, constrain = choose.choice([EQUALIZED, SIGNED]), choose.choice([None, AURORA]), choose.choice(WEIGHTS)
+    return UpdateRule(
+        title="drawn",
+        direction=choose.choice([TWO_RATE, MUON]).direction,
+        before=before,
+        polar=polar and polar.polar,
+        after=choose.choice([NANOCHAT, ADAMUON, MUON_PLUS, MUON]).after,
+        constrain=constrain,
+        drift=choose.choice([EMA_NESTEROV, MUON]).drift,
+    )
 
 
 def draw_matrix(choose: random.Random) -> tuple[tuple[int, ...], View]:

@@ -326,6 +326,35 @@ def test_rotary_positions_by_complex_numbers_make_no_pieces():
     assert found["a.weight"].view == quintic.Matrix()
 
 
+COS = torch.ones(5, 4)
+
+
+def turned_by_halves(t):
+    one, two = t.chunk(2, -1)
+    return t * COS.repeat(1, 2) + torch.cat([-two, one], -1) * COS.repeat(1, 2)
+
+
+def turned_by_pairs(t):
+    pairs = t.unflatten(-1, (-1, 1, 2))
+    return (COS[..., None] * pairs[..., 0] + COS[..., None] * pairs[..., 1]).flatten(-2)
+
+
+def turned_by_complex_numbers(t):
+    angles = torch.polar(COS, torch.zeros_like(COS))
+    return torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2))) * angles).flatten(-2)
+
+
+@pytest.mark.parametrize("turned", [turned_by_halves, turned_by_pairs, turned_by_complex_numbers])
+def test_rotary_positions_keep_the_features_of_a_head_together(turned):
+    def run(m, x):
+        q, k, v = m.qkv(x).view(2, 5, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        out = nn.functional.scaled_dot_product_attention(turned(q), turned(k), v)
+        return m.fc(out.transpose(1, 2).flatten(2))
+
+    found = rows(Fn(run, qkv=nn.Linear(32, 96), fc=nn.Linear(32, 7)))
+    assert found["qkv.weight"].view == quintic.Split((32, 32, 32))
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_learned_queries_are_no_matrices(fused):
     def run(m, x):

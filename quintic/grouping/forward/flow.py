@@ -3,15 +3,16 @@
 1. A weight starts with the index of each of its entries (`Trail.coordinates`), which its views keep.
 2. A product of a weight and activations gives each entry of the result a label: the output feature that it is.
 3. A reshape, slice or permutation of the tensor is done to its labels, too, so that any interleaving of queries and
-   keys is recognised. Features that are added to each other have a mask of features in place of labels.
+   keys is recognised. Features that are added to each other, as by rotary positions, are noted as joined.
 4. Labels end in the next product, or in an operation that mixes features. The set of features that ends together is
-   noted as arrived: the sets of a fused weight are disjoint.
+   noted as arrived, and what is joined to it: the sets of a fused weight are disjoint.
 
 Beside labels, a tensor has its sources: the weights whose features it holds in any form. Their outputs are consumed if
 a later weight is multiplied with them. A tensor that depends on weights and constants only is fixed.
 """
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["LARGEST", "Flow", "Usage", "is_fake"]
+__all__ = ["LARGEST", "Flow", "Usage"]
 
 _INPUT, _LOOKED_UP = -1, -2
 """Sources of tensors that no matrix has made: inputs, also joined with a weight; rows of tables."""
@@ -39,29 +40,19 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_PRODUCTS = _names("mm addmm bmm baddbmm _grouped_mm linear mv addmv")
-_VIEWS = _names(
-    "view _unsafe_view reshape _reshape_alias permute transpose t unsqueeze squeeze expand slice select split narrow "
-    "split_with_sizes chunk unbind unsafe_chunk unsafe_split unsafe_split_with_sizes diagonal flip roll repeat "
-    "pixel_shuffle pixel_unshuffle unfold movedim swapaxes"
-)
+_PRODUCTS = _names("mm addmm bmm baddbmm _grouped_mm mv addmv")
+# Beside the views of PyTorch.
+_MOVES = _names("_unsafe_view unsafe_split unsafe_split_with_sizes flip roll repeat pixel_shuffle pixel_unshuffle")
 _SAME = _names(
-    "detach alias clone _to_copy contiguous lift_fresh lift_fresh_copy _softmax _safe_softmax _log_softmax cumsum "
-    "native_dropout dropout masked_fill tril triu constant_pad_nd"
+    "clone _to_copy _softmax _safe_softmax _log_softmax cumsum native_dropout masked_fill tril triu constant_pad_nd"
 )
-_NORMS = _names(
-    "native_layer_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training rms_norm "
-    "native_group_norm _fused_rms_norm cudnn_batch_norm _batch_norm_no_update _batch_norm_with_update"
-)
+_NORM = re.compile("(batch|layer|group|rms)_norm")
 _REDUCTIONS = _names("max mean sum amax amin var std logsumexp prod")
-_POOLS = _names(
-    "_adaptive_avg_pool2d avg_pool2d max_pool2d_with_indices upsample_bilinear2d upsample_nearest2d avg_pool1d "
-    "_adaptive_avg_pool3d max_pool2d upsample_bicubic2d avg_pool3d max_pool3d_with_indices"
-)
+_POOL = re.compile("pool|upsample")
+_RECURRENT = re.compile("lstm|gru|rnn")
 _LOOKUPS = _names("embedding _embedding_bag _embedding_bag_forward_only index index_select gather take")
 # The position of the dimension among the arguments of operations that choose.
 _CHOICES = {"topk": 2, "argmax": 1, "sort": 1, "argsort": 1, "kthvalue": 2, "_softmax": 1, "_safe_softmax": 1}
-_SOFTMAX = _names("_softmax _safe_softmax")
 _ADDITIONS = _names("add sub rsub where lerp maximum minimum masked_fill copy")
 
 
@@ -86,6 +77,8 @@ class Usage:
     transposed: set[bool] = field(default_factory=set)
     arrived: dict[bytes, Tensor] = field(default_factory=dict)
     """The sets of output features that ended together, as masks."""
+    joined: dict[bytes, Tensor] = field(default_factory=dict)
+    """Pairs of output features that were added to each other, (2, pairs)."""
     consumed: bool = False
     """A weight was multiplied with features of this one."""
     compared: bool = False
@@ -105,8 +98,7 @@ class Trail:
     """Where a tensor comes from."""
 
     labels: dict[int, Tensor] = field(default_factory=dict)
-    """For each weight whose features are known: the feature of each entry, -1 for none. A mask of features,
-    of one dimension and boolean, where they were added to each other."""
+    """For each weight whose features are known: the feature of each entry, -1 for none."""
     sources: frozenset[int] = frozenset()
     coordinates: tuple[int, list[Tensor]] | None = None
     """If the tensor is a weight or a view of it: for each dimension of the weight, the index of each entry."""
@@ -155,7 +147,7 @@ class Flow(TorchDispatchMode):
         """Run an operation on fake tensors, and follow it."""
         kwargs = kwargs or {}
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        if given and not any(map(is_fake, given)):
+        if given and not any(map(_is_fake, given)):
             # Integers have values, which may be numbers of tokens or places of images. Numbers made of them have none.
             out = func(*args, **kwargs)
             out = tree_map(lambda one: self.fake.from_tensor(one) if _has_no_values(one) else one, out)
@@ -166,7 +158,11 @@ class Flow(TorchDispatchMode):
         if func is torch.ops.aten.index.Tensor:
             args = args[0], _as_places(args[1])
         with self.fake:
-            out = _grouped_product(*args) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
+            if func is torch.ops.aten._grouped_mm.default:
+                # The kernel does not take all dtypes. A stack of weights is on the right.
+                out = args[0].new_empty([*args[0].shape[:-1], args[1].shape[-1]])
+            else:
+                out = func(*args, **kwargs)
         if not given and isinstance(out, Tensor) and not _has_no_values(out) and out.numel() <= LARGEST:
             return func(*args, **kwargs)
         if isinstance(func, HigherOrderOperator):
@@ -183,9 +179,7 @@ class Flow(TorchDispatchMode):
         """Follow a kernel that reads some of these tensors and fills the others, which nothing has written yet."""
         trails = [trail for trail in map(self._trail, tensors) if trail is not None]
         self._opaque("", (), trails)
-        for trail in trails:
-            if trail.coordinates is not None:
-                self.usages[trail.coordinates[0]].kinds.add("other")
+        self._note_weights("", trails, False)
         for tensor in [tensor for tensor in tensors if self._trail(tensor) is None] or tensors:
             self._write(tensor, _sources_of(trails))
 
@@ -214,17 +208,19 @@ class Flow(TorchDispatchMode):
             return
         if base in _PRODUCTS:
             return self._product(base, args, outs[0])
-        if base in ("convolution", "_convolution"):
-            return self._convolution(args, outs[0])
+        weight = self._trail(args[1]) if "convolution" in base else None
+        if weight is not None and weight.coordinates is not None:
+            return self._convolution(args, weight.coordinates[0], outs[0])
         first = trails[0]
         if first is not None and first.coordinates is not None and base in _LOOKUPS:
-            chosen = self._chosen_experts(base, args, first, outs[0])
-            if chosen is not None:
-                return self.put(outs[0], chosen)
-            self.usages[first.coordinates[0]].kinds.add("table")
+            number, axes = first.coordinates
+            if len(axes) == 3 and outs[0].shape[-2:] == axes[0].shape[-2:]:  # matrices of a stack
+                chosen = number, [axis[0].expand(outs[0].shape) for axis in axes]
+                return self.put(outs[0], Trail(coordinates=chosen, is_fixed=True))
+            self.usages[number].kinds.add("table")
             return self.put(outs[0], Trail(sources=frozenset({_LOOKED_UP})))
-        is_view = base in _VIEWS or (func.is_view and base not in _SAME)
-        if first is not None and (is_view or (base in _SAME and len(known) == 1)) and base not in _CHOICES:
+        is_view = func.is_view or base in _MOVES or (base in _SAME and len(known) == 1 and base not in _CHOICES)
+        if first is not None and is_view:
             return self._view(base, func, args, kwargs, first, outs)
         if base in _CHOICES:
             self._choice(base, args, kwargs, first)
@@ -234,13 +230,13 @@ class Flow(TorchDispatchMode):
         if any(trail.coordinates is not None for trail in known) and not all(trail.is_fixed for trail in known):
             sources |= {_INPUT}
         labels: dict[int, Tensor] = {}
-        if base in _NORMS:
+        if _NORM.search(base):
             labels, sources = (first.labels, first.sources) if first is not None else ({}, sources)
         elif is_pointwise or base in _SAME:
             labels = self._pointwise(base, given, trails, outs[0])
         elif base in ("cat", "stack"):
             labels = self._cat(func, args, kwargs, trails)
-        elif base in _REDUCTIONS or base in _POOLS:
+        elif base in _REDUCTIONS or _POOL.search(base):
             labels = self._reduced(base, args, kwargs, first, outs[0])
         else:
             self._opaque(base, args, known)
@@ -255,25 +251,16 @@ class Flow(TorchDispatchMode):
         if func._schema.is_mutable and sources:
             self._write(given[0], sources)
 
-    def _chosen_experts(self, base: str, args: Any, first: Trail, out: Tensor) -> Trail | None:
-        """Return the trail of matrices that are chosen from a stack; None for other lookups."""
-        assert first.coordinates is not None
-        number, axes = first.coordinates
-        is_first = (base == "index" and len(args[1]) == 1) or (base == "index_select" and args[1] == 0)
-        if len(axes) != 3 or axes[0].ndim != 3 or not is_first:
-            return None
-        kept = [axis.narrow(0, 0, 1).expand(out.shape) for axis in axes[1:]]
-        return Trail(coordinates=(number, [torch.zeros((), dtype=torch.int32).expand(out.shape), *kept]), is_fixed=True)
-
-    def _end(self, trail: Trail, only: Iterable[int] | None = None) -> None:
+    def _end(self, trail: Trail) -> None:
         """Note the features of a tensor as a set that goes one way."""
-        for number in list(trail.labels) if only is None else only:
-            mask = self._mask(number, trail.labels[number])
-            self.usages[number].arrived[mask.numpy().tobytes()] = mask
+        for number, labels in trail.labels.items():
+            self._arrive(number, labels)
+
+    def _arrive(self, number: int, labels: Tensor) -> None:
+        mask = self._mask(number, labels)
+        self.usages[number].arrived[mask.numpy().tobytes()] = mask
 
     def _mask(self, number: int, labels: Tensor) -> Tensor:
-        if labels.dtype == torch.bool:
-            return labels
         labels = _without_repeats(labels)
         mask = torch.zeros(self.usages[number].rows + 1, dtype=torch.bool)
         mask[labels.reshape(-1).long()] = True  # -1 is the last entry
@@ -287,13 +274,11 @@ class Flow(TorchDispatchMode):
 
     def _opaque(self, base: str, args: Any, known: Sequence[Trail]) -> None:
         """Take an operation for one that mixes its inputs, as attention and recurrent layers do."""
-        is_recurrent = any(word in base for word in ("lstm", "gru", "rnn"))
         for trail in known:
-            self._end(trail)
-            if is_recurrent and trail.coordinates is not None:
-                self.usages[trail.coordinates[0]].kinds.add("recurrent")
-            elif is_recurrent:
+            if _RECURRENT.search(base):
                 self._consume(trail, _INPUT)
+            else:
+                self._end(trail)
         if "attention" in base:
             for trail in filter(None, map(self._trail, args[:2])):
                 if trail.coordinates is not None:
@@ -306,11 +291,11 @@ class Flow(TorchDispatchMode):
         if base in _SAME or (is_pointwise and all(trail is None or trail.is_fixed for trail in trails)):
             return
         kinds = {"cat": "table", "stack": "table", "mul": "factor", "div": "factor"}
+        kind = "added" if base in _ADDITIONS else kinds.get(base, "other")
+        kind = "norm" if _NORM.search(base) else "recurrent" if _RECURRENT.search(base) else kind
         for trail in trails:
-            if trail is not None and trail.coordinates is not None:
-                kind = "norm" if base in _NORMS else "added" if base in _ADDITIONS else kinds.get(base, "other")
-                if not (len(trails) == 1 and is_pointwise):
-                    self.usages[trail.coordinates[0]].kinds.add(kind)
+            if trail is not None and trail.coordinates is not None and not (len(trails) == 1 and is_pointwise):
+                self.usages[trail.coordinates[0]].kinds.add(kind)
 
     # ---------- features
 
@@ -319,13 +304,15 @@ class Flow(TorchDispatchMode):
 
         def moved(labels: Tensor) -> list[Tensor] | None:
             labels = labels.detach()  # operations in place change the tensor object
+            if base == "view_as_real":
+                return [labels.unsqueeze(-1).expand(outs[0].shape)]
             if base in _SAME:
                 return [labels] * len(outs) if labels.shape == outs[0].shape else None
-            if labels.numel() > LARGEST and not labels.is_contiguous() and base in ("reshape", "_unsafe_view"):
-                return None
             try:
-                if base in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
-                    return [labels.reshape(outs[0].shape)]
+                if base in ("view", "_unsafe_view"):
+                    # A copy of the labels of a large weight would fill the memory.
+                    is_copy = base == "_unsafe_view" and labels.numel() > LARGEST and not labels.is_contiguous()
+                    return None if is_copy else [labels.reshape(outs[0].shape)]
                 found = func(labels, *args[1:], **kwargs)
             except (RuntimeError, TypeError, NotImplementedError):
                 return None
@@ -334,11 +321,12 @@ class Flow(TorchDispatchMode):
 
         made = [Trail({}, first.sources, is_fixed=first.is_fixed) for _ in outs]
         for number, labels in first.labels.items():
-            if base == "view_as_complex":  # two features become one number; rotary positions mix them anyway
-                labels = self._mask(number, labels)
-            parts = [labels] * len(outs) if labels.dtype == torch.bool else moved(labels)
+            if base == "view_as_complex":  # two features become one number
+                parts: list[Tensor] | None = [self._joined(number, labels.unbind(-1))]
+            else:
+                parts = moved(labels)
             if parts is None:
-                self._end(first, [number])
+                self._arrive(number, labels)
                 continue
             for trail, part in zip(made, parts, strict=True):
                 trail.labels[number] = part
@@ -369,55 +357,52 @@ class Flow(TorchDispatchMode):
                         self.usages[number].space.update(*(other.sources for other in moving if other is not trail))
         kept: dict[int, Tensor] = {}
         for number in dict.fromkeys(number for trail in moving for number in trail.labels):
-            own = [trail for trail in moving if number in trail.labels]
-            others = [trail for trail in moving if number not in trail.labels]
+            every = [trail.labels[number].expand(out.shape) for trail in moving if number in trail.labels]
             # Inputs as they came are constants: positions, masks. One number for all features scales them.
             others = [
                 trail
                 for tensor, trail in pairs
-                if trail in others and not trail.sources <= {number, _INPUT} and not _is_scale(tensor, own, number, out)
+                if not (trail.is_fixed or number in trail.labels or trail.sources <= {number, _INPUT})
+                and not _is_scale(tensor, every, out)
             ]
             is_new = all(
                 (trail.labels and len(trail.sources) <= 3) or trail.sources <= {_LOOKED_UP, _INPUT} for trail in others
             )
-            joined = None
-            if not others or (is_sum and is_new):
-                joined = self._joined(number, [trail.labels[number] for trail in own], out, is_sum=is_sum)
-            if joined is not None:
-                kept[number] = joined
+            # Two halves multiplied with each other are two matrices; rotary positions add them and make one.
+            masks = [] if is_sum or len(every) == 1 else [self._mask(number, labels) for labels in every]
+            is_one = not masks or any(bool((masks[0] & mask).any()) for mask in masks[1:])
+            if is_one and (not others or (is_sum and is_new)):
+                kept[number] = self._joined(number, every)
             else:
-                for trail in own:
-                    self._end(trail, [number])
+                for labels in every:
+                    self._arrive(number, labels)
         return kept
 
-    def _joined(self, number: int, every: Sequence[Tensor], out: Tensor, *, is_sum: bool) -> Tensor | None:
-        """Return the features of a sum or product of features of one weight; None where they end."""
-        try:
-            every = [labels if labels.dtype == torch.bool else labels.expand(out.shape) for labels in every]
-        except RuntimeError:
-            return None
-        if len(every) == 1 or all(_is_equal(labels, every[0]) for labels in every[1:]):
-            return every[0]
-        masks = [self._mask(number, labels) for labels in every]
-        if all(torch.equal(mask, masks[0]) for mask in masks[1:]):
-            return every[0]
-        # Two halves multiplied with each other are two matrices; rotary positions add them and make one.
-        if not is_sum and not any(bool((masks[0] & mask).any()) for mask in masks[1:]):
-            return None
-        return torch.stack(masks).any(0)
+    def _joined(self, number: int, every: Sequence[Tensor]) -> Tensor:
+        """Note that labels of one shape name the same features, and return the first of them."""
+        first = every[0]
+        for labels in every[1:]:
+            # Once for all examples and positions.
+            alike = [axis for axis in range(first.ndim) if not (_varies(first, axis) or _varies(labels, axis))]
+            one, two = _first(first, alike), _first(labels, alike)
+            if torch.equal(one, two):
+                continue
+            rows, is_pair = self.usages[number].rows, (one >= 0) & (two >= 0)
+            pairs = (one[is_pair].long() * rows + two[is_pair]).unique()
+            self.usages[number].joined[pairs.numpy().tobytes()] = torch.stack([pairs // rows, pairs % rows])
+            first = torch.where(one < 0, two, one).expand(first.shape)
+        return first
 
     def _weighing(self, tensor: Tensor, trail: Trail, out: Tensor) -> None:
         """Find output features that are multiplied onto several others: a gate for each head, or for each expert."""
         for number, labels in trail.labels.items():
             usage = self.usages[number]
-            if labels.dtype == torch.bool or usage.rows * 2 > usage.columns:
+            if usage.rows * 2 > usage.columns:
                 continue
             if int(self._mask(number, labels).sum()) < usage.rows and usage.rows * 4 > usage.columns:
                 continue
-            missing = out.ndim - tensor.ndim
-            varying = [axis + missing for axis in range(labels.ndim) if _varies(labels, axis)]
-            shape = (1,) * missing + tuple(tensor.shape)
-            last = varying[-1] if varying else -1
+            last = max(_varying(labels, out), default=-1)
+            shape = (1,) * (out.ndim - tensor.ndim) + tuple(tensor.shape)
             # Over two dimensions, these are the places of an image, where each channel is scaled.
             if sum(shape[axis] == 1 < out.shape[axis] for axis in range(last + 1, out.ndim)) == 1:
                 usage.weighs = True
@@ -430,13 +415,11 @@ class Flow(TorchDispatchMode):
             return
         for number, labels in trail.labels.items():
             usage = self.usages[number]
-            if labels.dtype == torch.bool or not labels.ndim:
-                continue
             if not _varies(labels, axis):
                 # Weights that are compared with positions, to choose some of them, are learned queries.
-                if base in _SOFTMAX and not usage.is_layer:
+                if "softmax" in base and not usage.is_layer:
                     usage.kinds.add("table")
-            elif base not in _SOFTMAX:
+            elif "softmax" not in base:
                 usage.chooses = True
             elif usage.rows * 2 <= usage.columns:
                 usage.weighs = True
@@ -453,12 +436,7 @@ class Flow(TorchDispatchMode):
             every = [trail.labels.get(number) if trail is not None else None for trail in trails]
             if any(number in trail.sources and number not in trail.labels for trail in moving):
                 # Features that an unknown operation took come back to the others.
-                whole = torch.ones(self.usages[number].rows, dtype=torch.bool)
-                self.usages[number].arrived[whole.numpy().tobytes()] = whole
-            if any(labels is not None and labels.dtype == torch.bool for labels in every):
-                masks = [self._mask(number, labels) for labels in every if labels is not None]
-                kept[number] = torch.stack(masks).any(0)
-                continue
+                self._arrive(number, torch.arange(self.usages[number].rows))
             filled = [
                 torch.full(value.shape, -1, dtype=torch.int32) if labels is None else labels
                 for labels, value in zip(every, args[0], strict=True)
@@ -471,43 +449,34 @@ class Flow(TorchDispatchMode):
         kept: dict[int, Tensor] = {}
         axes = args[1] if len(args) > 1 else kwargs.get("dim")
         for number, labels in (trail.labels if trail is not None else {}).items():
-            if labels.dtype == torch.bool:
-                kept[number] = labels
-            elif base in _POOLS:
+            if _POOL.search(base):
                 ndim = 1 if base.endswith("1d") else 3 if "3d" in base else 2
-                kept[number] = _first_place(labels, ndim).expand(out.shape)
+                kept[number] = _first(labels, range(-ndim, 0)).expand(out.shape)
             elif axes is not None and out.numel():
                 over = [axes] if isinstance(axes, int) else list(axes)
-                if not over or any(_varies(labels, axis) for axis in over):
-                    continue
-                for axis in over:
-                    labels = labels.narrow(axis, 0, 1)
-                kept[number] = labels.reshape(out.shape)
+                if over and not any(_varies(labels, axis) for axis in over):
+                    kept[number] = _first(labels, over).reshape(out.shape)
         return kept
 
     # ---------- products
 
     def _product(self, base: str, args: Any, out: Tensor) -> None:
-        added = self._trail(args[0]) if base in ("addmm", "baddbmm", "addmv") else None
-        left, right = args[1:3] if base in ("addmm", "baddbmm", "addmv") else args[:2]
+        added, left, right = args[:3] if base in ("addmm", "baddbmm", "addmv") else (None, *args[:2])
         one, two = self._trail(left), self._trail(right)
         if two is not None and two.coordinates is not None:
             if one is not None and one.coordinates is not None:
                 self.usages[one.coordinates[0]].kinds.add("table")
                 one = None
-            number, axes = two.coordinates
-            if base == "linear":
-                axes = [axis.transpose(-1, -2) for axis in axes]
-            return self._weight_product(number, axes, one, out, is_right=True)
+            return self._weight_product(*two.coordinates, one, out, is_right=True)
         if one is not None and one.coordinates is not None:
             return self._weight_product(*one.coordinates, two, out, is_right=False)
         for trail, axis in ((one, -1), (two, -2 if right.ndim > 1 else 0)):
             if trail is not None:
                 for number, labels in trail.labels.items():
                     usage = self.usages[number]
-                    usage.compared |= not usage.chooses and (labels.dtype == torch.bool or _varies(labels, axis))
+                    usage.compared |= not usage.chooses and _varies(labels, axis)
                 self._end(trail)
-        known = [trail for trail in (one, two, added) if trail is not None]
+        known = [trail for trail in (one, two, self._trail(added)) if trail is not None]
         self.put(out, Trail(sources=_sources_of(known)))
 
     def _weight_product(
@@ -540,31 +509,21 @@ class Flow(TorchDispatchMode):
         usage.rows = usage.rows or rows
         usage.columns = usage.columns or axes[0].shape[summed]
         self._consume(trail, number)
-        labels = {}
-        if out.numel() <= LARGEST and usage.rows == rows:
-            if is_right or out.ndim < 2:
-                labels[number] = feature.expand(out.shape)
-            else:
-                labels[number] = feature.unsqueeze(-1).expand(out.shape)
-        self.put(out, Trail(labels, frozenset({number})))
+        if not is_right and out.ndim > 1:
+            feature = feature.unsqueeze(-1)
+        is_followed = out.numel() <= LARGEST and usage.rows == rows
+        self.put(out, Trail({number: feature.expand(out.shape)} if is_followed else {}, frozenset({number})))
 
-    def _convolution(self, args: Any, out: Tensor) -> None:
-        images, weight = self._trail(args[0]), self._trail(args[1])
-        if weight is None or weight.coordinates is None:
-            known = [trail for trail in (images, weight) if trail is not None]
-            self._opaque("", args, known)
-            return self.put(out, Trail(sources=_sources_of(known)))
-        number = weight.coordinates[0]
+    def _convolution(self, args: Any, number: int, out: Tensor) -> None:
+        images = self._trail(args[0])
         usage, channels, groups = self.usages[number], out.shape[1], args[8]
         if groups > 1 and groups == args[0].shape[1]:
             # Each channel by itself: features stay the same.
             usage.kinds.add("depthwise")
-            labels = {}
-            if images is not None and channels == groups:
-                for other, one in images.labels.items():
-                    is_mask = one.dtype == torch.bool
-                    labels[other] = one if is_mask else _first_place(one, out.ndim - 2).expand(out.shape)
-            return self.put(out, Trail(labels, images.sources if images is not None else frozenset()))
+            images = images or Trail()
+            kept = images.labels if channels == groups else {}
+            labels = {other: _first(one, range(2, out.ndim)).expand(out.shape) for other, one in kept.items()}
+            return self.put(out, Trail(labels, images.sources))
         usage.kinds.add("convolution")
         usage.rows, usage.columns = channels, args[1].numel() // max(1, channels)
         self._consume(images, number)
@@ -576,7 +535,7 @@ def _sources_of(trails: Iterable[Trail]) -> frozenset[int]:
     return frozenset[int]().union(*(trail.sources for trail in trails))
 
 
-def is_fake(tensor: Tensor) -> bool:
+def _is_fake(tensor: Tensor) -> bool:
     """Return whether a tensor has no data."""
     return hasattr(tensor, "fake_mode")
 
@@ -589,61 +548,41 @@ def _as_places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the places that masks choose, whose number is known where the masks have values."""
     places: list[Tensor | None] = []
     for index in indices:
-        if index is None or index.dtype != torch.bool or is_fake(index):
+        if index is None or index.dtype != torch.bool or _is_fake(index):
             places.append(index)
         else:
             places += index.nonzero(as_tuple=True)
     return places
 
 
-def _grouped_product(left: Tensor, right: Tensor, ends: Tensor | None = None, *_: Any) -> Tensor:
-    """Return the product of rows with the matrix of their expert, also in dtypes that the kernel does not take."""
-    shape = [*left.shape[:-1], right.shape[-1]]
-    if ends is not None and left.ndim == right.ndim == 2:
-        shape = [len(ends), *shape]
-    elif left.ndim == 3 and right.ndim == 2:
-        shape = shape[1:]
-    return left.new_empty(shape)
+def _is_scale(tensor: Tensor, every: Sequence[Tensor], out: Tensor) -> bool:
+    """Return whether a factor has one entry for all features in some labels."""
+    shape = (1,) * (out.ndim - tensor.ndim) + tuple(tensor.shape)
+    return all(shape[axis] == 1 for labels in every for axis in _varying(labels, out))
 
 
-def _is_scale(tensor: Tensor, trails: Sequence[Trail], number: int, out: Tensor) -> bool:
-    """Return whether a factor has one entry for all output features of a weight."""
-    for labels in (trail.labels[number] for trail in trails):
-        if labels.dtype == torch.bool or labels.ndim != out.ndim:
-            return False
-        axes = [axis - out.ndim for axis in range(out.ndim) if _varies(labels, axis)]
-        if any(tensor.ndim >= -axis and tensor.shape[axis] > 1 for axis in axes):
-            return False
-    return True
+def _varying(labels: Tensor, out: Tensor) -> list[int]:
+    """Return the axes of a result along which there are different features."""
+    labels = labels.expand(out.shape)
+    return [axis for axis in range(out.ndim) if _varies(labels, axis)]
 
 
 def _varies(labels: Tensor, axis: int) -> bool:
     """Return whether entries along an axis are different features."""
-    if labels.shape[axis] < 2 or labels.stride(axis) == 0:
+    if not labels.ndim or labels.shape[axis] < 2 or labels.stride(axis) == 0:
         return False
     labels = _without_repeats(labels)
     return bool((labels.narrow(axis, 0, 1) != labels).any())
 
 
-def _is_equal(one: Tensor, two: Tensor) -> bool:
-    if one is two:
-        return True
-    if one.stride() == two.stride():
-        one, two = _without_repeats(one), _without_repeats(two)
-    return torch.equal(one, two)
-
-
 def _without_repeats(labels: Tensor) -> Tensor:
     """Return one of the entries that `expand` repeats: coordinates of large weights are mostly such."""
-    for axis in range(labels.ndim):
-        if labels.stride(axis) == 0 and labels.shape[axis] > 1:
-            labels = labels.narrow(axis, 0, 1)
-    return labels
+    return _first(labels, [axis for axis in range(labels.ndim) if labels.stride(axis) == 0 and labels.shape[axis] > 1])
 
 
-def _first_place(labels: Tensor, ndim: int) -> Tensor:
-    """Return the features at the first place of an image, whose last `ndim` dimensions are places."""
-    for axis in range(labels.ndim - ndim, labels.ndim):
+def _first(labels: Tensor, axes: Iterable[int]) -> Tensor:
+    """Return the labels at the first index along some axes, such as the places of an image."""
+    for axis in axes:
         labels = labels.narrow(axis, 0, 1)
     return labels
 

@@ -7,7 +7,6 @@ needed, and nothing that the pass does is left in the model.
 import contextlib
 import copy
 import importlib
-import math
 import random
 import sys
 import types
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from quintic.grouping.forward.flow import LARGEST, Flow, Usage, is_fake
+from quintic.grouping.forward.flow import LARGEST, Flow, Usage
 from quintic.grouping.forward.roles import UNSEEN, Role, Roles
 from quintic.grouping.uses import attribute_of
 from quintic.optim.groups.names import model_parameters, unwrap_module
@@ -88,7 +87,9 @@ def trace(model: nn.Module, example: Any, *, call: Call | None = None) -> Roles:
         devices = {weight.device for _, weight in weights}
         # Batches often are on the CPU before a loop moves them.
         device = devices.pop() if len(devices) == 1 else None
-        inputs = tree_map(lambda one: _input(one, fake, device) if isinstance(one, Tensor) else one, _plain(example))
+        # A batch may be a mapping of its own class.
+        plain = dict(example.items()) if isinstance(example, Mapping) else example
+        inputs = tree_map(lambda one: _without_data(one, fake, device) if isinstance(one, Tensor) else one, plain)
         for value in _tensors(inputs):
             # Images may be bytes; other integers are indices and lengths, which are constants here.
             if value.is_floating_point() or value.is_complex() or value.dtype == torch.uint8:
@@ -111,11 +112,6 @@ def _run(model: nn.Module, example: Any) -> Any:
     if isinstance(example, Mapping):
         return model(**example)
     return model(*example) if isinstance(example, tuple) else model(example)
-
-
-def _plain(example: Any) -> Any:
-    """Return a batch that is a mapping of its own class as a dictionary."""
-    return dict(example.items()) if isinstance(example, Mapping) else example
 
 
 @contextlib.contextmanager
@@ -153,28 +149,19 @@ def _no_launches(flow: Flow) -> Iterator[None]:
         yield
 
 
-def _fake(tensor: Tensor, fake: Any) -> Tensor:
+def _fake(tensor: Tensor, fake: Any, device: torch.device | None = None) -> Tensor:
     """Return a tensor without data, of the whole shape of a sharded one; a meta tensor becomes one of the CPU."""
-    device = "cpu" if tensor.is_meta else tensor.device
     with fake:
         # Strides do not matter here.
-        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device)
+        own = "cpu" if tensor.is_meta else tensor.device
+        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device or own)
 
 
-def _without_data(tensor: Tensor, fake: Any) -> Tensor:
+def _without_data(tensor: Tensor, fake: Any, device: torch.device | None = None) -> Tensor:
     """Return a tensor without data; integers and masks keep theirs, because models count and compare them."""
     if tensor.is_meta or tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > LARGEST:
-        return _fake(tensor, fake)
-    return tensor.detach().clone()
-
-
-def _input(tensor: Tensor, fake: Any, device: torch.device | None) -> Tensor:
-    """Return an input without data, on the model's device."""
-    copied = _without_data(tensor, fake)
-    if device is None or copied.device == device:
-        return copied
-    with fake if is_fake(copied) else contextlib.nullcontext():
-        return copied.to(device)
+        return _fake(tensor, fake, device)
+    return tensor.detach().clone().to(device or tensor.device)
 
 
 def _copy_of(model: nn.Module, fake: Any) -> tuple[nn.Module, dict[int, Any]]:
@@ -260,11 +247,8 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
     """Yield the tensors in arguments or results of a model, also in objects."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one, depth)
-    elif isinstance(value, list | tuple | set):
-        for one in value:
+    elif isinstance(value, Mapping | list | tuple | set):
+        for one in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(one, depth)
     elif depth < 3 and hasattr(value, "__dict__"):
         yield from _tensors(vars(value), depth + 1)
@@ -323,23 +307,26 @@ def _kind(usage: Usage, is_hidden: bool) -> tuple[str, str]:
 
 
 def _pieces(usage: Usage) -> tuple[tuple[int, ...], int]:
-    """Return the sizes of the sets of output features that go ways of their own, and how often they repeat."""
-    largest: list[Tensor] = []
-    for mask in sorted(usage.arrived.values(), key=lambda mask: -int(mask.sum())):
-        if not mask.any() or any(bool((mask & ~other).sum() == 0) for other in largest):
-            continue
-        if any(bool((mask & other).any()) for other in largest):
-            return (), 1  # the sets overlap: one matrix
-        largest.append(mask)
-    if len(largest) < 2:
+    """Return the sizes of the pieces of a weight, whose features go ways of their own, and how often they repeat.
+
+    Features that arrived together somewhere, or were added to each other, are of one piece.
+    """
+    which = torch.arange(usage.rows)  # the piece of each feature
+    before = None
+    while before is None or not torch.equal(which, before):
+        before = which.clone()
+        for mask in filter(torch.any, usage.arrived.values()):
+            which[mask] = which[mask].min()
+        for one, two in usage.joined.values():
+            which.scatter_reduce_(0, one, which[two], "amin").scatter_reduce_(0, two, which[one], "amin")
+    pieces = {int(which[mask][0]) for mask in usage.arrived.values() if mask.any()}
+    if len(pieces) < 2:
         return (), 1
-    which = torch.full((usage.rows,), -1)
-    for number, mask in enumerate(largest):
-        which[mask] = number
+    which[~torch.isin(which, torch.tensor(list(pieces)))] = -1  # features that arrived nowhere
     numbers, counts = (found.tolist() for found in torch.unique_consecutive(which, return_counts=True))
     runs = list(zip(numbers, counts, strict=True))
     period = next(n for n in range(1, len(runs) + 1) if len(runs) % n == 0 and runs == runs[:n] * (len(runs) // n))
     sizes, groups = tuple(count for _, count in runs[:period]), len(runs) // period
     # A piece of one row is no matrix, and several runs of one piece in a period are no `Split`.
     is_split = len({number for number, _ in runs[:period]}) == period and min(sizes) * groups > 1
-    return (sizes, groups) if is_split and math.prod(usage.shape) else ((), 1)
+    return (sizes, groups) if is_split else ((), 1)

@@ -124,8 +124,6 @@ LIBRARIES: tuple[KnownView, ...] = (
         attributes=("mlp2_weight_EDF",),
     ),
     KnownView("mlp2_weight_EDF", always(Experts()), "stacked experts", attributes=("mlp1_weight_EGD",)),
-    *same_view_for("w1_EFD w3_EFD", always(Experts()), "stacked experts", attributes=("w2_EDF",)),
-    KnownView("w2_EDF", always(Experts()), "stacked experts", attributes=("w1_EFD",)),
     # Flux
     KnownView("qkv.weight", equal_parts(3), _FUSED, ("SelfAttention",), ("norm", "proj"), _FLUX, _QKV),
     KnownView(

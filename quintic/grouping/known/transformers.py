@@ -74,13 +74,6 @@ def _key_and_value_per_head(owner: nn.Module, param: Tensor) -> View:
     return split_of(key, value, groups=param.shape[0] // (key + value))
 
 
-def _latent_queries(owner: nn.Module, param: Tensor) -> View:
-    rows = num_heads_of(owner) * (size_of(owner, "qk_nope_head_dim") + size_of(owner, "qk_rope_head_dim"))
-    if param.shape[0] != rows:
-        raise ValueError(f"expected {rows} rows of queries, the weight has {param.shape[0]}")
-    return Matrix()
-
-
 def _stored_in_by_out(owner: nn.Module) -> bool:
     """Return whether experts are stored as (experts, in, out), from the shapes of the first and the last projection.
 
@@ -103,19 +96,17 @@ def _stored_in_by_out(owner: nn.Module) -> bool:
     raise ValueError(f"first projection of shape {tuple(first.shape)} does not feed down_proj {tuple(down.shape)}")
 
 
-def _expert_halves(owner: nn.Module, param: Tensor) -> View:
-    transposed = _stored_in_by_out(owner)
-    features = param.shape[2 if transposed else 1] // 2
-    return Split((features, features), transposed)
+def _gate_and_up(is_concatenated: bool | None = None) -> ViewOf:
+    """Return the function for a gate followed by an up projection, or alternating with it; None asks the owner."""
 
+    def view(owner: nn.Module, param: Tensor) -> View:
+        transposed = _stored_in_by_out(owner)
+        features = param.shape[2 if transposed else 1] // 2
+        if owner.is_concatenated if is_concatenated is None else is_concatenated:
+            return Split((features, features), transposed)
+        return Split((1, 1), transposed, groups=features)
 
-def _expert_alternating(owner: nn.Module, param: Tensor) -> View:
-    transposed = _stored_in_by_out(owner)
-    return Split((1, 1), transposed, groups=param.shape[2 if transposed else 1] // 2)
-
-
-def _expert_gate_and_up(owner: nn.Module, param: Tensor) -> View:
-    return _expert_halves(owner, param) if owner.is_concatenated else _expert_alternating(owner, param)
+    return view
 
 
 def _expert(owner: nn.Module, _param: Tensor) -> View:
@@ -141,7 +132,6 @@ def _bank_of_experts(transposed: bool = False) -> ViewOf:
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _EXPERTS = ("down_proj", "is_transposed", "is_concatenated", "has_gate")
 _FUSED = "fused queries, keys, values"
-_QUERIES = "latent attention: queries, plain and rotary rows together"
 _FUSED_PER_HEAD = "fused query, key, value, one group per head"
 _QKV = ("query", "key", "value")
 
@@ -265,15 +255,16 @@ TRANSFORMERS: tuple[KnownView, ...] = (
     # The plain and the rotary rows of a head's query stay together: they are one vector that meets one key in one
     # product, rotation keeps lengths, and partly rotated queries of other models (GPT-NeoX) are not split either.
     *same_view_for(
-        "q_proj.weight q_b_proj.weight", _latent_queries, _QUERIES, attributes=("kv_a_proj_with_mqa", *_LATENT)
+        "q_proj.weight q_b_proj.weight wq.weight wq_b.weight",
+        always(Matrix()),
+        "latent attention: queries, plain and rotary rows together",
+        attributes=_LATENT,
     ),
-    *same_view_for("wq.weight wq_b.weight", _latent_queries, _QUERIES, attributes=("wkv_a", *_LATENT)),
     # transformers marks its stacked experts with attributes since version 5; before that the class has to tell.
-    KnownView("gate_up_proj", _expert_gate_and_up, "stacked experts, fused gate and up", attributes=_EXPERTS),
-    KnownView("gate_up_proj", _expert_halves, "stacked experts, fused gate and up", _UNMARKED),
-    KnownView("gate_up_proj", _expert_alternating, "stacked experts, gate and up alternating", ("GptOssExperts",)),
-    KnownView("up_proj", _expert, "stacked experts", attributes=_EXPERTS),
-    KnownView("down_proj", _expert, "stacked experts", attributes=_EXPERTS),
+    KnownView("gate_up_proj", _gate_and_up(), "stacked experts, fused gate and up", attributes=_EXPERTS),
+    KnownView("gate_up_proj", _gate_and_up(True), "stacked experts, fused gate and up", _UNMARKED),
+    KnownView("gate_up_proj", _gate_and_up(False), "stacked experts, gate and up alternating", ("GptOssExperts",)),
+    *same_view_for("up_proj down_proj", _expert, "stacked experts", attributes=_EXPERTS),
     KnownView("down_proj", _expert, "stacked experts", (*_UNMARKED, "GptOssExperts")),
     *same_view_for("w1 v1", _bank_of_experts(), "DBRX: experts one below the other", classes=_DBRX),
     KnownView("w2", _bank_of_experts(True), "DBRX: experts one below the other, stored (in, out)", _DBRX),

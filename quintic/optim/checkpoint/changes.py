@@ -1,4 +1,4 @@
-"""Parameters that have another view or algorithm than they were saved with, as after a new rule for `param_groups`.
+"""Parameters that have another view, algorithm or update rule than they were saved with.
 
 With `strict=False` such a parameter loads state of the same name, such as momentum, and the rest begins anew.
 State of stages on whole matrices always begins anew, because it averages updates of the old matrices.
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from quintic.optim.rules.rule import STATE_KEYS, UpdateRule
+from quintic.optim.rules.table import RULES, SHORT_FORMS, orthogonalizes
 from quintic.optim.state.state import MASTER_KEYS
 
 __all__ = ["Change", "change_error", "changed_option", "state_after", "warn_of_changes"]
@@ -25,7 +26,18 @@ def changed_option(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> 
     for option in ("algorithm", "view"):
         if option in saved_group and str(saved_group[option]) != str(group[option]):
             return option, str(saved_group[option]), str(group[option])
-    return None
+    # `normalize` stands for a rule, too; states from before `update_rule` have it alone.
+    if "normalize" not in saved_group or not orthogonalizes(group["algorithm"]):
+        return None
+    saved, now = (_rule_text(one.get("update_rule"), one["normalize"]) for one in (saved_group, group))
+    # A rule of the library may be given by name or as an `UpdateRule`.
+    is_same = str(RULES.get(saved, saved)) == str(RULES.get(now, now))
+    return None if is_same else ("update_rule", repr(saved), repr(now))
+
+
+def _rule_text(update_rule: str | UpdateRule | None, normalize: str | None) -> str:
+    """Return a rule as checkpoints name it: by its name in the library, or an `UpdateRule` as text."""
+    return SHORT_FORMS.get(normalize, str(normalize)) if update_rule is None else str(update_rule)
 
 
 def change_error(name: str, number: int, change: Change) -> ValueError:

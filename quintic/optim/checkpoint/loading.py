@@ -34,8 +34,7 @@ from quintic.optim.groups.names import is_made_up, resolve_name
 from quintic.optim.groups.options import OPTIONS, is_old_option
 from quintic.optim.groups.ties import ties_of
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.rules.rule import PARAM_SHAPED_STATE, STATE_KEYS, UpdateRule
-from quintic.optim.rules.table import RULES
+from quintic.optim.rules.rule import PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.state.placement import init_state
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
 from quintic.optim.state.state import copy_, piece_of, saved_tensor
@@ -143,7 +142,7 @@ def load_state(
     # Restore options, on copies of the groups, and check them; renamed parameters may be named in `tied_to`.
     names = adopted_names(groups, matches)
     changed_options = {name: option for name, ((option, *_), *_) in changes.items()}
-    restored = _restored_options(groups, saved_groups, matches, changed_options, strict=strict)
+    restored = _restored_options(groups, saved_groups, matches, changed_options)
     renamed = names | {match.saved_name: names.get(match.name, match.name) for match in matches if match.saved_name}
     try:
         complete = [{**group, **options} for group, options in zip(groups, restored, strict=True)]
@@ -207,39 +206,15 @@ def _check_is_ours(saved_groups: _Groups) -> None:
     )
 
 
-def _keep_own_rule(number: int, rule: str | UpdateRule | None, options: dict[str, Any], *, strict: bool) -> None:
-    """Take a group's saved rule out of its options if either side has an `UpdateRule`, which is saved as text.
-
-    Raises:
-        ValueError: it was saved with another rule, and `strict` is True.
-    """
-    saved = options.get("update_rule")
-    if "update_rule" not in options or not (isinstance(rule, UpdateRule) or (saved is not None and saved not in RULES)):
-        return
-    del options["update_rule"]
-    # The library's rules have names, and a text like any other rule.
-    saved_text, own_text = (str(RULES.get(one, one) if isinstance(one, str) else one) for one in (saved, rule))
-    if strict and saved_text != own_text:
-        raise ValueError(
-            f"parameter group {number} was saved with update_rule={saved_text!r}, and has {own_text!r}; give the rule "
-            f"that it was saved with, or load with optimizer.load_state_dict(state_dict, strict=False)"
-        )
-
-
 def _restored_options(
-    groups: _Groups,
-    saved_groups: _Groups,
-    matches: Sequence[Match],
-    changed: Mapping[str, str],
-    *,
-    strict: bool,
+    groups: _Groups, saved_groups: _Groups, matches: Sequence[Match], changed: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Return for each group the saved options that it gets, see the head of this module.
 
-    `changed` has the option that differs, algorithm or view, of parameters that were saved with another one.
+    `changed` has the option that differs, algorithm, view or rule, of parameters that were saved with another one.
     """
     matches = [match for match in matches if changed.get(match.name) != "algorithm"]
-    other_views = {match.group for match in matches if match.name in changed}
+    other_views = {match.group for match in matches if changed.get(match.name) == "view"}
     saved = [_options_of(saved_group) for saved_group in saved_groups]
     restored: list[dict[str, Any]] = [{} for _ in groups]
     for own_numbers, saved_numbers in _related(groups, saved_groups, matches):
@@ -248,8 +223,6 @@ def _restored_options(
         # One group on both sides: all options. Otherwise those on which all agree.
         for number in own_numbers if theirs else ():
             restored[number] = deepcopy(theirs[0] if len(own) == len(theirs) == 1 else _agreed(own, theirs))
-    for number, options in enumerate(restored):
-        _keep_own_rule(number, groups[number]["update_rule"], options, strict=strict)
     # One for each matrix, and the matrices are others now.
     for number in other_views:
         restored[number].pop("lr_multipliers", None)

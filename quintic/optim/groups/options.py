@@ -161,9 +161,11 @@ class Options:
     )
     compute_dtype: torch.dtype | None = option(None, "a floating dtype, or None", saved="text", algorithm="muon")
     update_rule: str | UpdateRule | None = option(
-        None, "None, the name of an update rule, or a quintic.UpdateRule", algorithm="muon"
+        None, "None, the name of an update rule, or a quintic.UpdateRule", saved="value", algorithm="muon"
     )
-    normalize: Literal["neuron", "element"] | None = option(None, one_of(None, "neuron", "element"), algorithm="muon")
+    normalize: Literal["neuron", "element"] | None = option(
+        None, one_of(None, "neuron", "element"), saved="value", algorithm="muon"
+    )
     adjust_lr: AdjustLr = option(
         "spectral",
         "'spectral', 'match_rms_adamw', 'unit_rms', None, or a function",

@@ -60,6 +60,9 @@ def apply_stages(
                 factors = stage.apply_kernel(matrices, addresses, factors, options, mask)
                 continue
             matrices, own = _advance(_call(stage, matrices, options), stage.state, state, mask)
+            if (own is None) != (stage.factors is None):
+                returned = "no factors" if own is None else "factors"
+                raise ValueError(f"{type(stage).__name__} returns {returned}, and declares factors={stage.factors!r}")
             factors = factors if own is None else factors * own
     return matrices.to(given.dtype), factors
 

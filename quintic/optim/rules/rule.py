@@ -36,6 +36,7 @@ from quintic.optim.rules.stages import (
     StateSpec,
     VectorShape,
     WeightStage,
+    check_declarations,
 )
 from quintic.optim.rules.update import AdjustLr, adjust_lr_factor
 
@@ -75,22 +76,23 @@ STATE_KEYS: set[str] = set()
 PARAM_SHAPED_STATE: set[str] = set()
 """Names of the state that has the parameter's shape and lies as the parameter does."""
 
-# Name -> its declaration, in every rule that was made so far.
-_declared: dict[str, StateSpec] = {}
+# Name -> its declaration, and the title of the rule that made it first.
+_declared: dict[str, tuple[StateSpec, str]] = {}
 
 
-def _declare(specs: Sequence[StateSpec], rule: str) -> None:
+def _declare(specs: Sequence[StateSpec], title: str) -> None:
     """Add the state of a rule to the names above; a ValueError if another rule declares a name otherwise."""
     for spec in specs:
-        other = _declared.setdefault(spec.name, spec)
-        if other != spec:
+        other, owner = _declared.get(spec.name, (spec, title))
+        # A rule of the same title is a newer form of it, as when the cell of a notebook is run again.
+        if other != spec and owner != title:
             raise ValueError(
-                f"{rule}: its state {spec.name!r} is declared as {spec}, and another rule has {other}; choose another "
-                f"name"
+                f"{title}: its state {spec.name!r} is declared as {spec}, and the rule {owner!r} has {other}; choose "
+                f"another name"
             )
+        _declared[spec.name] = spec, owner
         STATE_KEYS.add(spec.name)
-        if spec.shape == "param":
-            PARAM_SHAPED_STATE.add(spec.name)
+        (PARAM_SHAPED_STATE.add if spec.shape == "param" else PARAM_SHAPED_STATE.discard)(spec.name)
 
 
 _declare(tuple(MASTER_SPECS.values()), "masters")
@@ -125,6 +127,7 @@ class UpdateRule:
 
     def __post_init__(self) -> None:
         """Raise a ValueError for stages that do not fit, and declare the state."""
+        self._check_kinds()
         if any(stage.factors for stage in self.before):
             raise ValueError(f"{self.title}: factors multiply updates, so stages in before cannot have them")
         if sum(stage.factors is not None for stage in self.after) > 1:
@@ -137,6 +140,27 @@ class UpdateRule:
                     f"'param'"
                 )
         _declare(self.state, self.title)
+
+    def _check_kinds(self) -> None:
+        """Raise a TypeError or ValueError for stages of a wrong kind, or without their declarations."""
+        for field, kind in (("before", MatrixStage), ("after", MatrixStage)):
+            stages: object = getattr(self, field)
+            if not isinstance(stages, tuple) or not all(isinstance(stage, kind) for stage in stages):
+                raise TypeError(f"{self.title}: {field}={stages!r} must be a tuple of MatrixStages, as (MyStage(),)")
+        others: tuple[tuple[str, tuple[type, ...]], ...] = (
+            ("direction", (Direction, GradientStage)),
+            ("polar", (PolarStage, type(None))),
+            ("constrain", (WeightStage, type(None))),
+            ("drift", (DriftStage, type(None))),
+        )
+        for field, kinds in others:
+            stage = getattr(self, field)
+            if not isinstance(stage, kinds):
+                expected = "GradientStage" if field == "direction" else kinds[0].__name__
+                raise TypeError(f"{self.title}: {field}={stage!r} must be a {expected}")
+        for stage in (self.direction, *self.before, self.polar, *self.after, self.constrain, self.drift):
+            if stage is not None and not isinstance(stage, Direction):
+                check_declarations(stage)
 
     def __str__(self) -> str:
         """Return the rule as checkpoints name it: its title and its stages, with their settings."""

@@ -9,9 +9,9 @@ tensors on it, which arithmetic accepts as it does floats. A stage on whole matr
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from math import prod
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ __all__ = [
     "StateSpec",
     "VectorShape",
     "WeightStage",
+    "check_declarations",
     "vector_shape",
 ]
 
@@ -48,6 +49,10 @@ def vector_shape(shape: VectorShape, m: int, n: int) -> tuple[int, int]:
     return (m, 1) if shape == "rows" else (1, 1)
 
 
+_DTYPES = ("average", "wide", "float32", "uint16")
+_SHAPES = ("param", "scalar", *get_args(VectorShape))
+
+
 @dataclass(frozen=True, slots=True)
 class StateSpec:
     """The declaration of one tensor of a parameter's state, which begins as zeros."""
@@ -63,6 +68,13 @@ class StateSpec:
     A `VectorShape`: one vector with the numbers of all matrices. Every rank has all of it, and the owner of a matrix
     sends its numbers to the other ranks. `"scalar"`: one number, on all ranks, for element-wise rules alone.
     """
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError for another dtype or shape."""
+        for field, values in (("dtype", _DTYPES), ("shape", _SHAPES)):
+            if getattr(self, field) not in values:
+                choices = ", ".join(map(repr, values))
+                raise ValueError(f"StateSpec({self.name!r}): {field}={getattr(self, field)!r}; choose {choices}")
 
     @property
     def is_vector(self) -> bool:
@@ -268,3 +280,23 @@ class DriftStage:
             options: the group's options.
         """
         raise NotImplementedError
+
+
+def check_declarations(stage: Any) -> None:
+    """Raise a TypeError or ValueError for a stage that lacks what the plan has to know of it."""
+    kind = type(stage)
+    # Rules are keys, and checkpoints name them by their stages' fields.
+    if not is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise TypeError(f"{kind.__name__} must be a frozen dataclass: put @dataclass(frozen=True) above the class")
+    if isinstance(stage, PolarStage):
+        return
+    if not isinstance(getattr(stage, "label", None), str):
+        raise TypeError(f"{kind.__name__} has no label: give it one, such as label = 'my stage'")
+    if not isinstance(stage.state, tuple) or not all(isinstance(spec, StateSpec) for spec in stage.state):
+        raise TypeError(f"{kind.__name__}: state must be a tuple of StateSpecs, as (StateSpec(...),)")
+    for field in ("factors", "numbers"):
+        shape = getattr(stage, field, None)
+        is_needed = field == "numbers" and isinstance(stage, WeightStage)
+        if shape not in get_args(VectorShape) and (shape is not None or is_needed):
+            choices = ", ".join(map(repr, get_args(VectorShape)))
+            raise ValueError(f"{kind.__name__}: {field}={shape!r}; choose {choices}")

@@ -16,7 +16,7 @@ from quintic.optim.rules.library.normuon import NeuronSecondMoment
 from quintic.optim.rules.library.radial import RadialBrake
 from quintic.optim.rules.library.two_rate import TwoRateMomentum
 from quintic.optim.rules.rule import STATE_KEYS, UpdateRule
-from quintic.optim.rules.stages import DriftStage, GradientStage, MatrixStage, StateSpec
+from quintic.optim.rules.stages import DriftStage, GradientStage, MatrixStage, StateSpec, WeightStage
 from quintic.optim.rules.table import ADAMW, RULES, SHORT_FORMS
 
 CONSTRAINING = sorted(name for name, rule in RULES.items() if rule.constrain is not None)
@@ -271,3 +271,60 @@ def test_stages_of_several_rules_make_a_rule():
         optimizer.step()
     names = {"momentum_buffer", "slow_momentum_buffer", "second_momentum_buffer", "lookahead_buffer"}
     assert set(optimizer.state[model["tall"]]) == names
+
+
+def stage_of(base, **attributes):
+    """A stage that is a frozen dataclass, with other declarations."""
+    return dataclass(frozen=True)(type("Mine", (base,), {"label": "mine", **attributes}))()
+
+
+class Plain(MatrixStage):
+    """No dataclass: two of its objects are never equal, and a checkpoint cannot name its settings."""
+
+    label = "plain"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: UpdateRule(title="r", before=(Plain(),)), "Plain must be a frozen dataclass"),
+        (lambda: UpdateRule(title="r", before=stage_of(MatrixStage)), r"r: before=.* must be a tuple of MatrixStages"),
+        (
+            lambda: UpdateRule(title="r", after=(stage_of(GradientStage),)),
+            r"r: after=.* must be a tuple of MatrixStages",
+        ),
+        (lambda: UpdateRule(title="r", direction=stage_of(MatrixStage)), r"r: direction=.* must be a GradientStage"),
+        (lambda: UpdateRule(title="r", drift=Plain()), r"r: drift=.* must be a DriftStage"),
+        (lambda: UpdateRule(title="r", before=(stage_of(MatrixStage, label=None),)), "Mine has no label"),
+        (
+            lambda: UpdateRule(title="r", before=(stage_of(MatrixStage, state=StateSpec("a", "wide", "rows")),)),
+            "Mine: state must be a tuple of StateSpecs",
+        ),
+        (
+            lambda: UpdateRule(title="r", after=(stage_of(MatrixStage, factors=(1, 1)),)),
+            r"Mine: factors=\(1, 1\); choose",
+        ),
+        (lambda: UpdateRule(title="r", constrain=stage_of(WeightStage)), "Mine: numbers=None; choose"),
+        (lambda: StateSpec("a", "wide", "row"), r"StateSpec\('a'\): shape='row'; choose 'param', 'scalar', 'neurons'"),
+        (lambda: StateSpec("a", "float16", "rows"), r"StateSpec\('a'\): dtype='float16'; choose 'average'"),
+    ],
+)
+def test_what_a_rule_cannot_be_made_of_is_named(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_a_rule_of_the_same_title_may_declare_its_state_anew():
+    for shape in ("rows", "matrix"):
+        stage = stage_of(MatrixStage, state=(StateSpec("of_a_notebook", "wide", shape),))
+        assert UpdateRule(title="notebook", before=(stage,)).vector_state[0].shape == shape
+    with pytest.raises(ValueError, match=r"other: its state 'of_a_notebook' .* and the rule 'notebook' has"):
+        UpdateRule(title="other", before=(stage_of(MatrixStage, state=(StateSpec("of_a_notebook", "wide", "rows"),)),))
+
+
+def test_factors_that_a_stage_does_not_declare_are_an_error_in_a_step():
+    stage = stage_of(MatrixStage, apply=lambda self, matrices, state, options: (matrices, matrices[:, :1, :1]))
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    weight.grad = torch.ones(3, 2)
+    with pytest.raises(ValueError, match=r"Mine returns factors, and declares factors=None"):
+        quintic.Muon([weight], update_rule=UpdateRule(title="r", after=(stage,))).step()

@@ -197,6 +197,7 @@ def matrices_footprint(
     return Footprint(peak, kept)
 
 
+@lru_cache(maxsize=1024)
 def _rounds_bytes(m: int, n: int, form: Form | None, spec: WorkspaceSpec) -> int:
     """Return the bytes that a `PolarStage` needs for one (m, n) matrix beside a round of the polar step."""
     stage = spec.rule.polar
@@ -207,6 +208,7 @@ def _rounds_bytes(m: int, n: int, form: Form | None, spec: WorkspaceSpec) -> int
     return count_bytes(lambda: stage.apply(x, lambda y: y.to(result, copy=True)), [x], spec.device.type).peak
 
 
+@lru_cache(maxsize=1024)
 def _constrain_footprint(stage: WeightStage, m: int, n: int, given: torch.dtype, spec: WorkspaceSpec) -> Footprint:
     """Return the memory that a stage which constrains weights needs for one (m, n) matrix."""
     if m * n == 0:
