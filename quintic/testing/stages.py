@@ -67,6 +67,9 @@ def _guarded(stage: object, check: Callable[[], list[str]]) -> list[str]:
         found = [f"asks for state {error} that it does not declare: add a StateSpec to its `state`"]
     except Exception as error:
         found = [f"raises {described(error)}"]
+        # Without a text it comes from the stage's base class.
+        if isinstance(error, NotImplementedError) and not str(error):
+            found = [f"has no method {traceback.extract_tb(error.__traceback__)[-1].name}"]
     return [f"stages: {name}: {line}" for line in found[:1]]
 
 

@@ -278,7 +278,24 @@ class Miscounted(PolarStage):
         return orthogonalize(orthogonalize(matrices).to(matrices.dtype))
 
 
+@dataclass(frozen=True)
+class Idle(MatrixStage):
+    """Lacks the arithmetic."""
+
+    label = "idle"
+
+
+@dataclass(frozen=True)
+class Uncounted(PolarStage):
+    """Does not say how often it orthogonalises."""
+
+    def apply(self, matrices, orthogonalize):
+        return orthogonalize(matrices)
+
+
 BROKEN = {
+    "idle": (UpdateRule(title="broken", before=(Idle(),)), "Idle: has no method apply$"),
+    "uncounted": (UpdateRule(title="broken", polar=Uncounted()), "Uncounted: has no method rounds_of$"),
     "batch": (UpdateRule(title="broken", before=(Centred(),)), "Centred: depends on the batch: matrices of matrix 0"),
     "input": (UpdateRule(title="broken", after=(Clamped(),)), "Clamped: changes its input: matrices"),
     "calls": (UpdateRule(title="broken", before=(Counting(),)), "Counting: remembers something outside of its state"),
