@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.common.results import table
-from benchmarks.rules.candidates import ADAMW_NAME, BASELINE, candidate
+from benchmarks.rules.candidates import ADAMW_NAME, BASELINE, candidate, next_rates
 from benchmarks.rules.evidence import Mean, equal_length, p_value, paired, steps_to
 from benchmarks.training.baseline_page import computing, text_facts
 
@@ -62,6 +62,13 @@ class Study:
         """Return factor on AdamW's rates -> mean loss of the tuning seeds, all else as in a setting."""
         wanted = (setting["setting"], setting["rate"])
         return {key[2]: loss for key, loss in self.tuned(name).items() if key[:2] == wanted}
+
+    def is_searched(self, name: str) -> bool:
+        """Return whether a candidate's grid of rates came to its end, and all of its settings were tried."""
+        tuned = self.tuned(name)
+        grids = [self.by_rate(name, aux) for aux in {key[2] for key in tuned}]
+        rates = max(grids, key=len, default={})
+        return {key[0] for key in tuned} >= {*candidate(name).settings} and not next_rates(rates, 1.0)
 
     def best(self, name: str) -> dict[str, Any] | None:
         """Return the setting with the least loss of the tuning seeds; None if none ended."""
@@ -180,12 +187,15 @@ def page(result: Mapping[str, Any]) -> str:
         "",
         *[_tried(study, name) for name in result["rules"]],
     ]  # fmt: skip
-    missing = _missing(study, result)
-    if missing or result["failures"]:
-        lines += ["", "## Not complete", ""]
-    if missing:
-        lines += [f"The time was over, or runs failed, before these had {result['first_seeds']} seeds: {missing}."]
-    lines += [f"- Failed: {failure}" for failure in result["failures"]]
+    few = [name for name in result["rules"] if len(study.losses(name)) < result["first_seeds"]]
+    cut = [name for name in result["rules"] if not study.is_searched(name)]
+    if few or cut or result["failures"]:
+        lines += ["", "## Not complete", "", "The time was over, or runs failed:", ""]
+    if few:
+        lines += [f"- fewer than {result['first_seeds']} seeds: {', '.join(few)}"]
+    if cut:
+        lines += [f"- the search of rates and settings was cut, so a better one may exist: {', '.join(cut)}"]
+    lines += [f"- failed: {failure}" for failure in result["failures"]]
     return "\n".join(lines) + "\n"
 
 
@@ -285,8 +295,3 @@ def _tried(study: Study, name: str) -> str:
     if len(set(rates)) > 1 and rates[0] in (min(rates), max(rates)):
         edge = "; the best rate is the end of what was tried"
     return f"- {candidate(name).title}: {', '.join(texts) or 'not tried'}{edge}"
-
-
-def _missing(study: Study, result: Mapping[str, Any]) -> str:
-    few = [name for name in result["rules"] if len(study.losses(name)) < result["first_seeds"]]
-    return ", ".join(few)

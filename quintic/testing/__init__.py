@@ -29,7 +29,7 @@ def check_update_rule(
     *,
     options: Mapping[str, Any] | None = None,
     gpu: bool | None = None,
-    timeout: float = 300.0,
+    timeout: float = 600.0,
 ) -> list[str]:
     """Try a rule on every layout, and raise an AssertionError that lists its mistakes.
 

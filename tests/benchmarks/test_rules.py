@@ -162,6 +162,16 @@ def test_the_table_has_the_best_setting_that_has_its_seeds() -> None:
     assert study.equal_lengths("muown")[1]
 
 
+def test_a_search_is_over_when_rates_and_settings_were_tried() -> None:
+    rows = [row("muon", 101, loss, rate=rate) for rate, loss in ((0.01, 3.2), (0.02, 3.0), (0.04, 3.1))]
+    assert not Study(rows, ["muon"], [101], 100).is_searched("muon")
+    rows.append(row("muon", 101, 3.05, rate=0.0283))
+    low = row("muon", 101, 3.3)
+    rows.append({**low, "cell": {**low["cell"], "setting": "momentum 0.9"}})
+    assert Study(rows, ["muon"], [101], 100).is_searched("muon")
+    assert not Study(rows[:-1], ["muon"], [101], 100).is_searched("muon")
+
+
 def result_of(rows: list[Any], rules: list[str]) -> Mapping[str, Any]:
     return {
         "command": "python -m benchmarks.rules", "commit": "abc", "seconds": 1.0, "size": "tiny", "load": 3.0,
@@ -184,7 +194,8 @@ def test_the_page_tells_wins_and_misses() -> None:
     assert "- Better than Muon (p < 0.05 each): NorMuon." in text
     assert "- Worse than Muon (p < 0.05 each): Muown." in text
     assert "Not complete" in text
-    assert "before these had 3 seeds: adamw." in text
+    assert "- fewer than 3 seeds: adamw\n" in text
+    assert "a better one may exist: muon, normuon, muown, adamw\n" in text
     assert "busy with other work: a load of 3.0 on each core" in text
     assert "- Muon: 0.02: 3.0000, 0.04: 3.2000, 0.08: inf; the best rate is the end of what was tried" in text
 

@@ -168,7 +168,7 @@ def draw_rule(choose: random.Random, options: dict[str, Any]) -> None:
     if rule.scale is not None:
         options["adjust_lr"] = "spectral"
     if rule.constrain is not None:
-        options |= {"cautious": False, "scale_decay": False}
+        options |= {"cautious": False, "scale_decay": False, "decay_coupling": "lr"}
 
 
 def composed(choose: random.Random) -> UpdateRule:

@@ -33,7 +33,7 @@ from quintic.update_rules import (
 QUICK = ("muown",)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RULES]
 )
@@ -346,7 +346,7 @@ class Ranked(MatrixStage):
         return matrices * (1.0 + rank), None
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_a_layout_that_differs_is_named_with_its_tensor_and_matrix():
     rule = UpdateRule(title="by rank", after=(Ranked(),))
     with pytest.raises(AssertionError) as caught:
@@ -490,7 +490,7 @@ def test_a_rule_that_cannot_be_sent_is_an_error_where_processes_are_not_forked(m
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_script_of_a_user_checks_its_rule(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(

@@ -80,7 +80,10 @@ def test_normalize_is_short_for_a_rule(short, name):
 
 
 @pytest.mark.parametrize("name", CONSTRAINING)
-@pytest.mark.parametrize(("key", "value"), [("cautious", True), ("cautious", "strict"), ("scale_decay", True)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("cautious", True), ("cautious", "strict"), ("scale_decay", True), ("decay_coupling", "lr_squared")],
+)
 def test_rules_that_constrain_weights_decide_about_decay(name, key, value):
     message = (
         f"{key}={value!r} with the update rule {RULES[name].title}, which decides itself how weights decay; leave "
