@@ -78,7 +78,7 @@ def check_update_rule(
         findings = check_graphs(chosen, given)
         done.append("CUDA graphs")
     if findings:
-        lines = [f"{chosen.title}: {len(findings)} findings", *findings]
+        lines = [f"{chosen.title}: {len(findings)} finding{'s' * (len(findings) > 1)}", *findings]
         raise AssertionError("\n  ".join(lines))
     return done
 
@@ -90,12 +90,15 @@ def _check_on_rank(rank: int, rule: UpdateRule, options: Mapping[str, Any]) -> t
     if findings := check_stages(rule):
         return done, findings
     references = {}
+    # Finding -> the dtypes that have it: a mistake mostly shows in all of them.
+    cases: dict[str, list[str]] = {}
     for case in CASES:
         done.append(f"{case}, one device")
         references[case], found = check_one_device(rule, case, options)
-        findings += found
-    if findings:
-        return done, findings
+        for line in found:
+            cases.setdefault(line.removeprefix(f"{case}: "), []).append(case)
+    if cases:
+        return done, [f"{', '.join(names)}: {line}" for line, names in cases.items()]
     for layout in LAYOUTS:
         for case in CASES:
             done.append(f"{case}, {layout}")

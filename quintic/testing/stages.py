@@ -4,9 +4,11 @@ A stage is called twice in a row from zero state, on batches and on single matri
 whose tensors have no values. A finding names the stage, the batch and the first tensor that is wrong.
 """
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from quintic.optim.rules.stages import (
     vector_shape,
 )
 
-__all__ = ["check_stages"]
+__all__ = ["check_stages", "described"]
 
 _SHAPES = ((6, 6), (9, 5), (5, 9), (1, 4))
 _BATCH = 5
@@ -33,6 +35,9 @@ _BATCH = 5
 _ZEROS = 2
 
 _OPTIONS = StageOptions(lr=0.02, weight_decay=0.1)
+
+# What PyTorch says where the meta device lacks a value that is asked for.
+_OF_VALUES = ("item()", "no data", "to numpy", "data-independent", "aten::equal", "local_scalar_dense")
 
 # Tensors by name -> results by name, with the state as it is afterwards.
 _Call = Callable[[dict[str, Tensor], dict[str, Tensor], StageOptions], dict[str, Tensor]]
@@ -61,8 +66,25 @@ def _guarded(stage: object, check: Callable[[], list[str]]) -> list[str]:
     except KeyError as error:
         found = [f"asks for state {error} that it does not declare: add a StateSpec to its `state`"]
     except Exception as error:
-        found = [f"raises {type(error).__name__}: {error}"]
+        found = [f"raises {described(error)}"]
+        # Without a text it comes from the stage's base class.
+        if isinstance(error, NotImplementedError) and not str(error):
+            found = [f"has no method {traceback.extract_tb(error.__traceback__)[-1].name}"]
     return [f"stages: {name}: {line}" for line in found[:1]]
+
+
+def described(error: Exception) -> str:
+    """Return an error's type and text, or, if it has none, the line that raised it."""
+    name = type(error).__name__
+    return f"{name}: {error}" if str(error) else f"{name} without a message, {_place(error)}"
+
+
+def _place(error: Exception) -> str:
+    """Return the last line outside of PyTorch that an error went through."""
+    library = Path(torch.__file__).parent
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if library not in Path(one.filename).parents]
+    last = frames[-1]
+    return f"in line {last.lineno} of {Path(last.filename).name}" + (f": {last.line}" if last.line else "")
 
 
 # ------------------------------------------------------------------------------------------------------ whole matrices
@@ -82,7 +104,8 @@ def _check_matrices(stage: _WholeStage | PolarStage, earlier: Sequence[_WholeSta
         wrong = wrong or _wrong_shapes(stage, whole, m, n) or _wrong_values(whole, what)
         if isinstance(stage, PolarStage):
             wrong = wrong or _wrong_rounds(stage, inputs["matrices"])
-        if wrong:
+        # A decision on the host would show as a difference between batches, too, with less to say about the cause.
+        if wrong := wrong or _waits(call, inputs, specs):
             return wrong
         # Each matrix by itself, and all in another order, with the bits that it has in the batch.
         parts = [[index] for index in range(_BATCH)] + [[4, 3, 2, 1, 0], [0, 3]]
@@ -95,8 +118,6 @@ def _check_matrices(stage: _WholeStage | PolarStage, earlier: Sequence[_WholeSta
                             f"depends on the batch: {name} of matrix {index} of a {what} has other bits in a batch of "
                             f"matrices {part}; add up with quintic.update_rules.sums and norms"
                         ]
-        if wrong := _waits(call, inputs, specs):
-            return wrong
     return []
 
 
@@ -194,7 +215,7 @@ def _check_elementwise(stage: GradientStage | DriftStage) -> list[str]:
     whole, wrong = _twice(call, {name: entries}, stage.state, what)
     if not wrong and whole["result"].shape != entries.shape:
         wrong = [f"returns the shape {tuple(whole['result'].shape)} for a {name} (7, 9)"]
-    if wrong := wrong or _wrong_values(whole, what):
+    if wrong := wrong or _wrong_values(whole, what) or _waits(call, {name: entries}, stage.state):
         return wrong
     pieces: dict[str, Callable[[Tensor], Tensor]] = {
         "rows 0 to 2": lambda x: x[:3],
@@ -210,7 +231,7 @@ def _check_elementwise(stage: GradientStage | DriftStage) -> list[str]:
                     f"is not element-wise: {key} of {title} has other bits than as part of a {what}; what needs whole "
                     f"matrices belongs into a MatrixStage"
                 ]
-    return _waits(call, {name: entries}, stage.state)
+    return []
 
 
 # ----------------------------------------------------------------------------------------------------------- any stage
@@ -277,10 +298,14 @@ def _waits(call: _Call, inputs: Mapping[str, Tensor], specs: Sequence[StateSpec]
     try:
         call(given, state, options)
     except (RuntimeError, NotImplementedError, TypeError) as error:
+        if any(words in str(error) for words in _OF_VALUES):
+            return [
+                f"asks for a value, {_place(error)}; float(), item(), if, and alpha= or value= with an option wait for "
+                f"the device, and layouts decide differently: use torch.where, lerp_ and arithmetic, which take tensors"
+            ]
         return [
-            f"fails on tensors without values (the meta device, with lr, weight_decay and momentum as tensors): "
-            f"{str(error).splitlines()[0]}; a stage must not ask for values (float(), item(), if), which waits for the "
-            f"device, and works with options that are tensors"
+            f"fails on tensors without values (the meta device, with lr, weight_decay and momentum as tensors), "
+            f"{_place(error)}: {str(error).splitlines()[0]}"
         ]
     return []
 

@@ -19,6 +19,7 @@ from quintic.optim.captured_step import CapturedStep
 from quintic.optim.layout.views import Experts, Heads, Matrix, View
 from quintic.optim.muon import Muon
 from quintic.optim.rules.rule import UpdateRule
+from quintic.testing.stages import described
 
 __all__ = [
     "CASES",
@@ -207,7 +208,7 @@ def check_one_device(rule: UpdateRule, case: str, options: Mapping[str, Any]) ->
             findings += _differences(f"{case}: {what}", one.snapshot(), last)
         findings += _differences(f"{case}: save and reload", _reloaded(start).snapshot(), last)
     except Exception as error:
-        return {}, [f"{case}: one device: {type(error).__name__}: {error}"]
+        return {}, [f"{case}: one device: {described(error)}"]
     return last, findings
 
 
@@ -276,7 +277,7 @@ def check_graphs(rule: UpdateRule, options: Mapping[str, Any]) -> list[str]:
                             group["lr"] *= 0.9
                         trained.step(number, take=take if trained is captured else None)
         except Exception as error:
-            findings.append(f"{case}: CUDA graphs: {type(error).__name__}: {error}")
+            findings.append(f"{case}: CUDA graphs: {described(error)}")
             continue
         found = [
             {name: {key: value.cpu() for key, value in tensors.items()} for name, tensors in one.snapshot().items()}

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import quintic
-from quintic.update_rules import RULES
+from quintic.testing.stages import check_stages
+from quintic.testing.steps import check_one_device
+from quintic.update_rules import RULES, StageOptions
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "reference" / "rules.md").read_text("utf-8")
@@ -65,11 +67,39 @@ def test_an_option_is_an_error_where_the_page_says_so(name, key, value):
         quintic.Muon([weight], update_rule=name, **{key: value})
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_rule_of_the_how_to_page_passes_its_check():
+@pytest.fixture(scope="module")
+def how_to():
+    """What the code of the page makes, from nothing."""
     page = (DOCS / "how-to" / "write-an-update-rule.md").read_text("utf-8")
-    namespace = {"quintic": quintic, "torch": torch}
+    namespace = {}
     for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
         exec(compile(code, "page", "exec"), namespace)
-    namespace["test_my_rule"]()
+    return namespace
+
+
+@pytest.mark.parametrize("name", ["rule", "nanochat", "ahead", "by_size", "max_norm"])
+def test_the_rules_of_the_how_to_page_pass_on_one_device(how_to, name):
+    assert check_stages(how_to[name]) == []
+    _, findings = check_one_device(how_to[name], "bfloat16 with mantissas", {})
+    assert findings == []
+
+
+@torch.no_grad()
+def test_the_examples_compute_what_the_page_says(how_to):
+    weight = torch.tensor([[[3.0, 4.0], [0.3, 0.4]]])
+    state = {how_to["MOMENTUM"]: torch.zeros(2)}
+    options = StageOptions(lr=0.5, momentum=torch.tensor(0.75, dtype=torch.float64))
+    assert how_to["AheadMomentum"](ahead=0.5).apply(torch.tensor([1.0, 2.0]), state, options).tolist() == [0.625, 1.25]
+    assert state[how_to["MOMENTUM"]].tolist() == [0.25, 0.5]
+    _, size = how_to["BySize"]().apply(weight, {how_to["WEIGHT"]: weight}, options)
+    torch.testing.assert_close(size, weight.square().mean().sqrt().view(1, 1, 1))
+    update, scales = torch.ones(1, 2, 2), torch.tensor([[[0.2]]])
+    keep, rate = how_to["MaxNorm"]().apply(weight, update, scales, {}, options)
+    rows = (keep * weight - rate * update).norm(dim=-1)
+    torch.testing.assert_close(rows, torch.tensor([[1.0, (weight[0, 1] - 0.1).norm().item()]]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_rule_of_the_how_to_page_passes_its_check(how_to):
+    how_to["test_my_rule"]()

@@ -143,6 +143,58 @@ class Asking(MatrixStage):
 
 
 @dataclass(frozen=True)
+class Deciding(MatrixStage):
+    """Decides on the host, and so differently for each batch."""
+
+    label = "deciding"
+
+    def apply(self, matrices, state, options):
+        if matrices.abs().max() > 2.5:
+            return matrices / 2, None
+        return matrices.clone(), None
+
+
+@dataclass(frozen=True)
+class Bounded(GradientStage):
+    """Decides for all of a piece."""
+
+    label = "bounded"
+
+    def apply(self, gradient, state, options):
+        return gradient / 2 if bool((gradient > 2).any()) else gradient
+
+
+@dataclass(frozen=True)
+class Alpha(GradientStage):
+    """Gives an option to an argument that takes numbers of the host only."""
+
+    label = "alpha"
+
+    def apply(self, gradient, state, options):
+        return gradient.add(gradient, alpha=1 - options.momentum)
+
+
+@dataclass(frozen=True)
+class Elsewhere(MatrixStage):
+    """Makes a tensor on the CPU, wherever the matrices are."""
+
+    label = "elsewhere"
+
+    def apply(self, matrices, state, options):
+        return matrices * torch.full(matrices.shape, 0.5), None
+
+
+@dataclass(frozen=True)
+class Silent(MatrixStage):
+    """Raises an error without a text."""
+
+    label = "silent"
+
+    def apply(self, matrices, state, options):
+        raise AssertionError
+
+
+@dataclass(frozen=True)
 class FixedRate(WeightStage):
     """Reads the learning rate as a number, which a captured step would keep for ever."""
 
@@ -226,7 +278,24 @@ class Miscounted(PolarStage):
         return orthogonalize(orthogonalize(matrices).to(matrices.dtype))
 
 
+@dataclass(frozen=True)
+class Idle(MatrixStage):
+    """Lacks the arithmetic."""
+
+    label = "idle"
+
+
+@dataclass(frozen=True)
+class Uncounted(PolarStage):
+    """Does not say how often it orthogonalises."""
+
+    def apply(self, matrices, orthogonalize):
+        return orthogonalize(matrices)
+
+
 BROKEN = {
+    "idle": (UpdateRule(title="broken", before=(Idle(),)), "Idle: has no method apply$"),
+    "uncounted": (UpdateRule(title="broken", polar=Uncounted()), "Uncounted: has no method rounds_of$"),
     "batch": (UpdateRule(title="broken", before=(Centred(),)), "Centred: depends on the batch: matrices of matrix 0"),
     "input": (UpdateRule(title="broken", after=(Clamped(),)), "Clamped: changes its input: matrices"),
     "calls": (UpdateRule(title="broken", before=(Counting(),)), "Counting: remembers something outside of its state"),
@@ -234,8 +303,19 @@ BROKEN = {
     "undeclared": (UpdateRule(title="broken", before=(Forgetful(),)), "Forgetful: asks for state 'unknown_buffer'"),
     "zero": (UpdateRule(title="broken", after=(FromZero(),)), r"FromZero: is not finite: matrices of matrix 2 \(it is"),
     "replaced": (UpdateRule(title="broken", after=(Replacing(),)), "Replacing: replaces the state 'test_average'"),
-    "asks": (UpdateRule(title="broken", before=(Asking(),)), "Asking: fails on tensors without values"),
-    "rate": (UpdateRule(title="broken", constrain=FixedRate()), "FixedRate: fails on tensors without values"),
+    "asks": (
+        UpdateRule(title="broken", before=(Asking(),)),
+        r"Asking: asks for a value, in line \d+ of test_testing.py: return \(matrices",
+    ),
+    "decides": (UpdateRule(title="broken", before=(Deciding(),)), "Deciding: asks for a value, in line"),
+    "piece": (UpdateRule(title="broken", direction=Bounded()), "Bounded: asks for a value, in line"),
+    "alpha": (UpdateRule(title="broken", direction=Alpha()), "Alpha: asks for a value, .*: use torch.where, lerp_"),
+    "device": (UpdateRule(title="broken", before=(Elsewhere(),)), "Elsewhere: fails on tensors without values"),
+    "silent": (
+        UpdateRule(title="broken", before=(Silent(),)),
+        r"Silent: raises AssertionError without a message, in line \d+ of test_testing.py: raise AssertionError",
+    ),
+    "rate": (UpdateRule(title="broken", constrain=FixedRate()), "FixedRate: asks for a value, in line"),
     "random": (UpdateRule(title="broken", before=(Noisy(),)), "Noisy: draws random numbers"),
     "shape": (UpdateRule(title="broken", constrain=Wide()), r"Wide: returns keep of the shape \(5, 6, 1\)"),
     "factors": (UpdateRule(title="broken", after=(Undeclared(),)), "Undeclared: returns factors that it does not"),
@@ -296,8 +376,27 @@ def test_a_rule_defined_in_a_function_is_tried_in_other_processes():
     class Local(Raising):
         label = "local"
 
-    with pytest.raises(AssertionError, match="mine: 1 findings\n  stages: Local: raises Broken: no such matrix"):
+    with pytest.raises(AssertionError, match="mine: 1 finding\n  stages: Local: raises Broken: no such matrix"):
         check_update_rule(UpdateRule(title="mine", before=(Local(),)))
+
+
+@dataclass(frozen=True)
+class Failing(MatrixStage):
+    """Fails with weights of which there is one, which no stage by itself is given."""
+
+    label = "failing"
+
+    def apply(self, matrices, state, options):
+        if matrices.shape[-2:] == (16, 6):
+            raise Broken("sixteen")
+        return matrices, None
+
+
+def test_an_error_of_all_dtypes_is_one_finding():
+    names = "float32, bfloat16 with mantissas, float64"
+    message = f"^mine: 1 finding\n  {names}: one device: Broken: sixteen$"
+    with pytest.raises(AssertionError, match=message):
+        check_update_rule(UpdateRule(title="mine", before=(Failing(),)))
 
 
 # -- what only steps of an optimizer show ------------------------------------------------------------------------------
