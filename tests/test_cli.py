@@ -116,7 +116,7 @@ def test_every_field_can_be_set_by_its_option(
         verify=True, kv_ratio=2,
         window_pattern="L", optimizer="adamw", muon_lr=0.01, adamw_lr=0.01, embedding_lr=0.01, head_lr=0.01,
         adamw_head_lr=0.02, scalar_lr=0.01, momentum=0.5, momentum_start=0.4, orthogonalizer="svd", normalize="neuron",
-        state_dtype="bf16", weights="mantissa", weight_decay=0.01, adamw_weight_decay=0.01,
+        update_rule="muoneq", state_dtype="bf16", weights="mantissa", weight_decay=0.01, adamw_weight_decay=0.01,
         cautious=False, beta1=0.1, beta2=0.2, steps=None, tokens_per_param=1.5, warmup_frac=0.1, warmdown_frac=0.2,
         final_lr_frac=0.3, seed=3, attention="sdpa", parallel="hsdp", shard_ranks=2, compile=False, threads=3,
         sample_every=9, prompts=("a b", "c"), keep=9, tensorboard=True, wandb="w", l3_layers="0",

@@ -346,6 +346,7 @@ class Ranked(MatrixStage):
         return matrices * (1.0 + rank), None
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_layout_that_differs_is_named_with_its_tensor_and_matrix():
     rule = UpdateRule(title="by rank", after=(Ranked(),))
@@ -371,6 +372,7 @@ class Raising(MatrixStage):
         raise Broken("no such matrix")
 
 
+@pytest.mark.slow
 def test_a_rule_defined_in_a_function_is_tried_in_other_processes():
     @dataclass(frozen=True)
     class Local(Raising):
@@ -392,6 +394,7 @@ class Failing(MatrixStage):
         return matrices, None
 
 
+@pytest.mark.slow
 def test_an_error_of_all_dtypes_is_one_finding():
     names = "float32, bfloat16 with mantissas, float64"
     message = f"^mine: 1 finding\n  {names}: one device: Broken: sixteen$"
@@ -470,6 +473,7 @@ def die(rank):
     return ["something"], []
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_ever_are_ended():
     with pytest.raises(TimeoutError, match=r"ranks \[1\] had not finished after 4 s"):
         run_on_ranks(wait_for_nobody, 2, timeout=4.0)
