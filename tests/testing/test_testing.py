@@ -30,13 +30,10 @@ from quintic.update_rules import (
     norms,
 )
 
-QUICK = ("muown",)
 
-
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RULES]
-)
+@pytest.mark.parametrize("name", RULES)
 def test_the_rules_of_the_library_pass(name):
     done = check_update_rule(name)
     assert {"stages", "float64, one device", "float32, FSDP2", "checkpoints"} <= set(done)
