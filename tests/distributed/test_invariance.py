@@ -3,6 +3,7 @@
 The one exception is stated in `trajectories.py`: the last bit of what PyTorch's fused AdamW updates in pieces.
 """
 
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -78,32 +79,38 @@ def test_layout_does_not_change_the_numbers(name):
     run_layout(LAYOUTS[name])
 
 
-# Of all layouts the quick tests take the ones with the fewest processes that send all kinds of messages. Each rule is
-# in every layout once, and in those with an odd number of ranks in all its dtypes.
-QUICK = ("fsdp2-2", "sharded-2")
+# Each rule once. With QUINTIC_TEST_RULES=all every layout has all of them, which takes long. Otherwise layouts
+# take turns with the halves, and those with an odd number of ranks have all rules, in all their dtypes.
 ONCE = tuple({CASES[case].options["update_rule"]: case for case in reversed(RULES)}.values())
+TAKES_ALL = os.environ.get("QUINTIC_TEST_RULES") == "all"
+# Of all layouts the quick tests take the ones with the fewest processes that send all kinds of messages.
+QUICK = ("fsdp2-2", "sharded-2")
+# A rule for each kind of stage that keeps state.
+OF_EACH_KIND = ("muown", "hyperball", "two_rate", "ema_nesterov")
 
 
-def halves(layout):
-    """The rules of a layout, in two parts that each take less than the time-out of the processes."""
-    cases = RULES if layout.mesh[-1] == 3 else ONCE
-    return [replace(layout, cases=part) for part in (cases[::2], cases[1::2])]
+def rules_by_layout():
+    """Yield (name of a layout, cases), few enough for the time-out of its processes."""
+    for number, (name, layout) in enumerate(LAYOUTS.items()):
+        has_odd_ranks = layout.mesh[-1] == 3
+        cases = RULES if has_odd_ranks else ONCE
+        halves = [cases[::2], cases[1::2]]
+        for half in halves if TAKES_ALL or has_odd_ranks else halves[number % 2 :][:1]:
+            marks = () if name in QUICK else pytest.mark.slow
+            yield pytest.param(name, half, marks=marks, id=f"{name}-{half[0]}")
 
 
-@pytest.mark.parametrize("half", range(2))
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
-def test_layout_does_not_change_the_rules_of_the_field(name, half):
-    run_layout(halves(LAYOUTS[name])[half])
+@pytest.mark.parametrize(("name", "cases"), list(rules_by_layout()))
+def test_layout_does_not_change_the_rules_of_the_field(name, cases):
+    run_layout(replace(LAYOUTS[name], cases=cases))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", range(2))
+@pytest.mark.parametrize("cases", [ONCE[::2], ONCE[1::2]] if TAKES_ALL else [OF_EACH_KIND], ids=lambda cases: cases[0])
 @pytest.mark.parametrize("name", WITH_GAPS)
-def test_a_missing_gradient_under_the_rules_of_the_field(name, half):
+def test_a_missing_gradient_under_the_rules_of_the_field(name, cases):
     layout, gaps = WITH_GAPS[name]
-    run_layout(halves(layout)[half], gaps)
+    run_layout(replace(layout, cases=cases), gaps)
 
 
 @pytest.mark.parametrize("name", WITH_GAPS)

@@ -31,9 +31,10 @@ from quintic.update_rules import (
 )
 
 
+# A rule for each kind of stage; the others differ in stages, which the next test tries.
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ["nanochat", "muown", "hyperball", "two_rate", "ema_nesterov"])
 def test_the_rules_of_the_library_pass(name):
     done = check_update_rule(name)
     assert {"stages", "float64, one device", "float32, FSDP2", "checkpoints"} <= set(done)
