@@ -1,14 +1,15 @@
 """Reads and copies values of optimizer state. The rules (`rules/rule.py`) declare names, shapes and dtypes.
 
-| rule      | name                     | shape                             | dtype                          |
-|-----------|--------------------------|-----------------------------------|--------------------------------|
-| any Muon  | `momentum_buffer`        | of the parameter                  | float32, or `state_dtype`      |
-| NorMuon   | `second_momentum_buffer` | (rows or columns of all matrices) | float32                        |
-| AdaMuon   | `element_second_moment`  | of the parameter                  | float32, or `state_dtype`      |
-| AdamW     | `exp_avg`, `exp_avg_sq`  | of the parameter                  | float32, or `state_dtype`      |
-| AdamW     | `step`                   | ()                                | float32                        |
-| any       | `master`                 | of the parameter                  | float32, `master="fp32"`       |
-| any       | `mantissa`               | of the parameter                  | uint16, `master="mantissa"`    |
+| name                     | shape                             | dtype                               |
+|--------------------------|-----------------------------------|-------------------------------------|
+| `momentum_buffer`        | of the parameter                  | float32, or `state_dtype`           |
+| `second_momentum_buffer` | (rows or columns of all matrices) | float32                             |
+| `exp_avg`, `exp_avg_sq`  | of the parameter                  | float32, or `state_dtype`           |
+| `step`                   | ()                                | float32                             |
+| `master`                 | of the parameter                  | float32, `master="fp32"`            |
+| `mantissa`               | of the parameter                  | uint16, `master="mantissa"`         |
+
+This is the state of Muon, NorMuon, AdamW and of masters; `docs/reference/rules.md` has that of all rules.
 
 Only parameters below float32 have masters, see `precision.py`; float64 parameters keep float64 state. When the state of
 one parameter is first needed, it is made for all, so that every checkpoint has the same keys (`sync.py`). State of a
