@@ -5,7 +5,9 @@ A library that is not installed, or refuses its options, raises when its optimiz
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
+
+from quintic.optim.rules.names import RuleName
 
 # The same for every contestant, so that all have the same work to do.
 LR, ADAMW_LR, WEIGHT_DECAY = 0.001, 0.0003, 0.1
@@ -201,5 +203,15 @@ CONTESTANTS = (
         build=_quintic(orthogonalizer="auto", kernels="torch"),
         family="quintic",
         sets=_NOT_LARGEST,
+    ),
+    # Measured with `--only rule-` alone.
+    *(
+        Contestant(
+            name=f"rule-{name}",
+            build=_quintic(orthogonalizer="auto", update_rule=name),
+            family="quintic",
+            sets=(),
+        )
+        for name in get_args(RuleName)
     ),
 )
