@@ -45,6 +45,12 @@ _SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "muon_plus": {"frobenius": {"after": (Renormalize("frobenius"),)}},
     "radial_brake": {"outward 0": {"constrain": RadialBrake(outward=0.0)}},
 }
+# Rule -> options for all of its settings. The decay that suits Muon is wrong where decay acts on norms alone, or where
+# updates shrink with the weight: with it both rules lose 0.7 nats at depth 8.
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "muown": {"weight_decay": 0.0},
+    "relative_update": {"weight_decay": 0.0},
+}
 # A setting that is tried of all, since Muon is free to choose it.
 _LOW_MOMENTUM = ("momentum 0.9", {"momentum": 0.9})
 
@@ -146,15 +152,16 @@ def candidate(name: str) -> Candidate:
     if name == ADAMW_NAME:
         return Candidate(name, "AdamW for all", {_AS_GIVEN: Setting(ADAMW, {})})
     rule = combined(name)
-    settings = {_AS_GIVEN: Setting(rule, {})}
     parts = name.split("+")
+    options = {key: value for part in parts for key, value in _OPTIONS.get(part, {}).items()}
+    settings = {_AS_GIVEN: Setting(rule, options)}
     for part in parts:
         for label, stages in _SETTINGS.get(part, {}).items():
             changed = {**{other: RULES[other] for other in parts}, part: replace(RULES[part], **stages)}
             rules = [changed[other] for other in parts]
-            settings[label] = Setting(rules[0] if len(rules) == 1 else _put_together(name, rules), {})
+            settings[label] = Setting(rules[0] if len(rules) == 1 else _put_together(name, rules), options)
     label, values = _LOW_MOMENTUM
-    settings[label] = Setting(rule, values)
+    settings[label] = Setting(rule, {**options, **values})
     return Candidate(name, rule.title, settings)
 
 
