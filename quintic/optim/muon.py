@@ -216,7 +216,7 @@ class Muon(Optimizer):
         comms: Literal["none", "averaged", "replicated", "sharded", "sharded_sparse"] = "none",
         process_group: ProcessGroup | None = None,
         replicas: Literal["auto", "divide", "repeat"] = "auto",
-        master: Literal["fp32", "mantissa"] | None = None,
+        master: Literal["fp32", "mantissa", "8bit"] | None = None,
         state_dtype: Literal["bf16"] | None = None,
         qk_clip: QKClip | None = None,
         offload: bool = False,

@@ -192,9 +192,9 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
                 f"{name}: entries of this parameter of shape {tuple(param.shape)} and strides {param.stride()} share "
                 f"memory, as after expand(), and cannot be updated independently; clone() it"
             )
-        if group["master"] == "mantissa" and param.dtype == torch.float16:
+        if group["master"] in ("mantissa", "8bit") and param.dtype == torch.float16:
             raise ValueError(
-                f"{name}: master='mantissa' completes bfloat16 weights to float32, this one is float16; "
+                f"{name}: master={group['master']!r} completes bfloat16 weights, this one is float16; "
                 f"use master='fp32'"
             )
         if group["comms"] in SHARDED_MODES and not is_dense(local_tensor(param)):

@@ -32,7 +32,7 @@ class SimulationOptions:
     """Rule of the matrices; None for Muon."""
     normalize: Literal["neuron", "element"] | None = None
     """Short for two rules: 'neuron' for --update-rule normuon, 'element' for adamuon."""
-    master: Literal["fp32", "mantissa"] | None = None
+    master: Literal["fp32", "mantissa", "8bit"] | None = None
     """Extra precision kept for bfloat16 parameters."""
     state_dtype: Literal["bf16"] | None = None
     """'bf16' for momentum and moments in bfloat16."""

@@ -126,7 +126,7 @@ def _adamw_kernel(
     exp_avgs = pointers_at(tl.load(addresses + num_tensors + tensor), element, MOMENTS, ALIGNED)
     exp_avg_sqs = pointers_at(tl.load(addresses + 2 * num_tensors + tensor), element, MOMENTS, ALIGNED)
     weights = pointers_at(tl.load(addresses + 3 * num_tensors + tensor), element, WEIGHT, ALIGNED)
-    master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else tl.float32
+    master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else (tl.uint8 if MASTER == 3 else tl.float32)
     # Without masters their pointers are never dereferenced, but must have a type.
     masters = weights
     if MASTER != 0:

@@ -184,7 +184,7 @@ def _apply_kernel(
         FILTERS,
     )
     weights = pointers_at(tl.load(addresses + matrix), offsets, WEIGHT, ALIGNED)
-    master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else tl.float32
+    master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else (tl.uint8 if MASTER == 3 else tl.float32)
     # Without masters their pointers are never dereferenced, but must have a type.
     masters = weights
     if MASTER != 0:
@@ -296,7 +296,7 @@ def apply_updates_(
         hyperparameters: (k,) float64 on the device.
         layout: layout of every matrix, for weights and masters alike.
         weight_dtype: dtype of the weights.
-        master_dtype: float32, uint16 or None; see `quintic/optim/numeric/precision.py`.
+        master_dtype: float32, uint16, uint8 or None; see `quintic/optim/numeric/precision.py`.
         lr_index: index of the learning rate in `hyperparameters`.
         weight_decay_index: index of the weight decay in `hyperparameters`.
         cautious: decay only entries where update and weight agree in sign; see `decay_and_step_`.

@@ -44,6 +44,7 @@ __all__ = [
     "EXP_AVG",
     "EXP_AVG_SQ",
     "MANTISSA",
+    "MANTISSA_BYTE",
     "MASTER",
     "MASTER_SPECS",
     "MOMENTUM",
@@ -59,9 +60,13 @@ Algorithm = Literal["muon", "adamw"]
 
 # Keys of `optimizer.state[param]`. PyTorch's optimizers have the keys in the first line, too.
 MOMENTUM, EXP_AVG, EXP_AVG_SQ, STEP = "momentum_buffer", "exp_avg", "exp_avg_sq", "step"
-MASTER, MANTISSA = "master", "mantissa"
+MASTER, MANTISSA, MANTISSA_BYTE = "master", "mantissa", "mantissa_byte"
 
-MASTER_SPECS = {"fp32": StateSpec(MASTER, "float32", "param"), "mantissa": StateSpec(MANTISSA, "uint16", "param")}
+MASTER_SPECS = {
+    "fp32": StateSpec(MASTER, "float32", "param"),
+    "mantissa": StateSpec(MANTISSA, "uint16", "param"),
+    "8bit": StateSpec(MANTISSA_BYTE, "uint8", "param"),
+}
 """Value of the option `master` -> the state with the bits that low-precision weights lack (`precision.py`)."""
 
 WEIGHT_SPEC = StateSpec(WEIGHT, "wide", "param")

@@ -49,7 +49,7 @@ def vector_shape(shape: VectorShape, m: int, n: int) -> tuple[int, int]:
     return (m, 1) if shape == "rows" else (1, 1)
 
 
-_DTYPES = ("average", "wide", "float32", "uint16")
+_DTYPES = ("average", "wide", "float32", "uint16", "uint8")
 _SHAPES = ("param", "scalar", *get_args(VectorShape))
 
 
@@ -59,9 +59,9 @@ class StateSpec:
 
     name: str
     """The key in `optimizer.state[param]`; all rules with this name must declare it alike."""
-    dtype: Literal["average", "wide", "float32", "uint16"]
+    dtype: Literal["average", "wide", "float32", "uint16", "uint8"]
     """`"average"`: float32, or bfloat16 with `state_dtype="bf16"`; `"wide"`: float32. Either is float64 for float64
-    parameters. `"float32"` and `"uint16"` hold for all parameters."""
+    parameters. The others hold for all parameters."""
     shape: Literal["param", "scalar"] | VectorShape
     """`"param"`: has the parameter's shape and lies on the same ranks; only such state is moved by `offload`.
 
@@ -93,7 +93,8 @@ class StateSpec:
             return moment_dtype_of(weights, state_dtype)
         if self.dtype == "wide":
             return torch.promote_types(weights, torch.float32)
-        return torch.float32 if self.dtype == "float32" else torch.uint16
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     def shape_for(self, shapes: Sequence[tuple[int, int, int]]) -> tuple[int, ...] | None:
         """Return the shape of this state, or None for the parameter's own shape.

@@ -8,6 +8,7 @@
 | `step`                   | ()                                | float32                             |
 | `master`                 | of the parameter                  | float32, `master="fp32"`            |
 | `mantissa`               | of the parameter                  | uint16, `master="mantissa"`         |
+| `mantissa_byte`          | of the parameter                  | uint8, `master="8bit"`              |
 
 This is the state of Muon, NorMuon, AdamW and of masters; `docs/reference/rules.md` has that of all rules.
 
@@ -41,11 +42,11 @@ __all__ = [
 ]
 
 MASTER_KEYS = tuple(spec.name for spec in MASTER_SPECS.values())
-"""Names of the two forms of a 16-bit parameter's extra precision; it has at most one of them."""
+"""Names of the three forms of a 16-bit parameter's extra precision; it has at most one of them."""
 
 
 def master_key(state: Mapping[str, Tensor]) -> str | None:
-    """Return the state key of a parameter's extra precision: `master`, `mantissa`, or None."""
+    """Return the state key of a parameter's extra precision, one of `MASTER_KEYS`, or None."""
     return next((key for key in MASTER_KEYS if key in state), None)
 
 

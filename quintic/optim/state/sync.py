@@ -269,8 +269,7 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
         return moved
     vectors = {spec.name for spec in entry.group.rule.vector_state}
     for key, (_, other_shape) in state_forms(param, entry.group).items():
-        # A master may be made from the other form, fp32 or mantissa; after a conversion of the weights it is made anew
-        # from these.
+        # A master may be made from another form; after a conversion of the weights it is made anew from these.
         other = master_key(source.state) if key in MASTER_KEYS and source.was.dtype == param.dtype else None
         was_key = other or key
         is_of_others = key in vectors and source.was.group.view != entry.group.view
@@ -323,13 +322,18 @@ def _set_state(entry: _Entry, values: dict[str, Tensor] | None, source: _Source 
 
 
 def _move(target: Tensor, value: Tensor) -> None:
-    """Copy a value into new state, converting a master to its other form."""
-    # A mantissa is the lower 16 bits of an fp32 master; the weights in bfloat16 are the upper 16. So an fp32 master
-    # becomes a mantissa by dropping its upper bits. For the other way, `target` has just been made from the weights.
-    if target.dtype == torch.uint16 and value.dtype == torch.float32:
-        value = value.view(torch.int32)
-    elif target.dtype == torch.float32 and value.dtype == torch.uint16:
+    """Copy a value into new state, converting a master to another form."""
+    # A mantissa is the lower 16 bits of an fp32 master, or the upper 8 of these; the weights in bfloat16 are the upper
+    # 16. So an fp32 master becomes a mantissa by dropping other bits. For the other way, `target` has just been made
+    # from the weights.
+    mantissas = (torch.uint16, torch.uint8)
+    if target.dtype == torch.float32 and value.dtype in mantissas:
         value = full_precision(target.bfloat16(), value.to(target.device))
+    elif target.dtype in mantissas and value.dtype != target.dtype:
+        bits = value.view(torch.int32) if value.dtype == torch.float32 else value.to(torch.int32)
+        # From the lower 16 bits to the place in the target.
+        bits = bits << 8 if value.dtype == torch.uint8 else bits
+        value = bits >> 8 if target.dtype == torch.uint8 else bits
     copy_(target, value)
 
 
