@@ -9,8 +9,8 @@
 
 In all forms a bfloat16 weight is the upper half of its value (rounded towards zero). So the first two give the same
 weights, gradients and trajectory to the last bit, and "mantissa" needs 2 bytes less per weight. The bit layout follows
-the modded-nanogpt speedrun. "8bit" rounds each new value to the nearest one of 24 bits, ties to even: steps below 2^-17
-of a weight may leave it as it is. Weights of 24 bits follow FlashOptim.
+the modded-nanogpt speedrun. "8bit" rounds each new value to the nearest one of 24 bits, ties to even: a step below 2^-17
+of a weight leaves it as it is. Weights of 24 bits follow FlashOptim.
 """
 
 import torch
