@@ -26,6 +26,7 @@ from quintic.optim.groups.group import find_parameter
 from quintic.optim.groups.names import without_wrappers
 from quintic.optim.groups.options import Orthogonalizer, adopt_old_names, group_defaults, with_new_names
 from quintic.optim.linked_options import LinkedOptions
+from quintic.optim.numeric.bf16_state import StateDtype
 from quintic.optim.numeric.dynamo import disable_dynamo, disable_dynamo_with_hooks
 from quintic.optim.numeric.numbers import to_python_scalar
 from quintic.optim.plan.order import Orders, orders_of
@@ -217,7 +218,7 @@ class Muon(Optimizer):
         process_group: ProcessGroup | None = None,
         replicas: Literal["auto", "divide", "repeat"] = "auto",
         master: Literal["fp32", "mantissa", "8bit"] | None = None,
-        state_dtype: Literal["bf16"] | None = None,
+        state_dtype: StateDtype = None,
         qk_clip: QKClip | None = None,
         offload: bool = False,
         on_nonfinite: Literal["propagate", "skip", "raise"] = "propagate",

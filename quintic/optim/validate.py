@@ -194,8 +194,7 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
             )
         if group["master"] in ("mantissa", "8bit") and param.dtype == torch.float16:
             raise ValueError(
-                f"{name}: master={group['master']!r} completes bfloat16 weights, this one is float16; "
-                f"use master='fp32'"
+                f"{name}: master={group['master']!r} completes bfloat16 weights, this one is float16; use master='fp32'"
             )
         if group["comms"] in SHARDED_MODES and not is_dense(local_tensor(param)):
             raise ValueError(
@@ -274,8 +273,8 @@ def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
         averages = group[key] if isinstance(group[key], tuple | list) else (group[key],)
         if not all(is_number(value, below=above) for value in averages):
             raise ValueError(
-                f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} with state_dtype='bf16': above "
-                f"{MAX_BF16_BETA} an average moves by less than bfloat16 resolves; lower {key}, or set "
+                f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} with state_dtype="
+                f"{group['state_dtype']!r}: above {MAX_BF16_BETA} an average moves by less than it resolves; lower {key}, or set "
                 f"state_dtype=None for this group"
             )
 

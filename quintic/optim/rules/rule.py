@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from quintic.optim.rules.stages import (
@@ -189,6 +190,14 @@ class UpdateRule:
         stages = (spec for stage in self.stages for spec in stage.state)
         drift = () if self.drift is None else self.drift.state
         return tuple(dict.fromkeys((*self.direction.state, *stages, *drift)))
+
+    @cached_property
+    def packed_state(self) -> Mapping[str, torch.dtype]:
+        """The averages that `state_dtype="int8"` keeps in 8 bits, with their dtypes: those that the backends advance."""
+        if type(self.direction) is not Direction:
+            return {}
+        kinds = {"average": torch.int8, "square": torch.uint8}
+        return {spec.name: kinds[spec.dtype] for spec in self.direction.state if spec.dtype in kinds}
 
     @cached_property
     def averages(self) -> tuple[str, ...]:

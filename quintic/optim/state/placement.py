@@ -9,6 +9,7 @@ its strides; or, with sharded state, it is one flat tensor, (entries,), of the s
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
+from quintic.optim.layout.views import View
+from quintic.optim.numeric.int8_state import GROUP
 from quintic.optim.rules.rule import MASTER, MASTER_SPECS, PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.state.shards import StateShard, local_shard_pairs
 
@@ -39,8 +42,27 @@ def state_forms(param: Tensor, group: Group) -> dict[str, StateForm]:
         specs.append(MASTER_SPECS[group.master])
     # (count, m, n) for each kind of matrix.
     shapes = group.view.shapes(param.shape) if group.rule.orthogonalizes else ()
-    dtypes = [spec.dtype_for(param.dtype, group.state_dtype) for spec in specs]
-    return {spec.name: (dtype, spec.shape_for(shapes)) for spec, dtype in zip(specs, dtypes, strict=True)}
+    dtypes = {spec.name: spec.dtype_for(param.dtype, group.state_dtype) for spec in specs}
+    if group.state_dtype == "int8" and param.dtype != torch.float64:
+        packed = group.rule.packed_state
+        dtypes |= packed if fits_groups(param, group) else dict.fromkeys(packed, torch.float32)
+    return {spec.name: (dtypes[spec.name], spec.shape_for(shapes)) for spec in specs}
+
+
+def fits_groups(param: Tensor, group: Group) -> bool:
+    """Return whether the averages of a parameter can be of 8 bits (`int8_state.py`): that no matrix cuts its groups.
+
+    They are kept in float32 otherwise. It does not depend on how the parameter lies on ranks.
+    """
+    if param.ndim < 2 or param.shape[-1] % GROUP or not local_tensor(param).is_contiguous():
+        return False
+    return not group.rule.orthogonalizes or _matrices_fit(group.view, tuple(param.shape))
+
+
+@lru_cache(maxsize=1024)
+def _matrices_fit(view: View, shape: tuple[int, ...]) -> bool:
+    ends = {end for unit in view.units(shape) for end in unit.box[-1]}
+    return all(end % GROUP == 0 for end in ends)
 
 
 def state_bytes(param: Tensor, group: Group) -> int:
