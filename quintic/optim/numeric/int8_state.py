@@ -4,20 +4,20 @@ A group is 8 consecutive entries of a row. Each has one byte: 7 bits of a whole 
 the 8 bits of E, the float32 exponent of the largest entry of the group (bit i in entry i). So the bytes of a group hold
 all that is needed to read it, and state has the shape and layout of its parameter, one byte for each weight:
 
-    int8    momentum, first moments     x = q 2^(E - 132)        -63 <= q <= 63, to nearest
+    int8    momentum, first moments     x = q 2^(E - 132)        -63 <= q <= 63, to the nearest
     uint8   second moments              x = (q 2^(E - 133))^2      0 <= q <= 127, up or down by chance
 
 Second moments divide updates, so none but zero becomes zero. Nor may they stay at what one large gradient made them,
 as they would if each small decay were rounded away: sqrt(x) goes to the next q above with the probability of its
-distance to the one below. The chance is a hash of the value's own bits, so it is the same on every layout and device,
-and nothing has to be counted. Momentum is rounded to the nearest: there it cost nothing (docs/development/LOG.md).
+distance from the one below. The chance is a hash of the value's own bits, so it is the same on every layout and
+device, and nothing has to be counted. Momentum is rounded to the nearest, which costs nothing that was measured.
 
-A value that was read and is stored again has the same bytes, so groups whose entries did not change keep theirs. NaN or
-infinity makes all of its group NaN.
+What was read and is stored again has the same bytes, so groups whose entries did not change keep theirs. NaN or
+infinity makes all of its group NaN. For the same bytes on every layout, groups must lie whole on a rank and in a
+matrix, see `placement.has_packed_state`.
 
-Groups must lie whole on a rank and in a matrix, for the same bytes on every layout: see `placement.fits_groups`. That rows of 8
-are small keeps an outlier from its row. Blockwise 8-bit state follows Dettmers et al., arXiv 2110.02861, and shared
-powers of two the MX formats of the Open Compute Project.
+Blockwise 8-bit state follows Dettmers et al., arXiv 2110.02861; small blocks with shared powers of two are those of the
+MX formats of the Open Compute Project.
 """
 
 import torch

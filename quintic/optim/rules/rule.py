@@ -193,7 +193,7 @@ class UpdateRule:
 
     @cached_property
     def packed_state(self) -> Mapping[str, torch.dtype]:
-        """The averages that `state_dtype="int8"` keeps in 8 bits, with their dtypes: those that the backends advance."""
+        """The averages that `state_dtype="int8"` keeps in 8 bits: names -> dtypes."""
         if type(self.direction) is not Direction:
             return {}
         kinds = {"average": torch.int8, "square": torch.uint8}

@@ -60,8 +60,8 @@ class StateSpec:
     name: str
     """The key in `optimizer.state[param]`; all rules with this name must declare it alike."""
     dtype: Literal["average", "square", "wide", "float32", "uint16", "uint8"]
-    """`"average"`, and `"square"` for averages of squares: float32, or bfloat16 with a `state_dtype`; `"wide"`: float32.
-    All three are float64 for float64 parameters. The others hold for all parameters."""
+    """`"average"` and, for averages of squares, `"square"`: float32, or as `state_dtype` says; `"wide"`: float32. All
+    three are float64 for float64 parameters. The others hold for all parameters."""
     shape: Literal["param", "scalar"] | VectorShape
     """`"param"`: has the parameter's shape and lies on the same ranks; only such state is moved by `offload`.
 

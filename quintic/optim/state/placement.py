@@ -23,7 +23,16 @@ from quintic.optim.numeric.int8_state import GROUP
 from quintic.optim.rules.rule import MASTER, MASTER_SPECS, PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.state.shards import StateShard, local_shard_pairs
 
-__all__ = ["StateForm", "init_state", "matches_spec", "planned_state", "state_bytes", "state_forms", "state_on_device"]
+__all__ = [
+    "StateForm",
+    "has_packed_state",
+    "init_state",
+    "matches_spec",
+    "planned_state",
+    "state_bytes",
+    "state_forms",
+    "state_on_device",
+]
 
 
 StateForm: TypeAlias = tuple[torch.dtype, tuple[int, ...] | None]
@@ -45,15 +54,18 @@ def state_forms(param: Tensor, group: Group) -> dict[str, StateForm]:
     dtypes = {spec.name: spec.dtype_for(param.dtype, group.state_dtype) for spec in specs}
     if group.state_dtype == "int8" and param.dtype != torch.float64:
         packed = group.rule.packed_state
-        dtypes |= packed if fits_groups(param, group) else dict.fromkeys(packed, torch.float32)
+        dtypes |= packed if has_packed_state(param, group) else dict.fromkeys(packed, torch.float32)
     return {spec.name: (dtypes[spec.name], spec.shape_for(shapes)) for spec in specs}
 
 
-def fits_groups(param: Tensor, group: Group) -> bool:
-    """Return whether the averages of a parameter can be of 8 bits (`int8_state.py`): that no matrix cuts its groups.
+def has_packed_state(param: Tensor, group: Group) -> bool:
+    """Return whether averages of a parameter are of 8 bits (`int8_state.py`).
 
-    They are kept in float32 otherwise. It does not depend on how the parameter lies on ranks.
+    They are kept in float32 where a row or a matrix would cut groups of entries. The answer does not depend on how the
+    parameter lies on ranks: layouts that cut groups are rejected (`validate.py`).
     """
+    if group.state_dtype != "int8" or not group.rule.packed_state or param.dtype == torch.float64:
+        return False
     if param.ndim < 2 or param.shape[-1] % GROUP or not local_tensor(param).is_contiguous():
         return False
     return not group.rule.orthogonalizes or _matrices_fit(group.view, tuple(param.shape))
@@ -61,8 +73,12 @@ def fits_groups(param: Tensor, group: Group) -> bool:
 
 @lru_cache(maxsize=1024)
 def _matrices_fit(view: View, shape: tuple[int, ...]) -> bool:
-    ends = {end for unit in view.units(shape) for end in unit.box[-1]}
-    return all(end % GROUP == 0 for end in ends)
+    # (b, groups, rows, columns) each: the parameter's rows are columns of a matrix, or rows of a transposed one.
+    for block in view.blocks(torch.empty(shape, device="meta")):
+        run = -1 if block.stride(-1) == 1 else -2
+        if block.stride(run) != 1 or block.shape[run] % GROUP:
+            return False
+    return True
 
 
 def state_bytes(param: Tensor, group: Group) -> int:

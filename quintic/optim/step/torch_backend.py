@@ -103,13 +103,14 @@ class TorchBackend:
         if not is_packed(averages[0]):
             momentum_(momenta, gradients, mu=mu, nesterov=nesterov, out=outputs)
             return directions
-        # One member at a time is in float32, whole, because the groups of a transposed matrix lie along its columns.
-        stepped = [number for number, _ in enumerate(averages) if self._present is None or self._present[number]]
-        for number, gradient, out in zip(stepped, gradients, outputs, strict=True):
-            average, member = averages[number], active.members[number]
-            wide = read_packed(average)
-            momentum_([block_of(wide, member, group.view)], [gradient], mu=mu, nesterov=nesterov, out=[out])
-            store_packed_(average, wide)
+        # One member at a time is in float32.
+        for momentum, gradient, out in zip(momenta, gradients, outputs, strict=True):
+            # Groups of 8 lie along the parameter's rows, which are the columns of a transposed matrix.
+            rows = momentum if momentum.stride(-1) == 1 else momentum.transpose(2, 3)
+            wide = read_packed(rows)
+            average = wide if rows is momentum else wide.transpose(2, 3)
+            momentum_([average], [gradient], mu=mu, nesterov=nesterov, out=[out])
+            store_packed_(rows, wide)
         return directions
 
     def apply(self, update: Tensor, factors: Tensor, rate: Tensor | None = None) -> None:
