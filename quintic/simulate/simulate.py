@@ -23,7 +23,7 @@ from torch import Tensor
 from quintic.errors import ConfigError
 from quintic.optim.comms.sharing import gather_layouts
 from quintic.optim.groups.group import Group
-from quintic.optim.layout.layouts import Layout, numel_of, size_of
+from quintic.optim.layout.layouts import Layout, size_of
 from quintic.optim.layout.pieces import Piece
 from quintic.optim.muon import Muon
 from quintic.optim.plan.bucket import Bucket, Gathered
@@ -31,12 +31,14 @@ from quintic.optim.plan.exchange import ExchangeBytes, traffic_of
 from quintic.optim.plan.gathered import SharedBucket, gathered_buckets, shared_buckets
 from quintic.optim.plan.order import order_buckets
 from quintic.optim.plan.plan import small_bytes
-from quintic.optim.plan.planning import local_buckets
+from quintic.optim.plan.planning import build_plan, local_buckets
 from quintic.optim.plan.replicas import ReplicaChoice, choose_replica_strategies, layouts_for_work, renumbered
 from quintic.optim.plan.schedule import PhaseBytes, Schedule, overlapping_bytes
 from quintic.optim.plan.workspace.buckets import memory_keys
 from quintic.optim.state.owners import balance
+from quintic.optim.step.offload.offload import Offload
 from quintic.simulate.parallelism import layouts_by_name
+from quintic.simulate.stored import StoredBytes, stored_bytes
 
 __all__ = ["BucketLoad", "Simulation", "simulate_plan"]
 
@@ -72,10 +74,10 @@ class Simulation:
     names: tuple[str, ...]
     bucket_loads: tuple[BucketLoad, ...]
     """The buckets in the order of the groups; a bucket that only some ranks have is included with its `present`."""
-    state_bytes: Tensor
-    """Bytes of the optimizer's state on each rank, (ranks,) int64."""
+    stored: StoredBytes
+    """Bytes of weights and state on each rank."""
     workspace_bytes: Tensor
-    """Peak temporary memory of each rank according to its plan, (ranks,) int64."""
+    """Peak temporary memory of each rank by its plan, (ranks,) int64; with offload, all have the buffers of rank 0."""
     choices: tuple[ReplicaChoice, ...] = ()
     """How ranks share the work on parameters with several copies, if `replicas="auto"` had to choose."""
 
@@ -83,6 +85,11 @@ class Simulation:
     def num_ranks(self) -> int:
         """Return the number of ranks."""
         return math.prod(self.mesh)
+
+    @property
+    def state_bytes(self) -> Tensor:
+        """Return the bytes of the optimizer's state on each rank, in host memory too, (ranks,) int64."""
+        return self.stored.state
 
     @property
     def flops(self) -> Tensor:
@@ -174,8 +181,10 @@ def simulate_plan(
         _fill_workspaces_(workspaces, [bytes_of[id(bucket)] for bucket in in_order], schedule, loads, ranks.like)
     # Flags and tables that kernels need on every rank.
     workspaces += small_bytes(param.device for group in groups for param in group.params)
-    state = _state_bytes(optimizer, everywhere, num_ranks)
-    return Simulation(tuple(mesh), tuple(names), tuple(loads), state, workspaces, tuple(choices.values()))
+    if any(group.offload for group in groups):
+        workspaces += _offload_bytes(groups, everywhere, classes[0][0].layouts, meta_tensors)
+    stored = stored_bytes(groups, everywhere, num_ranks)
+    return Simulation(tuple(mesh), tuple(names), tuple(loads), stored, workspaces, tuple(choices.values()))
 
 
 class _RankClass(NamedTuple):
@@ -373,21 +382,18 @@ def _local_load(bucket: Bucket, present: Tensor) -> BucketLoad:
     )
 
 
-def _state_bytes(optimizer: Muon, layouts: Sequence[Sequence[Layout]], num_ranks: int) -> Tensor:
-    """Return each rank's bytes of state: state with the parameter's shape is sharded like it, other state is whole."""
-    per_entry: dict[Layout, int] = {}
-    whole, states = 0, optimizer.state
-    for group, its_layouts in zip(optimizer._plans.current_groups(), layouts, strict=True):
-        for param, layout in zip(group.params, its_layouts, strict=True):
-            for value in states[param].values():
-                if value.shape == param.shape:
-                    per_entry[layout] = per_entry.get(layout, 0) + value.dtype.itemsize
-                else:
-                    whole += value.numel() * value.dtype.itemsize
-    total = torch.full((num_ranks,), whole)
-    for layout, size in per_entry.items():
-        total += size * torch.tensor([numel_of(layout.box_of(rank)) for rank in range(num_ranks)])
-    return total
+def _offload_bytes(
+    groups: Sequence[Group],
+    everywhere: Sequence[Sequence[Layout]],
+    layouts: Sequence[Sequence[Layout | None]],
+    meta_tensors: _MetaTensors,
+) -> int:
+    """Return the bytes of the buffers for offloaded state on rank 0, whose boxes are the largest."""
+    here = []
+    for group, whole in zip(groups, everywhere, strict=True):
+        boxes = [size_of(layout.box_of(0)) for layout in whole]
+        here.append(replace(group, params=tuple(map(meta_tensors.of, group.params, boxes))))
+    return Offload(build_plan(here, layouts), here, {}).plan.offload_buffer_bytes
 
 
 def _sum(values: Sequence[Tensor], num_ranks: int) -> Tensor:

@@ -12,11 +12,12 @@ import torch
 from tiny_runs import tiny_config
 
 from quintic.cli import main
-from quintic.commands.plan import _peak, planned_vocabulary, prepared_text, training_memory
+from quintic.commands.plan import planned_vocabulary, prepared_text, training_memory
 from quintic.commands.presets import gpu_preset
 from quintic.commands.text import prepared
 from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.errors import DataError
+from quintic.simulate.memory import peak
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 from quintic.train.recipe import build_model, build_optimizer, empty_model, model_config
 
@@ -144,7 +145,7 @@ def test_weights_gradients_and_state_are_predicted_to_the_byte(optim: dict[str, 
     assert memory["weights"] == sum(size.values())
     assert memory["gradients"] == sum(p.grad.numel() * p.grad.element_size() for p in size if p.grad is not None)
     held = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    assert memory["optimizer state"] == sum(t.numel() * t.element_size() for t in held)
+    assert memory["state"] == sum(t.numel() * t.element_size() for t in held)
 
 
 @pytest.mark.parametrize(("depth", "gib"), [(12, 23.0), (6, 6.17)])
@@ -156,7 +157,7 @@ def test_the_peak_of_a_gpu_is_predicted_within_a_tenth(depth: int, gib: float) -
     model = empty_model(sizes, dtype=torch.bfloat16, attention="sdpa")
     optimizer = build_optimizer(model, config, on_gpu=True)
     memory = training_memory(model, optimizer, rows=32, on_gpu=True, compiled=True)
-    assert _peak(memory) / 2**30 == pytest.approx(gib, rel=0.1)
+    assert peak(memory) / 2**30 == pytest.approx(gib, rel=0.1)
 
 
 @pytest.mark.parametrize(("depth", "seq_len", "rows"), [(2, 128, 4), (4, 64, 8)])
