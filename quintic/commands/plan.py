@@ -21,7 +21,7 @@ from quintic.durable import json_object
 from quintic.model.gpt import GPT
 from quintic.optim.muon import Muon
 from quintic.optim.state.placement import state_bytes
-from quintic.simulate.memory import FREE, Parts, Settings, cheapest, climb, gib, memory_table, memory_text, peak
+from quintic.simulate.memory import Parts, Settings, cheapest, climb, gib, memory_table, memory_text, peak
 from quintic.simulate.planned_models import is_on_hub
 from quintic.simulate.table import simulation_text
 from quintic.streams import say
@@ -43,7 +43,7 @@ _KEPT = {False: (21, 4), True: (16, 8)}
 _LOSS_CHUNK_BYTES = 2**28
 
 # Options of a run that save memory, with their cost, from the cheapest to the costliest.
-_LADDER: tuple[tuple[Settings, str], ...] = (({"weights": "mantissa"}, FREE), ({"state_dtype": "bf16"}, "loss"))
+_LADDER: tuple[tuple[Settings, str], ...] = (({"weights": "mantissa"}, "time"), ({"state_dtype": "bf16"}, "loss"))
 
 
 def run(arguments: list[str]) -> int:

@@ -4,6 +4,7 @@ A ladder is a list of settings from the cheapest to the costliest. `climb` adds 
 of each; `cheapest` takes the first ones that fit, and leaves out those that cost something and are not needed.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -19,7 +20,21 @@ from quintic.simulate.simulate import simulate_plan
 from quintic.simulate.table import mesh_of, naming_options, planned_optimizer
 from quintic.tables import aligned
 
-__all__ = ["LADDER", "Parts", "Rung", "Settings", "cheapest", "climb", "memory_table", "memory_text", "peak"]
+__all__ = [
+    "FREE",
+    "LADDER",
+    "Parts",
+    "Rung",
+    "Settings",
+    "cheapest",
+    "climb",
+    "gib",
+    "kept_bytes",
+    "memory_table",
+    "memory_text",
+    "needs_of",
+    "peak",
+]
 
 Settings: TypeAlias = Mapping[str, Any]
 """Name of an option -> its value."""
@@ -77,9 +92,10 @@ def climb(ladder: Sequence[tuple[Settings, str]], needs: Callable[[Settings], Pa
 def cheapest(rungs: Sequence[Rung], needs: Callable[[Settings], Parts], memory: int) -> Rung | None:
     """Return the first rung that fits into `memory` bytes, less settings that it does not need; None if none fits.
 
-    The costliest settings are left out first. Settings that cost nothing stay.
+    Settings that cost nothing are used in any case. Of the others the costliest are left out first.
     """
-    first = next((number for number, rung in enumerate(rungs) if peak(rung.parts) <= memory), None)
+    num_free = len(list(itertools.takewhile(lambda rung: rung.cost == FREE, rungs[1:])))
+    first = next((number for number in range(num_free, len(rungs)) if peak(rungs[number].parts) <= memory), None)
     if first is None:
         return None
     best, used = rungs[first], list(rungs[1 : first + 1])
@@ -121,6 +137,36 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
 
+def needs_of(
+    options: SimulationOptions, groups: Sequence[Mapping[str, Any]], *, device: str = "cuda"
+) -> Callable[[Settings], Parts]:
+    """Return a function that counts the memory of a model, on the rank that needs most, with settings of `LADDER`.
+
+    Args:
+        options: of the command, for whatever the settings do not say.
+        groups: the model's groups, from `param_groups`.
+        device: type of the devices.
+    """
+
+    def needs(settings: Settings) -> Parts:
+        chosen = {"mesh": _ONE_DEVICE, "master": _master(options), **settings}
+        mesh, layout = chosen.pop("mesh")
+        optimizer = planned_optimizer(options, [dict(group) for group in groups], **chosen)
+        simulation = simulate_plan(optimizer, mesh, layout, device=device, node_size=options.node_size)
+        weights, state, host = simulation.stored
+        # (parts, ranks); host memory is not part of what a device needs.
+        sizes = torch.stack([weights, weights, state - host, simulation.workspace_bytes, host])
+        most = sizes[:, sizes[:-1].sum(0).argmax()].tolist()
+        return dict(zip((*_KEPT, "step", "host"), most, strict=True))
+
+    return needs
+
+
+def _master(options: SimulationOptions) -> str | None:
+    # Weights of 16 bits lose small updates without a master.
+    return options.master or ("fp32" if options.dtype == "bfloat16" else None)
+
+
 def memory_text(options: SimulationOptions) -> str:
     """Return the output of `quintic plan --model NAME --memory SIZE`.
 
@@ -128,46 +174,32 @@ def memory_text(options: SimulationOptions) -> str:
         ConfigError: an option is wrong. The message begins with its name.
     """
     assert options.memory is not None
-    memory = size_in_bytes(options.memory)
+    memory, master = size_in_bytes(options.memory), _master(options)
     given = (mesh_of(options.mesh or "1"), tuple(options.layout.split(",")))
     with naming_options(options.model):
         groups = quintic.param_groups(planned_model(options.model, getattr(torch, options.dtype)))
-        # Weights of 16 bits alone lose small updates: begin with what float32 has.
-        master = options.master or ("fp32" if options.dtype == "bfloat16" else None)
-
-        def needs(settings: Settings) -> Parts:
-            chosen = {"mesh": _ONE_DEVICE, "master": master, **settings}
-            mesh, layout = chosen.pop("mesh")
-            optimizer = planned_optimizer(options, [dict(group) for group in groups], **chosen)
-            simulation = simulate_plan(optimizer, mesh, layout, node_size=options.node_size)
-            weights, state, host = simulation.stored
-            # (parts, ranks); the rank that needs most counts.
-            sizes = torch.stack([weights, weights, state - host, simulation.workspace_bytes, host])
-            of_rank = sizes[:, sizes[:4].sum(0).argmax()].tolist()
-            return dict(zip((*_KEPT, "step", "host"), of_rank, strict=True))
-
+        needs = needs_of(options, groups)
         rungs = climb([({"mesh": given} if "mesh" in change else change, cost) for change, cost in LADDER], needs)
         best = cheapest(rungs, needs, memory)
-        parameters = sum(param.numel() for group in groups for param in group["params"])
-        start = f"{options.dtype} weights" + (f', master="{master}"' if master else "")
-        lines = [
-            f"{options.model}: {parameters:,} parameters, into {gib(memory)} GiB a device",
-            "GiB on the rank that needs most, each line with the settings above it\n",
-            memory_table(rungs, memory, parameters, start, _setting),
-            "\nNot counted: activations, and what CUDA and FSDP keep for themselves.",
-        ]
         if best is None:
-            return "\n".join([*lines, _more_ranks(needs, rungs[-1].settings, memory, math.prod(given[0]))])
-    left, host = gib(memory - kept_bytes(best.parts)), best.parts["host"]
-    in_host = f" and {gib(host)} GiB of host memory" if host else ""
-    return "\n".join(
-        [
-            *lines,
-            f"Cheapest that fits: {gib(peak(best.parts))} GiB{in_host}; {left} GiB for activations, which are freed "
-            "before the step:",
-            *_python(options, {"master": master, **best.settings}),
-        ]
-    )
+            result = [_more_ranks(needs, rungs[-1].settings, memory, math.prod(given[0]))]
+        else:
+            host, left = best.parts["host"], gib(memory - kept_bytes(best.parts))
+            also = f" and {gib(host)} GiB of host memory" if host else ""
+            result = [
+                f"Cheapest that fits: {gib(peak(best.parts))} GiB{also}; activations may take {left} GiB, as they are "
+                "freed before the step:",
+                *_python(options, {"master": master, **best.settings}),
+            ]
+    parameters = sum(param.numel() for group in groups for param in group["params"])
+    start = f"{options.dtype} weights" + (f', master="{master}"' if master else "")
+    lines = [
+        f"{options.model}: {parameters:,} parameters, into {gib(memory)} GiB a device",
+        "GiB on the rank that needs most, each line with the settings above it\n",
+        memory_table(rungs, memory, parameters, start, _setting),
+        "\nNot counted: activations, and what CUDA and FSDP keep for themselves.",
+    ]
+    return "\n".join([*lines, *result])
 
 
 def _setting(settings: Settings) -> str:

@@ -31,14 +31,14 @@ from quintic.optim.plan.exchange import ExchangeBytes, traffic_of
 from quintic.optim.plan.gathered import SharedBucket, gathered_buckets, shared_buckets
 from quintic.optim.plan.order import order_buckets
 from quintic.optim.plan.plan import small_bytes
-from quintic.optim.plan.planning import build_plan, local_buckets
+from quintic.optim.plan.planning import local_buckets
 from quintic.optim.plan.replicas import ReplicaChoice, choose_replica_strategies, layouts_for_work, renumbered
 from quintic.optim.plan.schedule import PhaseBytes, Schedule, overlapping_bytes
 from quintic.optim.plan.workspace.buckets import memory_keys
 from quintic.optim.state.owners import balance
-from quintic.optim.step.offload.offload import Offload
+from quintic.simulate.meta_tensors import MetaTensors
 from quintic.simulate.parallelism import layouts_by_name
-from quintic.simulate.stored import StoredBytes, stored_bytes
+from quintic.simulate.stored import StoredBytes, offload_buffer_bytes, stored_bytes
 
 __all__ = ["BucketLoad", "Simulation", "simulate_plan"]
 
@@ -138,7 +138,7 @@ def simulate_plan(
     """
     if node_size is not None and node_size < 1:
         raise ConfigError(f"node_size={node_size}: give at least one rank per node")
-    meta_tensors = _MetaTensors(device)
+    meta_tensors = MetaTensors(device)
     groups = [
         replace(
             group,
@@ -182,7 +182,7 @@ def simulate_plan(
     # Flags and tables that kernels need on every rank.
     workspaces += small_bytes(param.device for group in groups for param in group.params)
     if any(group.offload for group in groups):
-        workspaces += _offload_bytes(groups, everywhere, classes[0][0].layouts, meta_tensors)
+        workspaces += offload_buffer_bytes(groups, everywhere, classes[0][0].layouts)
     stored = stored_bytes(groups, everywhere, num_ranks)
     return Simulation(tuple(mesh), tuple(names), tuple(loads), stored, workspaces, tuple(choices.values()))
 
@@ -226,38 +226,6 @@ class _CommBucket(NamedTuple):
 
     bucket: Gathered
     phase_bytes: list[PhaseBytes]
-
-
-class _MetaTensor(Tensor):
-    """A tensor on the meta device that reports another device, which need not exist here."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # views are plain tensors
-    claimed_device: torch.device
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Return the device of the simulated ranks."""
-        return self.claimed_device
-
-
-class _MetaTensors:
-    """Makes tensors without memory that have a shape, a dtype and the ranks' device; equal ones are one object."""
-
-    def __init__(self, device: str) -> None:
-        self._device = torch.device(device)
-        self._made: dict[Any, _MetaTensor] = {}
-
-    def of(self, param: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return a stand-in for a box of a parameter: of this shape, with the parameter's dtype and memory format."""
-        # Dimensions from the largest to the smallest stride: kernels are chosen by the memory format, too.
-        strides = param.stride()
-        order = sorted(range(param.ndim), key=lambda dim: (-strides[dim], dim))
-        key = (tuple(shape), tuple(order), param.dtype)
-        if key not in self._made:
-            made = torch.empty_permuted(tuple(shape), order, dtype=param.dtype, device="meta").as_subclass(_MetaTensor)
-            made.claimed_device = self._device
-            self._made[key] = made
-        return self._made[key]
 
 
 def _comm_load(
@@ -345,7 +313,7 @@ def _local_loads(
     indices: Sequence[int],
     layouts: Sequence[Layout],
     num_ranks: int,
-    meta_tensors: _MetaTensors,
+    meta_tensors: MetaTensors,
 ) -> Iterator[BucketLoad]:
     """Yield the loads of buckets without collectives, one for all ranks that hold boxes of the same shapes."""
     distinct = list(dict.fromkeys(layouts[index] for index in indices))
@@ -380,20 +348,6 @@ def _local_load(bucket: Bucket, present: Tensor) -> BucketLoad:
         bytes_received=zeros,
         bytes_between=zeros,
     )
-
-
-def _offload_bytes(
-    groups: Sequence[Group],
-    everywhere: Sequence[Sequence[Layout]],
-    layouts: Sequence[Sequence[Layout | None]],
-    meta_tensors: _MetaTensors,
-) -> int:
-    """Return the bytes of the buffers for offloaded state on rank 0, whose boxes are the largest."""
-    here = []
-    for group, whole in zip(groups, everywhere, strict=True):
-        boxes = [size_of(layout.box_of(0)) for layout in whole]
-        here.append(replace(group, params=tuple(map(meta_tensors.of, group.params, boxes))))
-    return Offload(build_plan(here, layouts), here, {}).plan.offload_buffer_bytes
 
 
 def _sum(values: Sequence[Tensor], num_ranks: int) -> Tensor:
