@@ -14,7 +14,6 @@ import torch
 import quintic
 from quintic.optim.groups.options import OPTIONS
 from quintic.simulate.options import SimulationOptions, size_in_bytes
-from quintic.simulate.parallelism import MOST_RANKS
 from quintic.simulate.planned_models import planned_model
 from quintic.simulate.simulate import simulate_plan
 from quintic.simulate.table import mesh_of, naming_options, planned_optimizer
@@ -55,6 +54,8 @@ LADDER: tuple[tuple[Settings, str], ...] = (
 option replaces an earlier one."""
 
 _KEPT = ("weights", "gradients", "state")
+# Simulating more takes long.
+_MOST_RANKS = 1024
 _ONE_DEVICE = ((1,), ("fsdp",))
 
 
@@ -232,13 +233,13 @@ def _python(options: SimulationOptions, settings: Settings) -> list[str]:
 def _more_ranks(needs: Callable[[Settings], Parts], settings: Settings, memory: int, given: int) -> str:
     """Return a sentence about the number of ranks, doubled until it is enough, on which all settings fit."""
     whole = kept_bytes(needs({**settings, "mesh": _ONE_DEVICE}))
-    ranks = max(given, 2)
-    while ranks <= MOST_RANKS:
-        # What is sharded evenly tells without a simulation that a rank holds too much.
+    ranks, most = max(given, 2), max(given, _MOST_RANKS)
+    while ranks <= most:
+        # If even shards are too large, no simulation is needed.
         if whole <= memory * ranks:
             parts = needs({**settings, "mesh": ((ranks,), ("fsdp",))})
             if peak(parts) <= memory:
                 each = f"{gib(peak(parts))} GiB each"
                 return f"None of these fits; {ranks:,} GPUs would, with all of these settings and fsdp: {each}."
         ranks *= 2
-    return f"None of these fits, and neither would up to {MOST_RANKS:,} GPUs: a step needs whole matrices."
+    return f"None of these fits, nor would they with fsdp on {most:,} GPUs."

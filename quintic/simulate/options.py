@@ -24,7 +24,7 @@ def size_in_bytes(text: str) -> int:
     Raises:
         ConfigError: the text is no such size, or less than a MiB. The message begins with `--memory`.
     """
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([a-z]*)", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise ConfigError(f"--memory {text}: give a number with a unit, such as 80GiB, 80GB or 24000MiB")
     size = int(float(match[1]) * _UNITS[match[2]])

@@ -21,7 +21,7 @@ from quintic.optim.layout.views import Flatten
 if TYPE_CHECKING:  # importing it takes a second
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["MOST_RANKS", "PARALLELISMS", "layouts_by_name"]
+__all__ = ["PARALLELISMS", "layouts_by_name"]
 
 PARALLELISMS = {
     "dp": 'whole copies under DDP, comms="averaged"; the only dimension of its mesh',
@@ -32,7 +32,7 @@ PARALLELISMS = {
 }
 """The kinds of mesh dimensions, in the order that they must have in a mesh."""
 
-MOST_RANKS = 2**14  # planning takes up to a minute for this many ranks, and several for four times as many
+_MOST_RANKS = 2**14  # planning takes up to a minute for this many ranks, and several for four times as many
 
 # Last components of module names, or names of stacked parameters, in several model libraries. Column-wise layers shard
 # their outputs, row-wise layers their inputs. Embeddings shard their rows.
@@ -49,8 +49,8 @@ def _check_parallelism(mesh: Sequence[int], names: Sequence[str]) -> None:
     shown, shape = ",".join(names), "x".join(map(str, mesh))
     if not mesh or min(mesh) < 1:
         raise ConfigError(f"mesh={shape}: give at least one rank per dimension, such as 8x4")
-    if math.prod(mesh) > MOST_RANKS:
-        raise ConfigError(f"mesh={shape}: {math.prod(mesh):,} ranks; must be at most {MOST_RANKS:,}")
+    if math.prod(mesh) > _MOST_RANKS:
+        raise ConfigError(f"mesh={shape}: {math.prod(mesh):,} ranks; must be at most {_MOST_RANKS:,}")
     for name in names:
         if name not in PARALLELISMS:
             raise ConfigError(f"layout={shown}: {name!r} is unknown; choose from {', '.join(PARALLELISMS)}")

@@ -11,6 +11,7 @@ from torch import Tensor
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import Layout, numel_of, size_of
 from quintic.optim.layout.views import View
+from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.planning import build_plan
 from quintic.optim.state.placement import state_forms
 from quintic.optim.step.offload.offload import Offload
@@ -85,7 +86,7 @@ def offload_buffer_bytes(
     plan = build_plan(here, shared)
     # Pieces of matrices are boxes, for which the view of the whole parameter is not needed.
     boxes = [replace(group, view=_AnyShape()) for group in here]
-    buckets = []
+    buckets: list[Bucket] = []
     for bucket in plan:
         of_boxes = any(member.box is not None for member in bucket.members)
         buckets += Offload(replace(plan, buckets=(bucket,)), boxes if of_boxes else here, {}).plan.buckets

@@ -184,3 +184,33 @@ def test_activations_are_predicted_within_a_tenth(depth: int, seq_len: int, rows
     gradients_of_the_head = 4 * model.head.weight.numel()  # the loss computes them on the way
     predicted = training_memory(model, build_optimizer(model, config), rows=rows, on_gpu=False)["activations"]
     assert predicted == pytest.approx(counted - gradients_of_the_head, rel=0.1)
+
+
+def test_a_run_is_fitted_into_the_memory_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["plan", "--preset", "gpu", "--depth", "12", "--rows", "32", "--device", "cpu"]
+    assert main([*options, "--memory", "16GiB"]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("setting  "))
+    rows = [line.split() for line in lines[head + 1 : head + 9]]
+    assert [" ".join(row[:3]) for row in rows[1:5]] == [
+        "+ --weights mantissa",
+        "+ --state-dtype bf16",
+        "+ --rows 16",
+        "+ --rows 8",
+    ]
+    assert rows[-1][:3] == ["+", "--rows", "1"]
+    assert [row[-1] for row in rows] == ["no"] * 3 + ["yes"] * 5
+    sums = [float(row[-2]) for row in rows]
+    assert sums == sorted(sums, reverse=True)
+    # The first sum is the one of the plan without the option; of the rest only fewer rows are needed.
+    assert f"Memory: about {sums[0]:.2f} GiB" in printed
+    [cheapest] = [line for line in lines if line.startswith("Cheapest that fits")]
+    size, chosen = cheapest.removeprefix("Cheapest that fits, with ").split(" GiB: ")
+    assert chosen == "--rows 16"
+    assert main([*options, "--rows", "16"]) == 0
+    assert f"Memory: about {size} GiB" in capsys.readouterr().out
+    assert main([*options, "--memory", "200GB"]) == 0
+    assert f"Cheapest that fits, with {sums[0]:.2f} GiB: these options" in capsys.readouterr().out
+    assert main([*options, "--memory", "1GiB"]) == 0
+    assert "None of these fits: a smaller --depth or --seq-len needs less." in capsys.readouterr().out

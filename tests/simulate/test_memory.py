@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintic
@@ -33,40 +33,56 @@ def ladder_on(mesh):
     return [({"mesh": mesh} if "mesh" in change else change, cost) for change, cost in LADDER]
 
 
-def combinations():
-    """Every set of the ladder's settings for one device."""
-    changes = [change for change, _ in LADDER if "mesh" not in change]
-    for used in itertools.product((False, True), repeat=len(changes)):
-        yield {key: value for change, use in zip(changes, used, strict=True) if use for key, value in change.items()}
-
-
 # -- against what is allocated ----------------------------------------------------------------------------------------
 
+SETTINGS = [
+    {},
+    {"max_workspace_bytes": 4000},
+    {"master": "mantissa"},
+    {"state_dtype": "bf16"},
+    {"offload": True},
+    {"max_workspace_bytes": 4000, "master": "mantissa", "state_dtype": "bf16", "offload": True},
+]
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", ["muon", "normuon", "muown"])
-@pytest.mark.parametrize("sizes", [SMALL, MIXTURE], ids=["dense", "mixture"])
-def test_every_part_is_what_an_optimizer_on_this_device_has(dtype, rule, sizes):
-    needs = needs_of(options_of(dtype, update_rule=rule), groups_of(sizes, dtype), device="cpu")
-    for settings in combinations():
-        parts = needs(settings)
-        master = "fp32" if dtype == torch.bfloat16 else None
-        optimizer = quintic.Muon(groups_of(sizes, dtype, "cpu"), **({"update_rule": rule, "master": master} | settings))
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for param in params:
+
+@pytest.mark.parametrize("chosen", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "rule"),
+    [
+        (SMALL, torch.float32, "muon"),
+        (SMALL, torch.bfloat16, "normuon"),
+        (MIXTURE, torch.bfloat16, "muown"),
+        (MIXTURE, torch.float32, "adamuon"),
+    ],
+    ids=["dense", "dense-bf16-normuon", "mixture-bf16-muown", "mixture-adamuon"],
+)
+def test_every_part_is_what_an_optimizer_on_this_device_has(sizes, dtype, rule, chosen):
+    parts = needs_of(options_of(dtype, update_rule=rule), groups_of(sizes, dtype), device="cpu")(chosen)
+    options = {"update_rule": rule, "master": "fp32" if dtype == torch.bfloat16 else None} | chosen
+    optimizer = quintic.Muon(groups_of(sizes, dtype, "cpu"), **options)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    values = [(param, value) for param in params for value in optimizer.state[param].values()]
+    state = sum(value.nbytes for _, value in values)
+    # All but step counts and numbers of rows are moved to the host.
+    in_host = sum(value.nbytes for param, value in values if value.shape == param.shape)
+    assert parts["weights"] == sum(param.nbytes for param in params)
+    assert parts["gradients"] == sum(param.grad.nbytes for param in params)
+    assert parts["host"] == in_host * chosen.get("offload", False)
+    assert parts["state"] + parts["host"] == state
+    assert parts["step"] == optimizer.plan().peak_workspace_bytes
+
+
+def test_a_step_keeps_the_state_that_was_counted():
+    needs = needs_of(options_of(torch.bfloat16), groups_of(SMALL, torch.bfloat16), device="cpu")
+    optimizer = quintic.Muon(groups_of(SMALL, torch.bfloat16, "cpu"), master="mantissa", state_dtype="bf16")
+    for group in optimizer.param_groups:
+        for param in group["params"]:
             param.grad = torch.randn_like(param)
-        optimizer.step()
-        state = sum(value.nbytes for values in optimizer.state.values() for value in values.values())
-        in_host = sum(
-            value.nbytes
-            for param in params
-            for value in optimizer.state[param].values()
-            if settings.get("offload") and value.numel() == param.numel() and value.shape == param.shape
-        )
-        assert parts["weights"] == sum(param.nbytes for param in params)
-        assert parts["gradients"] == sum(param.grad.nbytes for param in params)
-        assert (parts["state"] + parts["host"], parts["host"]) == (state, in_host), settings
-        assert parts["step"] == optimizer.plan().peak_workspace_bytes, settings
+    optimizer.step()
+    kept = sum(value.nbytes for values in optimizer.state.values() for value in values.values())
+    assert needs({"master": "mantissa", "state_dtype": "bf16"})["state"] == kept
 
 
 @pytest.mark.parametrize(("mesh", "names"), MESHES, ids=str)
@@ -101,6 +117,7 @@ small_sizes = st.builds(
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 
+@pytest.mark.slow
 @given(small_sizes, dtypes, st.sampled_from(MESHES), st.sampled_from([None, "normuon"]), st.data())
 def test_each_rung_takes_less_and_the_cheapest_fits(sizes, dtype, mesh, rule, data):
     needs = needs_of(options_of(dtype, update_rule=rule), groups_of(sizes, dtype))
@@ -128,6 +145,7 @@ def test_each_rung_takes_less_and_the_cheapest_fits(sizes, dtype, mesh, rule, da
 
 
 @given(small_sizes, dtypes, st.sampled_from(MESHES))
+@settings(max_examples=10)
 def test_the_cheapest_has_no_costly_setting_that_it_does_not_need(sizes, dtype, mesh):
     needs = needs_of(options_of(dtype), groups_of(sizes, dtype))
     rungs = climb(ladder_on(mesh), needs)
@@ -138,6 +156,19 @@ def test_the_cheapest_has_no_costly_setting_that_it_does_not_need(sizes, dtype, 
         if change.items() <= best.settings.items():
             fewer = {name: value for name, value in best.settings.items() if name not in change}
             assert peak(needs(fewer)) > memory
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_device_as_large_as_a_rung_is_large_enough(mesh):
+    needs = needs_of(options_of(torch.bfloat16), groups_of(SMALL, torch.bfloat16))
+    rungs = climb(ladder_on(mesh), needs)
+    assert [rung.change for rung in rungs[1:-1]][-1] == {"mesh": mesh} or rungs[-1].change == {"mesh": mesh}
+    for earlier, later in itertools.pairwise(rungs):
+        assert peak(later.parts) < peak(earlier.parts)
+        best = cheapest(rungs, needs, peak(later.parts))
+        assert later.change.items() <= best.settings.items()
+        assert peak(best.parts) <= peak(later.parts)
+    assert cheapest(rungs, needs, peak(rungs[-1].parts) - 1) is None
 
 
 def test_settings_that_cost_nothing_are_used_although_less_would_fit():
