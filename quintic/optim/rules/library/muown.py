@@ -10,8 +10,9 @@ and Adam's two moments of a. One step, with g_i the rows of the gradient, e_i = 
     c_i  = |v_i|,  w_i <- a_i v_i / |v_i|
 
 With this f updates of directions are of the size of AdamW's, and one lr, AdamW's, suits both. Weight decay shrinks
-magnitudes alone. None is nearer to zero than 1e-12, with which a row of zeros begins: it grows as Adam moves it. The
-gradient is rounded as directions are before it is averaged, to bfloat16 where products are of 16 bits.
+magnitudes alone, for which Muon's is far too large: set it to 0. None is nearer to zero than 1e-12, with which a row of
+zeros begins: it grows as Adam moves it. The gradient is rounded as directions are before it is averaged, to bfloat16
+where products are of 16 bits.
 
 Source: Muown (K. Lion et al.), arXiv 2605.10797, whose momentum has no look-ahead: set `nesterov=False` to follow it.
 """
