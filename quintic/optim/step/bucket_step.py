@@ -27,7 +27,7 @@ What holds throughout:
 - Before `run` yields, it deletes the names of tensors that it no longer needs. The message then has the only reference
   and frees their memory when it has arrived, which the plan's bound on temporary memory counts on (`plan/workspace/`).
 - Once gradients are read for good, `run` clears the list in `Operands.gradients`, which this step alone has. With
-  `release_gradients` it holds the last references, so that the memory is free for what comes next.
+  `release_gradients` it holds the last references, so that later buckets can use the memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -207,12 +207,12 @@ class PartialGradients:
             self._reduced.clear()
 
     def forget_replaced(self) -> None:
-        """Drop all references to gradients, also to those that `reduced` has replaced and would put back."""
+        """Drop all references to gradients, also to the ones that `reduced` would put back."""
         self._addends = []
         self._stand_ins.clear()
 
     def _use_sum(self, param: Tensor) -> None:
-        """Put the sum of all ranks' addends in `p.grad`, and keep what was there."""
+        """Put the sum of all ranks' addends in `p.grad`, and keep the addend."""
         total = self._sum(param)
         if total is not None:
             self._addends.append((param, param.grad))
