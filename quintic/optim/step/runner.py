@@ -224,7 +224,7 @@ class Runner:
         return StepOutcome(list(map(_COUNTS, steps)), apply_mask, bool(policies))
 
     def _release_gradients(self, steps_waited: Sequence[int]) -> None:
-        """Drop all references to gradients of groups that are due, except the references of buckets (`BucketStep.active`)."""
+        """Drop all references to gradients of groups that are due, except those in `BucketStep.active`."""
         due = [number for number, pending in enumerate(steps_waited) if pending == 0]
         for number in due:
             for param in self.context.groups[number].params:
