@@ -1,6 +1,7 @@
 """`release_gradients` on several ranks: the same bits, no gradient after a step, and its memory free in time."""
 
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ from harness import DEVICE, ON_GPUS, run
 from test_invariance import LAYOUTS, WITH_GAPS
 from test_partial_gradients import GAPS as PARTIAL_GAPS
 from test_partial_gradients import assert_equal, but_copies, give, mesh_of, of_mesh
+from test_sparse_rows import differences, on_rank, two_tables
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from trajectories import NO_GAPS, disagreements, reference
 
 import quintic
+from quintic.optim.step import sparse_rows
 
 CASES = ("mantissa", "element")
 OF_TWO = ("averaged-2", "replicated-2", "sharded-2", "fsdp2-2", "tp-2")
@@ -131,3 +134,38 @@ def check_memory(rank, world_size, comms, clip):
 @pytest.mark.parametrize("comms", ["none", "averaged", "replicated", "sharded", "fsdp2"])
 def test_memory_is_free_when_matrices_are_orthogonalised(comms, clip):
     run(check_memory, 2, comms, clip, timeout=60)
+
+
+@on_rank
+def check_sparse(rank, world_size):
+    """A table whose touched rows travel: its gradient is freed when they have been copied into the message."""
+    params, expected, optimizer, dense = two_tables()
+    optimizer._plans.release_gradients = True
+    table, alive, seen = params["table"], [], []
+    mean_of_rows = sparse_rows.mean_of_rows
+
+    def mean(*args):
+        seen.append(alive[-1]() is not None)
+        return mean_of_rows(*args)
+
+    for step in range(4):
+        rows = torch.tensor([step, 30 * rank, 599])
+        array = np.zeros((600, 64), dtype=np.float32)
+        array[rows] = 1.0 + rank
+        alive.append(weakref.ref(array))
+        expected["table"].grad = torch.from_numpy(array.copy())
+        table.grad = torch.from_numpy(array)
+        del array
+        if step % 2:
+            optimizer.announce_rows("table", rows)
+        with mock.patch.object(sparse_rows, "mean_of_rows", mean):
+            optimizer.step()
+        dense.step()
+        assert not differences(params, optimizer, expected, dense)
+        assert table.grad is None
+    assert seen == [False] * 4
+
+
+@pytest.mark.skipif(ON_GPUS, reason="sees the memory of host tensors")
+def test_memory_of_a_table_is_free_when_its_touched_rows_are_averaged():
+    run(check_sparse, 2, timeout=60)
