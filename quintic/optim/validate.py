@@ -194,8 +194,7 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
             )
         if group["master"] in ("mantissa", "8bit") and param.dtype == torch.float16:
             raise ValueError(
-                f"{name}: master={group['master']!r} completes bfloat16 weights, this one is float16; "
-                f"use master='fp32'"
+                f"{name}: master={group['master']!r} completes bfloat16 weights, this one is float16; use master='fp32'"
             )
         if group["comms"] in SHARDED_MODES and not is_dense(local_tensor(param)):
             raise ValueError(

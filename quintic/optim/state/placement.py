@@ -20,7 +20,16 @@ from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.rules.rule import MASTER, MASTER_SPECS, PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.state.shards import StateShard, local_shard_pairs
 
-__all__ = ["StateForm", "init_state", "matches_spec", "planned_state", "state_bytes", "state_forms", "state_on_device"]
+__all__ = [
+    "StateForm",
+    "empty_master",
+    "init_state",
+    "matches_spec",
+    "planned_state",
+    "state_bytes",
+    "state_forms",
+    "state_on_device",
+]
 
 
 StateForm: TypeAlias = tuple[torch.dtype, tuple[int, ...] | None]
@@ -66,6 +75,13 @@ def init_state(param: Tensor, group: Group, own: Sequence[StateShard] | None = N
             for run, of_weights in local_shard_pairs(value, weights, own, weights):
                 run.copy_(of_weights)
     return state
+
+
+def empty_master(key: str, param: Tensor, group: Group, own: Sequence[StateShard] | None = None) -> Tensor:
+    """Return uninitialised memory for a master of any form, by its state key, where the group keeps such state."""
+    spec = next(spec for spec in MASTER_SPECS.values() if spec.name == key)
+    form = spec.dtype_for(param.dtype, group.state_dtype), None
+    return _empty(form, param, own, *_place(key, param, group))
 
 
 def planned_state(param: Tensor, group: Group, own: Sequence[StateShard] | None = None) -> dict[str, Tensor]:

@@ -131,7 +131,7 @@ def test_distributed_checkpoints_need_no_step_and_make_none():
     "duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"]
 )
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("master", ["fp32", "mantissa"])
+@pytest.mark.parametrize("master", ["fp32", "mantissa", "8bit"])
 def test_copies_before_and_after_the_first_step(duplicate, steps, master):
     optimizer = optimizer_of(model_of(torch.bfloat16), master=master)
     take_steps(optimizer, 0, steps)
