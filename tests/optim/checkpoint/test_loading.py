@@ -1,6 +1,7 @@
 """Loading saved state: parameters in other groups, hyperparameters that come back, state of other optimizers."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -331,6 +332,47 @@ def test_a_saved_master_becomes_the_form_that_is_set(saved, wanted, weights_firs
     assert torch.equal(param, twin_param)
     if wanted:
         assert torch.equal(optimizer.state[param][KEYS[wanted]], own[KEYS[wanted]])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process, on purpose
+@pytest.mark.parametrize(("saved", "wanted"), [pair for pair in itertools.permutations(MASTERS, 2) if pair[1]])
+def test_a_distributed_checkpoint_with_another_master_is_never_cast(saved, wanted, tmp_path):
+    """It is read into the state that there is, by keys, of which every form has another."""
+    model, optimizer = in_a_model(saved)
+    take_step(model.weight, optimizer, 0)
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path, no_dist=True)
+    other, twin = in_a_model(wanted)
+    state = get_optimizer_state_dict(other, twin)
+    message = rf"Missing key in checkpoint state_dict: state\.weight\.{KEYS[wanted]}\."
+    with pytest.raises(dcp.CheckpointException, match=message):
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    # The way that the manual names: with the saved master, which is changed afterwards.
+    other.load_state_dict(model.state_dict())
+    twin.param_groups[0]["master"] = saved
+    state = get_optimizer_state_dict(other, twin)
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(other, twin, state)
+    twin.param_groups[0]["master"] = wanted
+    before = value_of(model.weight, optimizer.state[model.weight], saved)
+    assert torch.equal(value_of(other.weight, twin.state[other.weight], wanted), of_form(before, wanted))
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [("mantissa", "8bit"), ("8bit", "fp32"), (None, "8bit")])
+def test_a_whole_state_dict_with_another_master_is_set(saved, wanted):
+    model, optimizer = in_a_model(saved)
+    take_step(model.weight, optimizer, 0)
+    state = get_optimizer_state_dict(model, optimizer)
+    other, twin = in_a_model(wanted)
+    set_optimizer_state_dict(other, twin, copy.deepcopy(state))
+    other.load_state_dict(model.state_dict())
+    before = value_of(model.weight, optimizer.state[model.weight], saved)
+    assert torch.equal(value_of(other.weight, twin.state[other.weight], wanted), of_form(before, wanted))
+
+
+def in_a_model(master):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 6, bias=False).bfloat16()
+    return model, quintic.Muon([("weight", model.weight)], lr=0.01, master=master)
 
 
 @pytest.mark.parametrize("wanted", ["mantissa", "8bit"])
