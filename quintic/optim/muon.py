@@ -121,10 +121,10 @@ class Muon(Optimizer):
     Args: Precision
         compute_dtype: dtype of the orthogonaliser's matrix products; None for the method's own, see
             `quintic.orthogonalize`.
-        master: how extra precision is stored for bfloat16 and float16 weights. None: updates are applied in the
-            weight's own dtype; `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16
-            low bits, bit for bit the trajectory of the copy at half its memory. Parameters of float32 and wider need
-            none and have none. May be changed at any time: either form becomes the other.
+        master: how 16-bit weights keep more precision. None: not at all; `"fp32"`: updates go to a float32
+            copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit the trajectory of the
+            copy at half its memory; `"8bit"`: to weight and uint8 bits, rounded to nearest: steps below 2^-17 of a
+            weight are lost. Wider parameters have none. May change at any time, and differ from a loaded state's.
         state_dtype: dtype of momentum and AdamW's moments in memory. None: float32; `"bf16"`: bfloat16, half of it.
             Every step computes in float32 either way; stored values are rounded to the nearest bfloat16, and the update
             is computed before that rounding. Needs `momentum` of Muon groups, and both `betas` of AdamW
