@@ -40,6 +40,8 @@ _STATES: Mapping[str, Mapping[str, Any]] = {
     'state_dtype="int8"': {"state_dtype": "int8"},
     'master="mantissa"': {"master": "mantissa"},
     'master="mantissa", state_dtype="bf16"': {"master": "mantissa", "state_dtype": "bf16"},
+    'master="8bit"': {"master": "8bit"},
+    'master="8bit", state_dtype="bf16"': {"master": "8bit", "state_dtype": "bf16"},
     'master="8bit", state_dtype="int8"': {"master": "8bit", "state_dtype": "int8"},
     'master="fp32"': {"master": "fp32"},
 }
