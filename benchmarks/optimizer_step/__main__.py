@@ -273,8 +273,8 @@ def page(rows: Sequence[dict[str, Any]], command: str, commit: str) -> str:
         "",
         "Medians of n steps; each optimizer in a process of its own, with the same weights and random normal "
         "gradients, weight decay 0.1. Quintic's learning rate changes before every step, as under a scheduler; its "
-        "momentum is float32 for bf16 weights, bfloat16 in `quintic-bf16-state`; that of the others has the weights' "
-        "dtype.",
+        "momentum is float32 for bf16 weights, bfloat16 in `quintic-bf16-state`, of 8 bits in `quintic-int8`; that of "
+        "the others has the weights' dtype, of `flash-adamw` 8 bits.",
         "",
         COLUMNS,
     ]

@@ -24,17 +24,26 @@ class WeightSet:
         matrices: (count, rows, columns), in the order of the parameters.
         others: (count, *shape) of what AdamW updates.
         dtypes: those measured by default.
+        is_compared: whether the weights of several ranks are compared with those of one device, which must hold all.
     """
 
     matrices: tuple[tuple[int, int, int], ...]
     others: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...] = ("bf16", "fp32")
+    is_compared: bool = True
 
 
 SETS = {
     "gpt124m": WeightSet(matrices=((40, 768, 768), (22, 3072, 768)), others=((2, 50304, 768),)),
     "qwen1.7b": WeightSet(
         matrices=((56, 2048, 2048), (56, 1024, 2048), (56, 6144, 2048), (28, 2048, 6144)), others=((1, 151936, 2048),)
+    ),
+    # Qwen3 8B: 36 layers, of 32 heads and 8 of keys and values; head and embedding are not tied.
+    "qwen8b": WeightSet(
+        matrices=((72, 4096, 4096), (72, 1024, 4096), (72, 12288, 4096), (36, 4096, 12288)),
+        others=((2, 151936, 4096), (73, 4096), (72, 128)),
+        dtypes=("bf16",),
+        is_compared=False,
     ),
     # 60 small layers: what counts is the time that Python needs for 500 parameters.
     "params500": WeightSet(
@@ -113,7 +122,8 @@ def _quintic(**options: Any) -> Callable[[Weights, bool], list[Any]]:
     return lambda weights, cuda: [quintic_muon(weights, **options)]
 
 
-def _fused_adamw(params: list[Any], cuda: bool) -> Any:
+def fused_adamw(params: list[Any], cuda: bool) -> Any:
+    """Return PyTorch's fused AdamW."""
     import torch
 
     # `capturable` allows its CUDA graph, and changes nothing else of the fused kernel.
@@ -122,18 +132,25 @@ def _fused_adamw(params: list[Any], cuda: bool) -> Any:
     )
 
 
+def flash_adamw(weights: Weights) -> Any:
+    """Return FlashOptim's AdamW of all weights: moments of 8 bits and, by its default, weights of 24 bits."""
+    from flashoptim import FlashAdamW
+
+    return FlashAdamW(weights.all, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
+
+
 def _torch_muon(weights: Weights, cuda: bool) -> list[Any]:
     import torch
 
     muon = torch.optim.Muon(weights.matrices, lr=LR, weight_decay=WEIGHT_DECAY, momentum=0.95, nesterov=True)
-    return [muon, _fused_adamw(weights.others, cuda)]
+    return [muon, fused_adamw(weights.others, cuda)]
 
 
 def _keller_jordan(weights: Weights, cuda: bool) -> list[Any]:
     from muon import SingleDeviceMuon
 
     muon = SingleDeviceMuon(weights.matrices, lr=LR, weight_decay=WEIGHT_DECAY, momentum=0.95)
-    return [muon, _fused_adamw(weights.others, cuda)]
+    return [muon, fused_adamw(weights.others, cuda)]
 
 
 def _dion(kind: str) -> Callable[[Weights, bool], list[Any]]:
@@ -145,7 +162,7 @@ def _gram_newton_schulz(use_kernels: bool) -> Callable[[Weights, bool], list[Any
         from gram_newton_schulz import Muon
 
         muon = Muon(weights.matrices, lr=LR, weight_decay=WEIGHT_DECAY, momentum=0.95, ns_use_kernels=use_kernels)
-        return [muon, _fused_adamw(weights.others, cuda)]
+        return [muon, fused_adamw(weights.others, cuda)]
 
     return build
 
@@ -168,7 +185,7 @@ _NOT_LARGEST = ("gpt124m", "params500", "tiny")
 # In the order in which they run: what is compared first comes first, in case that the time ends.
 CONTESTANTS = (
     Contestant(name="quintic", build=_quintic(orthogonalizer="auto"), family="quintic"),
-    Contestant(name="torch-adamw", build=lambda weights, cuda: [_fused_adamw(weights.all, cuda)], family="torch"),
+    Contestant(name="torch-adamw", build=lambda weights, cuda: [fused_adamw(weights.all, cuda)], family="torch"),
     Contestant(name="torch-muon", build=_torch_muon, family="torch"),
     Contestant(
         name="quintic-mantissa",
@@ -177,6 +194,16 @@ CONTESTANTS = (
         dtypes=("bf16",),
     ),
     Contestant(name="quintic-bf16-state", build=_quintic(orthogonalizer="auto", state_dtype="bf16"), family="quintic"),
+    Contestant(name="quintic-int8", build=_quintic(orthogonalizer="auto", state_dtype="int8"), family="quintic"),
+    Contestant(
+        name="quintic-int8-8bit",
+        build=_quintic(orthogonalizer="auto", state_dtype="int8", master="8bit"),
+        family="quintic",
+        dtypes=("bf16",),
+    ),
+    Contestant(
+        name="flash-adamw", build=lambda weights, cuda: [flash_adamw(weights)], family="flashoptim", dtypes=("bf16",)
+    ),
     Contestant(name="quintic-neuron", build=_quintic(orthogonalizer="auto", normalize="neuron"), family="quintic"),
     Contestant(name="quintic-polar-express", build=_quintic(orthogonalizer="polar_express"), family="quintic"),
     Contestant(name="quintic-gram", build=_quintic(orthogonalizer="gram"), family="quintic"),

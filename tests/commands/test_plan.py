@@ -173,9 +173,11 @@ def test_plan_names_the_cheapest_settings_that_fit(capsys):
         '+ master="mantissa"',
         '+ state_dtype="bf16"',
         "+ fsdp on 2 ranks",
+        '+ state_dtype="int8"',
+        '+ master="8bit"',
     ]
-    assert [row["costs"] for row in rows.values()] == ["", "nothing", "loss", "messages"]
-    assert [row["fits"] for row in rows.values()] == ["no", "no", "no", "yes"]
+    assert [row["costs"] for row in rows.values()] == ["", "nothing", "loss", "messages", "loss", "loss"]
+    assert [row["fits"] for row in rows.values()] == ["no", "no", "no", "yes", "yes", "yes"]
     for row in rows.values():
         parts = [float(row[name]) for name in ("weights", "gradients", "state", "step")]
         assert float(row["sum"]) == pytest.approx(sum(parts), abs=0.03)

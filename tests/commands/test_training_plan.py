@@ -192,15 +192,16 @@ def test_a_run_is_fitted_into_the_memory_of_a_device(capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     lines = printed.splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("setting  "))
-    rows = [line.split() for line in lines[head + 1 : head + 9]]
-    assert [" ".join(row[:3]) for row in rows[1:5]] == [
+    rows = [line.split() for line in lines[head + 1 : head + 10]]
+    assert [" ".join(row[:3]) for row in rows[1:6]] == [
         "+ --weights mantissa",
         "+ --state-dtype bf16",
+        "+ --state-dtype int8",
         "+ --rows 16",
         "+ --rows 8",
     ]
     assert rows[-1][:3] == ["+", "--rows", "1"]
-    assert [row[-1] for row in rows] == ["no"] * 3 + ["yes"] * 5
+    assert [row[-1] for row in rows] == ["no"] * 4 + ["yes"] * 5
     sums = [float(row[-2]) for row in rows]
     assert sums == sorted(sums, reverse=True)
     # The first sum is the one of the plan without the option; of the rest only fewer rows are needed.

@@ -178,6 +178,14 @@ def _speedrun(weights: Weights, place: Place) -> Any:
     return optimizer
 
 
+# Forms of state and masters.
+_STATES: dict[str, dict[str, Any]] = {
+    "quintic-mantissa": {"master": "mantissa"},
+    "quintic-bf16-state": {"state_dtype": "bf16"},
+    "quintic-int8": {"state_dtype": "int8"},
+    "quintic-int8-8bit": {"state_dtype": "int8", "master": "8bit"},
+}
+
 # In the order in which they run: what is compared first comes first, in case that the time ends.
 LAYOUT_CONTESTANTS = (
     LayoutContestant(
@@ -214,6 +222,32 @@ LAYOUT_CONTESTANTS = (
         dtypes=("bf16",),
         graph=True,
         preload=("torch", "torch.distributed.tensor"),
+    ),
+    *(
+        LayoutContestant(
+            name=name,
+            family="quintic",
+            layouts=("fsdp2",),
+            build=_quintic(**options),
+            dtypes=("bf16",),
+            graph=True,
+            preload=("torch", "torch.distributed.tensor"),
+        )
+        for name, options in _STATES.items()
+    ),
+    LayoutContestant(
+        name="torch-adamw",
+        family="torch",
+        layouts=("fsdp2",),
+        build=lambda weights, place: shapes.fused_adamw(weights.all, place.cuda),
+        dtypes=("bf16",),
+    ),
+    LayoutContestant(
+        name="flash-adamw",
+        family="flashoptim",
+        layouts=("fsdp2",),
+        build=lambda weights, place: shapes.flash_adamw(weights),
+        dtypes=("bf16",),
     ),
     LayoutContestant(name="nanochat", family="nanochat", layouts=("sharded",), build=_nanochat),
     LayoutContestant(

@@ -106,7 +106,8 @@ class Subject:
             raise RuntimeError("needs CUDA devices")
         self.contestant, self.job, self.ranks = contestant, job, ranks
         self.is_quintic = contestant.family == "quintic"
-        self.reference = self._reference() if self.is_quintic else None
+        is_compared = self.is_quintic and SETS[job["set"]].is_compared
+        self.reference = self._reference() if is_compared else None
         self.place = Place(job["layout"], dist.get_world_size(), ranks.cuda, ranks.meshes)
         self.weights = contestant.place(self._whole_weights(), self.place)
         clean_memory()

@@ -127,7 +127,7 @@ def _units_of_param(number: int, group: Group, index: int, layout: Layout) -> It
     param = group.params[index]
     local = local_tensor(param)
     spec = WorkspaceSpec.of_group(group, local.dtype, local.device, choose_kernels(group.kernels, local))
-    packed = has_packed_state(param, group)
+    packed = has_packed_state(param, group, layout.shape)
     for unit, matrices, exchange, holders in _units_of_layout(layout, group.view):
         key = BucketKey(number, exchange, unit.view, spec, param.is_contiguous(), packed)
         yield key, Piece(group.param_names[index], index, matrices, unit.box), holders

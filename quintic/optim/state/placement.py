@@ -59,17 +59,18 @@ def state_forms(param: Tensor, group: Group) -> dict[str, StateForm]:
     return {spec.name: (dtypes[spec.name], spec.shape_for(shapes)) for spec in specs}
 
 
-def has_packed_state(param: Tensor, group: Group) -> bool:
-    """Return whether averages of a parameter are of 8 bits (`int8_state.py`).
+def has_packed_state(param: Tensor, group: Group, shape: Sequence[int] | None = None) -> bool:
+    """Return whether averages of a parameter, of this whole `shape` if `param` is a piece, are of 8 bits.
 
     They are kept in float32 where a row or a matrix would cut groups of entries. The answer does not depend on how the
     parameter lies on ranks: layouts that cut groups are rejected (`validate.py`).
     """
     if group.state_dtype != "int8" or not group.rule.packed_state or param.dtype == torch.float64:
         return False
-    if param.ndim < 2 or param.shape[-1] % GROUP or not local_tensor(param).is_contiguous():
+    shape = tuple(param.shape if shape is None else shape)
+    if len(shape) < 2 or shape[-1] % GROUP or not local_tensor(param).is_contiguous():
         return False
-    return not group.rule.orthogonalizes or _matrices_fit(group.view, tuple(param.shape))
+    return not group.rule.orthogonalizes or _matrices_fit(group.view, shape)
 
 
 @lru_cache(maxsize=1024)
