@@ -23,4 +23,4 @@ def store(kept: Mapping[str, Tensor], wide: Mapping[str, Tensor], mask: Tensor |
     """
     for name, value in wide.items():
         old = kept[name]
-        old.copy_(value if mask is None else torch.where(mask != 0, value, old))
+        old.copy_(value if mask is None else torch.where(mask != 0, value.to(old.dtype), old))
