@@ -336,6 +336,9 @@ def disagreements(
         no_full_tensor = mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("inside step"))
         with default_device, no_full_tensor:
             optimizer.step()
+        if options.get("release_gradients"):
+            lines += [f"{n}: step {step} left its gradient" for n, param in params.items() if param.grad is not None]
+            kept = {}
         for name, before in kept.items():
             lines += _changes(f"{name}: step {step}", before, {"gradient": params[name].grad})
         for name, before in skipped.items():
