@@ -120,7 +120,7 @@ class Muon(Optimizer):
     Args: Precision
         compute_dtype: dtype of the orthogonaliser's matrix products; None for the method's own, see
             `quintic.orthogonalize`.
-        master: how bfloat16 and float16 weights keep more precision. None: not at all; `"fp32"`: updates go to a float32
+        master: how bfloat16 and float16 weights keep more bits. None: not at all; `"fp32"`: updates go to a float32
             copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit the trajectory of the
             copy at half its memory; `"8bit"`: to weight and uint8 bits, rounded to nearest: steps below 2^-17 of a
             weight are lost. Wider parameters have none. May change at any time, and differ from a loaded state's.
