@@ -21,6 +21,7 @@ hands no options to parameters of another algorithm, and no `lr_multipliers` to 
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from operator import le
 from typing import Any
 
@@ -35,8 +36,9 @@ from quintic.optim.groups.names import is_made_up, resolve_name
 from quintic.optim.groups.options import OPTIONS, is_old_option
 from quintic.optim.groups.ties import ties_of
 from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.numeric.bf16_state import StateDtype
 from quintic.optim.rules.rule import PARAM_SHAPED_STATE, STATE_KEYS
-from quintic.optim.state.placement import init_state
+from quintic.optim.state.placement import has_packed_state, init_state
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
 from quintic.optim.state.state import copy_, piece_of, saved_tensor
 
@@ -140,6 +142,7 @@ def load_state(
             if own.keys().isdisjoint(STATE_KEYS):
                 own = made[param] = init_state(param, typed[number], shards)
             converted = in_saved_form(name, param, typed[number], own, saved, shards, strict=strict)
+        _check_is_not_cast(name, param, typed[number], saved, saved_groups[saved_number].get("state_dtype"))
         if converted is not None:
             own, saved = converted
             masters[param] = own
@@ -293,6 +296,24 @@ def _is_same(values: Sequence[Any]) -> bool:
         return all(value is values[0] or bool(value == values[0]) for value in values)
     except (RuntimeError, ValueError):  # arrays and tensors have no single truth value; users may keep them in groups
         return False
+
+
+def _check_is_not_cast(
+    name: str, param: Tensor, group: Group, saved: Mapping[str, Any], state_dtype: StateDtype
+) -> None:
+    """Reject averages of 8 bits that were cast as if their bytes were numbers, or numbers cast to bytes.
+
+    `torch.distributed.checkpoint.load` does so where it reads into the state of an optimizer with another dtype.
+    """
+    packed = state_dtype == "int8" and has_packed_state(param, replace(group, state_dtype=state_dtype))
+    for key in group.rule.packed_state.keys() & saved.keys():
+        dtype = saved_tensor(saved[key], f"{name}: saved {key}").dtype
+        if dtype.is_floating_point == packed:
+            raise ValueError(
+                f"{name}: saved {key} is {dtype}, and the checkpoint is of state_dtype={state_dtype!r}: "
+                f"torch.distributed.checkpoint.load has cast it to the dtype of this optimizer's state; set "
+                f"state_dtype={state_dtype!r} before loading, and change it after"
+            )
 
 
 def _matched_state(

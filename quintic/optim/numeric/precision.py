@@ -7,7 +7,7 @@
               bfloat16 weight    | uint16 mantissa
               bfloat16 weight    | uint8
 
-In all forms a bfloat16 weight is the upper half of its value (rounded towards zero). So the first two give the same
+In all forms a bfloat16 weight is the upper half of its value (rounded towards zero). The first two give the same
 weights, gradients and trajectory to the last bit, and "mantissa" needs 2 bytes less per weight. The bit layout follows
 the modded-nanogpt speedrun. "8bit" rounds each new value to the nearest one of 24 bits, ties to even: a step below
 2^-17 of a weight leaves it as it is, and one above 2^-16 does not. Weights of 24 bits follow FlashOptim.

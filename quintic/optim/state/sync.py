@@ -312,21 +312,24 @@ def _set_state(entry: _Entry, values: dict[str, Tensor] | None, source: _Source 
             if key in PARAM_SHAPED_STATE and entry.local is not None and was_whole:
                 # Whole state becomes sharded: copy this rank's shards out of it.
                 for shard, of_value in local_shard_pairs(made[key], value, entry.local, entry.param):
-                    _move(shard, of_value)
+                    _move(key, shard, of_value)
             else:
-                _move(local_tensor(made[key]), value)
+                _move(key, local_tensor(made[key]), value)
         new = {**made, **others}
     if source is not None:
         del states[source.was.param]
     states[entry.param] = new
 
 
-def _move(target: Tensor, value: Tensor) -> None:
+def _move(key: str, target: Tensor, value: Tensor) -> None:
     """Copy a value into new state, converting a master to another form."""
     # A mantissa is the lower 16 bits of an fp32 master, or the upper 8 of these; the weights in bfloat16 are the upper
     # 16. So an fp32 master becomes a mantissa by dropping other bits. For the other way, `target` has just been made
     # from the weights.
     mantissas = (torch.uint16, torch.uint8)
+    if key not in MASTER_KEYS:
+        copy_(target, value)
+        return
     if target.dtype == torch.float32 and value.dtype in mantissas:
         value = full_precision(target.bfloat16(), value.to(target.device))
     elif target.dtype in mantissas and value.dtype != target.dtype:
