@@ -83,7 +83,8 @@ def run(arguments: list[str]) -> int:
         for line in duration_lines(model, scale, choose_hardware(config.run)):
             say(line)
     # Precision and memory, then a line for each group, then the optimizer's plan.
-    weights = "bfloat16 (16 more bits of each in the state)" if config.optim.weights == "mantissa" else "float32"
+    more_bits = {"float32": 0, "mantissa": 16, "8bit": 8}[config.optim.weights]
+    weights = f"bfloat16 ({more_bits} more bits of each in the state)" if more_bits else "float32"
     say(f"Precision: {str(dtype).removeprefix('torch.')} activations{why}, {weights} weights")
     compiled = on_gpu if config.run.compile is None else config.run.compile
 

@@ -119,8 +119,7 @@ class Muon(Optimizer):
             add up (AdamW does not see their scale).
 
     Args: Precision
-        compute_dtype: dtype of the orthogonaliser's matrix products; None for the method's own, see
-            `quintic.orthogonalize`.
+        compute_dtype: dtype of the orthogonaliser's matrix products; None: the method's own (`quintic.orthogonalize`).
         master: how 16-bit weights keep more precision. None: not at all; `"fp32"`: updates go to a float32
             copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit the trajectory of the
             copy at half its memory; `"8bit"`: to weight and uint8 bits, rounded to nearest: steps below 2^-17 of a

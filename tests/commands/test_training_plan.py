@@ -128,6 +128,7 @@ def small(**optim: Any) -> Config:
         {"normalize": "neuron", "state_dtype": "bf16"},
         {"recipe": "nanochat"},
         {"weights": "mantissa", "normalize": "neuron"},
+        {"weights": "8bit", "state_dtype": "bf16"},
     ],
 )
 def test_weights_gradients_and_state_are_predicted_to_the_byte(optim: dict[str, Any]) -> None:
