@@ -1,7 +1,7 @@
 """The cheapest settings with which training fits into a device's memory (`quintic plan --memory`).
 
 A ladder is a list of settings from the cheapest to the costliest. `climb` adds one after the other and counts the bytes
-of each; `cheapest` takes the first ones that fit, and leaves out those that cost something and are not needed.
+of each; `cheapest` takes the first ones that fit, and leaves out costly ones that are not needed.
 """
 
 import itertools
@@ -144,7 +144,7 @@ def needs_of(
     """Return a function that counts the memory of a model, on the rank that needs most, with settings of `LADDER`.
 
     Args:
-        options: of the command, for whatever the settings do not say.
+        options: of the command, for all other options.
         groups: the model's groups, from `param_groups`.
         device: type of the devices.
     """
@@ -155,7 +155,7 @@ def needs_of(
         optimizer = planned_optimizer(options, [dict(group) for group in groups], **chosen)
         simulation = simulate_plan(optimizer, mesh, layout, device=device, node_size=options.node_size)
         weights, state, host = simulation.stored
-        # (parts, ranks); host memory is not part of what a device needs.
+        # (parts, ranks); host memory is not counted.
         sizes = torch.stack([weights, weights, state - host, simulation.workspace_bytes, host])
         most = sizes[:, sizes[:-1].sum(0).argmax()].tolist()
         return dict(zip((*_KEPT, "step", "host"), most, strict=True))

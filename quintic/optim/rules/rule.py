@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from quintic.optim.rules.stages import (
@@ -39,11 +40,13 @@ from quintic.optim.rules.stages import (
     check_declarations,
 )
 from quintic.optim.rules.update import AdjustLr, adjust_lr_factor
+from quintic.optim.rules.wide_state import store, widened
 
 __all__ = [
     "EXP_AVG",
     "EXP_AVG_SQ",
     "MANTISSA",
+    "MANTISSA_BYTE",
     "MASTER",
     "MASTER_SPECS",
     "MOMENTUM",
@@ -59,9 +62,13 @@ Algorithm = Literal["muon", "adamw"]
 
 # Keys of `optimizer.state[param]`. PyTorch's optimizers have the keys in the first line, too.
 MOMENTUM, EXP_AVG, EXP_AVG_SQ, STEP = "momentum_buffer", "exp_avg", "exp_avg_sq", "step"
-MASTER, MANTISSA = "master", "mantissa"
+MASTER, MANTISSA, MANTISSA_BYTE = "master", "mantissa", "mantissa_byte"
 
-MASTER_SPECS = {"fp32": StateSpec(MASTER, "float32", "param"), "mantissa": StateSpec(MANTISSA, "uint16", "param")}
+MASTER_SPECS = {
+    "fp32": StateSpec(MASTER, "float32", "param"),
+    "mantissa": StateSpec(MANTISSA, "uint16", "param"),
+    "8bit": StateSpec(MANTISSA_BYTE, "uint8", "param"),
+}
 """Value of the option `master` -> the state with the bits that low-precision weights lack (`precision.py`)."""
 
 WEIGHT_SPEC = StateSpec(WEIGHT, "wide", "param")
@@ -186,6 +193,14 @@ class UpdateRule:
         return tuple(dict.fromkeys((*self.direction.state, *stages, *drift)))
 
     @cached_property
+    def packed_state(self) -> Mapping[str, torch.dtype]:
+        """The averages that `state_dtype="int8"` keeps in 8 bits: names -> dtypes."""
+        if type(self.direction) is not Direction:
+            return {}
+        kinds = {"average": torch.int8, "square": torch.uint8}
+        return {spec.name: kinds[spec.dtype] for spec in self.direction.state if spec.dtype in kinds}
+
+    @cached_property
     def averages(self) -> tuple[str, ...]:
         """See `Direction.averages`: the names of all stages."""
         stages = (name for stage in self.stages for name in stage.averages)
@@ -264,9 +279,9 @@ class UpdateRule:
         """Return the factors of weights and of updates (b, m, n) that `constrain` gives; state as in `finish`."""
         stage = self.constrain
         assert stage is not None
-        wide = _wide_state(stage.state, state)
+        wide = widened(state, [spec.name for spec in stage.state])
         result = stage.apply(state[WEIGHT], update, scales, wide, options)
-        _store_wide(wide, state)
+        store(state, wide)
         return result
 
 
@@ -281,25 +296,12 @@ def _apply_in_place(
     # Each stage gets the result of the one before it.
     matrices = given
     for stage in stages:
-        wide = _wide_state(stage.state, kept)
+        wide = widened(kept, [spec.name for spec in stage.state])
         weights = {WEIGHT: kept[WEIGHT]} if stage.reads_weights else {}
         matrices, own = stage.apply(matrices, wide | weights, options)
         # Factors are multiplied into the update only when weights are written.
         if own is not None:
             factors = own if factors is None else factors * own
-        _store_wide(wide, kept)
+        store(kept, wide)
     # Some layouts send updates to other ranks in this dtype, so all layouts round to it: all have the same bits.
     return matrices.to(given.dtype), factors
-
-
-def _wide_state(specs: Sequence[StateSpec], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return state by name; bfloat16 state as copies in float32, so that it is advanced in that and rounded once."""
-    state = {spec.name: kept[spec.name] for spec in specs}
-    return {name: value if value.itemsize >= 4 else value.float() for name, value in state.items()}
-
-
-def _store_wide(wide: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
-    for name, value in wide.items():
-        # Only copies in float32 have to be stored; other state was advanced itself.
-        if value is not kept[name]:
-            kept[name].copy_(value)
