@@ -145,8 +145,9 @@ def test_each_rung_takes_less_and_the_cheapest_fits(sizes, dtype, mesh, rule, da
         highest = max(used, default=-1)
 
 
+@pytest.mark.slow
 @given(small_sizes, dtypes, st.sampled_from(MESHES))
-@settings(max_examples=10)
+@settings(max_examples=20)
 def test_the_cheapest_has_no_costly_setting_that_it_does_not_need(sizes, dtype, mesh):
     needs = needs_of(options_of(dtype), groups_of(sizes, dtype))
     rungs = climb(ladder_on(mesh), needs)
