@@ -16,7 +16,13 @@ from torch import Tensor
 
 __all__ = ["TRITON_DTYPE", "TilePrograms", "divide_tiles", "pointers_at", "tile_of"]
 
-TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TRITON_DTYPE = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
+}
 
 # Tensors with more tiles than this get a launch each: for that many programs, looking into the tables takes longer than
 # a launch.

@@ -26,6 +26,7 @@ from quintic.optim.groups.group import find_parameter
 from quintic.optim.groups.names import without_wrappers
 from quintic.optim.groups.options import Orthogonalizer, adopt_old_names, group_defaults, with_new_names
 from quintic.optim.linked_options import LinkedOptions
+from quintic.optim.numeric.bf16_state import StateDtype
 from quintic.optim.numeric.dynamo import disable_dynamo, disable_dynamo_with_hooks
 from quintic.optim.numeric.numbers import to_python_scalar
 from quintic.optim.plan.order import Orders, orders_of
@@ -120,10 +121,10 @@ class Muon(Optimizer):
     Args: Precision
         compute_dtype: dtype of the orthogonaliser's matrix products; None for the method's own, see
             `quintic.orthogonalize`.
-        master: how extra precision is stored for bfloat16 and float16 weights. None: updates are applied in the
-            weight's own dtype; `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16
-            low bits, bit for bit the trajectory of the copy at half its memory. Parameters of float32 and wider need
-            none and have none. May be changed at any time: either form becomes the other.
+        master: how 16-bit weights keep more precision. None: not at all; `"fp32"`: updates go to a float32
+            copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit the trajectory of the
+            copy at half its memory; `"8bit"`: to weight and uint8 bits, rounded to nearest: steps below 2^-17 of a
+            weight are lost. Wider parameters have none. May change at any time, and differ from a loaded state's.
         state_dtype: dtype of momentum and AdamW's moments in memory. None: float32; `"bf16"`: bfloat16, half of it.
             Every step computes in float32 either way; stored values are rounded to the nearest bfloat16, and the update
             is computed before that rounding. Needs `momentum` of Muon groups, and both `betas` of AdamW
@@ -219,8 +220,8 @@ class Muon(Optimizer):
         comms: Literal["none", "averaged", "replicated", "sharded", "sharded_sparse"] = "none",
         process_group: ProcessGroup | None = None,
         replicas: Literal["auto", "divide", "repeat"] = "auto",
-        master: Literal["fp32", "mantissa"] | None = None,
-        state_dtype: Literal["bf16"] | None = None,
+        master: Literal["fp32", "mantissa", "8bit"] | None = None,
+        state_dtype: StateDtype = None,
         qk_clip: QKClip | None = None,
         offload: bool = False,
         on_nonfinite: Literal["propagate", "skip", "raise"] = "propagate",

@@ -17,10 +17,11 @@ from quintic.optim.comms.sharing import SHARDED_MODES
 from quintic.optim.groups.flattened import check_group_is_whole
 from quintic.optim.groups.names import made_up
 from quintic.optim.groups.options import OPTIONS, SCHEDULED_OPTIONS, STEP_OPTIONS
-from quintic.optim.layout.layouts import is_dtensor, local_tensor
+from quintic.optim.layout.layouts import is_dtensor, layout_of, local_tensor, numel_of
 from quintic.optim.layout.views import View
 from quintic.optim.layout.wrappers import check_wrapper
 from quintic.optim.numeric.bf16_state import MAX_BF16_BETA
+from quintic.optim.numeric.int8_state import GROUP
 from quintic.optim.numeric.numbers import is_number
 from quintic.optim.polar.forms import check_orthogonalizer
 from quintic.optim.qk_clip.clip import QKClip
@@ -192,16 +193,17 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
                 f"{name}: entries of this parameter of shape {tuple(param.shape)} and strides {param.stride()} share "
                 f"memory, as after expand(), and cannot be updated independently; clone() it"
             )
-        if group["master"] == "mantissa" and param.dtype == torch.float16:
+        if group["master"] in ("mantissa", "8bit") and param.dtype == torch.float16:
             raise ValueError(
-                f"{name}: master='mantissa' completes bfloat16 weights to float32, this one is float16; "
-                f"use master='fp32'"
+                f"{name}: master={group['master']!r} completes bfloat16 weights, this one is float16; use master='fp32'"
             )
         if group["comms"] in SHARDED_MODES and not is_dense(local_tensor(param)):
             raise ValueError(
                 f"{name}: comms={group['comms']!r} sends runs of memory, and this parameter of shape "
                 f"{tuple(param.shape)} and strides {param.stride()} has gaps in it; make it contiguous"
             )
+        if group["state_dtype"] == "int8":
+            _check_cuts(name, param)
         _check_wrapper(name, param, group)
         if orthogonalizes(group["algorithm"]):
             _check_matrix(name, param, group)
@@ -274,10 +276,24 @@ def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
         averages = group[key] if isinstance(group[key], tuple | list) else (group[key],)
         if not all(is_number(value, below=above) for value in averages):
             raise ValueError(
-                f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} with state_dtype='bf16': above "
-                f"{MAX_BF16_BETA} an average moves by less than bfloat16 resolves; lower {key}, or set "
-                f"state_dtype=None for this group"
+                f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} with state_dtype="
+                f"{group['state_dtype']!r}: above {MAX_BF16_BETA} an average moves by less than it resolves; lower "
+                f"{key}, or set state_dtype=None for this group"
             )
+
+
+def _check_cuts(name: str, param: Tensor) -> None:
+    """Reject a layout that cuts groups of 8-bit state: their bytes would depend on it."""
+    layout = layout_of(name, param) if is_dtensor(param) and param.ndim > 1 and param.shape[-1] % GROUP == 0 else None
+    if layout is None:
+        return
+    cut = next((end for box in layout.boxes if numel_of(box) for end in box[-1] if end % GROUP), None)
+    if cut is not None:
+        raise ValueError(
+            f"{name}: its {param.shape[-1]} columns are cut behind column {cut} between ranks, and state_dtype='int8' "
+            f"keeps {GROUP} neighbours together; use state_dtype='bf16' for this group, or a number of ranks that cuts "
+            f"at multiples of {GROUP}"
+        )
 
 
 def _check_wrapper(name: str, param: Tensor, group: Mapping[str, Any]) -> None:

@@ -59,10 +59,10 @@ class SimulationOptions:
     """Rule of the matrices; None for Muon."""
     normalize: Literal["neuron", "element"] | None = None
     """Short for two rules: 'neuron' for --update-rule normuon, 'element' for adamuon."""
-    master: Literal["fp32", "mantissa"] | None = None
+    master: Literal["fp32", "mantissa", "8bit"] | None = None
     """Extra precision kept for bfloat16 parameters."""
-    state_dtype: Literal["bf16"] | None = None
-    """'bf16' for momentum and moments in bfloat16."""
+    state_dtype: Literal["bf16", "int8"] | None = None
+    """'bf16' for momentum and moments in bfloat16, 'int8' for 8 bits of each."""
 
     def __post_init__(self) -> None:
         if self.memory is not None:

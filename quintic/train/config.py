@@ -153,8 +153,8 @@ class OptimConfig:
     """Rule of the matrices, see docs/how-to/choose-a-rule.md; adamuon and muown take AdamW's rates; None is Muon."""
     normalize: Literal["neuron", "element"] | None = None
     """Short for two rules, if there is no --update-rule: 'neuron' for normuon, 'element' for adamuon."""
-    state_dtype: Literal["bf16"] | None = None
-    """'bf16' keeps momentum and AdamW's moments in bfloat16, half the memory; None keeps them in float32."""
+    state_dtype: Literal["bf16", "int8"] | None = None
+    """Keep momentum and AdamW's moments in bfloat16 ('bf16') or 8 bits ('int8'), half or a quarter of float32."""
     weights: WeightsName = "float32"
     """'mantissa' keeps weights in bfloat16 and 16 more bits of each in the optimizer: float32, in two halves."""
     weight_decay: float = 0.3
@@ -193,7 +193,8 @@ class OptimConfig:
 
             for name, value in averages.items():
                 if value > MAX_BF16_BETA:
-                    raise ConfigError(f"{_option(name)} {value}: must be at most {MAX_BF16_BETA} with bfloat16 state")
+                    limit = f"must be at most {MAX_BF16_BETA} with --state-dtype {self.state_dtype}"
+                    raise ConfigError(f"{_option(name)} {value}: {limit}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,19 +50,19 @@ class _Weight(nn.Module):
 class _Attention(nn.Module):
     """Fused queries, keys and values, and an output projection."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: int) -> None:
         super().__init__()
-        self.qkv = nn.Linear(8, 24, bias=False)
-        self.out = nn.Linear(12, 8, bias=False)
+        self.qkv = nn.Linear(8 * unit, 24 * unit, bias=False)
+        self.out = nn.Linear(12 * unit, 8 * unit, bias=False)
 
 
 class _Experts(nn.Module):
     """Stacks of three experts, of which the second stores (in_features, out_features)."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: int) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.empty(3, 6, 4))
-        self.down = nn.Parameter(torch.empty(3, 6, 4))
+        self.up = nn.Parameter(torch.empty(3, 6 * unit, 4 * unit))
+        self.down = nn.Parameter(torch.empty(3, 6 * unit, 4 * unit))
 
 
 class Awkward(nn.Module):
@@ -71,20 +71,22 @@ class Awkward(nn.Module):
     Args:
         extras: also what FSDP2 cannot shard: a scalar, and a matrix stored column by column.
         dtype: of all parameters.
+        unit: multiplies numbers of features. With 32 the pieces of up to four ranks have multiples of eight columns.
     """
 
-    def __init__(self, extras: bool = False, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, extras: bool = False, dtype: torch.dtype = torch.float32, *, unit: int = 1) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(13, 8)
-        self.mlp = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(_WIDTHS))
-        self.norm = nn.LayerNorm(16)
-        self.attention = _Attention()
-        self.gated = nn.Linear(6, 12)
-        self.stack = nn.ModuleList(nn.Linear(6, 10, bias=False) for _ in range(5))
-        self.experts = _Experts()
-        self.bank = _Weight(10, 6)
-        self.transposed = _Weight(5, 9)
-        self.none = _Weight(0, 6)
+        self.unit = unit
+        self.embedding = nn.Embedding(13, 8 * unit)
+        self.mlp = nn.ModuleList(nn.Linear(a * unit, b * unit) for a, b in itertools.pairwise(_WIDTHS))
+        self.norm = nn.LayerNorm(16 * unit)
+        self.attention = _Attention(unit)
+        self.gated = nn.Linear(6 * unit, 12 * unit)
+        self.stack = nn.ModuleList(nn.Linear(6 * unit, 10 * unit, bias=False) for _ in range(5))
+        self.experts = _Experts(unit)
+        self.bank = _Weight(10, 6 * unit)
+        self.transposed = _Weight(5, 9 * unit)
+        self.none = _Weight(0, 6 * unit)
         if extras:
             self.scale = nn.Parameter(torch.empty(()))
             self.columns = nn.Parameter(torch.empty(9, 5).mT)
@@ -112,12 +114,13 @@ def rules(model: nn.Module, *, multipliers: bool = False) -> list[Rule]:
     """
     if not isinstance(model, Awkward):
         return []
+    unit = model.unit
     options = {"lr_multipliers": BANK_MULTIPLIERS} if multipliers else {}
     found = [
         Rule("mlp.*.weight", "muon"),
-        Rule("attention.qkv.weight", "muon", Split((12, 6, 6))),
+        Rule("attention.qkv.weight", "muon", Split((12 * unit, 6 * unit, 6 * unit))),
         Rule("attention.out.weight", "muon", Heads(3, dim=1)),
-        Rule("gated.weight", "muon", Split((2, 2, 2), groups=2)),
+        Rule("gated.weight", "muon", Split((2 * unit, 2 * unit, 2 * unit), groups=2)),
         Rule("experts.down", "muon", Experts(transposed=True)),
         Rule("bank.weight", "muon", Rows(2), options),
         Rule("transposed.weight", "muon", Matrix(transposed=True)),

@@ -33,6 +33,7 @@ import quintic
 
 __all__ = [
     "CASES",
+    "EIGHTS",
     "NO_GAPS",
     "Case",
     "Gaps",
@@ -47,6 +48,7 @@ __all__ = [
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "awkward": functools.partial(Awkward, False),
     "awkward with extras": functools.partial(Awkward, True),
+    "awkward of eights": functools.partial(Awkward, False, unit=32),
     "narrow": Narrow,
 }
 """Functions that return a model in a dtype, float32 if there is none."""
@@ -88,11 +90,12 @@ CASES = {
     "bf16": Case({"weight_decay": 0.1, "adamw_weight_decay": 0.1}, torch.bfloat16),
     "fp32": Case({**_FLOAT32, "master": "fp32"}, torch.bfloat16),
     "mantissa": Case({"master": "mantissa", "normalize": "neuron", **_RACE}, torch.bfloat16, multipliers=True),
+    "8bit": Case({"master": "8bit", "normalize": "neuron", **_RACE}, torch.bfloat16, multipliers=True),
     "narrow": Case({**_FLOAT32, "state_dtype": "bf16", "normalize": "neuron", "adamw_weight_decay": 0.1}),
     "narrow_mantissa": Case({"state_dtype": "bf16", "master": "mantissa", "weight_decay": 0.1}, torch.bfloat16),
     "element": Case({**_FLOAT32, "normalize": "element", "normalize_beta": 0.7, "weight_decay": 0.1}, multipliers=True),
     "narrow_element": Case(
-        {"state_dtype": "bf16", "master": "mantissa", "normalize": "element", **_RACE, "max_workspace_bytes": 2000},
+        {"state_dtype": "bf16", "master": "8bit", "normalize": "element", **_RACE, "max_workspace_bytes": 2000},
         torch.bfloat16,
     ),
     # The rules that read weights, mix averages or drift, in the dtypes that make it hardest.
@@ -110,9 +113,14 @@ CASES = {
     "ema_nesterov": Case({**_FLOAT32, "update_rule": "ema_nesterov", **_RACE}, multipliers=True),
     "mantissa_ema_nesterov": Case({"update_rule": "ema_nesterov", "master": "mantissa"}, torch.bfloat16),
     "aurora": Case({**_FLOAT32, "update_rule": "aurora"}),
+    # State of 8 bits, which needs rows of eights.
+    "int8": Case({"state_dtype": "int8", "adamw_weight_decay": 0.1}),
+    "int8_8bit": Case({"state_dtype": "int8", "master": "8bit", "normalize": "neuron", **_RACE}, torch.bfloat16),
     # So little that one matrix at a time is computed, and AdamW in pieces.
     "workspace": Case({**_FLOAT32, "normalize": "neuron", "max_workspace_bytes": 512}),
 }
+
+EIGHTS = frozenset(case for case in CASES if CASES[case].options.get("state_dtype") == "int8")
 
 
 @dataclass(frozen=True)
@@ -162,7 +170,7 @@ class Layout:
 
     mesh: tuple[int, ...]
     wrap: Callable[[nn.Module, DeviceMesh], None] = wrappings.plain
-    cases: tuple[str, ...] = ("plain", "cautious", "mantissa", "element")
+    cases: tuple[str, ...] = ("plain", "cautious", "mantissa", "8bit", "element")
     comms: str = "none"
 
     @property
@@ -179,6 +187,8 @@ class Layout:
     @property
     def model_name(self) -> str:
         """Models among `MODELS` to lay out; parts that FSDP2 cannot shard are in those of plain tensors only."""
+        if set(self.cases) <= EIGHTS:
+            return "awkward of eights"
         return "awkward with extras" if self.wrap is wrappings.plain else "awkward"
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:

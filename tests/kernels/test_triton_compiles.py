@@ -30,10 +30,11 @@ POINTERS = {
     **dict.fromkeys(("norm", "alpha", "beta", "diagonal"), "fp32"),
 }
 
-# Weights and what a kernel's MASTER is for them: none, float32, the mantissa of bfloat16.
+# Weights and what a kernel's MASTER is for them: none, float32, the mantissa of bfloat16, a byte of it.
 PRECISIONS = [
     *[(weight, master) for weight in (tl.float32, tl.bfloat16, tl.float16) for master in (0, 1)],
     (tl.bfloat16, 2),
+    (tl.bfloat16, 3),
 ]
 
 

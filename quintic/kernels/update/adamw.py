@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quintic.kernels.launch import launch
 from quintic.kernels.programs import TRITON_DTYPE, TilePrograms, divide_tiles, pointers_at, tile_of
+from quintic.kernels.update.packed import load_average, store_average
 from quintic.kernels.update.weights import (
     MASTER,
     flags_of,
@@ -124,9 +125,10 @@ def _adamw_kernel(
     inside = element < numel
     gradients = pointers_at(tl.load(addresses + tensor), element, GRADIENT, ALIGNED)
     exp_avgs = pointers_at(tl.load(addresses + num_tensors + tensor), element, MOMENTS, ALIGNED)
-    exp_avg_sqs = pointers_at(tl.load(addresses + 2 * num_tensors + tensor), element, MOMENTS, ALIGNED)
+    squares: tl.constexpr = tl.uint8 if tl.int8 == MOMENTS else MOMENTS
+    exp_avg_sqs = pointers_at(tl.load(addresses + 2 * num_tensors + tensor), element, squares, ALIGNED)
     weights = pointers_at(tl.load(addresses + 3 * num_tensors + tensor), element, WEIGHT, ALIGNED)
-    master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else tl.float32
+    master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else (tl.uint8 if MASTER == 3 else tl.float32)
     # Without masters their pointers are never dereferenced, but must have a type.
     masters = weights
     if MASTER != 0:
@@ -139,8 +141,8 @@ def _adamw_kernel(
     correction2 = tl.load(corrections + num_tensors + tensor)
     # All arithmetic is in float32. Updates use the moments before they are rounded to MOMENTS.
     gradient = tl.load(gradients, mask=inside, other=0.0).to(tl.float32)
-    exp_avg = tl.load(exp_avgs, mask=inside, other=0.0).to(tl.float32)
-    exp_avg_sq = tl.load(exp_avg_sqs, mask=inside, other=0.0).to(tl.float32)
+    exp_avg = load_average(exp_avgs, inside, BLOCK)
+    exp_avg_sq = load_average(exp_avg_sqs, inside, BLOCK)
     exp_avg += (gradient - exp_avg) * rest1
     exp_avg_sq += (gradient * gradient - exp_avg_sq) * rest2
     update = (exp_avg / correction1) / (tl.sqrt_rn(exp_avg_sq / correction2) + eps)
@@ -152,8 +154,8 @@ def _adamw_kernel(
         keep = element < numel * tl.load(apply_mask + tensor * mask_stride)
     value = load_full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
     value = stepped_weight(value, update, 1.0, 1.0, lr, weight_decay, CAUTIOUS, SQUARED)
-    tl.store(exp_avgs, exp_avg.to(MOMENTS), mask=keep)
-    tl.store(exp_avg_sqs, exp_avg_sq.to(MOMENTS), mask=keep)
+    store_average(exp_avgs, exp_avg, keep, BLOCK)
+    store_average(exp_avg_sqs, exp_avg_sq, keep, BLOCK)
     store_weight(weights, masters, value, keep, MASTER)
 
 
@@ -187,7 +189,7 @@ def adamw_tensors_(
         hyperparameters: (k,) float64 on the device.
         weight_dtype: dtype of the weights.
         gradient_dtype: dtype of the gradients.
-        moment_dtype: float32 or bfloat16; both moments are rounded to it when they are stored.
+        moment_dtype: float32, bfloat16, or int8 with uint8 for the second; both are rounded when they are stored.
         master_dtype: as in `matrix_update.apply_updates_`.
         indices: indices of learning rate, weight decay, beta1, beta2 and eps in `hyperparameters`.
         cautious: as in `matrix_update.apply_updates_`.

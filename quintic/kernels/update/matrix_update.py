@@ -23,6 +23,7 @@ from torch import Tensor
 from quintic.kernels.launch import launch
 from quintic.kernels.programs import TRITON_DTYPE, pointers_at
 from quintic.kernels.update.matrix_layout import MatrixLayout, matrix_offsets
+from quintic.kernels.update.packed import load_average, store_average
 from quintic.kernels.update.weights import (
     MASTER,
     flags_of,
@@ -97,13 +98,13 @@ def _momentum_kernel(
     # Subtracted in float64, as in the twin, and rounded once.
     rest = (1.0 - tl.load(hyperparameters + MU)).to(tl.float32)
     gradient = tl.load(gradients, mask=inside, other=0.0).to(tl.float32)
-    momentum = tl.load(momenta, mask=inside, other=0.0).to(tl.float32)
+    momentum = load_average(momenta, inside, BLOCK)
     momentum += (gradient - momentum) * rest
     keep = inside
     if HAS_MASK:
         # A flag of 0 makes the bound 0: nothing is stored.
         keep = element < numel * tl.load(apply_mask + matrix * mask_stride)
-    tl.store(momenta, momentum.to(MOMENTUM), mask=keep)
+    store_average(momenta, momentum, keep, BLOCK)
     # The direction is made of the momentum before it is rounded to MOMENTUM, and written whether or not the flag is 0:
     # the matrix' update is then dropped by `_apply_kernel`.
     direction = momentum
@@ -184,7 +185,7 @@ def _apply_kernel(
         FILTERS,
     )
     weights = pointers_at(tl.load(addresses + matrix), offsets, WEIGHT, ALIGNED)
-    master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else tl.float32
+    master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else (tl.uint8 if MASTER == 3 else tl.float32)
     # Without masters their pointers are never dereferenced, but must have a type.
     masters = weights
     if MASTER != 0:
@@ -235,7 +236,7 @@ def momentum_directions_(
         hyperparameters: (k,) float64 on the device.
         layout: layout of every matrix, for gradients and momenta alike.
         gradient_dtype: dtype of the gradients.
-        momentum_dtype: float32 or bfloat16; momenta are rounded to it when they are stored.
+        momentum_dtype: float32, bfloat16 or int8; momenta are rounded to it when they are stored.
         mu_index: index of the momentum coefficient in `hyperparameters`.
         nesterov: True for Nesterov's direction, momentum + (1 - mu)(gradient - momentum), else the momentum.
         apply_mask: () or (b,) int32 on the device, 1 or 0: a matrix with 0 keeps its momentum. None for 1 everywhere.
@@ -296,7 +297,7 @@ def apply_updates_(
         hyperparameters: (k,) float64 on the device.
         layout: layout of every matrix, for weights and masters alike.
         weight_dtype: dtype of the weights.
-        master_dtype: float32, uint16 or None; see `quintic/optim/numeric/precision.py`.
+        master_dtype: float32, uint16, uint8 or None; see `quintic/optim/numeric/precision.py`.
         lr_index: index of the learning rate in `hyperparameters`.
         weight_decay_index: index of the weight decay in `hyperparameters`.
         cautious: decay only entries where update and weight agree in sign; see `decay_and_step_`.

@@ -17,11 +17,12 @@ __all__ = [
     "store_weight",
 ]
 
-MASTER = {None: 0, torch.float32: 1, torch.uint16: 2}
+MASTER = {None: 0, torch.float32: 1, torch.uint16: 2, torch.uint8: 3}
 """Dtype of masters -> the kernels' constant MASTER; see optim/numeric/precision.py.
 
 0: no masters. 1: the master is the whole float32 value, the weight its rounding. 2: the master holds the lower 16 bits
-of the float32 value, the bfloat16 weight the upper 16 bits."""
+of the float32 value, the bfloat16 weight the upper 16 bits. 3: the master holds the upper 8 of these lower bits, and
+the others are zero."""
 
 
 def flags_of(apply_mask: Tensor | None, unread: Tensor) -> tuple[Tensor, int]:
@@ -35,9 +36,11 @@ def flags_of(apply_mask: Tensor | None, unread: Tensor) -> tuple[Tensor, int]:
 @triton.jit
 def load_full_precision(weight, masters, mask, MASTER: tl.constexpr):
     """Return the float32 value that a weight and its master stand for; see optim/numeric/precision.py."""
-    if MASTER == 2:
+    if MASTER >= 2:
         # A bfloat16 is the upper half of a float32.
         low = tl.load(masters, mask=mask, other=0).to(tl.uint32)
+        if MASTER == 3:
+            low = low << 8
         high = weight.to(tl.uint16, bitcast=True).to(tl.uint32)
         value = ((high << 16) | low).to(tl.float32, bitcast=True)
     else:
@@ -63,6 +66,13 @@ def _rounded(value, dtype: tl.constexpr):
 def store_weight(weights, masters, value, mask, MASTER: tl.constexpr):
     """Store a float32 value in a weight and its master; see optim/numeric/precision.py."""
     dtype: tl.constexpr = weights.dtype.element_ty
+    if MASTER == 3:
+        # Rounded to 24 bits, ties to even. A carry would make some NaNs numbers.
+        bits = value.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7F + ((bits >> 8) & 1)) & 0xFFFFFF00
+        rounded = tl.where(value != value, 0x7FC00000, rounded)
+        tl.store(masters, ((rounded >> 8) & 0xFF).to(tl.uint8), mask=mask)
+        value = rounded.to(tl.float32, bitcast=True)
     if MASTER == 0:
         # Without a master: rounded to nearest.
         tl.store(weights, value.to(dtype), mask=mask)

@@ -33,6 +33,7 @@ from torch import Tensor
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.groups.values import Values, count, number, number_pair, numbers_per_matrix, one_of, or_none, tie
 from quintic.optim.layout.views import Matrix, View
+from quintic.optim.numeric.bf16_state import StateDtype
 from quintic.optim.polar.forms import Method, Polynomials
 from quintic.optim.rules.rates import ADAMW_LR
 from quintic.optim.rules.rule import Algorithm, UpdateRule
@@ -204,8 +205,10 @@ class Options:
     )
 
     # State, and what happens around a step.
-    master: Literal["fp32", "mantissa"] | None = option(None, one_of(None, "fp32", "mantissa"))
-    state_dtype: Literal["bf16"] | None = option(None, one_of(None, "bf16"), saved="value")
+    master: Literal["fp32", "mantissa", "8bit"] | None = option(
+        None, one_of(None, "fp32", "mantissa", "8bit"), saved="value"
+    )
+    state_dtype: StateDtype = option(None, one_of(None, "bf16", "int8"), saved="value")
     on_nonfinite: Literal["propagate", "skip", "raise"] = option("propagate", one_of("propagate", "skip", "raise"))
     telemetry_every: int | None = option(None, or_none(count()), affects={"graph"})
 

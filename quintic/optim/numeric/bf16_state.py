@@ -16,14 +16,16 @@ from typing import Literal
 
 import torch
 
-__all__ = ["MAX_BF16_BETA", "moment_dtype_of"]
+__all__ = ["MAX_BF16_BETA", "StateDtype", "moment_dtype_of"]
+
+StateDtype = Literal["bf16", "int8"] | None
 
 MAX_BF16_BETA = 0.98
 """Largest averaging coefficient of bfloat16 state; averages are then within about 2 % of the float32 ones."""
 
 
-def moment_dtype_of(weights: torch.dtype, state_dtype: Literal["bf16"] | None) -> torch.dtype:
-    """Return the dtype of momentum and moments, given the weights' dtype and their group's `state_dtype`."""
+def moment_dtype_of(weights: torch.dtype, state_dtype: StateDtype) -> torch.dtype:
+    """Return the dtype of averages that are not of 8 bits, given the weights' dtype and their group's `state_dtype`."""
     if weights == torch.float64:
         return torch.float64
-    return torch.bfloat16 if state_dtype == "bf16" else torch.float32
+    return torch.float32 if state_dtype is None else torch.bfloat16

@@ -31,6 +31,7 @@ from quintic.optim.plan.schedule import NO_BYTES
 from quintic.optim.plan.sharded import sharded_buckets
 from quintic.optim.plan.workspace.buckets import adamw_workspace_bytes, batch_bytes, needs_row_order
 from quintic.optim.plan.workspace.matrices import WorkspaceSpec
+from quintic.optim.state.placement import has_packed_state
 
 __all__ = ["build_plan", "local_buckets"]
 
@@ -86,13 +87,14 @@ def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> lis
 
 def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Bucket]:
     # Parameters that one launch of a kernel can handle: of one dtype and device, and with gaps in memory or without.
-    members: dict[tuple[torch.dtype, torch.device, Kernels, bool], list[Piece]] = {}
+    members: dict[tuple[torch.dtype, torch.device, Kernels, bool, bool], list[Piece]] = {}
     for index in indices:
         name, param = group.param_names[index], local_tensor(group.params[index])
-        key = (param.dtype, param.device, choose_kernels(group.kernels, param), is_dense(param))
+        packed = has_packed_state(group.params[index], group)
+        key = (param.dtype, param.device, choose_kernels(group.kernels, param), is_dense(param), packed)
         members.setdefault(key, []).append(Piece(name, index))
     # One bucket each: AdamW's temporary memory does not grow with the number of parameters.
-    for (dtype, device, kernels, dense), alike in members.items():
+    for (dtype, device, kernels, dense, _), alike in members.items():
         numels = [local_tensor(group.params[member.index]).numel() for member in alike]
         yield Bucket(
             rule=group.rule,
@@ -115,13 +117,13 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
     for index in indices:
         name, param = group.param_names[index], local_tensor(group.params[index])
         kernels = choose_kernels(group.kernels, param)
-        first = 0
+        packed, first = has_packed_state(group.params[index], group), 0
         for block in group.view.blocks(param.detach()):
             stop = first + block.shape[0]
-            key = (block.shape[1:], block.stride()[1:], param.dtype, param.device, kernels)
+            key = (block.shape[1:], block.stride()[1:], param.dtype, param.device, kernels, packed)
             by_kind.setdefault(key, []).append(Piece(name, index, tuple(range(first, stop)), box=None))
             first = stop
-    for (block_shape, strides, dtype, device, kernels), members in by_kind.items():
+    for (block_shape, strides, dtype, device, kernels, _), members in by_kind.items():
         m, n = block_shape[:2].numel(), block_shape[2:].numel()  # (g, r) -> m, (n) or (c, k) -> n
         kind = kind_of(group, m, n, dtype, device)
         form = kind.form

@@ -30,6 +30,7 @@ from quintic.optim.plan.offload_size import offloaded_entries
 from quintic.optim.plan.row_sharding import RowSharding, sharded_rows
 from quintic.optim.plan.schedule import NO_BYTES
 from quintic.optim.plan.workspace.buckets import shard_phase_bytes
+from quintic.optim.state.placement import has_packed_state
 from quintic.optim.state.shards import StateShard, shards_of
 
 __all__ = ["sharded_buckets"]
@@ -47,7 +48,7 @@ def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
     for index, (shards, param) in enumerate(zip(shards_of(group, ranks), group.params, strict=True)):
         if index in group.idle:
             continue  # its pieces keep their owners, should it be stepped later
-        kernels = choose_kernels(group.kernels, param)
+        kernels, packed = choose_kernels(group.kernels, param), has_packed_state(param, group)
         # A table whose touched rows are sent is a bucket of its own.
         is_table = group.comms == "sharded_sparse" and not group.rule.orthogonalizes
         rows = sharded_rows(param, shards, len(ranks)) if is_table else None
@@ -57,10 +58,10 @@ def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
         direct = rows is not None or (fits and _is_sent_directly(shards, param, len(ranks)))
         for shard in shards:
             kind = None if shard.unit is None else (size_of(shard.unit.box), shard.unit.view)
-            key = (kind, param.dtype, param.device, kernels, shard.index if direct else None)
+            key = (kind, param.dtype, param.device, kernels, shard.index if direct else None, packed)
             together.setdefault(key, []).append(shard)
     # Make buckets of them, several where one would not fit the workspace.
-    for (kind, dtype, device, kernels, direct), alike in together.items():
+    for (kind, dtype, device, kernels, direct, _), alike in together.items():
         chunks = [alike] if direct is not None else _chunks(alike, group, len(ranks), dtype)
         for shards in chunks:
             own = [shard for shard in shards if ranks[shard.owner] == rank]

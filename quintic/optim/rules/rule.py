@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from quintic.optim.rules.stages import (
@@ -45,6 +46,7 @@ __all__ = [
     "EXP_AVG",
     "EXP_AVG_SQ",
     "MANTISSA",
+    "MANTISSA_BYTE",
     "MASTER",
     "MASTER_SPECS",
     "MOMENTUM",
@@ -60,9 +62,13 @@ Algorithm = Literal["muon", "adamw"]
 
 # Keys of `optimizer.state[param]`. PyTorch's optimizers have the keys in the first line, too.
 MOMENTUM, EXP_AVG, EXP_AVG_SQ, STEP = "momentum_buffer", "exp_avg", "exp_avg_sq", "step"
-MASTER, MANTISSA = "master", "mantissa"
+MASTER, MANTISSA, MANTISSA_BYTE = "master", "mantissa", "mantissa_byte"
 
-MASTER_SPECS = {"fp32": StateSpec(MASTER, "float32", "param"), "mantissa": StateSpec(MANTISSA, "uint16", "param")}
+MASTER_SPECS = {
+    "fp32": StateSpec(MASTER, "float32", "param"),
+    "mantissa": StateSpec(MANTISSA, "uint16", "param"),
+    "8bit": StateSpec(MANTISSA_BYTE, "uint8", "param"),
+}
 """Value of the option `master` -> the state with the bits that low-precision weights lack (`precision.py`)."""
 
 WEIGHT_SPEC = StateSpec(WEIGHT, "wide", "param")
@@ -185,6 +191,14 @@ class UpdateRule:
         stages = (spec for stage in self.stages for spec in stage.state)
         drift = () if self.drift is None else self.drift.state
         return tuple(dict.fromkeys((*self.direction.state, *stages, *drift)))
+
+    @cached_property
+    def packed_state(self) -> Mapping[str, torch.dtype]:
+        """The averages that `state_dtype="int8"` keeps in 8 bits: names -> dtypes."""
+        if type(self.direction) is not Direction:
+            return {}
+        kinds = {"average": torch.int8, "square": torch.uint8}
+        return {spec.name: kinds[spec.dtype] for spec in self.direction.state if spec.dtype in kinds}
 
     @cached_property
     def averages(self) -> tuple[str, ...]:

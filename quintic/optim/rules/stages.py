@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from quintic.optim.numeric.bf16_state import moment_dtype_of
+from quintic.optim.numeric.bf16_state import StateDtype, moment_dtype_of
 from quintic.optim.rules.update import second_moment_shape
 
 __all__ = [
@@ -50,7 +50,7 @@ def vector_shape(shape: VectorShape, m: int, n: int) -> tuple[int, int]:
     return (m, 1) if shape == "rows" else (1, 1)
 
 
-_DTYPES = ("average", "wide", "float32", "uint16")
+_DTYPES = ("average", "square", "wide", "float32", "uint16", "uint8")
 _SHAPES = ("param", "scalar", *get_args(VectorShape))
 
 
@@ -60,9 +60,9 @@ class StateSpec:
 
     name: str
     """The key in `optimizer.state[param]`; all rules with this name must declare it alike."""
-    dtype: Literal["average", "wide", "float32", "uint16"]
-    """`"average"`: float32, or bfloat16 with `state_dtype="bf16"`; `"wide"`: float32. Either is float64 for float64
-    parameters. `"float32"` and `"uint16"` hold for all parameters."""
+    dtype: Literal["average", "square", "wide", "float32", "uint16", "uint8"]
+    """`"average"` and, for averages of squares, `"square"`: float32, or as `state_dtype` says; `"wide"`: float32. All
+    three are float64 for float64 parameters. The others hold for all parameters."""
     shape: Literal["param", "scalar"] | VectorShape
     """`"param"`: has the parameter's shape and lies on the same ranks; only such state is moved by `offload`.
 
@@ -87,14 +87,18 @@ class StateSpec:
         assert self.shape in ("neurons", "rows", "matrix")
         return vector_shape(self.shape, m, n)
 
-    def dtype_for(self, weights: torch.dtype, state_dtype: Literal["bf16"] | None) -> torch.dtype:
-        """Return the dtype of this state for weights of dtype `weights`, in a group with this option `state_dtype`."""
+    def dtype_for(self, weights: torch.dtype, state_dtype: StateDtype) -> torch.dtype:
+        """Return the dtype of this state for weights of dtype `weights`, in a group with this option `state_dtype`.
+
+        State of 8 bits depends on more: `placement.state_forms`.
+        """
         # Averages may be kept in bfloat16 to save memory, if the group asks for it.
-        if self.dtype == "average":
+        if self.dtype in ("average", "square"):
             return moment_dtype_of(weights, state_dtype)
         if self.dtype == "wide":
             return torch.promote_types(weights, torch.float32)
-        return torch.float32 if self.dtype == "float32" else torch.uint16
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     def shape_for(self, shapes: Sequence[tuple[int, int, int]]) -> tuple[int, ...] | None:
         """Return the shape of this state, or None for the parameter's own shape.

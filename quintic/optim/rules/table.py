@@ -28,7 +28,7 @@ ADAMW = UpdateRule(
         (
             StateSpec(STEP, "float32", "scalar"),
             StateSpec(EXP_AVG, "average", "param"),
-            StateSpec(EXP_AVG_SQ, "average", "param"),
+            StateSpec(EXP_AVG_SQ, "square", "param"),
         ),
         ("betas",),
     ),

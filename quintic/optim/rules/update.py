@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from quintic.optim.numeric.int8_state import is_packed, read_packed, store_packed_
 from quintic.optim.numeric.precision import full_precision, store_
 from quintic.optim.numeric.sums import norms, sums
 
@@ -261,8 +262,11 @@ def adamw_(
     Source: Loshchilov & Hutter, arXiv 1711.05101, algorithm 2.
     """
     beta1, beta2 = betas
-    # Averages: float32 copies if the state is bfloat16 (`bf16_state.py`).
-    mean, mean_square = (one if one.itemsize >= 4 else one.float() for one in (exp_avg, exp_avg_sq))
+    # Averages: float32 copies if the state is bfloat16 (`bf16_state.py`) or of 8 bits (`int8_state.py`).
+    mean, mean_square = (
+        one if one.itemsize >= 4 else read_packed(one) if is_packed(one) else one.float()
+        for one in (exp_avg, exp_avg_sq)
+    )
     g = gradient.to(mean.dtype)
     step += 1
     mean.lerp_(g, 1 - beta1)
@@ -273,8 +277,11 @@ def adamw_(
     correction2 = (1 - beta2 ** step.double()).to(mean.dtype)
     update = (mean / correction1) / ((mean_square / correction2).sqrt() + eps)
     if mean is not exp_avg:
-        exp_avg.copy_(mean)
-        exp_avg_sq.copy_(mean_square)
+        for kept, average in ((exp_avg, mean), (exp_avg_sq, mean_square)):
+            if is_packed(kept):
+                store_packed_(kept, average)
+            else:
+                kept.copy_(average)
     decay_and_step_(
         [weight],
         [master],

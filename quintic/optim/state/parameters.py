@@ -25,11 +25,12 @@ from quintic.optim.groups.ties import check_shapes
 from quintic.optim.layout.layouts import Layout, intersection, local_tensor, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
+from quintic.optim.numeric.int8_state import is_packed, read_packed
 from quintic.optim.rules.rule import PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.rules.stages import StateSpec
 from quintic.optim.state.placement import state_forms, state_on_device
 from quintic.optim.state.shards import ShardedState, local_shard_pairs, sharded_parameters
-from quintic.optim.state.state import vectors_of
+from quintic.optim.state.state import copy_, vectors_of
 
 __all__ = ["Parameter", "all_parameters", "broadcast_shards", "connected_parameters", "copy_state", "whole_states"]
 
@@ -284,12 +285,17 @@ def copy_state(
     ):
         # One state after the other: gather the whole, take this rank's piece or shards of the target.
         vectors = {spec.name: spec for spec in origin.group.rule.vector_state}
+        packed = origin.group.rule.packed_state
         for key, value in kept.items():
             if key in PARAM_SHAPED_STATE:
                 whole = origin.whole_of(key, local_tensor(values[key]))
-                piece = destination.local_of(key, whole.mT if transposed else whole)
+                if transposed:
+                    # Groups of 8 bits lie along rows.
+                    is_wide = not (key in packed and is_packed(whole))
+                    whole = (whole if is_wide else read_packed(whole)).mT
+                piece = destination.local_of(key, whole)
                 if piece.numel():
-                    local_tensor(value).copy_(piece)
+                    copy_(local_tensor(value), piece)
             elif key in vectors:
                 value.copy_(origin.whole_vectors(vectors[key], values[key]))
             else:

@@ -9,6 +9,7 @@ its strides; or, with sharded state, it is one flat tensor, (entries,), of the s
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -17,10 +18,22 @@ from torch import Tensor
 from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
+from quintic.optim.layout.views import View
+from quintic.optim.numeric.int8_state import GROUP
 from quintic.optim.rules.rule import MASTER, MASTER_SPECS, PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.state.shards import StateShard, local_shard_pairs
 
-__all__ = ["StateForm", "init_state", "matches_spec", "planned_state", "state_bytes", "state_forms", "state_on_device"]
+__all__ = [
+    "StateForm",
+    "empty_master",
+    "has_packed_state",
+    "init_state",
+    "matches_spec",
+    "planned_state",
+    "state_bytes",
+    "state_forms",
+    "state_on_device",
+]
 
 
 StateForm: TypeAlias = tuple[torch.dtype, tuple[int, ...] | None]
@@ -39,8 +52,34 @@ def state_forms(param: Tensor, group: Group) -> dict[str, StateForm]:
         specs.append(MASTER_SPECS[group.master])
     # (count, m, n) for each kind of matrix.
     shapes = group.view.shapes(param.shape) if group.rule.orthogonalizes else ()
-    dtypes = [spec.dtype_for(param.dtype, group.state_dtype) for spec in specs]
-    return {spec.name: (dtype, spec.shape_for(shapes)) for spec, dtype in zip(specs, dtypes, strict=True)}
+    dtypes = {spec.name: spec.dtype_for(param.dtype, group.state_dtype) for spec in specs}
+    if group.state_dtype == "int8" and param.dtype != torch.float64:
+        packed = group.rule.packed_state
+        dtypes |= packed if has_packed_state(param, group) else dict.fromkeys(packed, torch.float32)
+    return {spec.name: (dtypes[spec.name], spec.shape_for(shapes)) for spec in specs}
+
+
+def has_packed_state(param: Tensor, group: Group) -> bool:
+    """Return whether averages of a parameter are of 8 bits (`int8_state.py`).
+
+    They are kept in float32 where a row or a matrix would cut groups of entries. The answer does not depend on how the
+    parameter lies on ranks: layouts that cut groups are rejected (`validate.py`).
+    """
+    if group.state_dtype != "int8" or not group.rule.packed_state or param.dtype == torch.float64:
+        return False
+    if param.ndim < 2 or param.shape[-1] % GROUP or not local_tensor(param).is_contiguous():
+        return False
+    return not group.rule.orthogonalizes or _matrices_fit(group.view, tuple(param.shape))
+
+
+@lru_cache(maxsize=1024)
+def _matrices_fit(view: View, shape: tuple[int, ...]) -> bool:
+    # (b, groups, rows, columns) each: the parameter's rows are columns of a matrix, or rows of a transposed one.
+    for block in view.blocks(torch.empty(shape, device="meta")):
+        run = -1 if block.stride(-1) == 1 else -2
+        if block.stride(run) != 1 or block.shape[run] % GROUP:
+            return False
+    return True
 
 
 def state_bytes(param: Tensor, group: Group) -> int:
@@ -66,6 +105,13 @@ def init_state(param: Tensor, group: Group, own: Sequence[StateShard] | None = N
             for run, of_weights in local_shard_pairs(value, weights, own, weights):
                 run.copy_(of_weights)
     return state
+
+
+def empty_master(key: str, param: Tensor, group: Group, own: Sequence[StateShard] | None = None) -> Tensor:
+    """Return uninitialised memory for a master of any form, by its state key, where the group keeps such state."""
+    spec = next(spec for spec in MASTER_SPECS.values() if spec.name == key)
+    form = spec.dtype_for(param.dtype, group.state_dtype), None
+    return _empty(form, param, own, *_place(key, param, group))
 
 
 def planned_state(param: Tensor, group: Group, own: Sequence[StateShard] | None = None) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@
 | `step`                   | ()                                | float32                             |
 | `master`                 | of the parameter                  | float32, `master="fp32"`            |
 | `mantissa`               | of the parameter                  | uint16, `master="mantissa"`         |
+| `mantissa_byte`          | of the parameter                  | uint8, `master="8bit"`              |
 
 This is the state of Muon, NorMuon, AdamW and of masters; `docs/reference/rules.md` has that of all rules.
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.layout.layouts import intersection, layout_of, local_tensor, numel_of, relative
 from quintic.optim.layout.views import View
+from quintic.optim.numeric.int8_state import is_packed, read_packed, store_packed_
 from quintic.optim.rules.rule import MASTER_SPECS
 from quintic.optim.rules.stages import StateSpec
 
@@ -41,11 +43,11 @@ __all__ = [
 ]
 
 MASTER_KEYS = tuple(spec.name for spec in MASTER_SPECS.values())
-"""Names of the two forms of a 16-bit parameter's extra precision; it has at most one of them."""
+"""Names of the three forms of a 16-bit parameter's extra precision; it has at most one of them."""
 
 
 def master_key(state: Mapping[str, Tensor]) -> str | None:
-    """Return the state key of a parameter's extra precision: `master`, `mantissa`, or None."""
+    """Return the state key of a parameter's extra precision, one of `MASTER_KEYS`, or None."""
     return next((key for key in MASTER_KEYS if key in state), None)
 
 
@@ -129,7 +131,13 @@ def saved_tensor(value: Any, what: str) -> Tensor:
 
 
 def copy_(target: Tensor, source: Tensor) -> None:
-    """Copy state in place, from any device and dtype; a mantissa may be any integer dtype."""
+    """Copy state in place, from any device and dtype, to or from 8 bits; a mantissa may be any integer dtype."""
+    if target.dtype != source.dtype:
+        # Averages of 8 bits stand for the numbers that they are read as.
+        if is_packed(source) and target.dtype.is_floating_point:
+            source = read_packed(source)
+        elif is_packed(target) and source.dtype.is_floating_point:
+            return store_packed_(target, source.to(target.device, torch.float32))
     if target.dtype == torch.uint16 and source.dtype != torch.uint16:
         target = target.view(torch.int16)  # the cast keeps the low 16 bits
     target.copy_(source)

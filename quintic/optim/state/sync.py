@@ -13,7 +13,7 @@ changed does it compare their other properties.
    made anew, and so are numbers of matrices (`UpdateRule.vector_state`) if the
    view has changed, because it decides which matrices there are.
 3. Other state is copied into new state, as if it were loaded: to another device, to other strides, to a rank's piece of
-   a whole tensor, or from one form of a master to the other.
+   a whole tensor, or from one form of a master to another.
 4. Other cases are errors: this rank lacks values that it needs, the shape differs, or the state would be sharded in
    another way than when it was last used.
 
@@ -269,8 +269,7 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
         return moved
     vectors = {spec.name for spec in entry.group.rule.vector_state}
     for key, (_, other_shape) in state_forms(param, entry.group).items():
-        # A master may be made from the other form, fp32 or mantissa; after a conversion of the weights it is made anew
-        # from these.
+        # A master may be made from another form; after a conversion of the weights it is made anew from these.
         other = master_key(source.state) if key in MASTER_KEYS and source.was.dtype == param.dtype else None
         was_key = other or key
         is_of_others = key in vectors and source.was.group.view != entry.group.view
@@ -313,23 +312,31 @@ def _set_state(entry: _Entry, values: dict[str, Tensor] | None, source: _Source 
             if key in PARAM_SHAPED_STATE and entry.local is not None and was_whole:
                 # Whole state becomes sharded: copy this rank's shards out of it.
                 for shard, of_value in local_shard_pairs(made[key], value, entry.local, entry.param):
-                    _move(shard, of_value)
+                    _move(key, shard, of_value)
             else:
-                _move(local_tensor(made[key]), value)
+                _move(key, local_tensor(made[key]), value)
         new = {**made, **others}
     if source is not None:
         del states[source.was.param]
     states[entry.param] = new
 
 
-def _move(target: Tensor, value: Tensor) -> None:
-    """Copy a value into new state, converting a master to its other form."""
-    # A mantissa is the lower 16 bits of an fp32 master; the weights in bfloat16 are the upper 16. So an fp32 master
-    # becomes a mantissa by dropping its upper bits. For the other way, `target` has just been made from the weights.
-    if target.dtype == torch.uint16 and value.dtype == torch.float32:
-        value = value.view(torch.int32)
-    elif target.dtype == torch.float32 and value.dtype == torch.uint16:
+def _move(key: str, target: Tensor, value: Tensor) -> None:
+    """Copy a value into new state, converting a master to another form."""
+    # A mantissa is the lower 16 bits of an fp32 master, or the upper 8 of these; the weights in bfloat16 are the upper
+    # 16. So an fp32 master becomes a mantissa by dropping other bits. For the other way, `target` has just been made
+    # from the weights.
+    mantissas = (torch.uint16, torch.uint8)
+    if key not in MASTER_KEYS:
+        copy_(target, value)
+        return
+    if target.dtype == torch.float32 and value.dtype in mantissas:
         value = full_precision(target.bfloat16(), value.to(target.device))
+    elif target.dtype in mantissas and value.dtype != target.dtype:
+        bits = value.view(torch.int32) if value.dtype == torch.float32 else value.to(torch.int32)
+        # From the lower 16 bits to the place in the target.
+        bits = bits << 8 if value.dtype == torch.uint8 else bits
+        value = bits >> 8 if target.dtype == torch.uint8 else bits
     copy_(target, value)
 
 

@@ -18,7 +18,7 @@ from quintic.optim.layout.tables import AddressTable, upload_programs
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.rules.device import host_tensor, upload
-from quintic.optim.rules.rule import MANTISSA, MASTER
+from quintic.optim.rules.rule import MANTISSA, MANTISSA_BYTE, MASTER
 from quintic.optim.rules.stages import StateSpec
 from quintic.optim.state.state import vectors_of
 
@@ -194,7 +194,7 @@ class BucketCache:
 
         def check() -> None:
             # Kernels read bytes at an address, and would not notice other strides or another dtype.
-            wanted = {**dtypes, MASTER: torch.float32, MANTISSA: torch.uint16}
+            wanted = {**dtypes, MASTER: torch.float32, MANTISSA: torch.uint16, MANTISSA_BYTE: torch.uint8}
             for member, param, state in zip(active.members, active.params, active.states, strict=True):
                 for key in wanted.keys() & state.keys():
                     value = state[key]

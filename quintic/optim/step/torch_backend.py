@@ -20,6 +20,7 @@ from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.pieces import block_of
 from quintic.optim.layout.views import View
+from quintic.optim.numeric.int8_state import GROUP, is_packed, read_packed, store_packed_
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.kinds import adamw_entries
 from quintic.optim.rules.elementwise import drift_, keep_and_step_, stage_direction_, wide_weight
@@ -98,7 +99,18 @@ class TorchBackend:
         outputs: Sequence[Tensor] = directions.view(size[0], *shape).split(counts)
         if self._present is not None:
             momenta, gradients, outputs = self._select_stepped(momenta, gradients, outputs)
-        momentum_(momenta, gradients, mu=float(group.momentum), nesterov=group.nesterov, out=outputs)
+        mu, nesterov = float(group.momentum), group.nesterov
+        if not is_packed(averages[0]):
+            momentum_(momenta, gradients, mu=mu, nesterov=nesterov, out=outputs)
+            return directions
+        # One member at a time is in float32.
+        for momentum, gradient, out in zip(momenta, gradients, outputs, strict=True):
+            # Groups of 8 lie along the parameter's rows, which are the columns of a transposed matrix.
+            rows = momentum if momentum.stride(-1) == 1 else momentum.transpose(2, 3)
+            wide = read_packed(rows)
+            average = wide if rows is momentum else wide.transpose(2, 3)
+            momentum_([average], [gradient], mu=mu, nesterov=nesterov, out=[out])
+            store_packed_(rows, wide)
         return directions
 
     def apply(self, update: Tensor, factors: Tensor, rate: Tensor | None = None) -> None:
@@ -296,11 +308,11 @@ def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
     beta1, beta2 = map(float, group.betas)
     # The fused kernel would write into gaps between entries, which all parameters of the bucket have, or none.
     has_gaps = not (active.params[0].is_contiguous() or is_dense(active.params[0]))
-    plain = not group.cautious and group.decay_coupling == "lr" and not has_gaps
+    plain = not group.cautious and group.decay_coupling == "lr" and group.state_dtype is None and not has_gaps
     firsts = [*map(itemgetter(EXP_AVG), active.states)]
     # It would also round bfloat16 moments of bfloat16 weights differently by where an entry lies in memory.
     dtypes = {*map(_DTYPE, (*active.params, *active.gradients, *firsts))}
-    if plain and masters is None and len(dtypes) == 1 and firsts[0].itemsize >= 4:
+    if plain and masters is None and len(dtypes) == 1:
         torch_adamw(
             active.params,
             active.gradients,
@@ -319,6 +331,8 @@ def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
         )
         return
     entries = adamw_entries(group.max_workspace_bytes)
+    if entries is not None:
+        entries = max(GROUP, entries // GROUP * GROUP)
     completing: Sequence[Tensor | None] = masters or [None] * len(firsts)
     rows = zip(active.params, completing, active.gradients, active.states, strict=True)
     for param, master, gradient, state in rows:

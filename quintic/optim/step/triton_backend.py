@@ -55,7 +55,7 @@ class TritonBackend:
         self._cache = cache
         master = master_of(active.states[0])
         self._master_dtype = None if master is None else master.dtype
-        self._momentum_dtype = moment_dtype_of(bucket.dtype, group.state_dtype)
+        self._momentum_dtype = _moment_dtype(bucket, group, active, MOMENTUM)
         # Bytes of an entry of each tensor that a matrix has, in the order of `_addresses`.
         gradient, momentum = active.gradients[0].itemsize, self._momentum_dtype.itemsize
         sizes = [gradient, momentum, bucket.dtype.itemsize, 0 if master is None else master.itemsize]
@@ -159,12 +159,12 @@ def step_adamw_triton(
 
     active = with_one_gradient_dtype(active)
     master = master_of(active.states[0])
-    moment_dtype = moment_dtype_of(bucket.dtype, group.state_dtype)
+    dtypes = {key: _moment_dtype(bucket, group, active, key) for key in (EXP_AVG, EXP_AVG_SQ)}
     bases = _addresses(active, EXP_AVG)
 
     # (5, parameters) int64 addresses: gradient, both moments, weight, master or 0.
     def addresses() -> Tensor:
-        cache.check_state(active, dict.fromkeys((EXP_AVG, EXP_AVG_SQ), moment_dtype), bases[len(active.params) :])
+        cache.check_state(active, dtypes, bases[len(active.params) :])
         return host_tensor(bases).view(5, -1)
 
     table = cache.table.get(bases, addresses, bucket.device)
@@ -181,7 +181,7 @@ def step_adamw_triton(
         hyperparameters.values,
         weight_dtype=bucket.dtype,
         gradient_dtype=active.gradients[0].dtype,
-        moment_dtype=moment_dtype,
+        moment_dtype=dtypes[EXP_AVG],
         master_dtype=None if master is None else master.dtype,
         indices=(_LR, _WEIGHT_DECAY, _BETA1, _BETA2, _EPS),
         cautious=group.cautious,
@@ -189,6 +189,15 @@ def step_adamw_triton(
         apply_mask=apply_mask,
         aligned=cache.table.aligned,
     )
+
+
+def _moment_dtype(bucket: Bucket, group: Group, active: Operands, key: str) -> torch.dtype:
+    """Return the dtype of an average of a bucket's members."""
+    # The parameters of a bucket have averages of 8 bits, or none of them has.
+    packed = group.rule.packed_state.get(key)
+    if group.state_dtype == "int8" and packed is not None:
+        return packed if active.states[0][key].dtype == packed else torch.float32
+    return moment_dtype_of(bucket.dtype, group.state_dtype)
 
 
 def _addresses(active: Operands, first_state: str) -> tuple[int, ...]:

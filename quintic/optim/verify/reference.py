@@ -30,12 +30,13 @@ from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import gradient_dtype, local_gradients, local_tensor, placed_as, reject_sparse
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon, muon_in
+from quintic.optim.numeric.int8_state import is_packed, read_packed
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, PARAM_SHAPED_STATE, STEP
 from quintic.optim.rules.stages import StateSpec
 from quintic.optim.rules.update import adamw_
 from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.placement import state_on_device
-from quintic.optim.state.state import master_of, vectors_of
+from quintic.optim.state.state import copy_, master_of, vectors_of
 from quintic.optim.step.partial_gradients import PartialSpec, partial_spec, zero_addend
 from quintic.optim.step.reduction import Averages
 from quintic.optim.verify.matrix_step import Rounding, step_matrix
@@ -221,6 +222,8 @@ def _step_parameter(
     # Gather: all in the parameter's whole shape, and the vectors of all matrices.
     names = {"weight", *PARAM_SHAPED_STATE}
     whole = {key: parameter.whole_of(key, value) for key, value in local.items() if key in names}
+    packed = [key for key in parameter.group.rule.packed_state if is_packed(whole[key])]
+    whole |= {key: read_packed(whole[key]) for key in packed}
     # In the memory order of the weight, which the gradient may not have.
     whole["gradient"] = torch.empty_like(whole["weight"], dtype=gradient.dtype).copy_(parameter.whole(gradient))
     specs = parameter.group.rule.vector_state
@@ -232,7 +235,7 @@ def _step_parameter(
     # Scatter: this rank's pieces.
     for key, value in local.items():
         if key in names and value.numel():
-            value.copy_(parameter.local_of(key, whole[key]))
+            copy_(value, parameter.local_of(key, whole[key]))
     for spec, vector in vectors.items():
         local[spec.name].copy_(vector)
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from quintic.kernels.dispatch import Kernels
 from quintic.kernels.products.choose_products import largest_queued_batch
 from quintic.optim.groups.group import Group
+from quintic.optim.numeric.bf16_state import StateDtype
 from quintic.optim.plan.bucket import Units
 from quintic.optim.plan.kinds import direction_dtype, update_dtype
 from quintic.optim.plan.workspace.counting import Footprint, count_bytes
@@ -70,7 +71,7 @@ class WorkspaceSpec(NamedTuple):
     worst_case: bool = False
     """Bound the worst case over all devices of this type and over smaller batches, so that all ranks compute the same
     number, which grows with the batch size."""
-    state_dtype: Literal["bf16"] | None = None
+    state_dtype: StateDtype = None
     """The group's option: plain PyTorch makes float32 copies of moments in bfloat16."""
     has_masters: bool = False
     cautious: bool = False

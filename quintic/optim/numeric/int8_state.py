@@ -1,0 +1,86 @@
+"""Momentum and moments of 8 bits (`state_dtype="int8"`): groups of 8 neighbours with one power of two as scale.
+
+A group is 8 consecutive entries of a row. Each has one byte: 7 bits of a whole number q, and in the lowest bit one of
+the 8 bits of E, the float32 exponent of the largest entry of the group (bit i in entry i). So the bytes of a group hold
+all that is needed to read it, and state has the shape and layout of its parameter, one byte for each weight:
+
+    int8    momentum, first moments     x = q 2^(E - 132)        -63 <= q <= 63, to the nearest
+    uint8   second moments              x = (q 2^(E - 133))^2      0 <= q <= 127, up or down by chance
+
+Second moments divide updates, so none but zero becomes zero. Nor may they stay at what one large gradient made them,
+as they would if each small decay were rounded away: sqrt(x) goes to the next q above with the probability of its
+distance from the one below. The chance is a hash of the value's own bits, so it is the same on every layout and
+device, and nothing has to be counted. Momentum is rounded to the nearest, which costs nothing that was measured.
+
+What was read and is stored again has the same bytes, so groups whose entries did not change keep theirs. NaN or
+infinity makes all of its group NaN. For the same bytes on every layout, groups must lie whole on a rank and in a
+matrix, see `placement.has_packed_state`.
+
+Blockwise 8-bit state follows Dettmers et al., arXiv 2110.02861; small blocks with shared powers of two are those of the
+MX formats of the Open Compute Project.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["GROUP", "is_packed", "read_packed", "store_packed_"]
+
+GROUP = 8
+"""Entries that share a scale."""
+
+# q is below 2^6, or 2^7 for second moments. The exponent of a float32 has a bias of 127, so entries in [1, 2) have
+# E = 127, and steps of 2^(E - 127 - 5).
+_SHIFT = {torch.int8: 5, torch.uint8: 6}
+_LARGEST = {torch.int8: 63, torch.uint8: 127}
+
+
+def is_packed(state: Tensor) -> bool:
+    """Return whether a momentum or moment is of 8 bits."""
+    return state.dtype in _SHIFT
+
+
+def read_packed(state: Tensor) -> Tensor:
+    """Return 8-bit state (..., a multiple of 8) in float32."""
+    groups = state.unflatten(-1, (-1, GROUP)).to(torch.int32)
+    places = torch.arange(GROUP, dtype=torch.int32, device=state.device)
+    # (..., groups, 1)
+    exponent = ((groups & 1) << places).sum(-1, keepdim=True, dtype=torch.int32)
+    values = (groups >> 1) * _power(exponent, _SHIFT[state.dtype])
+    if state.dtype == torch.uint8:
+        values = values.square()
+    values = torch.where(exponent == 255, torch.nan, values)
+    # In the memory order of the state.
+    return torch.empty_like(state, dtype=torch.float32).copy_(values.flatten(-2))
+
+
+def store_packed_(state: Tensor, values: Tensor) -> None:
+    """Store float32 values in 8-bit state of their shape."""
+    shift, largest = _SHIFT[state.dtype], _LARGEST[state.dtype]
+    groups = values.unflatten(-1, (-1, GROUP))
+    if state.dtype == torch.uint8:
+        groups = groups.sqrt()
+    # As integers, the bits of magnitudes have the order of these, with NaN above all.
+    top = (groups.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
+    exponent = top >> 23
+    # Powers of two and their inverses are exact, so no order of operations changes a bit.
+    scaled = groups / _power(exponent, shift)
+    if state.dtype == torch.uint8:
+        whole = torch.maximum((scaled + _chance(groups)).floor(), (groups > 0).float())
+    else:
+        whole = scaled.round()
+    whole = torch.where(exponent == 255, 0.0, whole).clamp(-largest, largest).to(torch.int32)
+    places = torch.arange(GROUP, dtype=torch.int32, device=state.device)
+    # The cast keeps the low 8 bits.
+    state.copy_(((whole << 1) | ((exponent >> places) & 1)).flatten(-2))
+
+
+def _chance(values: Tensor) -> Tensor:
+    """Return for each float32 value a number in [0, 1), multiples of 2^-16, that follows from its bits."""
+    # Multiplication by 2^32 / golden ratio, whose upper bits depend on all bits below them (Knuth).
+    bits = values.contiguous().view(torch.int32).to(torch.int64) * 0x9E3779B1
+    return (bits >> 16 & 0xFFFF).float() * 2.0**-16
+
+
+def _power(exponent: Tensor, shift: int) -> Tensor:
+    """Return 2^(exponent - 127 - shift) in float32, not below the least normal number."""
+    return (exponent.clamp(shift + 1, 254) - shift << 23).view(torch.float32)
