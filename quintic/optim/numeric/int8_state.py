@@ -58,7 +58,8 @@ def store_packed_(state: Tensor, values: Tensor) -> None:
     shift, largest = _SHIFT[state.dtype], _LARGEST[state.dtype]
     groups = values.unflatten(-1, (-1, GROUP))
     if state.dtype == torch.uint8:
-        groups = groups.sqrt()
+        # Rounded to the nearest, as in kernels: on CPUs some of PyTorch's roots of float32 are off in the last bit.
+        groups = groups.double().sqrt().float()
     # As integers, the bits of magnitudes have the order of these, with NaN above all.
     top = (groups.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
     exponent = top >> 23
