@@ -27,7 +27,7 @@ from quintic.optim.rules.library.ema_nesterov import Lookahead
 from quintic.optim.rules.library.hyperball import Hyperball, without_scale
 from quintic.optim.rules.library.muon_plus import Renormalize
 from quintic.optim.rules.library.muoneq import Equalize
-from quintic.optim.rules.library.muown import Magnitudes, RowDirections, WholeGradient
+from quintic.optim.rules.library.muown import Magnitudes, RowDirections
 from quintic.optim.rules.library.normuon import NeuronSecondMoment
 from quintic.optim.rules.library.radial import RadialBrake, RelativeUpdate
 from quintic.optim.rules.library.two_rate import TwoRateMomentum
@@ -42,6 +42,7 @@ from quintic.optim.rules.stages import (
     StateSpec,
     VectorShape,
     WeightStage,
+    WholeGradient,
 )
 from quintic.optim.rules.table import RULES
 

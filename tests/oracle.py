@@ -103,3 +103,13 @@ class AdamWTensor:
         mask = agreement(update, self.w, cautious)
         self.w = self.w - lr * wd * mask * self.w - lr * update
         return self.w
+
+
+def rounded_to_24_bits(values):
+    """Return float32 values whose lowest 8 bits are zero, the nearest ones, to even of two; a NaN stays a NaN."""
+    bits = np.asarray(values, dtype=np.float32).view(np.uint32)
+    sign, magnitude = bits & 0x80000000, bits & 0x7FFFFFFF
+    # Floats of one sign are ordered as their patterns, also from subnormal to normal, and from the largest to infinity.
+    rounded = (np.rint(magnitude / 256.0) * 256).astype(np.uint32)
+    rounded = np.where(magnitude > 0x7F800000, 0x7FC00000, sign | rounded)
+    return rounded.astype(np.uint32).view(np.float32)

@@ -13,6 +13,8 @@ weights are those of one device to the last bit; `layouts/page.py` says what is 
 one library stay for all of its contestants; a peer that tunes its kernels takes minutes for its first step, which
 `--caches` keeps. `--targets` prints what the project wants beside what was found.
 
+`--only workspace-` times Quintic with `max_workspace_bytes` from 64 MiB to 2 GiB, and `--only rule-` its update rules.
+
 What is compared stands in `contestants.py` and `layouts/contestants.py`, how it is measured in `measure.py` and
 `layouts/measure.py`.
 """

@@ -12,6 +12,9 @@ from quintic.optim.rules.names import RuleName
 # The same for every contestant, so that all have the same work to do.
 LR, ADAMW_LR, WEIGHT_DECAY = 0.001, 0.0003, 0.1
 
+# Logarithms of `max_workspace_bytes`: from less than two large matrices need to the default.
+WORKSPACES = range(26, 32)
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSet:
@@ -213,5 +216,15 @@ CONTESTANTS = (
             sets=(),
         )
         for name in get_args(RuleName)
+    ),
+    # The step by its temporary memory; measured with `--only workspace-` alone.
+    *(
+        Contestant(
+            name=f"workspace-{2 ** (power - 20)}MiB",
+            build=_quintic(orthogonalizer="auto", max_workspace_bytes=2**power),
+            family="quintic",
+            sets=(),
+        )
+        for power in WORKSPACES
     ),
 )

@@ -72,18 +72,21 @@ def steps_to(curve: Sequence[Sequence[float]], loss: float) -> float | None:
 def equal_length(losses: Mapping[int, float], loss: float) -> float:
     """Return the number of steps with which the baseline has a loss, from its losses at several lengths.
 
-    Between lengths by a line over the logarithm of the length, and beyond them by the nearest line. Infinite if the
-    losses do not fall there.
+    Between lengths by a line over the logarithm of the length, and nothing is extrapolated: 0 if the loss is above that
+    of the least length, infinite if it is below that of the greatest. nan if the losses do not fall from each length to
+    the next.
 
     Args:
         losses: length of a run, with its whole schedule -> loss at its end; at least two.
         loss: to reach.
     """
-    lengths = sorted(losses)
-    pairs = list(itertools.pairwise(lengths))
-    # The first line that ends below the loss, else the last one.
-    short, long = next((pair for pair in pairs if losses[pair[1]] <= loss), pairs[-1])
-    fall = losses[short] - losses[long]
-    if fall <= 0:
-        return math.inf
-    return math.exp(math.log(short) + math.log(long / short) * (losses[short] - loss) / fall)
+    pairs = list(itertools.pairwise(sorted(losses)))
+    if any(losses[short] <= losses[long] for short, long in pairs):
+        return math.nan
+    for short, long in pairs:
+        if loss > losses[short]:
+            return 0.0
+        if loss >= losses[long]:
+            part = (losses[short] - loss) / (losses[short] - losses[long])
+            return math.exp(math.log(short) + math.log(long / short) * part)
+    return math.inf

@@ -19,9 +19,11 @@ Student's distribution with n - 1 degrees of freedom. **steps to Muon's loss**: 
 final loss of Muon's run of that seed, between evaluations by a line, in % of the steps (in brackets how many do, if
 not all). The rates fall to zero at the end of every run, so a curve that ends a little lower crosses late. **equal
 length**: Muon was also trained with fewer and with more steps, each with its whole schedule. A rule that ends where
-Muon would after 1 / 0.95 of the steps has 95 here, seed by seed: it needs 95 % of Muon's steps; ~ where a seed lies
-outside of the lengths tried. **ms**: medians of steps timed alone on a device. **bytes**: state for each weight of
-the matrices."""
+Muon would after 1 / 0.95 of the steps has 95 here, seed by seed: it needs 95 % of Muon's steps. Nothing is
+extrapolated: < 80 (1 of 3) says that with one of three seeds the rule ends lower than Muon does with 1 / 0.8 of the
+steps, the most that were tried, and > 125 that it ends higher than Muon with 1 / 1.25 of them, the fewest. There is no
+mean then, and - where no seed has a length. **ms**: medians of steps timed alone on a device. **bytes**: state for each
+weight of the matrices."""
 
 
 class Study:
@@ -42,7 +44,7 @@ class Study:
         found: dict[tuple[Any, ...], dict[int, Row]] = {}
         for row in self.rows:
             cell = row["cell"]
-            if (cell["rule"], cell["steps"]) == (name, steps) and "part" not in cell:
+            if (cell["rule"], cell["steps"]) == (name, steps) and _is_run(row):
                 found.setdefault(tuple(cell[key] for key in _SETTING), {})[cell["seed"]] = row
         return found
 
@@ -132,23 +134,31 @@ class Study:
         reached = [100 * step / self.steps for step in found if step is not None]
         return Mean.of(reached) if reached else None, len(reached), len(seeds)
 
-    def equal_lengths(self, name: str) -> tuple[Mean | None, bool]:
-        """Return the % of Muon's steps that a rule needs for the same loss, and whether a seed was extrapolated."""
-        lengths = {row["cell"]["steps"] for row in self.rows if row["cell"]["rule"] == BASELINE}
-        baseline = {steps: self.compared(BASELINE, steps)[1] for steps in lengths}
-        percent, outside = [], False
-        for seed, loss in sorted(self.losses(name).items()):
-            losses = {steps: _loss(rows[seed]) for steps, rows in baseline.items() if seed in rows}
-            if len(losses) < 3 or not math.isfinite(loss):
-                continue
-            percent.append(100 * self.steps / equal_length(losses, loss))
-            outside |= not min(losses.values()) <= loss <= max(losses.values())
-        return (Mean.of(percent) if percent else None), outside
+    def lengths(self) -> dict[int, dict[int, float]]:
+        """Return seed -> number of steps -> final loss of Muon, of the seeds that have all lengths."""
+        lengths = {row["cell"]["steps"] for row in self.rows if row["cell"]["rule"] == BASELINE and _is_run(row)}
+        runs = {steps: self.compared(BASELINE, steps)[1] for steps in sorted(lengths)}
+        seeds = set.intersection(*({*rows} for rows in runs.values())) if len(runs) > 2 else set()
+        return {seed: {steps: _loss(rows[seed]) for steps, rows in runs.items()} for seed in sorted(seeds)}
+
+    def equal_lengths(self, name: str) -> list[float]:
+        """Return the % of Muon's steps that a rule needs for the same loss, by seed.
+
+        Infinite and 0 beyond the lengths that Muon was trained with. A seed is left out if Muon's own loss does not
+        fall from each length to the next.
+        """
+        losses = self.losses(name)
+        found = [equal_length(muon, losses[seed]) for seed, muon in self.lengths().items() if seed in losses]
+        return [100 * self.steps / length if length else math.inf for length in found if not math.isnan(length)]
 
     def times(self, name: str) -> Row | None:
         """Return the times and the bytes of a candidate; None if it was not timed."""
         found = (row for row in self.rows if row["cell"].get("part") == "time" and row["cell"]["rule"] == name)
         return next(found, None)
+
+
+def _is_run(row: Row) -> bool:
+    return "part" not in row["cell"]
 
 
 def _loss(row: Row) -> float:
@@ -176,6 +186,7 @@ def page(result: Mapping[str, Any]) -> str:
         "",
         "Bold: the best, and what is within two standard errors of it, by the paired difference.",
         "",
+        *_lengths(study),
         *_verdict(study, names, near),
         "",
         _NOTE,
@@ -203,11 +214,13 @@ def _facts(result: Mapping[str, Any]) -> str:
     model = result["model"]
     width = -(-model["aspect_ratio"] * model["depth"] // model["head_dim"]) * model["head_dim"]
     tokens = result["steps"] * result["batch_tokens"]
+    passes = tokens / result["data"]["train_tokens"]
+    often = f", {passes:.1f} passes over the text" if passes > 1 else ""
     return (
         f"A GPT of depth {model['depth']} and width {width}, {result['steps']} steps of "
-        f"{result['batch_tokens']:,} tokens for every run ({tokens:,} tokens). {text_facts(result['data'])} "
+        f"{result['batch_tokens']:,} tokens for every run ({tokens:,} tokens{often}). {text_facts(result['data'])} "
         "Under one seed all have the same initial weights, and the same batches in the same order. "
-        f"{len(result['rows'])} runs."
+        f"{len(result['rows'])} runs, {sum(row['seconds'] for row in result['rows']):,.0f} seconds one after the other."
     )
 
 
@@ -216,12 +229,11 @@ def _cells(study: Study, name: str, is_near: bool) -> list[str]:
     losses = study.losses(name)
     difference = paired(losses, study.losses(BASELINE)) if name != BASELINE else None
     crossing, reached, number = study.crossings(name)
-    equal, outside = study.equal_lengths(name)
     times = study.times(name)
     steps, length = "100", "100"
     if name != BASELINE:
         steps = f"{_shown(crossing, '.1f')}{'' if reached == number else f' ({reached} of {number})'}"
-        length = ("~" if outside else "") + _shown(equal, ".1f")
+        length = _length(study, name)
     return [
         f"**{candidate(name).title}**" if is_near else candidate(name).title,
         str(len(losses)),
@@ -235,6 +247,38 @@ def _cells(study: Study, name: str, is_near: bool) -> list[str]:
         f"{times['state_bytes']:.2f}" if times else "-",
         f"{setting['setting'] + ': ' if setting['setting'] else ''}{setting['rate']:g}; x {setting['aux']:g}",
     ]
+
+
+def _length(study: Study, name: str) -> str:
+    """Return a rule's equal length: the mean, or how many seeds lie beyond the lengths of Muon's runs."""
+    found = study.equal_lengths(name)
+    beyond = {"<": found.count(0.0), ">": found.count(math.inf)}
+    if not any(beyond.values()):
+        return _shown(Mean.of(found) if found else None, ".1f")
+    lengths = next(iter(study.lengths().values()))
+    ends = {"<": 100 * study.steps / max(lengths), ">": 100 * study.steps / min(lengths)}
+    return ", ".join(f"{sign} {ends[sign]:.0f} ({n} of {len(found)})" for sign, n in beyond.items() if n)
+
+
+def _lengths(study: Study) -> list[str]:
+    """Say how Muon's own loss follows from the number of steps."""
+    seeds = study.lengths()
+    if not seeds:
+        return []
+    steps = sorted(next(iter(seeds.values())))
+    means = {n: Mean.of([losses[n] for losses in seeds.values()]).mean for n in steps}
+    fall = sum(not math.isnan(equal_length(losses, 0.0)) for losses in seeds.values())
+    text = f"Muon's mean loss over {len(seeds)} seeds: {', '.join(f'{means[n]:.4f} with {n} steps' for n in steps)}."
+    if fall == 0:
+        text += " With none of them does it fall from each to the next, so there is no equal length."
+    elif fall < len(seeds):
+        text += f" It falls from each to the next with {fall} of them only, and the others have no equal length."
+    if means[steps[-1]] >= means[study.steps]:
+        text += (
+            " More steps make Muon no better here, as where a text is seen so often that it is learnt by heart. A rule "
+            "may be better because it does less of that, or because it learns faster; these runs cannot tell which."
+        )
+    return [text, ""]
 
 
 def _shown(mean: Mean | None, form: str) -> str:

@@ -17,7 +17,7 @@ from quintic.commands.parsing import options_of, parse, pop_option, validate_arg
 from quintic.commands.presets import check_initial, preset, suitable_preset, unused_options, with_initial, with_recipe
 from quintic.errors import ConfigError
 from quintic.report.options import ReportOptions
-from quintic.simulate.options import RatesOptions, SimulationOptions
+from quintic.simulate.options import RatesOptions, SimulationOptions, size_in_bytes
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
 from quintic.speedrun.presets import preset as speedrun_preset
 from quintic.train.config import Config, DataConfig, check_at_least, check_samples
@@ -76,12 +76,6 @@ class StartOptions(FileOptions):
     """Continue it from the checkpoint of this step, if it was kept; by default from the newest undamaged one."""
 
 
-# These dataclasses only make `--help` list the options that choose the defaults, which `training_options` reads first.
-@dataclass(frozen=True, kw_only=True)
-class _TrainOptions(Config):
-    start: StartOptions = dataclasses.field(default_factory=StartOptions)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ComparisonOptions(FileOptions):
     """Source of the default options, how many runs, or the comparison to continue."""
@@ -93,13 +87,11 @@ class ComparisonOptions(FileOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CompareOptions(Config):
-    start: ComparisonOptions = dataclasses.field(default_factory=ComparisonOptions)
+class PlanOptions(FileOptions):
+    """Source of the default options, and the memory to plan for."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class _OtherOptions(Config):
-    start: FileOptions = dataclasses.field(default_factory=FileOptions)
+    memory: str | None = None
+    """Memory of the device, such as 16GiB: also names the cheapest settings that fit into it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +109,8 @@ class Start:
     """Name of the preset with the defaults; None if they came from a file or a run."""
     notes: tuple[str, ...] = ()
     """Lines for the user about options that others override."""
+    memory: int | None = None
+    """Bytes of the device that `quintic plan` fits a run into."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +251,8 @@ def simulation_options(arguments: list[str]) -> SimulationOptions | None:
     Raises:
         ConfigError: options that belong to `--model` are given without it, or an option is wrong.
     """
-    own = {name for name, _ in options_of(SimulationOptions)} - {name for name, _ in options_of(Config)}
+    others = {name for kind in (Config, PlanOptions) for name, _ in options_of(kind)}
+    own = {name for name, _ in options_of(SimulationOptions)} - others
     given = [name for argument in arguments if (name := argument.partition("=")[0]) in own]
     if given and "--model" not in given:
         raise ConfigError(f"{given[0]} needs --model NAME: a model to plan for, such as llama-3-70b")
@@ -306,6 +301,8 @@ def training_options(arguments: list[str], command: str) -> Start:
     resume = resume or step is not None
     asks_help = any(argument in ("-h", "--help") for argument in rest)
     seeds, rest = pop_option(rest, "--seeds") if command == "compare" else (None, rest)
+    memory, rest = pop_option(rest, "--memory") if command == "plan" and not asks_help else (None, rest)
+    size = None if memory is None else size_in_bytes(memory)
     if seeds is not None and not (seeds.isdecimal() and 0 < int(seeds) <= _MOST_SEEDS):
         raise ConfigError(f"--seeds {seeds}: needs a whole number of seeds from 1 to {_MOST_SEEDS:,}")
     path, rest = pop_option(rest, "--config")
@@ -335,6 +332,7 @@ def training_options(arguments: list[str], command: str) -> Start:
             config=_resumed(run_dir / CONFIG_FILE, load_config(run_dir / CONFIG_FILE), rest, command),
             resumed=run_dir,
             resume_step=None if step is None else int(step),
+            memory=size,
         )
     if path is not None:
         default = load_config(Path(path))
@@ -351,7 +349,9 @@ def training_options(arguments: list[str], command: str) -> Start:
         default = with_initial(default, source, Path(pop_option(rest, "--runs-dir")[0] or default.run.runs_dir))
     kind: type[Config] = Config  # with the options that were read above only for `--help`
     if asks_help:
-        kind = {"train": _TrainOptions, "compare": _CompareOptions}.get(command, _OtherOptions)
+        start = {"train": StartOptions, "compare": ComparisonOptions, "plan": PlanOptions}[command]
+        section = ("start", start, dataclasses.field(default_factory=start))
+        kind = dataclasses.make_dataclass("_Help", [section], bases=(Config,), frozen=True, kw_only=True)
     sections = {section.name: getattr(default, section.name) for section in dataclasses.fields(Config)}
     origin = f"of {path}" if path is not None else f"of --preset {name}"
     description = (
@@ -364,7 +364,7 @@ def training_options(arguments: list[str], command: str) -> Start:
         check_initial(default, config)
     notes = unused_options(default, config, both_optimizers=command == "compare")
     config = dataclasses.replace(config, data=_absolute(config.data))
-    return Start(config=config, resumed=None, preset=name, seeds=int(seeds or 1), notes=tuple(notes))
+    return Start(config=config, resumed=None, preset=name, seeds=int(seeds or 1), notes=tuple(notes), memory=size)
 
 
 def _absolute(data: DataConfig) -> DataConfig:

@@ -3,7 +3,8 @@
 With `--model` it plans the optimizer's step for another model on any number of ranks instead (`quintic.simulate`).
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from quintic.durable import json_object
 from quintic.model.gpt import GPT
 from quintic.optim.muon import Muon
 from quintic.optim.state.placement import state_bytes
+from quintic.simulate.memory import Parts, Settings, cheapest, climb, gib, memory_table, memory_text, peak
 from quintic.simulate.planned_models import is_on_hub
 from quintic.simulate.table import simulation_text
 from quintic.streams import say
@@ -40,6 +42,9 @@ _KEPT = {False: (21, 4), True: (16, 8)}
 # On a GPU, logits and their gradients exist in chunks of this size; on a CPU they are negligible.
 _LOSS_CHUNK_BYTES = 2**28
 
+# Options of a run that save memory, with their cost, from the cheapest to the costliest.
+_LADDER: tuple[tuple[Settings, str], ...] = (({"weights": "mantissa"}, "time"), ({"state_dtype": "bf16"}, "loss"))
+
 
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
@@ -48,7 +53,7 @@ def run(arguments: list[str]) -> int:
         if is_on_hub(simulation.model):
             # Fetch the file first: if the Hub does not answer, this fails at once, transformers after minutes.
             download(simulation.model, "config.json", repo_type="model", revision=None, cache_dir=None, endpoint=None)
-        print(simulation_text(simulation))
+        print(simulation_text(simulation) if simulation.memory is None else memory_text(simulation))
         return 0
     start = training_options(arguments, "plan")
     config = start.config
@@ -59,8 +64,12 @@ def run(arguments: list[str]) -> int:
     dtype, why = _dtype(config, on_gpu)
     vocab_size, origin = planned_vocabulary(config.data)
     sizes = model_config(config, vocab_size=vocab_size, bos_id=0)
-    model = empty_model(sizes, dtype=dtype, attention="sdpa", weights=config.optim.weights)
-    optimizer = build_optimizer(model, config, on_gpu=on_gpu)
+
+    def built(config: Config) -> tuple[GPT, Muon]:
+        model = empty_model(sizes, dtype=dtype, attention="sdpa", weights=config.optim.weights)
+        return model, build_optimizer(model, config, on_gpu=on_gpu)
+
+    model, optimizer = built(config)
     for note in start.notes:
         say(note)
     say(f"Vocabulary: {vocab_size:,} tokens, {origin}")
@@ -77,12 +86,18 @@ def run(arguments: list[str]) -> int:
     weights = "bfloat16 (16 more bits of each in the state)" if config.optim.weights == "mantissa" else "float32"
     say(f"Precision: {str(dtype).removeprefix('torch.')} activations{why}, {weights} weights")
     compiled = on_gpu if config.run.compile is None else config.run.compile
-    memory = training_memory(model, optimizer, rows=config.schedule.rows, on_gpu=on_gpu, compiled=compiled)
+
+    def needs(config: Config) -> Parts:
+        return training_memory(*built(config), rows=config.schedule.rows, on_gpu=on_gpu, compiled=compiled)
+
+    memory = needs(config)
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items())
     say(
-        f"Memory: about {_peak(memory) / 2**30:.2f} GiB ({parts}); the first three are exact, activations are "
+        f"Memory: about {peak(memory) / 2**30:.2f} GiB ({parts}); the first three are exact, activations are "
         "estimated; only the larger one of the last two is needed at a time\n"
     )
+    if start.memory is not None:
+        say(f"{cheapest_options(config, start.memory, sum(param.numel() for param in model.parameters()), needs)}\n")
     for group in optimizer.param_groups:
         parameters = sum(param.numel() for param in group["params"])
         unit = "parameter " if parameters == 1 else "parameters"
@@ -157,8 +172,8 @@ def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, com
         compiled: whether the model will be compiled, which keeps fewer activations.
 
     Returns:
-        `weights`, `gradients` and `optimizer state`, exact; `activations`, an estimate, within 10 % where it was
-        measured; `optimizer step`, temporary memory of the step. Activations and the step never exist together.
+        `weights`, `gradients` and `state`, exact; `activations`, an estimate, within 10 % where it was measured;
+        `step`, temporary memory of the optimizer's step. Activations and the step never exist together.
     """
     parts = model.num_parameters()
     weights = sum(param.numel() * param.element_size() for param in model.parameters())
@@ -172,16 +187,43 @@ def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, com
     return {
         "weights": weights,
         "gradients": weights,
-        "optimizer state": state,
+        "state": state,
         "activations": kept + copies + (_LOSS_CHUNK_BYTES if on_gpu else 0),
-        "optimizer step": optimizer.plan().peak_workspace_bytes,
+        "step": optimizer.plan().peak_workspace_bytes,
     }
 
 
-def _peak(memory: dict[str, int]) -> int:
-    # The activations are freed in the backward pass, before the optimizer's step needs its temporary memory.
-    kept = memory["weights"] + memory["gradients"] + memory["optimizer state"]
-    return kept + max(memory["activations"], memory["optimizer step"])
+def cheapest_options(config: Config, memory: int, parameters: int, needs: Callable[[Config], Parts]) -> str:
+    """Return a table of the memory of a run with more and more options that save some, and the cheapest that fit.
+
+    Args:
+        config: the run as it was asked for.
+        memory: bytes of the device.
+        parameters: the number of the model's parameters.
+        needs: returns the memory of a run.
+    """
+
+    def needs_with(settings: Settings) -> Parts:
+        optim = {name: value for name, value in settings.items() if name != "rows"}
+        schedule = replace(config.schedule, rows=settings.get("rows", config.schedule.rows))
+        return needs(replace(config, optim=replace(config.optim, **optim), schedule=schedule))
+
+    def name(settings: Settings) -> str:
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+
+    # Fewer rows at a time take more passes for the same batch.
+    halvings = [config.schedule.rows >> power for power in range(1, config.schedule.rows.bit_length())]
+    ladder = [*_LADDER, *(({"rows": rows}, "time") for rows in halvings)]
+    rungs = climb(ladder, needs_with)
+    lines = [
+        f"Into {gib(memory)} GiB; the table has GiB, each line with the options above it:\n",
+        memory_table(rungs, memory, parameters, "these options", name),
+    ]
+    best = cheapest(rungs, needs_with, memory)
+    if best is None:
+        return "\n".join([*lines, "\nNone of these fits: a smaller --depth or --seq-len needs less."])
+    options = name(best.settings) or "these options"
+    return "\n".join([*lines, f"\nCheapest that fits, with {gib(peak(best.parts))} GiB: {options}"])
 
 
 def _dtype(config: Config, on_gpu: bool) -> tuple[torch.dtype, str]:

@@ -39,6 +39,8 @@ _STATES: Mapping[str, Mapping[str, Any]] = {
     'state_dtype="bf16"': {"state_dtype": "bf16"},
     'master="mantissa"': {"master": "mantissa"},
     'master="mantissa", state_dtype="bf16"': {"master": "mantissa", "state_dtype": "bf16"},
+    'master="8bit"': {"master": "8bit"},
+    'master="8bit", state_dtype="bf16"': {"master": "8bit", "state_dtype": "bf16"},
     'master="fp32"': {"master": "fp32"},
 }
 

@@ -82,8 +82,8 @@ class CapturedStep:
     Raises:
         ValueError: parameters are on other devices, or an option needs the host at each step (`telemetry_every`,
             `on_nonfinite="raise"`, `offload`, plain PyTorch kernels, `on_nonfinite="skip"` with
-            `comms="sharded_sparse"`), or `step_every` would need more than eight graphs, or the optimizer has step
-            hooks; the message names the reason.
+            `comms="sharded_sparse"`), or it has `release_gradients`, or `step_every` would need more than eight graphs,
+            or the optimizer has step hooks; the message names the reason.
     """
 
     def __init__(self, optimizer: Muon) -> None:
@@ -228,6 +228,11 @@ class CapturedStep:
             reason = _host_option(group, is_sparse=number in sparse)
             if reason is not None:
                 raise ValueError(f"{reason}: step with optimizer.step(), or without this option")
+        if self._optimizer._plans.release_gradients:
+            raise ValueError(
+                "release_gradients frees the gradients, and a replay reads their memory: step with optimizer.step(), "
+                "or without this option"
+            )
         # The set of due groups repeats after the least common multiple of all `step_every`.
         num_graphs = math.lcm(*(int(group["step_every"]) for group in groups))
         if num_graphs > MOST_GRAPHS:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.checkpoint.loading import check_is_state_dict, load_state
-from quintic.optim.checkpoint.saving import saved_state, with_mantissas
+from quintic.optim.checkpoint.saving import check_can_pickle, saved_state, with_mantissas
 from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.deprecated import renamed_method
 from quintic.optim.first_gradients import FirstGradients
@@ -34,8 +34,8 @@ from quintic.optim.plan.plan import Plan
 from quintic.optim.plan_cache import PlanCache
 from quintic.optim.polar.forms import Polynomials
 from quintic.optim.qk_clip.clip import QKClip
-from quintic.optim.rules.device import is_capturing
-from quintic.optim.rules.rates import ADAMW_LR, fill_adamw_rates
+from quintic.optim.rules.device import refuse_capture
+from quintic.optim.rules.rates import ADAMW_LR, check_keywords, fill_adamw_rates
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.table import orthogonalizes
 from quintic.optim.rules.update import AdjustLr, Cautious, DecayCoupling
@@ -76,7 +76,7 @@ class Muon(Optimizer):
     and for `algorithm="adamw"` AdamW with bias correction, with `lr=adamw_lr` and `weight_decay=adamw_weight_decay`.
     `quintic.param_groups(model)` makes the groups; every option below can also be set on a group. Momentum and moments
     are float32 for low-precision weights, too, unless `state_dtype` says otherwise. Gradients are not modified,
-    except by `tie`; a parameter without a gradient (None) keeps its weights and state.
+    except by `tie` and `release_gradients`; a parameter without a gradient (None) keeps its weights and state.
 
     Args: Parameters and learning rates
         params: parameter groups, or an iterable of parameters or of (name, parameter) pairs; plain parameters are
@@ -121,10 +121,10 @@ class Muon(Optimizer):
     Args: Precision
         compute_dtype: dtype of the orthogonaliser's matrix products; None for the method's own, see
             `quintic.orthogonalize`.
-        master: how extra precision is stored for bfloat16 and float16 weights. None: updates are applied in the
-            weight's own dtype; `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16
-            low bits, bit for bit the trajectory of the copy at half its memory. Parameters of float32 and wider need
-            none and have none. May be changed at any time: either form becomes the other.
+        master: how 16-bit weights keep more precision. None: not at all; `"fp32"`: updates go to a float32
+            copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit the trajectory of the
+            copy at half its memory; `"8bit"`: to weight and uint8 bits, rounded to nearest: steps below 2^-17 of a
+            weight are lost. Wider parameters have none. May change at any time, and differ from a loaded state's.
         state_dtype: dtype of momentum and AdamW's moments in memory. None: float32; `"bf16"`: bfloat16, half of it.
             Every step computes in float32 either way; stored values are rounded to the nearest bfloat16, and the update
             is computed before that rounding. Needs `momentum` of Muon groups, and both `betas` of AdamW
@@ -164,6 +164,9 @@ class Muon(Optimizer):
         max_workspace_bytes: upper bound of the temporary memory of one batched computation (a single matrix may
             exceed it), at least 1; None for no bound.
         kernels: implementation of the element-wise passes: `"auto"` (Triton on CUDA devices), `"triton"` or `"torch"`.
+        release_gradients: free each gradient as soon as `step` has read it, for the same bits; `p.grad` of all groups
+            that are stepped is then None, also where `on_nonfinite="skip"` or a scaler skips the step. An error that
+            `step` documents comes before, and leaves all gradients (`docs/how-to/save-memory.md`).
 
     Raises:
         ValueError: an unknown algorithm or option, a value out of range, a parameter that is not a matrix in a Muon
@@ -227,6 +230,7 @@ class Muon(Optimizer):
         telemetry_every: int | None = None,
         comm_order: Sequence[str] | None = None,
         compute_order: Sequence[str] | None = None,
+        release_gradients: bool = False,
     ) -> None:
         defaults = group_defaults(
             lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, decay_coupling=decay_coupling,
@@ -239,9 +243,8 @@ class Muon(Optimizer):
             on_nonfinite=on_nonfinite, max_workspace_bytes=max_workspace_bytes, kernels=kernels,
             telemetry_every=telemetry_every,
         )  # fmt: skip
-        if adamw_lr_ratio is not None and adamw_lr != ADAMW_LR:
-            raise ValueError(f"adamw_lr={adamw_lr!r} and adamw_lr_ratio={adamw_lr_ratio!r}: give one of them")
-        self._begin(orders_of(comm_order, compute_order))
+        check_keywords(adamw_lr, adamw_lr_ratio, release_gradients=release_gradients)
+        self._begin(orders_of(comm_order, compute_order), release_gradients)
         check_params(params)
         super().__init__(self._undecided.begin(params), defaults)
         self._undecided.end(stacklevel=3)
@@ -399,10 +402,8 @@ class Muon(Optimizer):
         if is_scaled:
             unscale_(plans.groups, self._home["grad_scale"])
         for group in plans.groups:
-            if group.step_every > 1 and any(is_capturing(param.device) for param in group.params):
-                raise RuntimeError(
-                    "step_every counts on the host, which a CUDA graph does not: use quintic.CapturedStep"
-                )
+            if group.step_every > 1 or plans.release_gradients:
+                refuse_capture(group.params, releases_gradients=plans.release_gradients)
         steps_waited = plans.steps_waited()
 
         # 2. Checks, local ones first: a rank that raises must not leave others waiting in a collective. Then the state.
@@ -416,7 +417,9 @@ class Muon(Optimizer):
 
         # 3. The updates, and QK-clip on the new weights.
         try:
-            outcome = runner.step(steps_waited, history.num_steps, skips_nonfinite=is_scaled)
+            outcome = runner.step(
+                steps_waited, history.num_steps, skips_nonfinite=is_scaled, release_gradients=plans.release_gradients
+            )
         except FloatingPointError:
             history.rejected_steps = steps_waited
             raise
@@ -644,11 +647,7 @@ class Muon(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to pickle an optimizer with a process group, which other processes cannot use: a TypeError."""
-        if any(group.get("process_group") is not None for group in (self.defaults, *self.param_groups)):
-            raise TypeError(
-                f"a {type(self).__name__} with a process_group cannot be pickled: save optimizer.state_dict(), or set "
-                f"process_group to None in optimizer.defaults and all optimizer.param_groups before"
-            )
+        check_can_pickle(type(self).__name__, (self.defaults, *self.param_groups))
         return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -659,6 +658,7 @@ class Muon(Optimizer):
             "state": with_mantissas(self._plans.needed_state(), torch.int16) if state else state,
             "param_groups": self.param_groups,
             "_orders": self._plans.orders,
+            "_release_gradients": self._plans.release_gradients,
             "_decided_by": self._undecided.decided_by,
         }
 
@@ -667,7 +667,7 @@ class Muon(Optimizer):
         for options in (state["defaults"], *state["param_groups"]):
             adopt_old_names(options)  # of a file that an older version wrote
         super().__setstate__({**state, "state": with_mantissas(state["state"], torch.uint16)})
-        self._begin(self.__dict__.pop("_orders"))
+        self._begin(self.__dict__.pop("_orders"), self.__dict__.pop("_release_gradients", False))
         self._undecided.decided_by = self.__dict__.pop("_decided_by", "nobody")
         self._links.watch(self._home["param_groups"])
 
@@ -680,11 +680,11 @@ class Muon(Optimizer):
         self._step_history.rejected_steps = None
         self._step_history.record(outcome, waiting=waiting, qk_layers=qk_layers, is_replayed=is_replayed)
 
-    def _begin(self, orders: Orders) -> None:
+    def _begin(self, orders: Orders, release_gradients: bool) -> None:
         """Begin without steps, and without anything that follows from the groups."""
         self._home = {key: value for key, value in vars(self).items() if key in ("param_groups", "state")}
         self._links, self._undecided = LinkedOptions(), Undecided()
-        self._plans = PlanCache(self._home, self._links, orders)
+        self._plans = PlanCache(self._home, self._links, orders, release_gradients=release_gradients)
         self._step_history = StepHistory()
 
 

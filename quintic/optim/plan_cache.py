@@ -50,7 +50,9 @@ class PlanCache:
     the option.
     """
 
-    def __init__(self, home: Mapping[str, Any], links: LinkedOptions, orders: Orders) -> None:
+    def __init__(
+        self, home: Mapping[str, Any], links: LinkedOptions, orders: Orders, *, release_gradients: bool
+    ) -> None:
         """Begin without a plan.
 
         Args:
@@ -58,9 +60,10 @@ class PlanCache:
                 because PyTorch may replace them.
             links: options that follow other options; `refresh` brings them up to date.
             orders: names of the parameters whose buckets come first.
+            release_gradients: whether steps free gradients as soon as they have read them.
         """
         self._home, self._links = home, links
-        self.orders = orders
+        self.orders, self.release_gradients = orders, release_gradients
         self.groups: list[Group] = []
         """The groups at the last refresh. Empty while there is neither plan nor state, to keep no parameter alive."""
         self.communicators = Communicators()
@@ -306,6 +309,8 @@ class PlanCache:
                 # Skip weights that were not stepped, because rounding them once more may change them.
                 if param.grad is not None:
                     close(param)
+                    if self.release_gradients:
+                        param.grad = None  # of a wrapper, which the step has left here to tell that it was stepped
 
     def _make_state(self) -> None:
         """Make or adapt state if it is stale."""

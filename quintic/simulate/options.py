@@ -1,13 +1,38 @@
 """Options of `quintic plan --model` and `quintic rates`. Does not import PyTorch, so that `--help` answers quickly."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from quintic.errors import ConfigError
 from quintic.optim.rules.names import RuleName
 
-__all__ = ["RatesOptions", "SimulationOptions"]
+__all__ = ["RatesOptions", "SimulationOptions", "size_in_bytes"]
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{kind}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for kind, base in (("b", 1000), ("ib", 1024))
+}
+_LEAST_MEMORY = 2**20
+
+
+def size_in_bytes(text: str) -> int:
+    """Return the bytes that a text such as 80GiB, 80GB or 24000MiB stands for; a number alone is bytes.
+
+    Raises:
+        ConfigError: the text is no such size, or less than a MiB. The message begins with `--memory`.
+    """
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(f"--memory {text}: give a number with a unit, such as 80GiB, 80GB or 24000MiB")
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if size < _LEAST_MEMORY:
+        raise ConfigError(
+            f"--memory {text}: {size:,} bytes are less than a MiB; give the memory of a device, as in 80GiB"
+        )
+    return size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +41,10 @@ class SimulationOptions:
 
     model: str
     """A well-known model such as llama-3-70b, the path of a config.json, or owner/name on the Hugging Face Hub."""
-    mesh: str = "8"
-    """Ranks along each dimension of the mesh, as in 8x4."""
+    memory: str | None = None
+    """Memory of one device, such as 80GiB: names the cheapest settings that fit into it."""
+    mesh: str | None = None
+    """Ranks along each dimension of the mesh, as in 8x4; by default 8, with --memory 1."""
     layout: str = "fsdp"
     """Kind of each dimension: dp (DDP), replicate, fsdp, ep, tp; as in fsdp,tp."""
     node_size: int = 8
@@ -38,6 +65,8 @@ class SimulationOptions:
     """'bf16' for momentum and moments in bfloat16, 'int8' for 8 bits of each."""
 
     def __post_init__(self) -> None:
+        if self.memory is not None:
+            size_in_bytes(self.memory)
         if self.normalize is not None and self.update_rule is not None:
             raise ConfigError(f"--normalize {self.normalize}: is short for an --update-rule; leave one of the two out")
 

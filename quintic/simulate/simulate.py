@@ -23,7 +23,7 @@ from torch import Tensor
 from quintic.errors import ConfigError
 from quintic.optim.comms.sharing import gather_layouts
 from quintic.optim.groups.group import Group
-from quintic.optim.layout.layouts import Layout, numel_of, size_of
+from quintic.optim.layout.layouts import Layout, size_of
 from quintic.optim.layout.pieces import Piece
 from quintic.optim.muon import Muon
 from quintic.optim.plan.bucket import Bucket, Gathered
@@ -36,7 +36,9 @@ from quintic.optim.plan.replicas import ReplicaChoice, choose_replica_strategies
 from quintic.optim.plan.schedule import PhaseBytes, Schedule, overlapping_bytes
 from quintic.optim.plan.workspace.buckets import memory_keys
 from quintic.optim.state.owners import balance
+from quintic.simulate.meta_tensors import MetaTensors
 from quintic.simulate.parallelism import layouts_by_name
+from quintic.simulate.stored import StoredBytes, offload_buffer_bytes, stored_bytes
 
 __all__ = ["BucketLoad", "Simulation", "simulate_plan"]
 
@@ -72,10 +74,10 @@ class Simulation:
     names: tuple[str, ...]
     bucket_loads: tuple[BucketLoad, ...]
     """The buckets in the order of the groups; a bucket that only some ranks have is included with its `present`."""
-    state_bytes: Tensor
-    """Bytes of the optimizer's state on each rank, (ranks,) int64."""
+    stored: StoredBytes
+    """Bytes of weights and state on each rank."""
     workspace_bytes: Tensor
-    """Peak temporary memory of each rank according to its plan, (ranks,) int64."""
+    """Peak temporary memory of each rank by its plan, (ranks,) int64; with offload, all have the buffers of rank 0."""
     choices: tuple[ReplicaChoice, ...] = ()
     """How ranks share the work on parameters with several copies, if `replicas="auto"` had to choose."""
 
@@ -83,6 +85,11 @@ class Simulation:
     def num_ranks(self) -> int:
         """Return the number of ranks."""
         return math.prod(self.mesh)
+
+    @property
+    def state_bytes(self) -> Tensor:
+        """Return the bytes of the optimizer's state on each rank, in host memory too, (ranks,) int64."""
+        return self.stored.state
 
     @property
     def flops(self) -> Tensor:
@@ -131,7 +138,7 @@ def simulate_plan(
     """
     if node_size is not None and node_size < 1:
         raise ConfigError(f"node_size={node_size}: give at least one rank per node")
-    meta_tensors = _MetaTensors(device)
+    meta_tensors = MetaTensors(device)
     groups = [
         replace(
             group,
@@ -174,8 +181,10 @@ def simulate_plan(
         _fill_workspaces_(workspaces, [bytes_of[id(bucket)] for bucket in in_order], schedule, loads, ranks.like)
     # Flags and tables that kernels need on every rank.
     workspaces += small_bytes(param.device for group in groups for param in group.params)
-    state = _state_bytes(optimizer, everywhere, num_ranks)
-    return Simulation(tuple(mesh), tuple(names), tuple(loads), state, workspaces, tuple(choices.values()))
+    if any(group.offload for group in groups):
+        workspaces += offload_buffer_bytes(groups, everywhere, classes[0][0].layouts)
+    stored = stored_bytes(groups, everywhere, num_ranks)
+    return Simulation(tuple(mesh), tuple(names), tuple(loads), stored, workspaces, tuple(choices.values()))
 
 
 class _RankClass(NamedTuple):
@@ -217,38 +226,6 @@ class _CommBucket(NamedTuple):
 
     bucket: Gathered
     phase_bytes: list[PhaseBytes]
-
-
-class _MetaTensor(Tensor):
-    """A tensor on the meta device that reports another device, which need not exist here."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # views are plain tensors
-    claimed_device: torch.device
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Return the device of the simulated ranks."""
-        return self.claimed_device
-
-
-class _MetaTensors:
-    """Makes tensors without memory that have a shape, a dtype and the ranks' device; equal ones are one object."""
-
-    def __init__(self, device: str) -> None:
-        self._device = torch.device(device)
-        self._made: dict[Any, _MetaTensor] = {}
-
-    def of(self, param: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return a stand-in for a box of a parameter: of this shape, with the parameter's dtype and memory format."""
-        # Dimensions from the largest to the smallest stride: kernels are chosen by the memory format, too.
-        strides = param.stride()
-        order = sorted(range(param.ndim), key=lambda dim: (-strides[dim], dim))
-        key = (tuple(shape), tuple(order), param.dtype)
-        if key not in self._made:
-            made = torch.empty_permuted(tuple(shape), order, dtype=param.dtype, device="meta").as_subclass(_MetaTensor)
-            made.claimed_device = self._device
-            self._made[key] = made
-        return self._made[key]
 
 
 def _comm_load(
@@ -336,7 +313,7 @@ def _local_loads(
     indices: Sequence[int],
     layouts: Sequence[Layout],
     num_ranks: int,
-    meta_tensors: _MetaTensors,
+    meta_tensors: MetaTensors,
 ) -> Iterator[BucketLoad]:
     """Yield the loads of buckets without collectives, one for all ranks that hold boxes of the same shapes."""
     distinct = list(dict.fromkeys(layouts[index] for index in indices))
@@ -371,23 +348,6 @@ def _local_load(bucket: Bucket, present: Tensor) -> BucketLoad:
         bytes_received=zeros,
         bytes_between=zeros,
     )
-
-
-def _state_bytes(optimizer: Muon, layouts: Sequence[Sequence[Layout]], num_ranks: int) -> Tensor:
-    """Return each rank's bytes of state: state with the parameter's shape is sharded like it, other state is whole."""
-    per_entry: dict[Layout, int] = {}
-    whole, states = 0, optimizer.state
-    for group, its_layouts in zip(optimizer._plans.current_groups(), layouts, strict=True):
-        for param, layout in zip(group.params, its_layouts, strict=True):
-            for value in states[param].values():
-                if value.shape == param.shape:
-                    per_entry[layout] = per_entry.get(layout, 0) + value.dtype.itemsize
-                else:
-                    whole += value.numel() * value.dtype.itemsize
-    total = torch.full((num_ranks,), whole)
-    for layout, size in per_entry.items():
-        total += size * torch.tensor([numel_of(layout.box_of(rank)) for rank in range(num_ranks)])
-    return total
 
 
 def _sum(values: Sequence[Tensor], num_ranks: int) -> Tensor:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 import quintic
 from quintic.errors import ConfigError
+from quintic.optim.groups.options import OPTIONS
 from quintic.optim.rules.table import rule_of
 from quintic.simulate.options import SimulationOptions
 from quintic.simulate.planned_models import planned_model
 from quintic.simulate.simulate import BucketLoad, Simulation, simulate_plan
 
-__all__ = ["naming_options", "simulation_text", "table"]
+__all__ = ["mesh_of", "naming_options", "planned_optimizer", "simulation_text", "table"]
 
 
 def simulation_text(options: SimulationOptions) -> str:
@@ -24,24 +25,22 @@ def simulation_text(options: SimulationOptions) -> str:
     Raises:
         ConfigError: an option is wrong. The message begins with its name.
     """
-    mesh = _mesh(options.mesh)
+    mesh = mesh_of(options.mesh or "8")
     names = tuple(options.layout.split(","))
     with naming_options(options.model):
         model = planned_model(options.model, getattr(torch, options.dtype))
-        optimizer = quintic.Muon(
-            quintic.param_groups(model),
-            orthogonalizer=options.orthogonalizer,
-            update_rule=options.update_rule,
-            normalize=options.normalize,
-            master=options.master,
-            replicas=options.replicas,
-            state_dtype=options.state_dtype,
-        )
+        optimizer = planned_optimizer(options, quintic.param_groups(model))
         simulation = simulate_plan(optimizer, mesh, names, node_size=options.node_size)
     parameters = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
     rule = rule_of("muon", options.normalize, options.update_rule)
     head = f"{options.model}: {parameters:,} parameters of {options.dtype}, matrices by {rule.title}"
     return f"{head}\n{table(simulation)}"
+
+
+def planned_optimizer(options: SimulationOptions, groups: list[dict[str, Any]], **settings: Any) -> quintic.Muon:
+    """Return an optimizer of these groups with the options of the command; `settings` replace some of them."""
+    given = {name: value for name, value in vars(options).items() if name in OPTIONS}
+    return quintic.Muon(groups, **(given | settings))
 
 
 @contextmanager
@@ -61,7 +60,8 @@ def naming_options(model: str) -> Iterator[None]:
         raise ConfigError(f"--model {model}: {error}") from None
 
 
-def _mesh(text: str) -> tuple[int, ...]:
+def mesh_of(text: str) -> tuple[int, ...]:
+    """Return the number of ranks along each dimension; a ConfigError for a text that is not like `8x4`."""
     if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text):
         raise ConfigError(f"--mesh {text}: give the number of ranks per dimension, such as 8 or 8x4")
     return tuple(int(size) for size in text.split("x"))

@@ -42,8 +42,9 @@ def check_update_rule(
     every layout all weights and state must have the bits of one device, also after missing gradients, gradients with
     NaN under `on_nonfinite="skip"`, and a checkpoint that is loaded into another layout.
 
-    On Linux the processes are forked, so a rule may be defined anywhere. Elsewhere it is pickled: its stages must be
-    classes at the top level of a module, and a script needs `if __name__ == "__main__":` around the call.
+    On Linux the processes are forked, so a rule may be defined anywhere. On other systems, and once this process has
+    used CUDA, they are started anew and the rule is pickled: its stages must be classes at the top level of a module,
+    and a script needs `if __name__ == "__main__":` around the call.
 
     Args:
         rule: the rule, or the name of one in `quintic.update_rules.RULES`.

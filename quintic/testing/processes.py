@@ -39,19 +39,15 @@ def run_on_ranks(function: Callable[..., _Checked], world_size: int, *args: Any,
     A rank that raises makes a finding of its traceback.
 
     Raises:
-        RuntimeError: arguments cannot be sent to the processes, on systems that do not fork.
+        RuntimeError: arguments cannot be sent to the processes, where these cannot be forked.
         TimeoutError: ranks were still running; they are ended.
     """
-    # A forked process has the rule, wherever it was defined, and all imports.
-    method = "fork" if sys.platform == "linux" else "spawn"
+    has_cuda = torch.cuda.is_initialized()
+    # A forked process has the rule, wherever it was defined, and all imports. CUDA does not survive a fork: there even
+    # `Tensor.is_pinned`, which checkpoints call, raises an error.
+    method = "fork" if sys.platform == "linux" and not has_cuda else "spawn"
     if method == "spawn":
-        try:
-            pickle.dumps((function, args))
-        except Exception as error:
-            raise RuntimeError(
-                f"this system starts processes anew, and the rule cannot be sent to them ({error}); define its stages "
-                f"as classes at the top level of a module that can be imported"
-            ) from error
+        _check_pickles(function, args, has_cuda)
     else:
         for module in _SLOW_IMPORTS:
             import_module(module)
@@ -84,6 +80,22 @@ def run_on_ranks(function: Callable[..., _Checked], world_size: int, *args: Any,
             return _together(answers)
         raise TimeoutError(f"ranks {running} had not finished after {timeout:g} s; a stage may wait for another rank")
     return _together(answers)
+
+
+def _check_pickles(function: Callable[..., _Checked], args: tuple[Any, ...], has_cuda: bool) -> None:
+    """Raise a RuntimeError if a process that is started anew could not read the function and its arguments."""
+    try:
+        sent = pickle.dumps((function, args))
+        # A notebook or a prompt is a main module without a file.
+        if b"__main__" in sent and not hasattr(sys.modules["__main__"], "__file__"):
+            raise pickle.PicklingError("it is defined in a notebook or at a prompt")
+    except Exception as error:
+        reason = "this process has used CUDA" if has_cuda else "this system does not fork"
+        otherwise = ", or check the rule before anything uses CUDA" if has_cuda else ""
+        raise RuntimeError(
+            f"{reason}, so others are started anew, and the rule cannot be sent to them ({error}); define its stages "
+            f"as classes at the top level of a module that can be imported{otherwise}"
+        ) from error
 
 
 def _together(answers: dict[int, _Checked]) -> _Checked:

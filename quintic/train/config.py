@@ -193,9 +193,8 @@ class OptimConfig:
 
             for name, value in averages.items():
                 if value > MAX_BF16_BETA:
-                    raise ConfigError(
-                        f"{_option(name)} {value}: must be at most {MAX_BF16_BETA} with {self.state_dtype} state"
-                    )
+                    limit = f"must be at most {MAX_BF16_BETA} with --state-dtype {self.state_dtype}"
+                    raise ConfigError(f"{_option(name)} {value}: {limit}")
 
 
 @dataclass(frozen=True, kw_only=True)

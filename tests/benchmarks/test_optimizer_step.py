@@ -28,3 +28,36 @@ def test_state_counts_every_storage_once():
 
 def test_spread_is_median_and_quartiles():
     assert results.spread([5.0, 1.0, 2.0, 4.0, 3.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "least": 1.0, "n": 5}
+
+
+SMALL = contestants.WeightSet(matrices=((1, 48, 32),), others=((1, 32, 32),))
+
+
+def test_weights_too_large_for_small_steps_follow_the_learning_rate():
+    weights = measure.make_weights(SMALL, torch.device("cpu"), torch.bfloat16)
+    optimizer = contestants.quintic_muon(weights, update_rule="adamuon")
+    for param in weights.all:  # 0.5 has a unit in the last place of 2 ** -8, and a step of AdaMuon takes 0.0002
+        param.data.fill_(0.5)
+    before = [param.detach().clone() for param in weights.all]
+    optimizer.step()
+    assert all(map(torch.equal, before, weights.all))
+    assert measure.follows_lr(optimizer.step, [optimizer], weights)
+
+
+@pytest.mark.parametrize("part", ["all", "matrices", "others"])
+def test_a_step_with_a_learning_rate_of_its_own_is_found(part):
+    weights = measure.make_weights(SMALL, torch.device("cpu"), torch.float32)
+    optimizer = contestants.quintic_muon(weights)
+    matrices, others = optimizer.param_groups
+    kept = {"all": [matrices, others], "matrices": [matrices], "others": [others]}[part]
+    rates = [group["lr"] for group in kept]
+
+    def replay():
+        given = [group["lr"] for group in kept]
+        for group, lr in zip(kept, rates, strict=True):
+            group["lr"] = lr
+        optimizer.step()
+        for group, lr in zip(kept, given, strict=True):
+            group["lr"] = lr
+
+    assert not measure.follows_lr(replay, [optimizer], weights)

@@ -110,15 +110,24 @@ def test_steps_to_a_loss() -> None:
     losses = {50: 3.1, 100: 3.0, 200: 2.9}
     assert evidence.equal_length(losses, 3.0) == pytest.approx(100)
     assert evidence.equal_length(losses, 2.95) == pytest.approx(100 * math.sqrt(2))
-    assert evidence.equal_length(losses, 2.8) == pytest.approx(400)
-    assert evidence.equal_length(losses, 3.2) == pytest.approx(25)
-    assert evidence.equal_length({50: 3.0, 100: 3.1}, 3.0) == math.inf
+    assert evidence.equal_length(losses, 2.9) == pytest.approx(200)
+    assert evidence.equal_length(losses, 3.1) == pytest.approx(50)
+    # Beyond the lengths there is nothing to go by.
+    assert evidence.equal_length(losses, 2.899) == math.inf
+    assert evidence.equal_length(losses, 3.101) == 0.0
+    assert evidence.equal_length(losses, math.inf) == 0.0
+    assert math.isnan(evidence.equal_length({50: 3.1, 100: 3.0, 200: 3.0}, 3.05))
 
 
 def row(rule: str, seed: int, loss: float | None, *, rate: float = 0.02, aux: float = 1.0, steps: int = 100) -> Any:
     cell = {"rule": rule, "setting": "", "rate": rate, "aux": aux, "seed": seed, "steps": steps}
     end = 9.0 if loss is None else loss
-    return {"cell": cell, "loss": loss, "losses": [[0.8 * steps, end + 0.2], [0.9 * steps, end + 0.1], [steps, end]]}
+    return {
+        "cell": cell,
+        "loss": loss,
+        "seconds": 2.0,
+        "losses": [[0.8 * steps, end + 0.2], [0.9 * steps, end + 0.1], [steps, end]],
+    }
 
 
 def test_a_rule_that_diverged_is_worse() -> None:
@@ -138,7 +147,7 @@ def rows_of_a_study() -> list[Any]:
     rows.append(row("normuon", 1, 2.0, aux=2.0))  # the time was over after one of three seeds
     timed = row("normuon", 0, None)
     rows.append({"cell": {**timed["cell"], "part": "time"}, "loss": None, "optimizer_ms": 2.5, "step_ms": 30.25,
-                 "state_bytes": 4.0625})  # fmt: skip
+                 "state_bytes": 4.0625, "seconds": 1.0})  # fmt: skip
     return rows
 
 
@@ -155,11 +164,38 @@ def test_the_table_has_the_best_setting_that_has_its_seeds() -> None:
     mean, reached, number = study.crossings("normuon")
     assert mean is not None
     assert (mean.mean, reached, number) == (pytest.approx(95, abs=0.1), 3, 3)
-    equal, outside = study.equal_lengths("normuon")
-    assert equal is not None
-    assert equal.mean == pytest.approx(100 / math.sqrt(2), rel=1e-2)
-    assert not outside
-    assert study.equal_lengths("muown")[1]
+    assert study.equal_lengths("normuon") == pytest.approx([100 / math.sqrt(2)] * 3, rel=1e-2)
+    assert study.equal_lengths("muown") == [math.inf] * 3
+
+
+def test_seeds_beyond_muon_s_lengths_are_counted_and_not_averaged() -> None:
+    rows = [*rows_of_a_study(), row("aurora", 101, 2.9)]
+    rows += [row("aurora", seed, loss) for seed, loss in ((1, 2.85), (2, 3.25), (3, 2.95))]
+    study = Study(rows, ["muon", "aurora"], [101], 100)
+    assert study.equal_lengths("aurora") == [0.0, math.inf, pytest.approx(75.8, abs=0.1)]
+    text = page(result_of(rows, ["muon", "normuon", "aurora"]))
+    [line] = [line for line in text.splitlines() if line.startswith("| **Aurora** |")]
+    assert line.split(" | ")[6] == "< 50 (1 of 3), > 200 (1 of 3)"
+    assert (
+        "Muon's mean loss over 3 seeds: 3.1000 with 50 steps, 3.0000 with 100 steps, 2.9000 with 200 steps.\n" in text
+    )
+
+
+def test_there_is_no_equal_length_where_muon_gains_nothing_by_more_steps() -> None:
+    rows = rows_of_a_study()
+    for one in rows:
+        cell = one["cell"]
+        if (cell["rule"], cell["steps"], cell["seed"]) == ("muon", 200, 2):
+            one["loss"] = 3.02
+    assert len(Study(rows, ["muon"], [101], 100).equal_lengths("normuon")) == 2
+    text = page(result_of(rows, ["muon", "normuon"]))
+    assert "It falls from each to the next with 2 of them only, and the others have no equal length.\n" in text
+    for one in rows:
+        if one["cell"]["rule"] == "muon" and one["cell"]["steps"] == 200:
+            one["loss"] = 3.2
+    text = page(result_of(rows, ["muon", "normuon"]))
+    assert "With none of them does it fall from each to the next, so there is no equal length. More steps make" in text
+    assert "| 95.0 ± 0.1 | - | 2.50 |" in text
 
 
 def test_a_search_is_over_when_rates_and_settings_were_tried() -> None:
@@ -190,7 +226,9 @@ def test_the_page_tells_wins_and_misses() -> None:
         "| **NorMuon** | 3 | 2.9500 | -0.0500 ± 0.0006 | < 0.001 | 95.0 ± 0.1 | 70.7 ± 0.3 | 2.50 | 30.2 | 4.06 |"
         in text
     )
-    assert "| Muown | 3 | 3.3000 | +0.3000 ± 0.0115 | 0.001 | - (0 of 3) | ~" in text
+    assert "| Muown | 3 | 3.3000 | +0.3000 ± 0.0115 | 0.001 | - (0 of 3) | > 200 (3 of 3) |" in text
+    assert "for every run (51,200 tokens, 51.2 passes over the text)." in text
+    assert "23 runs, 45 seconds one after the other." in text
     assert "- Better than Muon (p < 0.05 each): NorMuon." in text
     assert "- Worse than Muon (p < 0.05 each): Muown." in text
     assert "Not complete" in text

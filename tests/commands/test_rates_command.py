@@ -59,6 +59,8 @@ def test_the_other_decay_has_the_product_of_adamw():
         ('state_dtype="bf16"', 2, 4),
         ('master="mantissa"', 6, 10),
         ('master="mantissa", state_dtype="bf16"', 4, 6),
+        ('master="8bit"', 5, 9),
+        ('master="8bit", state_dtype="bf16"', 3, 5),
         ('master="fp32"', 8, 12),
     ],
 )

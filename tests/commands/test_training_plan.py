@@ -12,11 +12,12 @@ import torch
 from tiny_runs import tiny_config
 
 from quintic.cli import main
-from quintic.commands.plan import _peak, planned_vocabulary, prepared_text, training_memory
+from quintic.commands.plan import planned_vocabulary, prepared_text, training_memory
 from quintic.commands.presets import gpu_preset
 from quintic.commands.text import prepared
 from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.errors import DataError
+from quintic.simulate.memory import peak
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 from quintic.train.recipe import build_model, build_optimizer, empty_model, model_config
 
@@ -144,7 +145,7 @@ def test_weights_gradients_and_state_are_predicted_to_the_byte(optim: dict[str, 
     assert memory["weights"] == sum(size.values())
     assert memory["gradients"] == sum(p.grad.numel() * p.grad.element_size() for p in size if p.grad is not None)
     held = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    assert memory["optimizer state"] == sum(t.numel() * t.element_size() for t in held)
+    assert memory["state"] == sum(t.numel() * t.element_size() for t in held)
 
 
 @pytest.mark.parametrize(("depth", "gib"), [(12, 23.0), (6, 6.17)])
@@ -156,7 +157,7 @@ def test_the_peak_of_a_gpu_is_predicted_within_a_tenth(depth: int, gib: float) -
     model = empty_model(sizes, dtype=torch.bfloat16, attention="sdpa")
     optimizer = build_optimizer(model, config, on_gpu=True)
     memory = training_memory(model, optimizer, rows=32, on_gpu=True, compiled=True)
-    assert _peak(memory) / 2**30 == pytest.approx(gib, rel=0.1)
+    assert peak(memory) / 2**30 == pytest.approx(gib, rel=0.1)
 
 
 @pytest.mark.parametrize(("depth", "seq_len", "rows"), [(2, 128, 4), (4, 64, 8)])
@@ -183,3 +184,33 @@ def test_activations_are_predicted_within_a_tenth(depth: int, seq_len: int, rows
     gradients_of_the_head = 4 * model.head.weight.numel()  # the loss computes them on the way
     predicted = training_memory(model, build_optimizer(model, config), rows=rows, on_gpu=False)["activations"]
     assert predicted == pytest.approx(counted - gradients_of_the_head, rel=0.1)
+
+
+def test_a_run_is_fitted_into_the_memory_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["plan", "--preset", "gpu", "--depth", "12", "--rows", "32", "--device", "cpu"]
+    assert main([*options, "--memory", "16GiB"]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("setting  "))
+    rows = [line.split() for line in lines[head + 1 : head + 9]]
+    assert [" ".join(row[:3]) for row in rows[1:5]] == [
+        "+ --weights mantissa",
+        "+ --state-dtype bf16",
+        "+ --rows 16",
+        "+ --rows 8",
+    ]
+    assert rows[-1][:3] == ["+", "--rows", "1"]
+    assert [row[-1] for row in rows] == ["no"] * 3 + ["yes"] * 5
+    sums = [float(row[-2]) for row in rows]
+    assert sums == sorted(sums, reverse=True)
+    # The first sum is the one of the plan without the option; of the rest only fewer rows are needed.
+    assert f"Memory: about {sums[0]:.2f} GiB" in printed
+    [cheapest] = [line for line in lines if line.startswith("Cheapest that fits")]
+    size, chosen = cheapest.removeprefix("Cheapest that fits, with ").split(" GiB: ")
+    assert chosen == "--rows 16"
+    assert main([*options, "--rows", "16"]) == 0
+    assert f"Memory: about {size} GiB" in capsys.readouterr().out
+    assert main([*options, "--memory", "200GB"]) == 0
+    assert f"Cheapest that fits, with {sums[0]:.2f} GiB: these options" in capsys.readouterr().out
+    assert main([*options, "--memory", "1GiB"]) == 0
+    assert "None of these fits: a smaller --depth or --seq-len needs less." in capsys.readouterr().out

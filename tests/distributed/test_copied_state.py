@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import quintic
 from quintic.optim.numeric.precision import full_precision
+from quintic.optim.state.state import master_of
 
 ROWS, COLUMNS = 40, 96  # so many entries that three ranks divide them
 BETAS, EPS, LR, DECAY = (0.8, 0.95), 1e-8, 0.05, 0.3
@@ -29,7 +30,7 @@ LAYOUTS = {
     "columns": Shard(1),
     "copies": Replicate(),
 }
-DTYPES = {None: torch.float32, "fp32": torch.bfloat16, "mantissa": torch.bfloat16}
+DTYPES = {None: torch.float32, "fp32": torch.bfloat16, "mantissa": torch.bfloat16, "8bit": torch.bfloat16}
 
 
 def value(step, transposed=False):
@@ -104,10 +105,11 @@ def wrong_handovers(rank, world_size, cases):
             twin = oracle.AdamWTensor(value(0).numpy())
             for step in range(1, 7):
                 twin.step(value(step).numpy(), lr=LR, betas=BETAS, eps=EPS, wd=DECAY * LR)
-            low = state.get("master", state.get("mantissa"))
+            low = master_of(state)
             low = low.to(torch.uint16) if master == "mantissa" else low
             exact = found if low is None else full_precision(found, low)
-            np.testing.assert_allclose(exact.T.cpu().numpy(), twin.w, rtol=1e-5, atol=1e-6)
+            rounding = 6 * 2.0**-16 if master == "8bit" else 0.0
+            np.testing.assert_allclose(exact.T.cpu().numpy(), twin.w, rtol=1e-5 + rounding, atol=1e-6)
         pairs = {"weight": (found, weight.T)}
         for key, one in expected.items():
             pairs[key] = state[key], one.T.to(state[key].dtype) if one.ndim == 2 else one
@@ -120,7 +122,7 @@ def cases(world_size):
     masters = itertools.cycle(DTYPES)
     every = {1: 6, 2: 1, 3: 3}[world_size]
     found = [(pair, next(masters), "adamw") for pair in [*pairs, ("rows", "rows"), ("columns", "columns")]]
-    return [*found[::every], (("sharded", "sharded"), "mantissa", "adamw")]
+    return [*found[::every], *((("sharded", "sharded"), master, "adamw") for master in ("mantissa", "8bit"))]
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])

@@ -86,7 +86,10 @@ def check_state(rank, world_size, layout, title, offload, expected):
 
 
 @pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("title", [pytest.param("narrow", marks=pytest.mark.slow), "narrow_mantissa"])
+@pytest.mark.parametrize(
+    "title",
+    ["narrow_mantissa", *(pytest.param(title, marks=pytest.mark.slow) for title in ("narrow", "narrow_element"))],
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_state_has_the_bits_of_one_device(name, title, offload):
     layout = LAYOUTS[name]

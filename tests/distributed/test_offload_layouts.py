@@ -30,10 +30,10 @@ from quintic.optim.step.offload import offload
 LAYOUTS = {
     "averaged-2": Layout((2,), comms="averaged", cases=("mantissa", "workspace", "narrow_element")),
     "replicated-2": Layout((2,), comms="replicated", cases=("plain", "mantissa")),
-    "sharded-2": Layout((2,), comms="sharded", cases=("mantissa", "workspace", "narrow")),
+    "sharded-2": Layout((2,), comms="sharded", cases=("mantissa", "8bit", "workspace", "narrow")),
     "sharded-3": Layout((3,), comms="sharded", cases=("neuron", "fp32", "element")),
     "fsdp2-1": Layout((1,), wrappings.data_parallel, cases=("mantissa",)),
-    "fsdp2-2": Layout((2,), wrappings.data_parallel, cases=("mantissa", "workspace", "narrow_mantissa")),
+    "fsdp2-2": Layout((2,), wrappings.data_parallel, cases=("mantissa", "8bit", "workspace", "narrow_mantissa")),
     "fsdp2-3": Layout((3,), wrappings.data_parallel, cases=("neuron", "fp32", "narrow_element")),
     "fsdp2_last_dimension-2": Layout((2,), wrappings.last_dimension, cases=("mantissa", "workspace")),
     "dtensor_copies-2": Layout((2,), wrappings.replicated, cases=("mantissa",)),

@@ -106,7 +106,7 @@ def random_case(seed: int, world_size: int) -> Drawn:
         "max_workspace_bytes": choose.choice([None, 2**31, 300, 3000, 20_000]),
         "step_every": choose.choice([1, 1, 1, 2]),
         "on_nonfinite": choose.choice(["propagate", "skip"]),
-        "master": choose.choice([None, "fp32", "mantissa"]) if dtype == torch.bfloat16 else None,
+        "master": choose.choice([None, "fp32", "mantissa", "8bit"]) if dtype == torch.bfloat16 else None,
         "offload": choose.random() < 0.2,
     }
     options["adamw_weight_decay"] = options["weight_decay"]

@@ -122,7 +122,15 @@ def real(rank, shape, names, sizes, dtype, options):
     }
 
 
+BF16 = {"master": "mantissa", "state_dtype": "bf16"}
 CASES = {
+    # Shards of equal sizes, and so of equal buffers for offloaded state.
+    2: [
+        ((2,), ("fsdp",), DENSE, torch.bfloat16, BF16 | {"offload": True, "max_workspace_bytes": 4000}),
+        ((2,), ("fsdp",), DENSE, torch.float32, {"offload": True, "update_rule": "adamuon"}),
+        ((2,), ("tp",), DENSE, torch.bfloat16, {"offload": True, "master": "fp32"}),
+        ((2,), ("dp",), DENSE, torch.bfloat16, BF16),
+    ],
     3: [
         ((3,), ("fsdp",), DENSE, torch.float32, {}),
         ((3,), ("fsdp",), MIXTURE, torch.bfloat16, {"normalize": "neuron", "master": "mantissa"}),

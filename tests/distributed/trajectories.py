@@ -90,11 +90,12 @@ CASES = {
     "bf16": Case({"weight_decay": 0.1, "adamw_weight_decay": 0.1}, torch.bfloat16),
     "fp32": Case({**_FLOAT32, "master": "fp32"}, torch.bfloat16),
     "mantissa": Case({"master": "mantissa", "normalize": "neuron", **_RACE}, torch.bfloat16, multipliers=True),
+    "8bit": Case({"master": "8bit", "normalize": "neuron", **_RACE}, torch.bfloat16, multipliers=True),
     "narrow": Case({**_FLOAT32, "state_dtype": "bf16", "normalize": "neuron", "adamw_weight_decay": 0.1}),
     "narrow_mantissa": Case({"state_dtype": "bf16", "master": "mantissa", "weight_decay": 0.1}, torch.bfloat16),
     "element": Case({**_FLOAT32, "normalize": "element", "normalize_beta": 0.7, "weight_decay": 0.1}, multipliers=True),
     "narrow_element": Case(
-        {"state_dtype": "bf16", "master": "mantissa", "normalize": "element", **_RACE, "max_workspace_bytes": 2000},
+        {"state_dtype": "bf16", "master": "8bit", "normalize": "element", **_RACE, "max_workspace_bytes": 2000},
         torch.bfloat16,
     ),
     # The rules that read weights, mix averages or drift, in the dtypes that make it hardest.
@@ -169,7 +170,7 @@ class Layout:
 
     mesh: tuple[int, ...]
     wrap: Callable[[nn.Module, DeviceMesh], None] = wrappings.plain
-    cases: tuple[str, ...] = ("plain", "cautious", "mantissa", "element")
+    cases: tuple[str, ...] = ("plain", "cautious", "mantissa", "8bit", "element")
     comms: str = "none"
 
     @property
@@ -345,6 +346,9 @@ def disagreements(
         no_full_tensor = mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("inside step"))
         with default_device, no_full_tensor:
             optimizer.step()
+        if options.get("release_gradients"):
+            lines += [f"{n}: step {step} left its gradient" for n, param in params.items() if param.grad is not None]
+            kept = {}
         for name, before in kept.items():
             lines += _changes(f"{name}: step {step}", before, {"gradient": params[name].grad})
         for name, before in skipped.items():

@@ -77,7 +77,7 @@ def test_all_entries_of_a_muon_parameter_are_in_its_matrices():
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": "neuron"}, {"adjust_lr": "match_rms_adamw", "lr": 0.1}])
-@pytest.mark.parametrize("master", [None, "fp32", "mantissa"])
+@pytest.mark.parametrize("master", [None, "fp32", "mantissa", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_bytes_and_rates_are_those_of_the_optimizer(options, master, dtype):
     options = {**options, "master": master}

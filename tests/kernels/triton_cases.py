@@ -8,7 +8,10 @@ import time
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from on_device import DEVICE, DTYPES
+from oracle import rounded_to_24_bits
 from torch import nn
 
 from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split
@@ -17,8 +20,9 @@ from quintic.kernels.products.normalize import can_normalize, normalize_matrices
 from quintic.kernels.products.symmetric import can_multiply, symmetric_multiply
 from quintic.kernels.update import adamw, matrix_update
 from quintic.kernels.update.matrix_layout import MatrixLayout
+from quintic.kernels.update.weights import MASTER, load_full_precision, store_weight
 from quintic.optim.layout.pieces import Piece
-from quintic.optim.numeric.precision import full_precision
+from quintic.optim.numeric.precision import full_precision, store_
 from quintic.optim.polar.forms import resolve
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.rules.device import DeviceHyperparameters
@@ -196,6 +200,63 @@ def test_mantissa_is_the_float32_master_bit_for_bit(options):
     value = full_precision(low.detach(), optimizers[0].state[low]["mantissa"])
     assert torch.equal(value, optimizers[1].state[master]["master"])
     assert torch.equal(value, wide)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": "muon", "weight_decay": 0.3, "cautious": True, "normalize": "neuron"},
+        {"algorithm": "muon", "view": Heads(4, dim=1)},
+        {"algorithm": "adamw", "weight_decay": 0.3, "cautious": "strict"},
+    ],
+    ids=str,
+)
+def test_bytes_are_float32_weights_that_are_rounded_after_every_step(options):
+    start = torch.randn(36, 64).bfloat16()
+    low, wide = (nn.Parameter(start.to(DEVICE, dtype, copy=True)) for dtype in (torch.bfloat16, torch.float32))
+    rates = {"lr": 1e-3, "adamw_lr": 1e-3, "compute_dtype": torch.float32}
+    optimizer, other = (
+        Muon([{"params": [param], **options}], master=master, kernels="triton", **rates)
+        for param, master in ((low, "8bit"), (wide, None))
+    )
+    for _ in range(5 if DEVICE == "cpu" else 40):
+        low.grad = torch.randn(36, 64).bfloat16().to(DEVICE)
+        wide.grad = low.grad.float()
+        optimizer.step()
+        other.step()
+        rounded = torch.from_numpy(rounded_to_24_bits(wide.detach().cpu().numpy())).to(DEVICE)
+        assert not torch.equal(rounded, wide)
+        wide.data.copy_(rounded)
+        assert torch.equal(full_precision(low.detach(), optimizer.state[low]["mantissa_byte"]), wide)
+
+
+@triton.jit
+def _store_kernel(values, weights, masters, found, numel, BLOCK: tl.constexpr, MASTER: tl.constexpr):
+    """Store values in weights and masters, and what is loaded from these in `found`."""
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = element < numel
+    store_weight(weights + element, masters + element, tl.load(values + element, mask=mask), mask, MASTER)
+    weight = tl.load(weights + element, mask=mask)
+    tl.store(found + element, load_full_precision(weight, masters + element, mask, MASTER), mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint16, torch.uint8], ids=str)
+def test_any_value_is_stored_as_without_kernels(dtype):
+    special = [0, 0x80, 0x180, 0x7FFF80, 0x3F80FF80, 0x3FFFFFFF, 0x7F7FFF7F, 0x7F7FFF80, 0x7F800000]
+    special += [0x7F800001, 0x7F80FFFF, 0x7FBFFFFF, 0x7FC00000, 0x7FFFFF80, 0x7FFFFFFF]
+    if dtype != torch.uint8:
+        special = special[:-6]  # a NaN loses its payload
+    drawn = torch.randint(0, 0x7F800000, (2000,), dtype=torch.int32)
+    bits = torch.cat([torch.tensor(special, dtype=torch.int32), drawn, drawn & ~0xFF | 0x80])
+    values = torch.cat([bits, bits | -(2**31)]).view(torch.float32).to(DEVICE)
+    twin, low = torch.zeros_like(values, dtype=torch.bfloat16), torch.zeros_like(values, dtype=dtype)
+    store_(twin, low, values)
+    weights, masters, found = torch.zeros_like(twin), torch.zeros_like(low), torch.zeros_like(values)
+    numel = len(values)
+    _store_kernel[(triton.cdiv(numel, 512),)](values, weights, masters, found, numel, BLOCK=512, MASTER=MASTER[dtype])
+    assert torch.equal(weights.view(torch.int16), twin.view(torch.int16))
+    assert torch.equal(masters.view(torch.uint8), low.view(torch.uint8))
+    assert torch.equal(found.view(torch.int32), full_precision(twin, low).view(torch.int32))
 
 
 @pytest.mark.parametrize("shape", [(1,), (5000,), (3, 7), (), (0,), (4, 0)])

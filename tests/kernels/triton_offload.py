@@ -67,6 +67,7 @@ def give_gradients(params, step, wide=False):
         (torch.float32, {"normalize": "element", "on_nonfinite": "skip"}, 4_000),
         (LOW, {"master": "fp32", "weight_decay": 0.1, "adamw_weight_decay": 0.1}, 4_000),
         *([(LOW, {"master": "mantissa"}, workspace) for workspace in (2**31, 4_000)] if DEVICE == "cuda" else []),
+        (torch.bfloat16, {"master": "8bit", "weight_decay": 0.1, "adamw_weight_decay": 0.1}, 4_000),
     ],
     ids=str,
 )
@@ -84,7 +85,7 @@ def test_bits_do_not_depend_on_where_state_is(dtype, options, workspace):
             kinds = [
                 optimizer.state[p][k]
                 for p in params
-                for k in ("momentum_buffer", "exp_avg", "master")
+                for k in ("momentum_buffer", "exp_avg", "master", "mantissa_byte")
                 if k in optimizer.state[p]
             ]
             assert all(value.device.type == "cpu" and value.is_pinned() == (DEVICE == "cuda") for value in kinds)

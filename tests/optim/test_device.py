@@ -17,6 +17,7 @@ OPTIONS = [
     {},
     {"normalize": "neuron", "weight_decay": 0.1, "adamw_weight_decay": 0.1, "cautious": True},
     {"on_nonfinite": "skip", "master": "mantissa"},
+    {"on_nonfinite": "skip", "master": "8bit", "weight_decay": 0.1, "adamw_weight_decay": 0.1},
     {"orthogonalizer": "newton_schulz", "master": "fp32"},
     {"state_dtype": "bf16", "normalize": "neuron"},
     {"state_dtype": "bf16", "master": "mantissa", "adamw_weight_decay": 0.1, "cautious": True},

@@ -601,7 +601,7 @@ def test_what_does_not_fit_changes_nothing(damage, message):
         ({}, {"nesterov": "no"}, "nesterov='no' must be False or True"),
         ({}, {"adjust_lr": lambda m, n: None}, r"group0.param0: adjust_lr\(6, 4\) returned None"),
         ({}, {"comms": "shared"}, "comms='shared' must be 'none' or 'averaged' or 'replicated' or 'sharded'"),
-        ({}, {"master": "bf16"}, "master='bf16' must be None or 'fp32' or 'mantissa'"),
+        ({}, {"master": "bf16"}, "master='bf16' must be None or 'fp32' or 'mantissa' or '8bit'"),
         ({}, {"offload": "cpu"}, "offload='cpu' must be False or True"),
         ({}, {"on_nonfinite": "stop"}, "on_nonfinite='stop' must be 'propagate' or"),
         ({}, {"decay_coupling": "step"}, "decay_coupling='step' must be"),

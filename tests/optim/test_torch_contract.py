@@ -254,7 +254,7 @@ def test_a_scheduler_knows_that_the_optimizer_stepped():
 
 
 @pytest.mark.parametrize("kind", ["mean", "exponential"])
-@pytest.mark.parametrize("master", [None, "fp32", "mantissa"])
+@pytest.mark.parametrize("master", [None, "fp32", "mantissa", "8bit"])
 def test_averaged_models_average_what_was_stepped(kind, master):
     model = small_model().to(torch.float32 if master is None else torch.bfloat16)
     optimizer = optimizer_of(model, master=master)
@@ -277,7 +277,7 @@ def test_averaged_models_average_what_was_stepped(kind, master):
         assert not torch.equal(average, seen[-1][index]) or average.ndim == 1
 
 
-@pytest.mark.parametrize("master", [None, "fp32", "mantissa"])
+@pytest.mark.parametrize("master", [None, "fp32", "mantissa", "8bit"])
 def test_weights_may_be_exchanged_for_an_evaluation(master):
     """As callbacks with averages of weights do: they copy others in, evaluate, and copy the weights back."""
     ends = []

@@ -65,7 +65,7 @@ sizes = st.fixed_dictionaries(
 options = st.fixed_dictionaries(
     {
         "normalize": st.sampled_from([None, "neuron"]),
-        "master": st.sampled_from([None, "fp32", "mantissa"]),
+        "master": st.sampled_from([None, "fp32", "mantissa", "8bit"]),
         "max_workspace_bytes": st.sampled_from([None, 2000, 2**20]),
         "replicas": st.sampled_from(["auto", "divide", "repeat"]),
     }
@@ -168,14 +168,15 @@ def test_every_matrix_is_orthogonalised_once(mesh, names):
     assert int(simulate_plan(optimizer, mesh, names, device="meta").flops.sum()) == optimizer.plan().flops
 
 
+@pytest.mark.parametrize(("master", "bytes_per_entry"), [("mantissa", 2), ("8bit", 1)])
 @pytest.mark.parametrize("num_ranks", [1, 2, 7])
-def test_fsdp_divides_the_state(num_ranks):
+def test_fsdp_divides_the_state(num_ranks, master, bytes_per_entry):
     model = decoder().to(torch.bfloat16)
     groups = quintic.param_groups(model)
-    simulation = simulate_plan(quintic.Muon(groups, master="mantissa"), (num_ranks,), ("fsdp",))
+    simulation = simulate_plan(quintic.Muon(groups, master=master), (num_ranks,), ("fsdp",))
     adamw = [param for group in groups if group["algorithm"] == "adamw" for param in group["params"]]
     entries = sum(param.numel() for param in model.parameters())
-    expected = (4 + 2) * entries + 4 * sum(param.numel() for param in adamw) + 4 * len(adamw) * num_ranks
+    expected = (4 + bytes_per_entry) * entries + 4 * sum(param.numel() for param in adamw) + 4 * len(adamw) * num_ranks
     assert int(simulation.state_bytes.sum()) == expected
 
 

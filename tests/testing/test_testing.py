@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 from dataclasses import dataclass, replace
 
 import pytest
@@ -489,6 +490,35 @@ def test_a_rule_that_cannot_be_sent_is_an_error_where_processes_are_not_forked(m
     monkeypatch.setattr(processes.sys, "platform", "darwin")
     with pytest.raises(RuntimeError, match="define its stages as classes at the top level of a module"):
         check_update_rule(UpdateRule(title="mine", before=(Inside(),)))
+
+
+def test_a_rule_that_cannot_be_sent_is_an_error_once_cuda_was_used(monkeypatch):
+    @dataclass(frozen=True)
+    class Inside(Raising):
+        label = "inside"
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    message = "^this process has used CUDA, .* of a module that can be imported, or check the rule before anything uses"
+    with pytest.raises(RuntimeError, match=message):
+        check_update_rule(UpdateRule(title="mine", before=(Inside(),)))
+    # Without a file the main module cannot be imported again.
+    monkeypatch.setattr(Raising, "__module__", "__main__")
+    monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(Raising=Raising))
+    with pytest.raises(RuntimeError, match=r"\(it is defined in a notebook or at a prompt\)"):
+        check_update_rule(UpdateRule(title="mine", before=(Raising(),)))
+
+
+HERE = []
+
+
+def started(rank):
+    return ["forked" if HERE else "anew"], []
+
+
+def test_processes_are_started_anew_once_cuda_was_used(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "HERE", [os.getpid()])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert run_on_ranks(started, 2, timeout=120.0) == (["anew"], [])
 
 
 @pytest.mark.slow

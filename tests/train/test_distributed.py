@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 from harness import DEVICE, run
 
 import quintic
-from quintic.commands.options import _TrainOptions
+from quintic.commands.options import StartOptions
 from quintic.commands.parsing import options_of
 from quintic.data.dataset import Dataset
 from quintic.errors import CheckpointError, ConfigError, OtherRankError, QuinticError
@@ -226,7 +226,7 @@ def wait_for_steps(run_dir: Path, steps: int, process: "subprocess.Popen[str]") 
 
 def test_every_option_of_training_survives_torchrun() -> None:
     parser = get_args_parser()
-    for option in [*(name for name, _ in options_of(_TrainOptions)), "--name"]:
+    for option in [*(name for kind in (Config, StartOptions) for name, _ in options_of(kind)), "--name"]:
         if option == "--run":
             continue  # what --name is for
         arguments = ["-m", "quintic", "train", option, "x", f"{option}=x"]

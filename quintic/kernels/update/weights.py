@@ -67,10 +67,10 @@ def store_weight(weights, masters, value, mask, MASTER: tl.constexpr):
     """Store a float32 value in a weight and its master; see optim/numeric/precision.py."""
     dtype: tl.constexpr = weights.dtype.element_ty
     if MASTER == 3:
-        # Rounded to 24 bits, ties to even. NaN is kept as it is, since a carry could make it a number.
+        # Rounded to 24 bits, ties to even. A carry would make some NaNs numbers.
         bits = value.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7F + ((bits >> 8) & 1)) & 0xFFFFFF00
-        rounded = tl.where(value != value, (bits & 0xFFFFFF00) | 0x400000, rounded)
+        rounded = tl.where(value != value, 0x7FC00000, rounded)
         tl.store(masters, ((rounded >> 8) & 0xFF).to(tl.uint8), mask=mask)
         value = rounded.to(tl.float32, bitcast=True)
     if MASTER == 0:

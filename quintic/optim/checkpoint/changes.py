@@ -55,7 +55,7 @@ def state_after(
 ) -> tuple[Mapping[str, _Value], Mapping[str, _Value], Mapping[str, Any]]:
     """Return the state of a changed parameter in two mappings, to load and to begin anew, and the saved state to load.
 
-    A master is never begun anew: it completes the weight. Where only one side has one, comparing the two is an error.
+    A master is never begun anew: it completes the weight. `masters.py` has made both sides alike.
 
     Args:
         rule: its rule now.

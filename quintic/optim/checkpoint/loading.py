@@ -5,7 +5,7 @@ of bf16 weights into bf16; here values are copied into the existing state, and a
 
 Phases of `load_state`; only the last one changes anything:
     match      saved parameters with the optimizer's (`matching.py`)
-    compare    saved tensors with the state of each parameter: names, shapes, dtypes
+    compare    saved tensors with the state of each parameter: names, shapes, dtypes; `masters.py` where masters differ
     options    restored for each group, and checked as if a user had set them
     copy       tensors, options, and the user's own entries
 
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.checkpoint.changes import Change, change_error, changed_option, state_after, warn_of_changes
+from quintic.optim.checkpoint.masters import in_saved_form, replace_master
 from quintic.optim.checkpoint.matching import Match, adopted_names, matched
 from quintic.optim.groups.group import Group
 from quintic.optim.groups.names import is_made_up, resolve_name
@@ -56,8 +57,11 @@ _NOT_RESTORED = frozenset(
 # The learning rate, and the values that schedulers compute it from: all of them are restored or none.
 _RATE_KEYS = ("lr", "adamw_lr_ratio", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
-# Integer dtypes that hold every mantissa (the lower 16 bits of a float32 weight).
-_MANTISSA_DTYPES = (torch.uint16, torch.int32, torch.int64)
+# Dtype of a mantissa -> integer dtypes that hold every one.
+_MANTISSA_DTYPES = {
+    torch.uint16: (torch.uint16, torch.int32, torch.int64),
+    torch.uint8: (torch.uint8, torch.int32, torch.int64),
+}
 
 # An option that only the groups of another optimizer have -> that optimizer.
 _FOREIGN = {"amsgrad": "torch.optim.AdamW", "ns_steps": "torch.optim.Muon"}
@@ -107,6 +111,7 @@ def load_state(
     sharded, frozen = sharded_parameters(typed), state_dict.get("frozen") or ()
     copies: list[tuple[Tensor, Tensor]] = []  # (target, source)
     made: dict[Tensor, dict[str, Tensor]] = {}  # new state of parameters that have none here
+    masters: dict[Tensor, Mapping[str, Tensor]] = {}  # state with the master in its saved form, if that is another
     changes: dict[str, tuple[Change, list[str], list[str]]] = {}  # {name: (change, state loaded, state begun anew)}
     matched_params = {match.param for match in matches}
     without = {param for group in groups for param in group["params"] if param not in matched_params}
@@ -130,13 +135,17 @@ def load_state(
             without.add(param)
             continue
         own = state.get(param, {})
-        # The parameter is frozen here and has no state: make some, to keep the saved values for when it is unfrozen.
-        if own.keys().isdisjoint(STATE_KEYS):
-            shards = sharded[param].local if param in sharded else None
-            # Outside inference mode, since its tensors could not be changed by later steps.
-            with torch.inference_mode(False), torch.no_grad():
+        shards = sharded[param].local if param in sharded else None
+        # Outside inference mode, since later steps could not change its tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            # The parameter is frozen here and has no state: make some, to keep saved values for when it is unfrozen.
+            if own.keys().isdisjoint(STATE_KEYS):
                 own = made[param] = init_state(param, typed[number], shards)
+            converted = in_saved_form(name, param, typed[number], own, saved, shards, strict=strict)
         _check_is_not_cast(name, param, typed[number], saved, saved_groups[saved_number].get("state_dtype"))
+        if converted is not None:
+            own, saved = converted
+            masters[param] = own
         if change is not None:
             own, anew, saved = state_after(typed[number].rule, own, saved)
             changes[name] = change, sorted(own), sorted(anew)
@@ -176,6 +185,8 @@ def load_state(
     for param, values in (*made.items(), *own_values.items()):
         if values:
             state.setdefault(param, {}).update(values)
+    for param, loaded in masters.items():
+        replace_master(state[param], loaded)
     state.update(own_entries)
     for group, other in zip(groups, complete, strict=True):
         group.update(other)
@@ -317,8 +328,8 @@ def _matched_state(
     needed = {key: state[key] for key in state if key in STATE_KEYS}  # other keys are the user's
     if saved.keys() & STATE_KEYS != needed.keys():
         raise ValueError(
-            f"{name}: saved state has {sorted(saved)}, this optimizer needs {sorted(needed)}; make it with the master "
-            f"and the update rule of the saved one, for weights of the dtype they had, and change them after loading"
+            f"{name}: saved state has {sorted(saved)}, this optimizer needs {sorted(needed)}; make it with the update "
+            f"rule of the saved one, for weights of the dtype they had, and change them after loading"
         )
     for key, target in needed.items():
         what = f"{name}: saved {key}"
@@ -338,8 +349,8 @@ def _matched_state(
                 f"{message}; if the parameter has another shape now, let it begin anew: "
                 f"del state_dict['state'][{saved_key!r}], then optimizer.load_state_dict(state_dict, strict=False)"
             )
-        if target.dtype == torch.uint16 and source.dtype not in _MANTISSA_DTYPES:
-            raise ValueError(f"{what} is {source.dtype}, and must be torch.uint16: other types do not keep its bits")
+        if source.dtype not in _MANTISSA_DTYPES.get(target.dtype, (source.dtype,)):
+            raise ValueError(f"{what} is {source.dtype}, and must be {target.dtype}: other types do not keep its bits")
         # This rank's piece of a whole tensor or DTensor; None if it holds nothing.
         piece = piece_of(what, target, source)
         if piece is not None:

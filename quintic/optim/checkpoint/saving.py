@@ -6,7 +6,7 @@ callables are saved as text, NumPy's numbers as Python's.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from quintic.optim.layout.layouts import is_dtensor
 from quintic.optim.numeric.numbers import to_python_scalar
 from quintic.optim.rules.rule import MANTISSA, STATE_KEYS, UpdateRule
 
-__all__ = ["saved_state", "with_mantissas"]
+__all__ = ["check_can_pickle", "saved_state", "with_mantissas"]
 
 # Options that are objects; loading never restores them from their text.
 _SAVED_AS_TEXT = frozenset(name for name, option in OPTIONS.items() if option.saved == "text")
@@ -60,6 +60,15 @@ def saved_state(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) 
     saved_dict = {"state": state, "param_groups": saved_groups}
     frozen = [key for param, key in keys.items() if states.get(param, {}).keys().isdisjoint(STATE_KEYS)]
     return {**saved_dict, "frozen": frozen} if frozen else saved_dict
+
+
+def check_can_pickle(kind: str, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse to pickle an optimizer of this class whose groups have a process group; a TypeError says what to do."""
+    if any(group.get("process_group") is not None for group in groups):
+        raise TypeError(
+            f"a {kind} with a process_group cannot be pickled: save optimizer.state_dict(), or set process_group to "
+            f"None in optimizer.defaults and all optimizer.param_groups before"
+        )
 
 
 def _without_numpy(value: Any) -> Any:

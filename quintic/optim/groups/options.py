@@ -205,7 +205,9 @@ class Options:
     )
 
     # State, and what happens around a step.
-    master: Literal["fp32", "mantissa", "8bit"] | None = option(None, one_of(None, "fp32", "mantissa", "8bit"))
+    master: Literal["fp32", "mantissa", "8bit"] | None = option(
+        None, one_of(None, "fp32", "mantissa", "8bit"), saved="value"
+    )
     state_dtype: StateDtype = option(None, one_of(None, "bf16", "int8"), saved="value")
     on_nonfinite: Literal["propagate", "skip", "raise"] = option("propagate", one_of("propagate", "skip", "raise"))
     telemetry_every: int | None = option(None, or_none(count()), affects={"graph"})

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from quintic.optim.layout.views import View
 
-__all__ = ["OPENED", "check_wrapper", "close", "is_wrapper", "open_for_step", "opened"]
+__all__ = ["OPENED", "check_wrapper", "close", "is_opened", "is_wrapper", "open_for_step", "opened"]
 
 # Weak keys: a wrapper that is no longer used frees its ordinary tensor.
 OPENED = WeakTensorKeyDictionary()
@@ -37,6 +37,11 @@ def opened(tensor: Tensor) -> Tensor:
     """Return the tensor that steps work on: the ordinary stand-in of an opened wrapper, else the tensor itself."""
     plain: Tensor = OPENED.get(tensor, tensor) if is_wrapper(tensor) else tensor
     return plain
+
+
+def is_opened(tensor: Tensor) -> bool:
+    """Return whether a tensor is an opened wrapper, which is written back after a step."""
+    return bool(OPENED) and tensor in OPENED
 
 
 def check_wrapper(name: str, tensor: Tensor, view: View | None, *, may_open: str | None) -> None:

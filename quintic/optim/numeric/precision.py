@@ -9,8 +9,8 @@
 
 In all forms a bfloat16 weight is the upper half of its value (rounded towards zero). The first two give the same
 weights, gradients and trajectory to the last bit, and "mantissa" needs 2 bytes less per weight. The bit layout follows
-the modded-nanogpt speedrun. "8bit" rounds each new value to the nearest of 24 bits, ties to even: a step below 2^-17
-of a weight leaves it as it is. Weights of 24 bits follow FlashOptim.
+the modded-nanogpt speedrun. "8bit" rounds each new value to the nearest one of 24 bits, ties to even: a step below
+2^-17 of a weight leaves it as it is, and one above 2^-16 does not. Weights of 24 bits follow FlashOptim.
 """
 
 import torch
@@ -37,9 +37,12 @@ def full_precision(weight: Tensor, master: Tensor | None) -> Tensor:
 
 
 def store_(weight: Tensor, master: Tensor, value: Tensor) -> None:
-    """Write a float32 value to a bfloat16 weight and its master, or to a float16 weight and its float32 master."""
+    """Write a float32 value to a bfloat16 weight and its master, or to a float16 weight and its float32 master.
+
+    With a master of 8 bits the value is rounded in place.
+    """
     if master.dtype == torch.uint8:
-        value = _rounded_to_24_bits(value)
+        _round_to_24_bits_(value)
     weight.copy_(_rounded(value, weight.dtype))
     # The casts to integers keep the low bits.
     if master.dtype == torch.uint8:
@@ -50,12 +53,14 @@ def store_(weight: Tensor, master: Tensor, value: Tensor) -> None:
         master.copy_(value)
 
 
-def _rounded_to_24_bits(value: Tensor) -> Tensor:
-    """Return float32 values whose lowest 8 bits are zero, rounded to the nearest, ties to even."""
-    bits = value.view(torch.int32)
-    # A carry may reach the exponent, as it should. NaN is kept as it is, since a carry could make it a number.
-    rounded = (bits + 0x7F + ((bits >> 8) & 1)) & ~0xFF
-    return torch.where(value.isnan(), bits & ~0xFF | 0x400000, rounded).view(torch.float32)
+def _round_to_24_bits_(value: Tensor) -> None:
+    """Round float32 values to the nearest whose lowest 8 bits are zero, ties to even, in place."""
+    is_nan, bits = value.isnan(), value.view(torch.int32)
+    # A carry may reach the exponent, as it should; but it would make some NaNs numbers.
+    odd = bits >> 8
+    bits += odd.bitwise_and_(1).add_(0x7F)
+    bits &= ~0xFF
+    value.masked_fill_(is_nan, torch.nan)
 
 
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.rules.stages import WEIGHT, MatrixStage, StageOptions, StateSpec, WeightStage
+from quintic.optim.rules.wide_state import store, widened
 
 __all__ = ["NO_STATE", "MatrixState", "apply_stages", "constrained"]
 
@@ -93,20 +94,17 @@ def _advance(
     mask: Tensor | None,
 ) -> _Result:
     """Call a stage with copies of its state, and store the copies where the mask is not zero; return its result."""
-    before: dict[str, Tensor] = {}
+    # Vectors of a batch may lie in several tensors: stages get them as one, (b, m or 1, n or 1).
+    kept: dict[str, Tensor] = {}
     for spec in specs:
-        before[spec.name] = torch.cat(list(state.vectors[spec.name])) if spec.is_vector else state.batches[spec.name]
-    # bfloat16 state is advanced in float32 and rounded once, when it is stored.
-    after = {name: (old.clone() if old.itemsize >= 4 else old.float()) for name, old in before.items()}
+        kept[spec.name] = torch.cat(list(state.vectors[spec.name])) if spec.is_vector else state.batches[spec.name]
+    wide = widened(kept, kept)
     weights = {WEIGHT: state.batches[WEIGHT]} if WEIGHT in state.batches else {}
-    result = apply(after | weights)
+    result = apply(wide | weights)
+    store(kept, wide, None if mask is None else mask.view(-1, 1, 1))
+    # Those of the parameter's shape are stored; vectors go back to the tensors that they were taken from.
     for spec in specs:
-        new, old = after[spec.name], before[spec.name]
-        if mask is not None:
-            new = torch.where(mask.view(-1, 1, 1) != 0, new, old)
         if spec.is_vector:
             targets = list(state.vectors[spec.name])
-            torch._foreach_copy_(targets, list(new.split([one.shape[0] for one in targets])))
-        else:
-            old.copy_(new)
+            torch._foreach_copy_(targets, list(kept[spec.name].split([one.shape[0] for one in targets])))
     return result

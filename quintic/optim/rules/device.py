@@ -4,7 +4,7 @@ Nothing here waits for the device, except `HostCopy.read`: the host's values go 
 capture of a CUDA graph nothing is uploaded that a replay must not repeat.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,15 @@ from torch import Tensor
 
 from quintic.optim.rules.stages import StageOptions
 
-__all__ = ["HYPERPARAMETERS", "DeviceHyperparameters", "HostCopy", "host_tensor", "is_capturing", "upload"]
+__all__ = [
+    "HYPERPARAMETERS",
+    "DeviceHyperparameters",
+    "HostCopy",
+    "host_tensor",
+    "is_capturing",
+    "refuse_capture",
+    "upload",
+]
 
 HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
 """The order of the values in device memory; `betas` are two of them."""
@@ -21,6 +29,23 @@ HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
 def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured on the current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(params: Iterable[Tensor], *, releases_gradients: bool) -> None:
+    """Raise a RuntimeError if a CUDA graph is being captured on the device of one of the parameters.
+
+    Args:
+        params: the parameters of a group with `step_every` > 1, or of an optimizer that releases gradients.
+        releases_gradients: whether it does.
+    """
+    if not any(is_capturing(param.device) for param in params):
+        return
+    if releases_gradients:
+        raise RuntimeError(
+            "release_gradients frees the gradients, and a replay of a CUDA graph reads their memory: make the "
+            "optimizer without this option to capture its steps"
+        )
+    raise RuntimeError("step_every counts on the host, which a CUDA graph does not: use quintic.CapturedStep")
 
 
 def host_tensor(values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:

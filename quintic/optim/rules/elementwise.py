@@ -1,6 +1,6 @@
 """Element-wise stages of rules on some entries of weights: what `step/torch_backend.py` and the reference both run.
 
-Tensors at the same position of two lists belong together. bfloat16 state is advanced in float32 and rounded once. Where
+Tensors at the same position of two lists belong together. State is advanced as `wide_state.py` says. Where
 a mask, broadcast to the tensors, is zero, weights and state keep their bits; None is for nowhere.
 """
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quintic.optim.numeric.precision import full_precision, store_
-from quintic.optim.rules.stages import DriftStage, GradientStage, StageOptions, StateSpec
+from quintic.optim.rules.stages import DriftStage, GradientStage, StageOptions
+from quintic.optim.rules.wide_state import store, widened
 
 __all__ = ["drift_", "keep_and_step_", "stage_direction_", "wide_weight"]
 
@@ -30,9 +31,9 @@ def stage_direction_(
 ) -> Tensor:
     """Return the direction of a gradient stage, in the dtype of its arithmetic, and advance its state in place."""
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    old, new = _advancing(stage.state, state)
+    new = widened(state, [spec.name for spec in stage.state])
     direction = stage.apply(wide, new, options)
-    _store_state(old, new, mask)
+    store(state, new, mask)
     return direction
 
 
@@ -61,21 +62,10 @@ def drift_(
 ) -> None:
     """Add a stage's drift to a weight, given the weight before its step, in float32 or float64."""
     current = wide_weight(weight, master)
-    old, new = _advancing(stage.state, state)
+    new = widened(state, [spec.name for spec in stage.state])
     addition = stage.apply(current - before, new, options)
-    _store_state(old, new, mask)
+    store(state, new, mask)
     _put(weight, master, current + addition, current, mask)
-
-
-def _advancing(specs: Sequence[StateSpec], state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return some state by name, and copies of it that a stage may advance."""
-    old = {spec.name: state[spec.name] for spec in specs}
-    return old, {name: (value.clone() if value.itemsize >= 4 else value.float()) for name, value in old.items()}
-
-
-def _store_state(old: Mapping[str, Tensor], new: Mapping[str, Tensor], mask: Tensor | None) -> None:
-    for name, value in new.items():
-        old[name].copy_(value if mask is None else torch.where(mask != 0, value.to(old[name].dtype), old[name]))
 
 
 def _put(weight: Tensor, master: Tensor | None, value: Tensor, current: Tensor, mask: Tensor | None) -> None:

@@ -8,10 +8,18 @@ are stepped with `lr * adamw_lr_ratio`.
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ADAMW_LR", "fill_adamw_rates", "first_name"]
+__all__ = ["ADAMW_LR", "check_keywords", "fill_adamw_rates", "first_name"]
 
 ADAMW_LR = 3e-4
 """Default learning rate of AdamW groups."""
+
+
+def check_keywords(adamw_lr: float, adamw_lr_ratio: float | None, *, release_gradients: bool) -> None:
+    """Raise a ValueError that names keywords of the constructor which no check of a group looks at."""
+    if adamw_lr_ratio is not None and adamw_lr != ADAMW_LR:
+        raise ValueError(f"adamw_lr={adamw_lr!r} and adamw_lr_ratio={adamw_lr_ratio!r}: give one of them")
+    if not isinstance(release_gradients, bool):
+        raise ValueError(f"release_gradients={release_gradients!r} must be False or True")
 
 
 def fill_adamw_rates(number: int, group: dict[str, Any], defaults: Mapping[str, Any]) -> None:

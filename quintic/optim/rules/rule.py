@@ -40,6 +40,7 @@ from quintic.optim.rules.stages import (
     check_declarations,
 )
 from quintic.optim.rules.update import AdjustLr, adjust_lr_factor
+from quintic.optim.rules.wide_state import store, widened
 
 __all__ = [
     "EXP_AVG",
@@ -278,9 +279,9 @@ class UpdateRule:
         """Return the factors of weights and of updates (b, m, n) that `constrain` gives; state as in `finish`."""
         stage = self.constrain
         assert stage is not None
-        wide = _wide_state(stage.state, state)
+        wide = widened(state, [spec.name for spec in stage.state])
         result = stage.apply(state[WEIGHT], update, scales, wide, options)
-        _store_wide(wide, state)
+        store(state, wide)
         return result
 
 
@@ -295,25 +296,12 @@ def _apply_in_place(
     # Each stage gets the result of the one before it.
     matrices = given
     for stage in stages:
-        wide = _wide_state(stage.state, kept)
+        wide = widened(kept, [spec.name for spec in stage.state])
         weights = {WEIGHT: kept[WEIGHT]} if stage.reads_weights else {}
         matrices, own = stage.apply(matrices, wide | weights, options)
         # Factors are multiplied into the update only when weights are written.
         if own is not None:
             factors = own if factors is None else factors * own
-        _store_wide(wide, kept)
+        store(kept, wide)
     # Some layouts send updates to other ranks in this dtype, so all layouts round to it: all have the same bits.
     return matrices.to(given.dtype), factors
-
-
-def _wide_state(specs: Sequence[StateSpec], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return state by name; bfloat16 state as copies in float32, so that it is advanced in that and rounded once."""
-    state = {spec.name: kept[spec.name] for spec in specs}
-    return {name: value if value.itemsize >= 4 else value.float() for name, value in state.items()}
-
-
-def _store_wide(wide: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
-    for name, value in wide.items():
-        # Only copies in float32 have to be stored; other state was advanced itself.
-        if value is not kept[name]:
-            kept[name].copy_(value)

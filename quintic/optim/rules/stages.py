@@ -30,6 +30,7 @@ __all__ = [
     "StateSpec",
     "VectorShape",
     "WeightStage",
+    "WholeGradient",
     "check_declarations",
     "vector_shape",
 ]
@@ -161,6 +162,17 @@ class GradientStage:
             options: the group's options.
         """
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class WholeGradient(GradientStage):
+    """The gradient itself as direction, for rules whose averages need whole rows or matrices."""
+
+    label = "gradients"
+
+    def apply(self, gradient: Tensor, state: Mapping[str, Tensor], options: StageOptions) -> Tensor:
+        """Return the gradient."""
+        return gradient
 
 
 class MatrixStage:

@@ -25,6 +25,7 @@ from quintic.optim.state.shards import StateShard, local_shard_pairs
 
 __all__ = [
     "StateForm",
+    "empty_master",
     "has_packed_state",
     "init_state",
     "matches_spec",
@@ -104,6 +105,13 @@ def init_state(param: Tensor, group: Group, own: Sequence[StateShard] | None = N
             for run, of_weights in local_shard_pairs(value, weights, own, weights):
                 run.copy_(of_weights)
     return state
+
+
+def empty_master(key: str, param: Tensor, group: Group, own: Sequence[StateShard] | None = None) -> Tensor:
+    """Return uninitialised memory for a master of any form, by its state key, where the group keeps such state."""
+    spec = next(spec for spec in MASTER_SPECS.values() if spec.name == key)
+    form = spec.dtype_for(param.dtype, group.state_dtype), None
+    return _empty(form, param, own, *_place(key, param, group))
 
 
 def planned_state(param: Tensor, group: Group, own: Sequence[StateShard] | None = None) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ changed does it compare their other properties.
    made anew, and so are numbers of matrices (`UpdateRule.vector_state`) if the
    view has changed, because it decides which matrices there are.
 3. Other state is copied into new state, as if it were loaded: to another device, to other strides, to a rank's piece of
-   a whole tensor, or from one form of a master to the other.
+   a whole tensor, or from one form of a master to another.
 4. Other cases are errors: this rank lacks values that it needs, the shape differs, or the state would be sharded in
    another way than when it was last used.
 

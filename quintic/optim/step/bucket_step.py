@@ -26,6 +26,8 @@ What holds throughout:
   table's counts of touched rows must be known before its rows are sent (`sparse_rows.py`).
 - Before `run` yields, it deletes the names of tensors that it no longer needs. The message then has the only reference
   and frees their memory when it has arrived, which the plan's bound on temporary memory counts on (`plan/workspace/`).
+- Once gradients are read for good, `run` clears the list in `Operands.gradients`, which this step alone has. With
+  `release_gradients` it holds the last references, so that later buckets can use the memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -211,6 +213,9 @@ class BucketStep:
         if isinstance(transport, Shard):
             with self.ranges["send gradients"]:
                 wait_for_mean = transport.start_gradients(active)
+            active.gradients.clear()
+            if transport.table is not None:
+                transport.table.unpin()
             yield
             with self.ranges["receive gradients"]:
                 mean = wait_for_mean()  # (entries of this rank,)
@@ -234,6 +239,7 @@ class BucketStep:
                         self._step_adamw(active, self.cache, own_mask)
                     else:
                         self._step_adamw_pieces(self._offload, active, own_mask)
+                active.gradients.clear()
             if isinstance(transport, Shard) and mask is not None:
                 transport.count_unowned_steps(group, context.state, mask)
         elif active.params or isinstance(transport, Gather):
@@ -258,6 +264,10 @@ class BucketStep:
                         directions = directions.contiguous()
                     if self._rule.sent_state:
                         batches = self._read_state(operands, own_group.view, cache, states or operands.states)
+                if not isinstance(transport, Shard):
+                    # The pieces of offloaded buckets have lists of their own.
+                    active.gradients.clear()
+                    operands.gradients.clear()
             # gather
             if isinstance(transport, Gather):
                 with self.ranges["send directions"]:

@@ -84,6 +84,8 @@ class PartialGradients:
         """Parameters without a gradient on this rank -> the sum that `replace` put in `p.grad`."""
         self._reduced: dict[Tensor, bool] = {}
         """Parameters whose gradients `replace` has summed since the last step -> `is_reduced` before that."""
+        self._addends: list[tuple[Tensor, Tensor | None]] = []
+        """Parameters whose gradients are sums within a step, with the gradients that they have again after it."""
 
     def is_stand_in(self, param: Tensor) -> bool:
         """Return whether `param.grad` is a sum that `replace` put there because this rank had no gradient."""
@@ -191,21 +193,30 @@ class PartialGradients:
     @contextmanager
     def reduced(self, params: Iterable[Tensor]) -> Iterator[None]:
         """Replace Partial gradients by their sums within the context. All ranks of the meshes must call it."""
-        kept: list[tuple[Tensor, Tensor | None]] = []
         try:
-            if self._known:
-                for param in params:
-                    total = self._sum(param) if param in self._known else None
-                    if total is not None:
-                        kept.append((param, param.grad))
-                        param.grad = total
+            for param in params if self._known else ():
+                if param in self._known:
+                    self._use_sum(param)
             yield
         finally:
             # `p.grad` keeps the user's addend: the next backward pass adds to it.
-            for param, gradient in kept:
+            for param, gradient in self._addends:
                 param.grad = gradient
+            self._addends = []
             self._stand_ins.clear()
             self._reduced.clear()
+
+    def forget_replaced(self) -> None:
+        """Drop all references to gradients, also to the ones that `reduced` would put back."""
+        self._addends = []
+        self._stand_ins.clear()
+
+    def _use_sum(self, param: Tensor) -> None:
+        """Put the sum of all ranks' addends in `p.grad`, and keep the addend."""
+        total = self._sum(param)
+        if total is not None:
+            self._addends.append((param, param.grad))
+            param.grad = total
 
     def _sum(self, param: Any) -> Tensor | None:
         """Return the sum of all ranks' addends; None if this rank keeps its gradient, which is not Partial."""

@@ -111,13 +111,11 @@ class Reduction:
         try:
             due = [number for number in self.whole if steps_waited[number] == 0]
             self._average([number for number in due if number not in valid])
-            # `p.grad` of parameters without a gradient on this rank is None between clipping and the step.
-            for param, average in chain.from_iterable(valid[n].items() for n in due if n in valid):
-                if param.grad is None and average is not None:
-                    param.grad = average
-                    self._zero_filled.append(param)
+            if valid:
+                self._fill_missing(valid[number] for number in due if number in valid)
             for shard in self._shards:
                 shard.averages = valid.get(shard.bucket.group)
+            del valid  # else gradients stay in memory until the step is over, also with `release_gradients`
             yield
         finally:
             self._drop_zero_filled()
@@ -258,6 +256,13 @@ class Reduction:
             peak = overlapping_bytes(memory, prefetch_one_schedule(len(memory)), 0)
             self.workspace_bytes = max(self.workspace_bytes, peak)
         return result
+
+    def _fill_missing(self, averages: Iterable[Averages]) -> None:
+        """Put averages in `p.grad` where this rank has no gradient: there it is None between clipping and the step."""
+        for param, average in chain.from_iterable(of_group.items() for of_group in averages):
+            if param.grad is None and average is not None:
+                param.grad = average
+                self._zero_filled.append(param)
 
     def _drop_zero_filled(self) -> None:
         for param in self._zero_filled:

@@ -7,6 +7,7 @@ The phases of a step:
     averages    `comms="replicated"`: whole gradients become averages (`reduction.py`)
     tensors     every bucket finds its gradients, weights and state
     policy      on_nonfinite="skip" or "raise": connected ranks find out whether all of their gradients are finite
+    release     with `release_gradients` only buckets refer to gradients from here on, each until it has read its own
     buckets     each is a generator (`bucket_step.py`): buckets with messages take turns by the plan's schedule, and the
                 others run while the first message is under way
     ties        new weights of originals are written to their tied copies
@@ -32,6 +33,7 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import gather_layouts, layouts_of, sharding_ranks
 from quintic.optim.groups.group import Group
 from quintic.optim.groups.ties import Tie, ties_of
+from quintic.optim.layout.wrappers import is_opened
 from quintic.optim.numeric.non_finite import all_finite, first_non_finite
 from quintic.optim.plan.bucket import Bucket, Gathered, Sharded
 from quintic.optim.plan.log import log_plan
@@ -52,7 +54,7 @@ from quintic.optim.step.transports import Gather, Shard, Transport
 
 __all__ = ["Runner", "StepOutcome"]
 
-_COUNTS = attrgetter("counts")
+_COUNTS, _WORKSPACE_BYTES = attrgetter("counts"), attrgetter("bucket.workspace_bytes")
 
 
 class StepOutcome(NamedTuple):
@@ -148,7 +150,14 @@ class Runner:
         """Return a context in which the current streams may copy state in host memory with `non_blocking=True`."""
         return nullcontext() if self.context.offload is None else self.context.offload.reachable()
 
-    def step(self, steps_waited: Sequence[int], num_steps: int, *, skips_nonfinite: bool = False) -> StepOutcome:
+    def step(
+        self,
+        steps_waited: Sequence[int],
+        num_steps: int,
+        *,
+        skips_nonfinite: bool = False,
+        release_gradients: bool = False,
+    ) -> StepOutcome:
         """Step every bucket whose group is due. All ranks with common parameters must call it.
 
         Args:
@@ -157,6 +166,7 @@ class Runner:
             num_steps: the number of steps made before; it decides whether telemetry is sampled.
             skips_nonfinite: whether gradients that are not finite stop the step of all groups, also of those with
                 `on_nonfinite="propagate"`; the same on all ranks.
+            release_gradients: whether to free each gradient as soon as it has been read; `p.grad` is then None.
 
         Raises:
             ValueError: a gradient is sparse.
@@ -169,13 +179,13 @@ class Runner:
                 tie.add_gradient()
         # A step on one rank has nothing to count or average with others.
         if self.context.is_single_rank:
-            return self._step(steps_waited)
+            return self._step(steps_waited, release_gradients)
         reduction = self._reduction
         averaged = reduction.of_step(steps_waited) if reduction.whole or reduction.cached else nullcontext()
         with self.consensus.of_step(steps_waited), averaged:
             # The first step learns this, when ranks have compared their plans.
             self.context.is_single_rank = self.consensus.is_single_rank and not reduction.ranks
-            return self._step(steps_waited)
+            return self._step(steps_waited, release_gradients)
 
     def end_step(self, steps_waited: Sequence[int]) -> None:
         """Forget averages and added gradients of the groups that were stepped; also after a CUDA graph's replay."""
@@ -184,7 +194,7 @@ class Runner:
                 tie.end_step()
         self._reduction.forget(number for number, pending in enumerate(steps_waited) if pending == 0)
 
-    def _step(self, steps_waited: Sequence[int]) -> StepOutcome:
+    def _step(self, steps_waited: Sequence[int], release_gradients: bool) -> StepOutcome:
         """Step the groups that are due; the phases from `tensors` on."""
         steps = [step for step in self._steps if steps_waited[step.bucket.group] == 0]
         self.context.is_profiled = is_profiled()
@@ -197,8 +207,11 @@ class Runner:
                 self._rows.begin_step(steps_waited)
             # policy
             apply_mask = self._nonfinite_mask(steps, policies)
-            # buckets. All foreseeable errors have been raised; weights change from here on.
-            self._run(steps, apply_mask)
+            # release. All foreseeable errors have been raised, so no gradient is needed for another try.
+            if release_gradients:
+                self._release_gradients(steps_waited)
+            # buckets. Weights change from here on.
+            self._run(steps, apply_mask, release_gradients)
             for tie in self.late_ties:
                 if steps_waited[tie.head_group] == 0:
                     tie.write()
@@ -210,7 +223,21 @@ class Runner:
                 self._rows.end_step()
         return StepOutcome(list(map(_COUNTS, steps)), apply_mask, bool(policies))
 
-    def _run(self, steps: Sequence[BucketStep], apply_mask: Tensor | None) -> None:
+    def _release_gradients(self, steps_waited: Sequence[int]) -> None:
+        """Drop all references to gradients of groups that are due, except those in `BucketStep.active`."""
+        due = [number for number, pending in enumerate(steps_waited) if pending == 0]
+        for number in due:
+            for param in self.context.groups[number].params:
+                # Only wrappers with a gradient are written back after the step (`PlanCache.end_step`).
+                if not is_opened(param):
+                    param.grad = None
+        for tie in self.ties:
+            if steps_waited[tie.head_group] == 0:
+                tie.copy.grad = None
+        self._reduction.forget(due)
+        self.consensus.partial.forget_replaced()
+
+    def _run(self, steps: Sequence[BucketStep], apply_mask: Tensor | None, release_gradients: bool) -> None:
         """Run buckets with messages by the plan's schedule, and all others while the first message is under way."""
         # Plain PyTorch reads the mask on the host, once for all buckets; kernels read it on the device.
         host_mask = True
@@ -226,6 +253,10 @@ class Runner:
             elif step.has_local_work and (host_mask or not step.is_guarded):
                 local.append(step)
                 local_generators.append(step.run(apply_mask))
+        if release_gradients:
+            # Buckets that need much memory run when gradients of the others are freed.
+            local.sort(key=_WORKSPACE_BYTES)
+            local_generators = [step.run(apply_mask) for step in local]
         # If only some groups are due, their buckets keep the order that they have in the plan.
         if numbers not in self._schedules:
             self._schedules[numbers] = filter_schedule(self.plan.schedule, numbers)

@@ -51,6 +51,7 @@ class StepSnapshot:
         # Averages that `clip_grad_norm_` made ahead of the step, and whether ranks have compared their plans.
         self._plans_validated = optimizer._plans.planned().consensus.plans_validated
         self._averages = optimizer._plans.reduction.valid()
+        self._release_gradients = optimizer._plans.release_gradients
 
     def keep_gradients(self) -> None:
         """Add the gradients that a step changes to the snapshot."""
@@ -62,7 +63,8 @@ class StepSnapshot:
         }
 
     def make_due(self) -> None:
-        """Make all groups due at the next step, without telemetry and QK-clip."""
+        """Make all groups due at the next step, without telemetry and QK-clip; the step leaves gradients alone."""
+        self._optimizer._plans.release_gradients = False
         # A new object, so that the steps of `verify` do not use up the check of training's first step.
         self._optimizer._step_history.first_gradients = FirstGradients()
         for group in self._optimizer.param_groups:
@@ -84,6 +86,7 @@ class StepSnapshot:
             elif param.grad is not None:
                 param.grad.copy_(gradient)
         optimizer._plans.reduction.keep(self._averages)
+        optimizer._plans.release_gradients = self._release_gradients
         if not self._plans_validated:
             # Ranks must exchange again before the first real step, since random gradients do not tell which gradients
             # are Partial in training.

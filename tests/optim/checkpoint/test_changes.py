@@ -110,20 +110,23 @@ def test_momentum_goes_on_in_the_new_matrices_to_the_last_bit():
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("master", ["fp32", "mantissa"])
+@pytest.mark.parametrize("master", ["fp32", "mantissa", "8bit"])
 def test_masters_stay_since_they_complete_the_weights(change, master):
     model, optimizer = trained(dtype=torch.bfloat16, master=master)
     twin_model, twin = new(CHANGES[change], dtype=torch.bfloat16, master=master)
-    key = "master" if master == "fp32" else "mantissa"
+    key = {"fp32": "master", "mantissa": "mantissa", "8bit": "mantissa_byte"}[master]
     with pytest.warns(UserWarning, match="not what they were"):
         twin.load_state_dict(optimizer.state_dict(), strict=False)
     for name, param in model.named_parameters():
         own = twin.state[dict(twin_model.named_parameters())[name]][key]
         assert torch.equal(own.to(torch.float64), optimizer.state[param][key].to(torch.float64)), name
-    # A state without one does not fit, as ever.
+    # Where none was saved it begins with the weights.
     _, without = trained(dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"saved state has .*; make it with the master"):
+    with pytest.warns(UserWarning, match="not what they were"):
         twin.load_state_dict(without.state_dict(), strict=False)
+    for param in twin_model.parameters():
+        weights = param.detach().float() if master == "fp32" else torch.zeros(param.shape)
+        assert torch.equal(twin.state[param][key].float(), weights)
 
 
 def test_multipliers_of_the_old_matrices_are_not_restored():

@@ -1,6 +1,7 @@
 """Loading saved state: parameters in other groups, hyperparameters that come back, state of other optimizers."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -275,34 +276,142 @@ def take_step(param, optimizer, step):
     optimizer.step()
 
 
-@pytest.mark.parametrize("saved", [None, "fp32", "mantissa"])
-@pytest.mark.parametrize("wanted", [None, "fp32", "mantissa"])
-def test_a_state_with_another_master_says_what_to_do_and_that_works(saved, wanted):
+MASTERS = (None, "fp32", "mantissa", "8bit")
+KEYS = {"fp32": "master", "mantissa": "mantissa", "8bit": "mantissa_byte"}
+
+
+def value_of(param, state, master):
+    """The bits of the value behind bfloat16 weights, read independently of the library."""
+    upper = param.detach().view(torch.int16).to(torch.int64) & 0xFFFF
+    if master == "fp32":
+        return state["master"].view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    return (upper << 16) + {
+        None: lambda: 0,
+        "mantissa": lambda: state["mantissa"].to(torch.int64),
+        "8bit": lambda: state["mantissa_byte"].to(torch.int64) << 8,
+    }[master]()
+
+
+def of_form(bits, master):
+    return bits & {None: ~0xFFFF, "fp32": ~0, "mantissa": ~0, "8bit": ~0xFF}[master]
+
+
+@pytest.mark.parametrize("weights_first", [True, False])
+@pytest.mark.parametrize("saved", MASTERS)
+@pytest.mark.parametrize("wanted", MASTERS)
+def test_a_saved_master_becomes_the_form_that_is_set(saved, wanted, weights_first):
     param, optimizer = of_bfloat16(saved)
-    take_step(param, optimizer, 0)
+    for step in range(2):
+        take_step(param, optimizer, step)
     checkpoint, state = param.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    before = value_of(param, optimizer.state[param], saved)
     twin_param, twin = of_bfloat16(wanted)
-    before = copy.deepcopy(twin.state_dict())
-    if saved != wanted:
-        with pytest.raises(
-            ValueError, match=r"weight: saved state has .* make it with the master and the update rule of"
-        ):
+    take_step(twin_param, twin, 7)
+    twin.state[twin_param]["note"] = "mine"
+    strict = saved is None or wanted is not None
+    if not strict:
+        untouched = copy.deepcopy(twin.state_dict())
+        message = rf"weight: the state was saved with master='{saved}' and this optimizer has master=None, which drops"
+        with pytest.raises(ValueError, match=message):
             twin.load_state_dict(state)
-        assert all(torch.equal(twin.state[twin_param][key], value) for key, value in before["state"][0].items())
-        twin_param, twin = of_bfloat16(saved)
-    twin_param.data.copy_(checkpoint)
-    twin.load_state_dict(state)
-    for group in (*twin.param_groups, *optimizer.param_groups):
-        group["master"] = wanted
-    for step in (1, 2):
+        for key, value in untouched["state"][0].items():
+            assert key == "note" or torch.equal(twin.state[twin_param][key], value)
+    loads = [lambda: twin_param.data.copy_(checkpoint), lambda: twin.load_state_dict(state, strict=strict)]
+    for load in loads if weights_first else loads[::-1]:
+        load()
+    assert twin.param_groups[0]["master"] == wanted
+    own = twin.state[twin_param]
+    assert own.keys() == {"momentum_buffer", "note"} | ({KEYS[wanted]} if wanted else set())
+    assert torch.equal(value_of(twin_param, own, wanted), of_form(before, wanted))
+    assert torch.equal(own["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
+    # As if the option had been changed after loading.
+    optimizer.param_groups[0]["master"] = wanted
+    for step in (2, 3):
         take_step(param, optimizer, step)
         take_step(twin_param, twin, step)
     assert torch.equal(param, twin_param)
-    if None not in (saved, wanted):
-        param, optimizer = of_bfloat16(wanted)
-        for step in range(3):
-            take_step(param, optimizer, step)
-        assert torch.equal(param, twin_param)
+    if wanted:
+        assert torch.equal(optimizer.state[param][KEYS[wanted]], own[KEYS[wanted]])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process, on purpose
+@pytest.mark.parametrize(("saved", "wanted"), [pair for pair in itertools.permutations(MASTERS, 2) if pair[1]])
+def test_a_distributed_checkpoint_with_another_master_is_never_cast(saved, wanted, tmp_path):
+    """It is read into the state that there is, by keys, of which every form has another."""
+    model, optimizer = in_a_model(saved)
+    take_step(model.weight, optimizer, 0)
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path, no_dist=True)
+    other, twin = in_a_model(wanted)
+    state = get_optimizer_state_dict(other, twin)
+    message = rf"Missing key in checkpoint state_dict: state\.weight\.{KEYS[wanted]}\."
+    with pytest.raises(dcp.CheckpointException, match=message):
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    # The way that the manual names: with the saved master, which is changed afterwards.
+    other.load_state_dict(model.state_dict())
+    twin.param_groups[0]["master"] = saved
+    state = get_optimizer_state_dict(other, twin)
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(other, twin, state)
+    twin.param_groups[0]["master"] = wanted
+    before = value_of(model.weight, optimizer.state[model.weight], saved)
+    assert torch.equal(value_of(other.weight, twin.state[other.weight], wanted), of_form(before, wanted))
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [("mantissa", "8bit"), ("8bit", "fp32"), (None, "8bit")])
+def test_a_whole_state_dict_with_another_master_is_set(saved, wanted):
+    model, optimizer = in_a_model(saved)
+    take_step(model.weight, optimizer, 0)
+    state = get_optimizer_state_dict(model, optimizer)
+    other, twin = in_a_model(wanted)
+    set_optimizer_state_dict(other, twin, copy.deepcopy(state))
+    other.load_state_dict(model.state_dict())
+    before = value_of(model.weight, optimizer.state[model.weight], saved)
+    assert torch.equal(value_of(other.weight, twin.state[other.weight], wanted), of_form(before, wanted))
+
+
+def in_a_model(master):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 6, bias=False).bfloat16()
+    return model, quintic.Muon([("weight", model.weight)], lr=0.01, master=master)
+
+
+@pytest.mark.parametrize("wanted", ["mantissa", "8bit"])
+def test_a_frozen_parameter_keeps_a_saved_master_of_another_form(wanted):
+    param, optimizer = of_bfloat16("fp32")
+    take_step(param, optimizer, 0)
+    twin_param, twin = of_bfloat16(wanted)
+    twin_param.requires_grad_(False)
+    twin_param.data.copy_(param.detach())
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = value_of(param, optimizer.state[param], "fp32")
+    twin_param.requires_grad_(True)
+    assert torch.equal(value_of(twin_param, twin.state[twin_param], wanted), of_form(before, wanted))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "saved"), [(torch.float32, "fp32"), (torch.float32, "8bit"), (torch.float16, "8bit")]
+)
+def test_a_saved_master_of_weights_of_another_dtype_is_an_error(dtype, saved, strict):
+    """The bits complete bfloat16 weights: float32 weights without them would be others."""
+    param, optimizer = of_bfloat16(saved)
+    take_step(param, optimizer, 0)
+    twin = quintic.Muon([("weight", nn.Parameter(param.detach().to(dtype)))], master="fp32")
+    with pytest.raises(ValueError, match=r"weight: saved state has .*for weights of the dtype they had"):
+        twin.load_state_dict(optimizer.state_dict(), strict=strict)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.int8, torch.float32])
+def test_saved_bytes_of_integers_that_hold_them_are_loaded(dtype):
+    param, optimizer = of_bfloat16("8bit")
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["mantissa_byte"] = torch.arange(104, 128).to(dtype).view(6, 4)
+    if dtype in (torch.int8, torch.float32):
+        with pytest.raises(ValueError, match=r"weight: saved mantissa_byte is torch\.\w+, and must be torch.uint8"):
+            optimizer.load_state_dict(saved)
+        return
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[param]["mantissa_byte"].tolist() == torch.arange(104, 128).view(6, 4).tolist()
 
 
 @pytest.mark.parametrize("source", ["quintic", "torch"])

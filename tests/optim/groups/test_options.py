@@ -15,7 +15,7 @@ from quintic.optim.layout.layouts import replicated_layout
 from quintic.optim.validate import check_options
 
 # Keywords of the optimizer, and not of its groups.
-OF_THE_OPTIMIZER = {"params", "comm_order", "compute_order"}
+OF_THE_OPTIMIZER = {"params", "comm_order", "compute_order", "release_gradients"}
 
 # Another valid value than the default.
 OTHER = {

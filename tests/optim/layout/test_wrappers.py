@@ -89,16 +89,19 @@ class WithoutWriting(WithoutProducts):
         return super().opened(func, value)
 
 
+@pytest.mark.parametrize("release_gradients", [False, True])
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
 @pytest.mark.parametrize("kind", [Wrapped, WithoutProducts, WithCopies])
-def test_wrappers_are_stepped_like_what_they_wrap(kind, algorithm):
+def test_wrappers_are_stepped_like_what_they_wrap(kind, algorithm, release_gradients):
     params = [parameter(kind) for kind in (None, kind)]
     states = []
     for param in params:
-        optimizer = quintic.Muon([{"params": [("w", param)], "algorithm": algorithm}], lr=0.1, weight_decay=0.1)
+        groups = [{"params": [("w", param)], "algorithm": algorithm}]
+        optimizer = quintic.Muon(groups, lr=0.1, weight_decay=0.1, release_gradients=release_gradients)
         for seed in range(3):
             param.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
             optimizer.step()
+            assert (param.grad is None) == release_gradients
         states.append(optimizer.state_dict()["state"][0])
         optimizer.load_state_dict(optimizer.state_dict())
     plain, wrapped = params

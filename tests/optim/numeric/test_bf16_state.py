@@ -201,7 +201,7 @@ def test_which_dtype():
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("master", [None, "fp32", "mantissa"])
+@pytest.mark.parametrize("master", [None, "fp32", "mantissa", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_momentum_and_moments_take_half_the_bytes(dtype, master):
     sizes = []

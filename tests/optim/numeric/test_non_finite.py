@@ -33,7 +33,7 @@ def give_gradients(params):
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("where", [0, 1, 2])
-@pytest.mark.parametrize("master", [None, "fp32", "mantissa"])
+@pytest.mark.parametrize("master", [None, "fp32", "mantissa", "8bit"])
 def test_skip_leaves_every_bit_and_counts(bad, where, master):
     params, optimizer = optimizer_of(on_nonfinite="skip", master=master)
     give_gradients(params)

@@ -70,7 +70,7 @@ def test_fewer_owners_at_a_time_where_one_unit_of_each_exceeds_the_workspace(num
         assert [sum(column) for column in zip(*found, strict=True)] == [1] * num_ranks
 
 
-@pytest.mark.parametrize(("master", "bytes_per_entry"), [(None, 4), ("fp32", 8), ("mantissa", 6)])
+@pytest.mark.parametrize(("master", "bytes_per_entry"), [(None, 4), ("fp32", 8), ("mantissa", 6), ("8bit", 5)])
 def test_the_workspace_has_room_for_three_buffers_of_offloaded_state(master, bytes_per_entry):
     num_ranks = 4
     held = SHAPE[0] // num_ranks * SHAPE[1]

@@ -343,6 +343,8 @@ OPTIONS = [
     {"orthogonalizer": "gram", "compute_dtype": torch.float16, "max_workspace_bytes": 400_000, "normalize": "neuron"},
     {"master": "fp32", "cautious": True, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
     {"master": "mantissa", "cautious": True, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
+    {"master": "8bit"},
+    {"master": "8bit", "cautious": True, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
     {"cautious": True, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
     {"scale_decay": True, "weight_decay": 0.1, "normalize": "neuron"},
     {"master": "mantissa", "cautious": "strict", "scale_decay": True, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
@@ -387,9 +389,10 @@ def test_what_a_step_allocates(params_of, shape, dtype, options):
     [
         {},
         {"state_dtype": "bf16", "master": "mantissa"},
+        {"master": "8bit"},
         {"compute_dtype": torch.float32, "max_workspace_bytes": 400_000},
     ],
-    ids=["float32", "narrow", "limited"],
+    ids=["float32", "narrow", "byte", "limited"],
 )
 @pytest.mark.parametrize("rule", sorted(RULES.keys() - {"muon", "normuon", "adamuon"}))
 def test_what_a_step_of_every_rule_allocates(rule, options):

@@ -141,7 +141,9 @@ def test_gradients_that_are_not_finite_leave_the_moments_alone():
     assert all(torch.equal(optimizer.state[param][key], value) for key, value in before[1].items())
 
 
-@pytest.mark.parametrize("options", [{}, {"state_dtype": "bf16"}, {"master": "mantissa"}, {"master": "fp32"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"state_dtype": "bf16"}, {"master": "mantissa"}, {"master": "fp32"}, {"master": "8bit"}], ids=str
+)
 @pytest.mark.parametrize("offload", [False, True])
 def test_saved_steps_go_on_bit_for_bit(options, offload):
     options = {"lr": 0.02, "normalize": "element", "offload": offload, **options}

@@ -255,7 +255,7 @@ def test_signs_of_small_float16_numbers_are_compared():
 
 
 @pytest.mark.parametrize("piece", [1, 7, 24, 60, 100])
-@pytest.mark.parametrize("master", [None, torch.float32, torch.uint16], ids=str)
+@pytest.mark.parametrize("master", [None, torch.float32, torch.uint16, torch.uint8], ids=str)
 @pytest.mark.parametrize("cautious", [False, True])
 def test_large_tensors_in_pieces_have_the_same_bits(piece, master, cautious, monkeypatch):
     shapes = [(6, 20), (3, 1, 5, 8), (2, 4, 5, 3), (120,), (), (0, 4)]

@@ -46,7 +46,7 @@ options = st.fixed_dictionaries(
         "momentum": st.sampled_from([0.0, 0.9]),
         "weight_decay": st.sampled_from([0.0, 0.1]),
         "max_workspace_bytes": st.sampled_from([None, 1, 2**20]),
-        "master": st.sampled_from([None, "fp32", "mantissa"]),
+        "master": st.sampled_from([None, "fp32", "mantissa", "8bit"]),
         "offload": st.booleans(),
         "step_every": st.integers(1, 3),
         "on_nonfinite": st.sampled_from(["propagate", "skip"]),

@@ -148,7 +148,8 @@ OF_THE_STATE = {"normalize", "update_rule", "master"}
 
 
 def test_every_option_is_restored_or_kept():
-    options = set(inspect.signature(quintic.Muon).parameters) - {"params", "comm_order", "compute_order"}
+    of_the_optimizer = {"params", "comm_order", "compute_order", "release_gradients"}
+    options = set(inspect.signature(quintic.Muon).parameters) - of_the_optimizer
     assert options == {*RESTORED, *KEPT, *OF_THE_STATE}
 
 
@@ -196,7 +197,7 @@ def test_only_options_are_in_groups_and_what_is_none_is_saved_as_none():
     saved = optimizer.state_dict()["param_groups"][0]
     assert saved.keys() == optimizer.param_groups[0].keys() == {*optimizer.defaults, "params", "param_names"}
     assert "not_of_groups" not in saved
-    for key in ("compute_dtype", "process_group", "qk_clip", "comm_order"):
+    for key in ("compute_dtype", "process_group", "qk_clip", "comm_order", "release_gradients"):
         assert saved.get(key) is None, key
     _, other = trained("a", adjust_lr=None, compute_dtype=torch.bfloat16, qk_clip=quintic.QKClip(50))
     saved = other.state_dict()["param_groups"][0]

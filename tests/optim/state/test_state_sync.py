@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import quintic
 from quintic import Muon, Rows
+from quintic.optim.state.state import master_key
 
 OPTIONS = {"lr": 0.05, "adamw_lr": 0.05, "weight_decay": 0.1, "normalize": "neuron"}
 
@@ -131,7 +132,7 @@ def test_distributed_checkpoints_need_no_step_and_make_none():
     "duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"]
 )
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("master", ["fp32", "mantissa"])
+@pytest.mark.parametrize("master", ["fp32", "mantissa", "8bit"])
 def test_copies_before_and_after_the_first_step(duplicate, steps, master):
     optimizer = optimizer_of(model_of(torch.bfloat16), master=master)
     take_steps(optimizer, 0, steps)
@@ -322,6 +323,39 @@ def test_masters_keep_their_values_in_the_other_form(first, second, offload):
     for each in (optimizer, expected):
         take_steps(each, 3, 5)
     assert_same(optimizer, expected)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second"), [("fp32", "8bit"), ("mantissa", "8bit"), ("8bit", "fp32"), ("8bit", "mantissa")]
+)
+def test_masters_become_bytes_and_bytes_masters(first, second, offload):
+    """From a byte nothing is lost; to a byte the last bits are, and no weight changes."""
+    model = model_of(torch.bfloat16)
+    optimizer = optimizer_of(model, master=first, offload=offload)
+    take_steps(optimizer, 0, 3)
+    weights = [param.detach().clone() for param in model.parameters()]
+    before = [bits_behind(param, optimizer) for param in model.parameters()]
+    for group in optimizer.param_groups:
+        group["master"] = second
+    for param, weight, bits in zip(model.parameters(), weights, before, strict=True):
+        assert torch.equal(param, weight)
+        assert torch.equal(bits_behind(param, optimizer), bits & ~0xFF)
+        assert (bits & 0xFF).any() == (second == "8bit")
+    twin = copy.deepcopy(optimizer)
+    for each in (optimizer, twin):
+        take_steps(each, 3, 5)
+    assert_same(optimizer, twin)
+
+
+def bits_behind(param, optimizer):
+    """The upper bits are the weight's, also of a float32 master; the others are what the optimizer keeps."""
+    key = master_key(optimizer.state[param])
+    kept, high = optimizer.state[param][key], param.detach().view(torch.int16).to(torch.int64) << 16
+    if key == "master":
+        assert torch.equal(kept.view(torch.int32).to(torch.int64) & ~0xFFFF, high)
+        return kept.view(torch.int32).to(torch.int64)
+    return high | kept.to(torch.int64) << (8 if key == "mantissa_byte" else 0)
 
 
 def test_a_master_of_other_weights_does_not_become_the_other_form():

@@ -150,7 +150,9 @@ def test_bits_do_not_depend_on_where_state_is(rule, workspace, policy, delayed):
 
 
 @pytest.mark.parametrize("policy", ["late", "early"])
-@pytest.mark.parametrize(("dtype", "master"), [(torch.bfloat16, "fp32"), (torch.bfloat16, "mantissa")], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "master"), [(torch.bfloat16, master) for master in ("fp32", "mantissa", "8bit")], ids=str
+)
 @pytest.mark.parametrize("workspace", [SMALL, 2**31])
 def test_masters_are_offloaded_too(dtype, master, workspace, policy, delayed):
     delayed(policy)
@@ -186,7 +188,7 @@ def test_float64_state(delayed):
     workspace=st.sampled_from([200, 1500, 5000, 20_000, 2**31]),
     cadence=st.integers(1, 3),
     rule=st.sampled_from(["muon", "neuron", "skip"]),
-    master=st.sampled_from([None, "fp32", "mantissa"]),
+    master=st.sampled_from([None, "fp32", "mantissa", "8bit"]),
     data=st.data(),
 )
 def test_any_gradients_any_order_of_copies_any_time_of_reading(seed, workspace, cadence, rule, master, data):
@@ -209,7 +211,7 @@ def test_any_gradients_any_order_of_copies_any_time_of_reading(seed, workspace, 
                 if action == "write":
                     for param in params.values():
                         for value in optimizer.state[param].values():
-                            value.mul_(1) if value.dtype == torch.uint16 else value.mul_(0.5)
+                            value.mul_(1) if value.dtype in (torch.uint16, torch.uint8) else value.mul_(0.5)
             if action == "read":
                 assert_same(plain, hosted)
             if action == "switch":
@@ -272,7 +274,7 @@ def test_a_step_that_fails_in_the_middle_does_no_harm_to_the_next(policy, delaye
 QK_OPTIONS = {"qk_clip": QKClip(threshold=1.0), "compute_dtype": torch.float32}
 
 
-@pytest.mark.parametrize("master", [None, "fp32", "mantissa"])
+@pytest.mark.parametrize("master", [None, "fp32", "mantissa", "8bit"])
 @pytest.mark.parametrize("policy", ["late", "early"])
 def test_qk_clip_scales_masters_in_host_memory(master, policy, delayed):
     delayed(policy)

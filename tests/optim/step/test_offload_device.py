@@ -21,6 +21,7 @@ OPTIONS = [
     {"on_nonfinite": "skip", "master": "mantissa"},
     {"master": "fp32"},
     {"state_dtype": "bf16", "master": "mantissa"},
+    {"state_dtype": "bf16", "master": "8bit", "on_nonfinite": "skip"},
     {"kernels": "torch", "master": "fp32"},
 ]
 
@@ -180,7 +181,7 @@ def test_a_capture_is_refused():
         optimizer.step()
 
 
-@pytest.mark.parametrize("master", ["fp32", "mantissa"])
+@pytest.mark.parametrize("master", ["fp32", "mantissa", "8bit"])
 def test_qk_clip_scales_masters_in_host_memory(master, slow):
     found = []
     for on in (False, True):

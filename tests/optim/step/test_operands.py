@@ -30,6 +30,10 @@ def operands(**state):
             r"on meta .* must be torch.float32 on cpu",
         ),
         ({"momentum_buffer": torch.zeros(6, 4), "mantissa": torch.zeros(6, 4)}, "its mantissa is torch.float32 on cpu"),
+        (
+            {"momentum_buffer": torch.zeros(6, 4), "mantissa_byte": torch.zeros(6, 4).char()},
+            "must be torch.uint8 on cpu",
+        ),
     ],
 )
 def test_state_of_another_form(state, message):

@@ -246,7 +246,9 @@ def test_a_split_parameter_without_gradient_counts_once():
 # -- workspace ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"cautious": True}, {"master": "fp32"}, {"master": "mantissa", "cautious": True}])
+@pytest.mark.parametrize(
+    "options", [{"cautious": True}, {"master": "fp32"}, {"master": "mantissa", "cautious": True}, {"master": "8bit"}]
+)
 @pytest.mark.parametrize("shape", [(1000,), (50, 20)])
 def test_adamw_in_pieces_is_adamw(options, shape):
     start = torch.randn(shape).bfloat16()

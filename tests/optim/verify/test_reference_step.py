@@ -130,6 +130,7 @@ CASES = {
     "bf16": (torch.bfloat16, {"weight_decay": 0.1, "adamw_weight_decay": 0.1}),
     "fp32": (torch.bfloat16, {"master": "fp32", "normalize": "neuron"}),
     "mantissa": (torch.bfloat16, {"master": "mantissa", "weight_decay": 0.1, "adamw_weight_decay": 0.1}),
+    "8bit": (torch.bfloat16, {"master": "8bit", "weight_decay": 0.1, "adamw_weight_decay": 0.1}),
     "fp16": (torch.float16, {"master": "fp32", "compute_dtype": torch.float16}),
     "float64": (torch.float64, {"normalize": "neuron", "compute_dtype": torch.float64}),
     "svd": (torch.float32, {"orthogonalizer": "svd"}),

@@ -9,9 +9,8 @@ and Adam's two moments of a. One step, with g_i the rows of the gradient, e_i = 
     a   <- a - lr Adam(h),  a <- a - lr wd a
     c_i  = |v_i|,  w_i <- a_i v_i / |v_i|
 
-With this f updates of directions are of the size of AdamW's, and one lr, AdamW's, suits both. Weight decay shrinks
-magnitudes alone. None is nearer to zero than 1e-12, with which a row of zeros begins: it grows as Adam moves it. The
-gradient is rounded as directions are before it is averaged, to bfloat16 where products are of 16 bits.
+Updates of directions are of the size of AdamW's, so lr is AdamW's; `weight_decay` should be 0, since Muon's is far too
+large for magnitudes. Momentum is of whole rows: it averages gradients that were rounded as directions are when sent.
 
 Source: Muown (K. Lion et al.), arXiv 2605.10797, whose momentum has no look-ahead: set `nesterov=False` to follow it.
 """
@@ -24,26 +23,15 @@ from torch import Tensor
 
 from quintic.optim.numeric.sums import norms, sums
 from quintic.optim.rules.rule import MOMENTUM, UpdateRule
-from quintic.optim.rules.stages import WEIGHT, GradientStage, MatrixStage, StageOptions, StateSpec, WeightStage
+from quintic.optim.rules.stages import WEIGHT, MatrixStage, StageOptions, StateSpec, WeightStage, WholeGradient
 
-__all__ = ["MUOWN", "Magnitudes", "RowDirections", "WholeGradient"]
+__all__ = ["MUOWN", "Magnitudes", "RowDirections"]
 
 _MAGNITUDE, _LENGTH = StateSpec("row_magnitude", "wide", "rows"), StateSpec("row_length", "wide", "rows")
 _GRADIENT = StateSpec("row_gradient", "wide", "rows")
 _MEAN, _SQUARE = StateSpec("row_exp_avg", "wide", "rows"), StateSpec("row_exp_avg_sq", "wide", "rows")
 _STEPS = StateSpec("row_step", "wide", "matrix")
-_LEAST = 1e-12
-
-
-@dataclass(frozen=True)
-class WholeGradient(GradientStage):
-    """The gradient itself as direction: its averages need whole rows."""
-
-    label = "gradients"
-
-    def apply(self, gradient: Tensor, state: Mapping[str, Tensor], options: StageOptions) -> Tensor:
-        """Return the gradient."""
-        return gradient
+_LEAST = 1e-12  # of magnitudes and lengths: rows of zeros begin with it, and grow as Adam moves it
 
 
 @dataclass(frozen=True)
@@ -61,9 +49,9 @@ class RowDirections(MatrixStage):
         """Return the momentum (b, m, n), and no factors; note the gradients of magnitudes."""
         weights, magnitude, length = state[WEIGHT], state[_MAGNITUDE.name], state[_LENGTH.name]
         norm = norms(weights, -1).clamp_min(_LEAST)
-        is_new = length == 0
-        magnitude.copy_(torch.where(is_new, norm, magnitude))
-        length.copy_(torch.where(is_new, norm, length))
+        # Zeros before the first step, which begins with magnitudes and lengths of the weight itself.
+        for kept in (magnitude, length):
+            kept.copy_(torch.where(length == 0, norm, kept))
         g, e, m = matrices.to(weights.dtype), weights / magnitude, state[MOMENTUM]
         h = sums(g * e, -1)  # (b, m, 1)
         state[_GRADIENT.name].copy_(h)
@@ -93,6 +81,7 @@ class Magnitudes(WeightStage):
         mean.lerp_(h, 1 - beta1)
         square.lerp_(h.square(), 1 - beta2)
         adam = mean / (1 - beta1**steps) / ((square / (1 - beta2**steps)).sqrt() + self.eps)
+        # Weights are a_i v_i / |v_i| before and after: a and c of before are needed for v.
         old, length = a.clone(), c.clone()
         a -= adam * options.lr
         a -= a * options.lr * options.weight_decay
@@ -103,9 +92,5 @@ class Magnitudes(WeightStage):
 
 
 MUOWN = UpdateRule(
-    title="Muown",
-    direction=WholeGradient(),
-    before=(RowDirections(),),
-    constrain=Magnitudes(),
-    scale="match_rms_adamw",
+    title="Muown", direction=WholeGradient(), before=(RowDirections(),), constrain=Magnitudes(), scale="match_rms_adamw"
 )

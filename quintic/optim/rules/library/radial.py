@@ -7,7 +7,8 @@ For a matrix w, its orthogonalised update u with the factor f from `adjust_lr`, 
 
 RadialBrake lets through a share s of the change of the norm: `outward` where it grows, `inward` where it shrinks.
 RelativeUpdate makes every step as long as lr times the weight, as Hyperball does, and does not project: `adjust_lr` has
-no effect. A matrix of zeros counts as one of the norm sqrt(m / 3) there, which PyTorch's initialisation would give it.
+no effect, and `weight_decay` should be 0, since it shrinks weights exponentially. A matrix of zeros counts as one of
+the norm sqrt(m / 3) there, which PyTorch's initialisation would give it.
 
 Source: the brake is of modded-nanogpt pull request 294 (user nilin), May 2026, which takes the change of the norm to
 first order in lr; here it is exact, as in Emerging-Optimizers (NVIDIA), which has both.

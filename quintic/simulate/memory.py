@@ -1,0 +1,245 @@
+"""The cheapest settings with which training fits into a device's memory (`quintic plan --memory`).
+
+A ladder is a list of settings from the cheapest to the costliest. `climb` adds one after the other and counts the bytes
+of each; `cheapest` takes the first ones that fit, and leaves out costly ones that are not needed.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+import quintic
+from quintic.optim.groups.options import OPTIONS
+from quintic.simulate.options import SimulationOptions, size_in_bytes
+from quintic.simulate.planned_models import planned_model
+from quintic.simulate.simulate import simulate_plan
+from quintic.simulate.table import mesh_of, naming_options, planned_optimizer
+from quintic.tables import aligned
+
+__all__ = [
+    "FREE",
+    "LADDER",
+    "Parts",
+    "Rung",
+    "Settings",
+    "cheapest",
+    "climb",
+    "gib",
+    "kept_bytes",
+    "memory_table",
+    "memory_text",
+    "needs_of",
+    "peak",
+]
+
+Settings: TypeAlias = Mapping[str, Any]
+"""Name of an option -> its value."""
+
+Parts: TypeAlias = Mapping[str, int]
+"""Purpose -> bytes on one device: `weights`, `gradients`, `state`, `step` for the temporary memory of the optimizer's
+step, and `activations` where they are known. `host` is state in host memory, which is not on the device."""
+
+FREE = "nothing"
+LADDER: tuple[tuple[Settings, str], ...] = (
+    ({"max_workspace_bytes": 2**28}, FREE),
+    ({"master": "mantissa"}, FREE),
+    ({"state_dtype": "bf16"}, "loss"),
+    ({"mesh": None}, "messages"),  # the mesh that was given
+    ({"offload": True}, "copies"),
+)
+"""Options of `quintic.Muon` that save memory, with their cost, from the cheapest to the costliest. A later value of an
+option replaces an earlier one."""
+
+_KEPT = ("weights", "gradients", "state")
+# Simulating more takes long.
+_MOST_RANKS = 1024
+_ONE_DEVICE = ((1,), ("fsdp",))
+
+
+class Rung(NamedTuple):
+    """Some settings and the memory that training needs with them."""
+
+    change: Settings
+    """The setting that was added last, with its cost."""
+    cost: str
+    settings: Settings
+    parts: Parts
+
+
+def peak(parts: Parts) -> int:
+    """Return the most bytes on the device: activations are freed before the step needs its temporary memory."""
+    return kept_bytes(parts) + max(parts.get("activations", 0), parts["step"])
+
+
+def kept_bytes(parts: Parts) -> int:
+    """Return the bytes of weights, gradients and state on the device."""
+    return sum(parts[name] for name in _KEPT)
+
+
+def climb(ladder: Sequence[tuple[Settings, str]], needs: Callable[[Settings], Parts]) -> list[Rung]:
+    """Return a rung without any of the settings, and one for each setting that saves memory beside those before it."""
+    rungs = [Rung({}, "", {}, needs({}))]
+    for change, cost in ladder:
+        settings = {**rungs[-1].settings, **change}
+        parts = needs(settings)
+        if peak(parts) < peak(rungs[-1].parts):
+            rungs.append(Rung(change, cost, settings, parts))
+    return rungs
+
+
+def cheapest(rungs: Sequence[Rung], needs: Callable[[Settings], Parts], memory: int) -> Rung | None:
+    """Return the first rung that fits into `memory` bytes, less settings that it does not need; None if none fits.
+
+    Settings that cost nothing are used in any case. Of the others the costliest are left out first.
+    """
+    num_free = len(list(itertools.takewhile(lambda rung: rung.cost == FREE, rungs[1:])))
+    first = next((number for number in range(num_free, len(rungs)) if peak(rungs[number].parts) <= memory), None)
+    if first is None:
+        return None
+    best, used = rungs[first], list(rungs[1 : first + 1])
+    for rung in reversed(used[:-1]):
+        fewer = [other for other in used if other is not rung]
+        settings = {name: value for other in fewer for name, value in other.change.items()}
+        if rung.cost != FREE and peak(parts := needs(settings)) <= memory:
+            best, used = best._replace(settings=settings, parts=parts), fewer
+    return best
+
+
+def memory_table(
+    rungs: Sequence[Rung], memory: int, parameters: int, start: str, name: Callable[[Settings], str]
+) -> str:
+    """Return a line for each rung: bytes of a weight, its gradient and its state, GiB by purpose, and whether it fits.
+
+    Args:
+        rungs: from `climb`.
+        memory: bytes of the device.
+        parameters: the number of weights of the whole model.
+        start: the name of the first rung.
+        name: returns the name of a setting.
+    """
+    knows = "activations" in rungs[0].parts
+    left = [] if knows else ["for activations"]
+    rows = [("setting", "costs", "bytes a weight", *rungs[0].parts, "sum", "fits", *left)]
+    for rung in rungs:
+        kept, most = kept_bytes(rung.parts), peak(rung.parts)
+        title = f"+ {name(rung.change)}" if rung.change else start
+        fits = most <= memory
+        left = [] if knows else [gib(memory - kept) if fits else "-"]
+        sizes = map(gib, (*rung.parts.values(), most))
+        rows.append((title, rung.cost, f"{kept / parameters:.2f}", *sizes, "yes" if fits else "no", *left))
+    return "\n".join(aligned(rows, [0, 0, *[-1] * (len(rows[0]) - 2)]))
+
+
+def gib(size: float) -> str:
+    """Return bytes as GiB with two digits, without the unit."""
+    return f"{size / 2**30:.2f}"
+
+
+def needs_of(
+    options: SimulationOptions, groups: Sequence[Mapping[str, Any]], *, device: str = "cuda"
+) -> Callable[[Settings], Parts]:
+    """Return a function that counts the memory of a model, on the rank that needs most, with settings of `LADDER`.
+
+    Args:
+        options: of the command, for all other options.
+        groups: the model's groups, from `param_groups`.
+        device: type of the devices.
+    """
+
+    def needs(settings: Settings) -> Parts:
+        chosen = {"mesh": _ONE_DEVICE, "master": _master(options), **settings}
+        mesh, layout = chosen.pop("mesh")
+        optimizer = planned_optimizer(options, [dict(group) for group in groups], **chosen)
+        simulation = simulate_plan(optimizer, mesh, layout, device=device, node_size=options.node_size)
+        weights, state, host = simulation.stored
+        # (parts, ranks); host memory is not counted.
+        sizes = torch.stack([weights, weights, state - host, simulation.workspace_bytes, host])
+        most = sizes[:, sizes[:-1].sum(0).argmax()].tolist()
+        return dict(zip((*_KEPT, "step", "host"), most, strict=True))
+
+    return needs
+
+
+def _master(options: SimulationOptions) -> str | None:
+    # Weights of 16 bits lose small updates without a master.
+    return options.master or ("fp32" if options.dtype == "bfloat16" else None)
+
+
+def memory_text(options: SimulationOptions) -> str:
+    """Return the output of `quintic plan --model NAME --memory SIZE`.
+
+    Raises:
+        ConfigError: an option is wrong. The message begins with its name.
+    """
+    assert options.memory is not None
+    memory, master = size_in_bytes(options.memory), _master(options)
+    given = (mesh_of(options.mesh or "1"), tuple(options.layout.split(",")))
+    with naming_options(options.model):
+        groups = quintic.param_groups(planned_model(options.model, getattr(torch, options.dtype)))
+        needs = needs_of(options, groups)
+        rungs = climb([({"mesh": given} if "mesh" in change else change, cost) for change, cost in LADDER], needs)
+        best = cheapest(rungs, needs, memory)
+        if best is None:
+            result = [_more_ranks(needs, rungs[-1].settings, memory, math.prod(given[0]))]
+        else:
+            host, left = best.parts["host"], gib(memory - kept_bytes(best.parts))
+            also = f" and {gib(host)} GiB of host memory" if host else ""
+            result = [
+                f"Cheapest that fits: {gib(peak(best.parts))} GiB{also}; activations may take {left} GiB, as they are "
+                "freed before the step:",
+                *_python(options, {"master": master, **best.settings}),
+            ]
+    parameters = sum(param.numel() for group in groups for param in group["params"])
+    start = f"{options.dtype} weights" + (f', master="{master}"' if master else "")
+    lines = [
+        f"{options.model}: {parameters:,} parameters, into {gib(memory)} GiB a device",
+        "GiB on the rank that needs most, each line with the settings above it\n",
+        memory_table(rungs, memory, parameters, start, _setting),
+        "\nNot counted: activations, and what CUDA and FSDP keep for themselves.",
+    ]
+    return "\n".join([*lines, *result])
+
+
+def _setting(settings: Settings) -> str:
+    """Return settings as text, such as `state_dtype="bf16"` or `fsdp on 8 ranks`."""
+    words = []
+    for name, value in settings.items():
+        if name == "mesh":
+            words.append(f"{','.join(value[1])} on {'x'.join(map(str, value[0]))} ranks")
+        elif name == "max_workspace_bytes":
+            words.append(f"{name}=2**{value.bit_length() - 1}")
+        else:
+            words.append(f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}")
+    return ", ".join(words)
+
+
+def _python(options: SimulationOptions, settings: Settings) -> list[str]:
+    """Return the two lines of Python that make the optimizer with these settings."""
+    keywords = {name: getattr(options, name) for name in vars(options) if name in OPTIONS} | dict(settings)
+    mesh = keywords.pop("mesh", _ONE_DEVICE)
+    if "dp" in mesh[1]:
+        keywords["comms"] = "averaged"
+    where = "whole on each GPU" if mesh == _ONE_DEVICE else _setting({"mesh": mesh})
+    changed = {name: value for name, value in keywords.items() if value != OPTIONS[name].default}
+    return [
+        f"    groups = quintic.param_groups(model)  # {options.dtype} weights, {where}",
+        f"    optimizer = quintic.Muon({', '.join(filter(None, ('groups', _setting(changed))))})",
+    ]
+
+
+def _more_ranks(needs: Callable[[Settings], Parts], settings: Settings, memory: int, given: int) -> str:
+    """Return a sentence about the number of ranks, doubled until it is enough, on which all settings fit."""
+    whole = kept_bytes(needs({**settings, "mesh": _ONE_DEVICE}))
+    ranks, most = max(given, 2), max(given, _MOST_RANKS)
+    while ranks <= most:
+        # If even shards are too large, no simulation is needed.
+        if whole <= memory * ranks:
+            parts = needs({**settings, "mesh": ((ranks,), ("fsdp",))})
+            if peak(parts) <= memory:
+                each = f"{gib(peak(parts))} GiB each"
+                return f"None of these fits; {ranks:,} GPUs would, with all of these settings and fsdp: {each}."
+        ranks *= 2
+    return f"None of these fits, nor would they with fsdp on {most:,} GPUs."
