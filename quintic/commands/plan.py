@@ -43,7 +43,11 @@ _KEPT = {False: (21, 4), True: (16, 8)}
 _LOSS_CHUNK_BYTES = 2**28
 
 # Options of a run that save memory, with their cost, from the cheapest to the costliest.
-_LADDER: tuple[tuple[Settings, str], ...] = (({"weights": "mantissa"}, "time"), ({"state_dtype": "bf16"}, "loss"))
+_LADDER: tuple[tuple[Settings, str], ...] = (
+    ({"weights": "mantissa"}, "time"),
+    ({"state_dtype": "bf16"}, "loss"),
+    ({"state_dtype": "int8"}, "loss"),
+)
 
 
 def run(arguments: list[str]) -> int:

@@ -37,10 +37,12 @@ results: see docs/how-to/choose-settings.md."""
 _STATES: Mapping[str, Mapping[str, Any]] = {
     "defaults": {},
     'state_dtype="bf16"': {"state_dtype": "bf16"},
+    'state_dtype="int8"': {"state_dtype": "int8"},
     'master="mantissa"': {"master": "mantissa"},
     'master="mantissa", state_dtype="bf16"': {"master": "mantissa", "state_dtype": "bf16"},
     'master="8bit"': {"master": "8bit"},
     'master="8bit", state_dtype="bf16"': {"master": "8bit", "state_dtype": "bf16"},
+    'master="8bit", state_dtype="int8"': {"master": "8bit", "state_dtype": "int8"},
     'master="fp32"': {"master": "fp32"},
 }
 

@@ -124,11 +124,10 @@ class Muon(Optimizer):
             copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit the trajectory of the
             copy at half its memory; `"8bit"`: to weight and uint8 bits, rounded to nearest: steps below 2^-17 of a
             weight are lost. Wider parameters have none. May change at any time, and differ from a loaded state's.
-        state_dtype: dtype of momentum and AdamW's moments in memory. None: float32; `"bf16"`: bfloat16, half of it.
-            Every step computes in float32 either way; stored values are rounded to the nearest bfloat16, and the update
-            is computed before that rounding. Needs `momentum` of Muon groups, and both `betas` of AdamW
-            groups, of at most 0.98: averages nearer to one change by less than bfloat16 resolves. May be changed at any
-            time, and need not be that of a loaded state: values are converted. float64 parameters keep float64 state.
+        state_dtype: form of momentum and AdamW's moments in memory. None: float32; `"bf16"`: half of that; `"int8"`: a
+            byte each, with a scale for 8 neighbours (`docs/how-to/save-memory.md`). Steps compute in float32, and only
+            stored values are rounded. `momentum` and `betas` may be at most 0.98, since stored averages do not resolve
+            slower changes. May change at any time, and need not be a loaded state's. float64 state stays as it is.
 
     Args: Several ranks
         comms: for plain tensors on several ranks (a `DTensor` carries its own layout). `"none"`: gradients are final

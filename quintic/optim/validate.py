@@ -17,7 +17,7 @@ from quintic.optim.comms.sharing import SHARDED_MODES
 from quintic.optim.groups.flattened import check_group_is_whole
 from quintic.optim.groups.names import made_up
 from quintic.optim.groups.options import OPTIONS, SCHEDULED_OPTIONS, STEP_OPTIONS
-from quintic.optim.layout.layouts import is_dtensor, layout_of, local_tensor, numel_of
+from quintic.optim.layout.layouts import Layout, is_dtensor, layout_of, local_tensor, numel_of
 from quintic.optim.layout.views import View
 from quintic.optim.layout.wrappers import check_wrapper
 from quintic.optim.numeric.bf16_state import MAX_BF16_BETA
@@ -33,6 +33,7 @@ from quintic.optim.rules.update import adjust_lr_factor
 __all__ = [
     "CHECKED_OPTIONS",
     "add_names",
+    "check_cuts",
     "check_group",
     "check_is_group",
     "check_is_listed_once",
@@ -202,8 +203,8 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
                 f"{name}: comms={group['comms']!r} sends runs of memory, and this parameter of shape "
                 f"{tuple(param.shape)} and strides {param.stride()} has gaps in it; make it contiguous"
             )
-        if group["state_dtype"] == "int8":
-            _check_cuts(name, param)
+        if group["state_dtype"] == "int8" and is_dtensor(param):
+            check_cuts(name, layout_of(name, param))
         _check_wrapper(name, param, group)
         if orthogonalizes(group["algorithm"]):
             _check_matrix(name, param, group)
@@ -282,15 +283,15 @@ def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
             )
 
 
-def _check_cuts(name: str, param: Tensor) -> None:
+def check_cuts(name: str, layout: Layout) -> None:
     """Reject a layout that cuts groups of 8-bit state: their bytes would depend on it."""
-    layout = layout_of(name, param) if is_dtensor(param) and param.ndim > 1 and param.shape[-1] % GROUP == 0 else None
-    if layout is None:
+    shape = layout.shape
+    if len(shape) < 2 or shape[-1] % GROUP:
         return
     cut = next((end for box in layout.boxes if numel_of(box) for end in box[-1] if end % GROUP), None)
     if cut is not None:
         raise ValueError(
-            f"{name}: its {param.shape[-1]} columns are cut behind column {cut} between ranks, and state_dtype='int8' "
+            f"{name}: its {shape[-1]} columns are cut behind column {cut} between ranks, and state_dtype='int8' "
             f"keeps {GROUP} neighbours together; use state_dtype='bf16' for this group, or a number of ranks that cuts "
             f"at multiples of {GROUP}"
         )

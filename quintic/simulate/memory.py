@@ -48,6 +48,8 @@ LADDER: tuple[tuple[Settings, str], ...] = (
     ({"master": "mantissa"}, FREE),
     ({"state_dtype": "bf16"}, "loss"),
     ({"mesh": None}, "messages"),  # the mesh that was given
+    ({"state_dtype": "int8"}, "loss"),
+    ({"master": "8bit"}, "loss"),
     ({"offload": True}, "copies"),
 )
 """Options of `quintic.Muon` that save memory, with their cost, from the cheapest to the costliest. A later value of an
@@ -84,7 +86,13 @@ def climb(ladder: Sequence[tuple[Settings, str]], needs: Callable[[Settings], Pa
     rungs = [Rung({}, "", {}, needs({}))]
     for change, cost in ladder:
         settings = {**rungs[-1].settings, **change}
-        parts = needs(settings)
+        try:
+            parts = needs(settings)
+        except ValueError:
+            # The layout cuts groups of 8-bit state; with bfloat16 state it was accepted.
+            if change.get("state_dtype") != "int8":
+                raise
+            continue
         if peak(parts) < peak(rungs[-1].parts):
             rungs.append(Rung(change, cost, settings, parts))
     return rungs

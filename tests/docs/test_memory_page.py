@@ -49,5 +49,7 @@ def test_bytes_a_weight_are_those_of_the_state(dtype, options, matrices, others)
 
 def test_the_table_has_all_options_that_change_the_state():
     named = " ".join(options for _, options, *_ in rows())
-    assert {'"bf16"', '"fp32"', '"mantissa"', "offload=True"} <= set(re.findall(r'"\w+"|offload=True', named))
-    assert len(list(rows())) >= 7
+    assert {'"bf16"', '"int8"', '"fp32"', '"mantissa"', '"8bit"', "offload=True"} <= set(
+        re.findall(r'"\w+"|offload=True', named)
+    )
+    assert len(list(rows())) >= 10

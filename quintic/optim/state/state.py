@@ -10,7 +10,8 @@
 | `mantissa`               | of the parameter                  | uint16, `master="mantissa"`         |
 | `mantissa_byte`          | of the parameter                  | uint8, `master="8bit"`              |
 
-This is the state of Muon, NorMuon, AdamW and of masters; `docs/reference/rules.md` has that of all rules.
+This is the state of Muon, NorMuon, AdamW and of masters; `docs/reference/rules.md` has that of all rules. With
+`state_dtype="int8"` momentum and `exp_avg` are int8 and `exp_avg_sq` is uint8, see `int8_state.py`.
 
 Only parameters below float32 have masters, see `precision.py`; float64 parameters keep float64 state. When the state of
 one parameter is first needed, it is made for all, so that every checkpoint has the same keys (`sync.py`). State of a
