@@ -87,7 +87,8 @@ def run(arguments: list[str]) -> int:
         for line in duration_lines(model, scale, choose_hardware(config.run)):
             say(line)
     # Precision and memory, then a line for each group, then the optimizer's plan.
-    weights = "bfloat16 (16 more bits of each in the state)" if config.optim.weights == "mantissa" else "float32"
+    more_bits = {"float32": 0, "mantissa": 16, "8bit": 8}[config.optim.weights]
+    weights = f"bfloat16 ({more_bits} more bits of each in the state)" if more_bits else "float32"
     say(f"Precision: {str(dtype).removeprefix('torch.')} activations{why}, {weights} weights")
     compiled = on_gpu if config.run.compile is None else config.run.compile
 
@@ -212,12 +213,20 @@ def cheapest_options(config: Config, memory: int, parameters: int, needs: Callab
         schedule = replace(config.schedule, rows=settings.get("rows", config.schedule.rows))
         return needs(replace(config, optim=replace(config.optim, **optim), schedule=schedule))
 
+    def is_allowed(settings: Settings) -> bool:
+        # Some values of other options exclude bfloat16 state.
+        try:
+            needs_with(settings)
+        except ValueError:
+            return False
+        return True
+
     def name(settings: Settings) -> str:
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
 
-    # Fewer rows at a time take more passes for the same batch.
-    halvings = [config.schedule.rows >> power for power in range(1, config.schedule.rows.bit_length())]
-    ladder = [*_LADDER, *(({"rows": rows}, "time") for rows in halvings)]
+    # Fewer rows at a time, in more passes: divisors, so that the batch is still a multiple.
+    fewer = [rows for rows in range(config.schedule.rows - 1, 0, -1) if config.schedule.rows % rows == 0]
+    ladder = [row for row in _LADDER if is_allowed(row[0])] + [({"rows": rows}, "time") for rows in fewer]
     rungs = climb(ladder, needs_with)
     lines = [
         f"Into {gib(memory)} GiB; the table has GiB, each line with the options above it:\n",

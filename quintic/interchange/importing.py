@@ -29,7 +29,7 @@ from quintic.optim.polar.coefficients import DEFAULT_STEPS, newton_schulz_coeffi
 from quintic.optim.rules.library.normuon import NEURON_MOMENT
 from quintic.optim.rules.rule import MOMENTUM, PARAM_SHAPED_STATE, Algorithm
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
-from quintic.optim.state.state import saved_tensor
+from quintic.optim.state.state import as_numbers, copy_, saved_tensor
 
 __all__ = ["SecondMoments", "Source", "export_torch_state", "import_state", "import_torch_state"]
 
@@ -142,9 +142,9 @@ def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, 
 
     Returns:
         `{"muon": state dict, "adamw": state dict}`, each with one group per group of the optimizer, in its order. The
-        tensors are the optimizer's own unless they are sharded. State and options that PyTorch's optimizers do not
-        have are left out: second moments of neurons, masters, views, Polar Express (their Muon has the Newton-Schulz
-        triple).
+        tensors are the optimizer's own unless they are sharded, or of 8 bits, which become float32. State and options
+        that PyTorch's optimizers do not have are left out: second moments of neurons, masters, views, Polar Express
+        (their Muon has the Newton-Schulz triple).
     """
     muon = muon_in(optimizer, "export_torch_state")
     saved = muon.state_dict()
@@ -174,7 +174,7 @@ def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, 
         for index, key in zip(indices, saved_group["params"], strict=True):
             state = saved["state"].get(key, {})
             if not state.keys().isdisjoint(STATE_KEYS[algorithm]):  # frozen parameters have none
-                target["state"][index] = {name: state[name] for name in sorted(STATE_KEYS[algorithm])}
+                target["state"][index] = {name: as_numbers(state[name]) for name in sorted(STATE_KEYS[algorithm])}
     return exported
 
 
@@ -295,7 +295,7 @@ def _copy_in(entries: Sequence[SavedState], owned: Mapping[str, _Owned], mode: S
     for target, source, factor in copies:
         if factor != 1:  # multiplied in float32 or wider; `copy_` rounds once
             source = source.to(torch.promote_types(target.dtype, torch.float32)) * factor
-        target.copy_(source)
+        copy_(target, source)
     return [name for name in owned if name in seen]
 
 

@@ -23,7 +23,7 @@ from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.grad_scaler import leaves_overflow_to_step, unscale_
 from quintic.optim.group_keys import check_keys, check_loaded, check_supported, suggests_options, with_algorithm
 from quintic.optim.groups.group import find_parameter
-from quintic.optim.groups.names import without_wrappers
+from quintic.optim.groups.names import strip_wrappers
 from quintic.optim.groups.options import Orthogonalizer, adopt_old_names, group_defaults, with_new_names
 from quintic.optim.linked_options import LinkedOptions
 from quintic.optim.numeric.bf16_state import StateDtype
@@ -119,8 +119,7 @@ class Muon(Optimizer):
             add up (AdamW does not see their scale).
 
     Args: Precision
-        compute_dtype: dtype of the orthogonaliser's matrix products; None for the method's own, see
-            `quintic.orthogonalize`.
+        compute_dtype: dtype of the orthogonaliser's matrix products; None: the method's own (`quintic.orthogonalize`).
         master: how 16-bit weights keep more precision. None: not at all; `"fp32"`: updates go to a float32
             copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit the trajectory of the
             copy at half its memory; `"8bit"`: to weight and uint8 bits, rounded to nearest: steps below 2^-17 of a
@@ -247,9 +246,7 @@ class Muon(Optimizer):
         check_params(params)
         super().__init__(self._undecided.begin(params), defaults)
         self._undecided.end(stacklevel=3)
-        names = iter(without_wrappers(name for group in self.param_groups for name in group["param_names"]))
-        for group in self.param_groups:
-            group["param_names"] = [next(names) for _ in group["param_names"]]
+        strip_wrappers(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group after checking it; a group without an `algorithm` gets one, and may become several.

@@ -309,8 +309,9 @@ class PlanCache:
                 # Skip weights that were not stepped, because rounding them once more may change them.
                 if param.grad is not None:
                     close(param)
+                    # The step has left this gradient here to tell that the wrapper was stepped.
                     if self.release_gradients:
-                        param.grad = None  # of a wrapper, which the step has left here to tell that it was stepped
+                        param.grad = None
 
     def _make_state(self) -> None:
         """Make or adapt state if it is stale."""

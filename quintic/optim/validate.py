@@ -203,8 +203,9 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
                 f"{name}: comms={group['comms']!r} sends runs of memory, and this parameter of shape "
                 f"{tuple(param.shape)} and strides {param.stride()} has gaps in it; make it contiguous"
             )
-        if group["state_dtype"] == "int8" and is_dtensor(param):
-            check_cuts(name, layout_of(name, param))
+        layout = layout_of(name, param) if group["state_dtype"] == "int8" and is_dtensor(param) else None
+        if layout is not None:
+            check_cuts(name, layout)
         _check_wrapper(name, param, group)
         if orthogonalizes(group["algorithm"]):
             _check_matrix(name, param, group)

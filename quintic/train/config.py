@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 ParallelName = Literal["sharded", "ddp", "fsdp", "hsdp", "tp"]
-WeightsName = Literal["float32", "mantissa"]
+WeightsName = Literal["float32", "mantissa", "8bit"]
 
 # A trained vocabulary has at least the 256 bytes and the document start.
 _MIN_VOCAB = 257
@@ -156,7 +156,7 @@ class OptimConfig:
     state_dtype: Literal["bf16", "int8"] | None = None
     """Keep momentum and AdamW's moments in bfloat16 ('bf16') or 8 bits ('int8'), half or a quarter of float32."""
     weights: WeightsName = "float32"
-    """'mantissa' keeps weights in bfloat16 and 16 more bits of each in the optimizer: float32, in two halves."""
+    """'mantissa' keeps weights in bfloat16 and the other 16 bits of float32 in the optimizer; '8bit' 8 of these."""
     weight_decay: float = 0.3
     """Decay of the matrices under Muon, per unit of learning rate; falls to zero over the run."""
     decay_shape: Literal["linear", "cosine"] = "linear"

@@ -155,10 +155,10 @@ def build_model(
 def empty_model(
     sizes: GPTConfig, *, dtype: torch.dtype, attention: AttentionName, weights: WeightsName = "float32"
 ) -> GPT:
-    """Return a model on the meta device with weights in float32, or in bfloat16 for "mantissa"."""
+    """Return a model on the meta device with weights in float32, or in bfloat16 for "mantissa" and "8bit"."""
     with torch.device("meta"):
         model = GPT(sizes, compute_dtype=dtype, attention=attention)
-    if weights == "mantissa":
+    if weights != "float32":
         for module in model.modules():
             for name, param in module.named_parameters(recurse=False):
                 setattr(module, name, torch.nn.Parameter(param.bfloat16()))
@@ -234,7 +234,7 @@ def build_optimizer(
         update_rule=optim.update_rule,
         normalize=optim.normalize if optim.update_rule is None else None,
         normalize_beta=constants.neuron_beta,
-        master="mantissa" if optim.weights == "mantissa" else None,
+        master=None if optim.weights == "float32" else optim.weights,
         state_dtype=optim.state_dtype,
         betas=(optim.beta1, optim.beta2),
         eps=1e-10,

@@ -1,8 +1,10 @@
 """`quintic plan` of a training run: what it knows without data, network or GPU, and the memory it predicts."""
 
 import dataclasses
+import itertools
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -128,6 +130,7 @@ def small(**optim: Any) -> Config:
         {"normalize": "neuron", "state_dtype": "bf16"},
         {"recipe": "nanochat"},
         {"weights": "mantissa", "normalize": "neuron"},
+        {"weights": "8bit", "state_dtype": "bf16"},
     ],
 )
 def test_weights_gradients_and_state_are_predicted_to_the_byte(optim: dict[str, Any]) -> None:
@@ -187,31 +190,36 @@ def test_activations_are_predicted_within_a_tenth(depth: int, seq_len: int, rows
 
 
 def test_a_run_is_fitted_into_the_memory_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["plan", "--preset", "gpu", "--depth", "12", "--rows", "32", "--device", "cpu"]
-    assert main([*options, "--memory", "16GiB"]) == 0
+    options = ["plan", "--preset", "cpu", "--device", "cpu", "--depth", "8", "--batch-tokens", "8192"]
+    assert main([*options, "--rows", "32", "--memory", "1GiB"]) == 0
     printed = capsys.readouterr().out
     lines = printed.splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("setting  "))
-    rows = [line.split() for line in lines[head + 1 : head + 10]]
-    assert [" ".join(row[:3]) for row in rows[1:6]] == [
-        "+ --weights mantissa",
-        "+ --state-dtype bf16",
-        "+ --state-dtype int8",
-        "+ --rows 16",
-        "+ --rows 8",
-    ]
-    assert rows[-1][:3] == ["+", "--rows", "1"]
-    assert [row[-1] for row in rows] == ["no"] * 4 + ["yes"] * 5
+    rows = [line.split() for line in itertools.takewhile(bool, lines[head + 1 :])]
+    changes = ["--weights mantissa", "--state-dtype bf16", "--state-dtype int8"]
+    changes += [f"--rows {rows}" for rows in (16, 8, 4, 2, 1)]
+    assert [" ".join(row[1:3]) for row in rows[1:]] == changes[: len(rows) - 1]
     sums = [float(row[-2]) for row in rows]
     assert sums == sorted(sums, reverse=True)
-    # The first sum is the one of the plan without the option; of the rest only fewer rows are needed.
+    assert [row[-1] for row in rows] == ["yes" if size <= 1 else "no" for size in sums]
+    # The first sum is the one of the plan without the option; of the settings only fewer rows are needed.
     assert f"Memory: about {sums[0]:.2f} GiB" in printed
     [cheapest] = [line for line in lines if line.startswith("Cheapest that fits")]
     size, chosen = cheapest.removeprefix("Cheapest that fits, with ").split(" GiB: ")
-    assert chosen == "--rows 16"
-    assert main([*options, "--rows", "16"]) == 0
+    assert chosen == "--rows 8"
+    assert main([*options, "--rows", "8"]) == 0
     assert f"Memory: about {size} GiB" in capsys.readouterr().out
-    assert main([*options, "--memory", "200GB"]) == 0
-    assert f"Cheapest that fits, with {sums[0]:.2f} GiB: these options" in capsys.readouterr().out
-    assert main([*options, "--memory", "1GiB"]) == 0
-    assert "None of these fits: a smaller --depth or --seq-len needs less." in capsys.readouterr().out
+    assert main([*options, "--rows", "12", "--batch-tokens", "3072", "--memory", "200GB"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^Cheapest that fits, with \d\.\d\d GiB: these options$", printed, re.MULTILINE)
+    assert re.findall(r"--rows (\d+)", printed)[:3] == ["6", "4", "3"]
+
+
+@pytest.mark.parametrize("excluding", [["--recipe", "nanochat"], ["--beta2", "0.99"]])
+def test_options_that_the_run_excludes_are_left_out(excluding: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset", "cpu", "--device", "cpu", "--memory", "1MiB", *excluding]) == 0
+    printed = capsys.readouterr().out
+    assert "+ --weights mantissa" in printed
+    assert "+ --rows 8" in printed
+    assert "state-dtype" not in printed
+    assert "None of these fits: a smaller --depth or --seq-len needs less." in printed

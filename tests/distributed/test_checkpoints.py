@@ -7,6 +7,7 @@ each rank (`models.positions`), not by what Quintic or DTensor think.
 import copy
 import itertools
 import warnings
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -30,7 +31,7 @@ import quintic
 
 # Both have NorMuon's second moments; the others' state is a part of theirs, except for "fp32".
 RULES = ("neuron", "mantissa")
-ALL = ("neuron", "fp32", "mantissa")
+ALL = ("neuron", "fp32", "mantissa", "8bit")
 # State for each row and each matrix, two averages in two dtypes, an average of steps.
 OF_THE_FIELD = ("muown", "bf16_hyperball", "narrow_two_rate", "ema_nesterov")
 BEFORE, AFTER = 2, 2
@@ -301,6 +302,40 @@ def test_state_dicts_of_one_device_and_of_a_layout_load_into_each_other(name):
 @pytest.mark.parametrize(("name", "titles"), [("tp-2", OF_THE_FIELD), ("hsdp-2x2", OF_THE_FIELD[:1])])
 def test_states_of_rules_of_the_field_load_into_each_other(name, titles):
     run(in_memory, LAYOUTS[name].world_size, LAYOUTS[name], titles, timeout=60)
+
+
+def other_masters(rank, world_size, layout):
+    """State of one device, of a layout and of a whole state dict, into an optimizer with another master."""
+    wrong = []
+    for first, second in (("mantissa", "8bit"), ("8bit", "fp32"), ("fp32", "mantissa")):
+        saved, wanted = (
+            replace(CASES["mantissa"], options={**CASES["mantissa"].options, "master": master})
+            for master in (first, second)
+        )
+        one, cut = start(ONE, saved), start(layout, saved)
+        for trained in (one, cut):
+            step(trained, range(BEFORE))
+        states = {
+            "one device's": copy.deepcopy(one.optimizer.state_dict()),
+            "the layout's": copy.deepcopy(cut.optimizer.state_dict()),
+            "whole": get_optimizer_state_dict(cut.model, cut.optimizer, options=FULL),
+        }
+        # As if the option had been changed after loading.
+        for group in one.optimizer.param_groups:
+            group["master"] = second
+        expected = {name: on_host(one.optimizer.state[param]) for name, param in one.model.named_parameters()}
+        for title, state in states.items():
+            again = start(layout, wanted)
+            again.optimizer.load_state_dict(state)
+            again.model.load_state_dict(cut.model.state_dict())
+            wrong += wrong_state(whole_state(again, world_size), expected, f"{first} to {second}, {title}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sharded-2", "tp-2", "fsdp2-3"])
+def test_masters_are_converted_on_every_rank(name):
+    run(other_masters, LAYOUTS[name].world_size, LAYOUTS[name], timeout=100)
 
 
 def before_the_first_step(rank, world_size, layout, folder):

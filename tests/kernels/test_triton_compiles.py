@@ -47,7 +47,7 @@ def compile_kernel(kernel, constants, num_warps=8, num_stages=3, aligned=(), **t
 def test_passes_over_matrices_compile(weight, master, contiguous, grouped):
     flags = {"CONTIGUOUS": contiguous, "GROUPED": grouped, "ALIGNED": contiguous, "HAS_MASK": grouped}
     where = flags | {"BLOCK": matrix_update._BLOCK}
-    for momentum in (tl.float32, tl.bfloat16):
+    for momentum in (tl.float32, tl.bfloat16, tl.int8):
         constants = {"MU": 2, "GRADIENT": weight, "MOMENTUM": momentum, "NESTEROV": contiguous, **where}
         compile_kernel(matrix_update._momentum_kernel, constants, matrix_update._NUM_WARPS)
     cautious = "strict" if grouped else contiguous
@@ -68,7 +68,7 @@ def test_adamw_compiles(weight, master, alone):
         "HAS_MASK": not alone,
         "ALIGNED": alone,
     }
-    for moments in (tl.float32, tl.bfloat16):
+    for moments in (tl.float32, tl.bfloat16, tl.int8):
         dtypes = {"WEIGHT": weight, "GRADIENT": weight, "MOMENTS": moments, "MASTER": master}
         constants = {**indices, **flags, **dtypes, "BLOCK": adamw._BLOCK}
         compiled = compile_kernel(adamw._adamw_kernel, constants, adamw._NUM_WARPS)

@@ -133,6 +133,7 @@ def test_a_run_killed_after_any_step_resumes_exactly(
         pytest.param({"normalize": "neuron"}, marks=pytest.mark.slow),
         pytest.param({"state_dtype": "bf16"}, marks=pytest.mark.slow),
         pytest.param({"weights": "mantissa", "dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param({"weights": "8bit", "dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"optimizer": "adamw", "cautious": False},
         pytest.param({"dtype": "bfloat16", "depth": 2, "kv_ratio": 2, "seq_len": 16}, marks=pytest.mark.slow),
     ],

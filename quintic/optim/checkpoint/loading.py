@@ -40,7 +40,7 @@ from quintic.optim.numeric.bf16_state import StateDtype
 from quintic.optim.rules.rule import PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.state.placement import has_packed_state, init_state
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
-from quintic.optim.state.state import copy_, piece_of, saved_tensor
+from quintic.optim.state.state import MASTER_KEYS, copy_, piece_of, saved_tensor
 
 __all__ = ["check_is_state_dict", "load_state"]
 
@@ -349,7 +349,7 @@ def _matched_state(
                 f"{message}; if the parameter has another shape now, let it begin anew: "
                 f"del state_dict['state'][{saved_key!r}], then optimizer.load_state_dict(state_dict, strict=False)"
             )
-        if source.dtype not in _MANTISSA_DTYPES.get(target.dtype, (source.dtype,)):
+        if key in MASTER_KEYS and source.dtype not in _MANTISSA_DTYPES.get(target.dtype, (source.dtype,)):
             raise ValueError(f"{what} is {source.dtype}, and must be {target.dtype}: other types do not keep its bits")
         # This rank's piece of a whole tensor or DTensor; None if it holds nothing.
         piece = piece_of(what, target, source)

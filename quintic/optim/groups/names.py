@@ -8,7 +8,8 @@ all names begin with it (`without_wrappers`). Either way distinct parameters kee
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -21,6 +22,7 @@ __all__ = [
     "model_parameters",
     "name_variants",
     "resolve_name",
+    "strip_wrappers",
     "unwrap_module",
     "without_holders",
     "without_wrappers",
@@ -95,6 +97,13 @@ def without_wrappers(names: Iterable[str]) -> list[str]:
     while after and all(name.startswith(f"{_HELD}.") for name in after):
         after = [name.removeprefix(f"{_HELD}.") for name in after]
     return after if len(set(after)) == len(set(before)) else before
+
+
+def strip_wrappers(groups: Sequence[dict[str, Any]]) -> None:
+    """Give the parameters of groups names without wrappers, judged by all of the names together."""
+    names = iter(without_wrappers(name for group in groups for name in group["param_names"]))
+    for group in groups:
+        group["param_names"] = [next(names) for _ in group["param_names"]]
 
 
 def made_up(group: int, index: int) -> str:

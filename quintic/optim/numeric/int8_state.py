@@ -23,7 +23,7 @@ MX formats of the Open Compute Project.
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "is_packed", "read_packed", "store_packed_"]
+__all__ = ["GROUP", "is_packed", "read_packed", "rounding_of", "store_packed_"]
 
 GROUP = 8
 """Entries that share a scale."""
@@ -58,7 +58,8 @@ def store_packed_(state: Tensor, values: Tensor) -> None:
     shift, largest = _SHIFT[state.dtype], _LARGEST[state.dtype]
     groups = values.unflatten(-1, (-1, GROUP))
     if state.dtype == torch.uint8:
-        groups = groups.sqrt()
+        # Rounded to the nearest, as in kernels: on CPUs some of PyTorch's roots of float32 are off in the last bit.
+        groups = groups.double().sqrt().float()
     # As integers, the bits of magnitudes have the order of these, with NaN above all.
     top = (groups.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
     exponent = top >> 23
@@ -72,6 +73,17 @@ def store_packed_(state: Tensor, values: Tensor) -> None:
     places = torch.arange(GROUP, dtype=torch.int32, device=state.device)
     # The cast keeps the low 8 bits.
     state.copy_(((whole << 1) | ((exponent >> places) & 1)).flatten(-2))
+
+
+def rounding_of(state: Tensor) -> Tensor:
+    """Return how far the last bit of a value may move what is stored for it, in float32, for each entry."""
+    # What a whole number of one stands for: the step, or its square.
+    step = read_packed((state & 1) | 2)
+    # Where the largest entry crosses a power of two the steps of its group double.
+    if state.dtype == torch.int8:
+        return 2 * step
+    # Roots may go up in one case and down in the other: (root + 3 steps)^2 - root^2.
+    return 6 * (step * read_packed(state)).sqrt() + 9 * step
 
 
 def _chance(values: Tensor) -> Tensor:

@@ -94,6 +94,7 @@ def _advance(
     mask: Tensor | None,
 ) -> _Result:
     """Call a stage with copies of its state, and store the copies where the mask is not zero; return its result."""
+    # Vectors of a batch may lie in several tensors: stages get them as one, (b, m or 1, n or 1).
     kept: dict[str, Tensor] = {}
     for spec in specs:
         kept[spec.name] = torch.cat(list(state.vectors[spec.name])) if spec.is_vector else state.batches[spec.name]
@@ -101,6 +102,7 @@ def _advance(
     weights = {WEIGHT: state.batches[WEIGHT]} if WEIGHT in state.batches else {}
     result = apply(wide | weights)
     store(kept, wide, None if mask is None else mask.view(-1, 1, 1))
+    # Those of the parameter's shape are stored; vectors go back to the tensors that they were taken from.
     for spec in specs:
         if spec.is_vector:
             targets = list(state.vectors[spec.name])

@@ -23,4 +23,5 @@ def store(kept: Mapping[str, Tensor], wide: Mapping[str, Tensor], mask: Tensor |
     """
     for name, value in wide.items():
         old = kept[name]
-        old.copy_(value if mask is None else torch.where(mask != 0, value, old))
+        # Rounded before the choice, which would be made in float32 else: NaN would come back with other bits.
+        old.copy_(value if mask is None else torch.where(mask != 0, value.to(old.dtype), old))

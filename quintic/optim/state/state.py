@@ -34,6 +34,7 @@ from quintic.optim.rules.stages import StateSpec
 
 __all__ = [
     "MASTER_KEYS",
+    "as_numbers",
     "as_tensor",
     "copy_",
     "master_key",
@@ -131,6 +132,15 @@ def saved_tensor(value: Any, what: str) -> Tensor:
     return tensor
 
 
+def as_numbers(state: Tensor) -> Tensor:
+    """Return averages of 8 bits in float32, a plain tensor or `DTensor` as they are, and other state itself."""
+    if not is_packed(state):
+        return state
+    wide = torch.empty_like(state, dtype=torch.float32)
+    local_tensor(wide).copy_(read_packed(local_tensor(state)))
+    return wide
+
+
 def copy_(target: Tensor, source: Tensor) -> None:
     """Copy state in place, from any device and dtype, to or from 8 bits; a mantissa may be any integer dtype."""
     if target.dtype != source.dtype:
@@ -138,7 +148,9 @@ def copy_(target: Tensor, source: Tensor) -> None:
         if is_packed(source) and target.dtype.is_floating_point:
             source = read_packed(source)
         elif is_packed(target) and source.dtype.is_floating_point:
-            return store_packed_(target, source.to(target.device, torch.float32))
+            # A `DTensor` may have the layout of another one.
+            wide = torch.empty_like(target, dtype=torch.float32).copy_(source)
+            return store_packed_(local_tensor(target), local_tensor(wide))
     if target.dtype == torch.uint16 and source.dtype != torch.uint16:
         target = target.view(torch.int16)  # the cast keeps the low 16 bits
     target.copy_(source)

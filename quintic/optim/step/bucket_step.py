@@ -213,6 +213,7 @@ class BucketStep:
         if isinstance(transport, Shard):
             with self.ranges["send gradients"]:
                 wait_for_mean = transport.start_gradients(active)
+            # The message has a copy of the gradients, or refers to them until it has arrived.
             active.gradients.clear()
             if transport.table is not None:
                 transport.table.unpin()

@@ -115,7 +115,8 @@ class Reduction:
                 self._fill_missing(valid[number] for number in due if number in valid)
             for shard in self._shards:
                 shard.averages = valid.get(shard.bucket.group)
-            del valid  # else gradients stay in memory until the step is over, also with `release_gradients`
+            # Else the averages stay in memory until the step is over, also with `release_gradients`.
+            del valid
             yield
         finally:
             self._drop_zero_filled()

@@ -231,9 +231,11 @@ class Runner:
                 # Only wrappers with a gradient are written back after the step (`PlanCache.end_step`).
                 if not is_opened(param):
                     param.grad = None
+        # Gradients of tied copies were added to those of their originals.
         for tie in self.ties:
             if steps_waited[tie.head_group] == 0:
                 tie.copy.grad = None
+        # Averages that clipping made, and addends of Partial gradients; buckets have the results.
         self._reduction.forget(due)
         self.consensus.partial.forget_replaced()
 

@@ -20,7 +20,7 @@ from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.group import Group
 from quintic.optim.layout.pieces import block_of
 from quintic.optim.layout.views import View
-from quintic.optim.numeric.int8_state import GROUP, is_packed, read_packed, store_packed_
+from quintic.optim.numeric.int8_state import GROUP, read_packed, store_packed_
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.kinds import adamw_entries
 from quintic.optim.rules.elementwise import drift_, keep_and_step_, stage_direction_, wide_weight
@@ -100,10 +100,10 @@ class TorchBackend:
         if self._present is not None:
             momenta, gradients, outputs = self._select_stepped(momenta, gradients, outputs)
         mu, nesterov = float(group.momentum), group.nesterov
-        if not is_packed(averages[0]):
+        if averages[0].itemsize > 1:
             momentum_(momenta, gradients, mu=mu, nesterov=nesterov, out=outputs)
             return directions
-        # One member at a time is in float32.
+        # Averages of 8 bits: one member at a time is in float32.
         for momentum, gradient, out in zip(momenta, gradients, outputs, strict=True):
             # Groups of 8 lie along the parameter's rows, which are the columns of a transposed matrix.
             rows = momentum if momentum.stride(-1) == 1 else momentum.transpose(2, 3)

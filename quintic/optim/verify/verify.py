@@ -26,6 +26,7 @@ from quintic.optim.groups.names import model_parameters
 from quintic.optim.layout.layouts import gradient_dtype, local_tensor
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.numeric.dynamo import unwrap_hooks
+from quintic.optim.numeric.int8_state import is_packed, read_packed, rounding_of
 from quintic.optim.numeric.precision import full_precision
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, STEP
 from quintic.optim.state.parameters import Parameter
@@ -244,6 +245,7 @@ def _compare_adamw(
             allowed = _allowed_change(parameter.group, old, right, _ADAMW * parameter.group.effective_lr)
         else:
             allowed = torch.zeros_like(right) if key == STEP else _allowed_state(right, old)
+            allowed += rounding_of(expected[key]) if is_packed(expected[key]) else 0.0
         yield _difference(parameter, key, right, mine, allowed, scale)
 
 
@@ -254,10 +256,7 @@ def _compare_matrices(
     before: Mapping[str, Tensor],
     roundings: Roundings,
 ) -> Iterator[Difference]:
-    """Yield the differences of every whole matrix, and of this rank's vector state.
-
-    All ranks that share the parameter must call it.
-    """
+    """Yield the differences of all matrices, and of this rank's vector state. All ranks that share it must call it."""
     # Matrices are numbered through all blocks of the view; `holders` are the ranks that have state of a matrix.
     view, shape = parameter.group.view, parameter.param.shape
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
@@ -268,6 +267,7 @@ def _compare_matrices(
         gather = parameter.whole if key == "weight" else partial(parameter.whole_of, key)
         wholes = [gather(_value(parameter, values, key)) for values in (before, expected, actual)]
         batches = [view.batches(whole) for whole in wholes]
+        steps = view.batches(gather(rounding_of(expected[key]))) if is_packed(expected[key]) else None
         for number, (block, index) in enumerate(numbers):
             old, right, mine = (batch[block][index] for batch in batches)
             is_elsewhere = key != "weight" and this_rank() not in holders.get((block, index), parameter.ranks)
@@ -281,7 +281,7 @@ def _compare_matrices(
                 decay_factor = _decay_factor(parameter.group, number, *right.shape)
                 allowed = _allowed_change(parameter.group, old, right, slack, decay_factor)
             else:
-                scale, allowed = largest(right), _allowed_state(right, old)
+                scale, allowed = largest(right), _allowed_state(right, old) + (steps[block][index] if steps else 0.0)
                 if key in of_updates:
                     allowed = allowed + _ROUNDINGS * rounding.second_moment
             one = _difference(parameter, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
@@ -330,7 +330,7 @@ def _wrong_ranks(parameter: Parameter, whole: Tensor, block: int, index: int, wr
 def _value(parameter: Parameter, values: Mapping[str, Tensor], key: str) -> Tensor:
     """Return this rank's piece of a state, or of a weight in full precision. All ranks that share it must call it."""
     if key != "weight":
-        return values[key]
+        return read_packed(values[key]) if is_packed(values[key]) else values[key]
     of_master = master_key(values)
     if of_master is None or parameter.sharded is None:
         return full_precision(values[key], None if of_master is None else values[of_master])

@@ -49,7 +49,8 @@ class RowDirections(MatrixStage):
         """Return the momentum (b, m, n), and no factors; note the gradients of magnitudes."""
         weights, magnitude, length = state[WEIGHT], state[_MAGNITUDE.name], state[_LENGTH.name]
         norm = norms(weights, -1).clamp_min(_LEAST)
-        for kept in (magnitude, length):  # zeros before the first step
+        # Zeros before the first step, which begins with magnitudes and lengths of the weight itself.
+        for kept in (magnitude, length):
             kept.copy_(torch.where(length == 0, norm, kept))
         g, e, m = matrices.to(weights.dtype), weights / magnitude, state[MOMENTUM]
         h = sums(g * e, -1)  # (b, m, 1)
@@ -80,6 +81,7 @@ class Magnitudes(WeightStage):
         mean.lerp_(h, 1 - beta1)
         square.lerp_(h.square(), 1 - beta2)
         adam = mean / (1 - beta1**steps) / ((square / (1 - beta2**steps)).sqrt() + self.eps)
+        # Weights are a_i v_i / |v_i| before and after: a and c of before are needed for v.
         old, length = a.clone(), c.clone()
         a -= adam * options.lr
         a -= a * options.lr * options.weight_decay
