@@ -5,6 +5,7 @@ each rank (`models.positions`), not by what Quintic or DTensor think.
 """
 
 import copy
+import functools
 import itertools
 import warnings
 from dataclasses import replace
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from trajectories import CASES, Layout, fused_adamw_tolerance
+from trajectories import CASES, EIGHTS, Layout, fused_adamw_tolerance
 
 import quintic
 
@@ -73,11 +74,13 @@ class Named:
 
 def start(layout, case):
     """A model before its first step, on this rank."""
-    model = Awkward(dtype=case.dtype)
+    # State of 8 bits needs rows of eights, and pieces of them.
+    make = functools.partial(Awkward, unit=32 if case.options.get("state_dtype") == "int8" else 1)
+    model = make(dtype=case.dtype)
     layout.lay_out(model)
     groups = quintic.param_groups(model, rules=rules(model, multipliers=case.multipliers))
     optimizer = quintic.Muon(groups, lr=0.05, adamw_lr=0.01, comms=layout.comms, **case.options)
-    return Trained(model, optimizer, held_by(Awkward, layout.lay_out))
+    return Trained(model, optimizer, held_by(make, layout.lay_out))
 
 
 def step(trained, steps):
@@ -220,6 +223,20 @@ def test_a_run_goes_on_in_another_layout(saving, loading, tmp_path):
 )
 def test_rules_of_the_field_go_on_in_another_layout(saving, loading, tmp_path):
     goes_on(LAYOUTS[saving], LAYOUTS[loading], OF_THE_FIELD, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        ("sharded-2", "tp-2"),
+        pytest.param("tp-2", "one", marks=pytest.mark.slow),
+        pytest.param("one", "fsdp2-3", marks=pytest.mark.slow),
+        pytest.param("fsdp2-3", "tp_fsdp2-2x2", marks=pytest.mark.slow),
+        pytest.param("tp_fsdp2-2x2", "sharded-2", marks=pytest.mark.slow),
+    ],
+)
+def test_state_of_8_bits_goes_on_in_another_layout(saving, loading, tmp_path):
+    goes_on(LAYOUTS[saving], LAYOUTS[loading], tuple(sorted(EIGHTS)), tmp_path)
 
 
 def test_fsdp2_on_four_ranks_goes_on_on_two_and_on_one(tmp_path):
