@@ -21,7 +21,7 @@ from quintic.durable import json_object
 from quintic.model.gpt import GPT
 from quintic.optim.muon import Muon
 from quintic.optim.state.placement import state_bytes
-from quintic.simulate.memory import Parts, Settings, cheapest, climb, gib, memory_table, memory_text, peak
+from quintic.simulate.memory import Parts, Settings, cheapest, gib, memory_table, memory_text, peak, setups_of
 from quintic.simulate.planned_models import is_on_hub
 from quintic.simulate.table import simulation_text
 from quintic.streams import say
@@ -43,7 +43,7 @@ _KEPT = {False: (21, 4), True: (16, 8)}
 _LOSS_CHUNK_BYTES = 2**28
 
 # Options of a run that save memory, with their cost, from the cheapest to the costliest.
-_LADDER: tuple[tuple[Settings, str], ...] = (
+_SAVINGS: tuple[tuple[Settings, str], ...] = (
     ({"weights": "mantissa"}, "time"),
     ({"state_dtype": "bf16"}, "loss"),
     ({"state_dtype": "int8"}, "loss"),
@@ -226,13 +226,13 @@ def cheapest_options(config: Config, memory: int, parameters: int, needs: Callab
 
     # Fewer rows at a time, in more passes: divisors, so that the batch is still a multiple.
     fewer = [rows for rows in range(config.schedule.rows - 1, 0, -1) if config.schedule.rows % rows == 0]
-    ladder = [row for row in _LADDER if is_allowed(row[0])] + [({"rows": rows}, "time") for rows in fewer]
-    rungs = climb(ladder, needs_with)
+    savings = [row for row in _SAVINGS if is_allowed(row[0])] + [({"rows": rows}, "time") for rows in fewer]
+    setups = setups_of(savings, needs_with)
     lines = [
         f"Into {gib(memory)} GiB; the table has GiB, each line with the options above it:\n",
-        memory_table(rungs, memory, parameters, "these options", name),
+        memory_table(setups, memory, parameters, "these options", name),
     ]
-    best = cheapest(rungs, needs_with, memory)
+    best = cheapest(setups, needs_with, memory)
     if best is None:
         return "\n".join([*lines, "\nNone of these fits: a smaller --depth or --seq-len needs less."])
     options = name(best.settings) or "these options"

@@ -1,7 +1,7 @@
 """The cheapest settings with which training fits into a device's memory (`quintic plan --memory`).
 
-A ladder is a list of settings from the cheapest to the costliest. `climb` adds one after the other and counts the bytes
-of each; `cheapest` takes the first ones that fit, and leaves out costly ones that are not needed.
+Savings are settings from the cheapest to the costliest. `setups_of` adds one after the other and counts the bytes of
+each sum; `cheapest` takes the first that fits, and leaves out costly settings that are not needed.
 """
 
 import itertools
@@ -21,18 +21,18 @@ from quintic.tables import aligned
 
 __all__ = [
     "FREE",
-    "LADDER",
+    "SAVINGS",
     "Parts",
-    "Rung",
     "Settings",
+    "Setup",
     "cheapest",
-    "climb",
     "gib",
     "kept_bytes",
     "memory_table",
     "memory_text",
     "needs_of",
     "peak",
+    "setups_of",
 ]
 
 Settings: TypeAlias = Mapping[str, Any]
@@ -43,7 +43,7 @@ Parts: TypeAlias = Mapping[str, int]
 step, and `activations` where they are known. `host` is state in host memory, which is not on the device."""
 
 FREE = "nothing"
-LADDER: tuple[tuple[Settings, str], ...] = (
+SAVINGS: tuple[tuple[Settings, str], ...] = (
     ({"max_workspace_bytes": 2**28}, FREE),
     ({"master": "mantissa"}, FREE),
     ({"state_dtype": "bf16"}, "loss"),
@@ -61,7 +61,7 @@ _MOST_RANKS = 1024
 _ONE_DEVICE = ((1,), ("fsdp",))
 
 
-class Rung(NamedTuple):
+class Setup(NamedTuple):
     """Some settings and the memory that training needs with them."""
 
     change: Settings
@@ -81,11 +81,11 @@ def kept_bytes(parts: Parts) -> int:
     return sum(parts[name] for name in _KEPT)
 
 
-def climb(ladder: Sequence[tuple[Settings, str]], needs: Callable[[Settings], Parts]) -> list[Rung]:
-    """Return a rung without any of the settings, and one for each setting that saves memory beside those before it."""
-    rungs = [Rung({}, "", {}, needs({}))]
-    for change, cost in ladder:
-        settings = {**rungs[-1].settings, **change}
+def setups_of(savings: Sequence[tuple[Settings, str]], needs: Callable[[Settings], Parts]) -> list[Setup]:
+    """Return a setup without any of the settings, and one for each setting that saves memory beside those before it."""
+    setups = [Setup({}, "", {}, needs({}))]
+    for change, cost in savings:
+        settings = {**setups[-1].settings, **change}
         try:
             parts = needs(settings)
         except ValueError:
@@ -93,51 +93,51 @@ def climb(ladder: Sequence[tuple[Settings, str]], needs: Callable[[Settings], Pa
             if change.get("state_dtype") != "int8":
                 raise
             continue
-        if peak(parts) < peak(rungs[-1].parts):
-            rungs.append(Rung(change, cost, settings, parts))
-    return rungs
+        if peak(parts) < peak(setups[-1].parts):
+            setups.append(Setup(change, cost, settings, parts))
+    return setups
 
 
-def cheapest(rungs: Sequence[Rung], needs: Callable[[Settings], Parts], memory: int) -> Rung | None:
-    """Return the first rung that fits into `memory` bytes, less settings that it does not need; None if none fits.
+def cheapest(setups: Sequence[Setup], needs: Callable[[Settings], Parts], memory: int) -> Setup | None:
+    """Return the first setup that fits into `memory` bytes, less settings that it does not need; None if none fits.
 
     Settings that cost nothing are used in any case. Of the others the costliest are left out first.
     """
-    num_free = len(list(itertools.takewhile(lambda rung: rung.cost == FREE, rungs[1:])))
-    first = next((number for number in range(num_free, len(rungs)) if peak(rungs[number].parts) <= memory), None)
+    num_free = len(list(itertools.takewhile(lambda setup: setup.cost == FREE, setups[1:])))
+    first = next((number for number in range(num_free, len(setups)) if peak(setups[number].parts) <= memory), None)
     if first is None:
         return None
-    best, used = rungs[first], list(rungs[1 : first + 1])
-    for rung in reversed(used[:-1]):
-        fewer = [other for other in used if other is not rung]
+    best, used = setups[first], list(setups[1 : first + 1])
+    for setup in reversed(used[:-1]):
+        fewer = [other for other in used if other is not setup]
         settings = {name: value for other in fewer for name, value in other.change.items()}
-        if rung.cost != FREE and peak(parts := needs(settings)) <= memory:
+        if setup.cost != FREE and peak(parts := needs(settings)) <= memory:
             best, used = best._replace(settings=settings, parts=parts), fewer
     return best
 
 
 def memory_table(
-    rungs: Sequence[Rung], memory: int, parameters: int, start: str, name: Callable[[Settings], str]
+    setups: Sequence[Setup], memory: int, parameters: int, start: str, name: Callable[[Settings], str]
 ) -> str:
-    """Return a line for each rung: bytes of a weight, its gradient and its state, GiB by purpose, and whether it fits.
+    """Return a line for each setup: bytes of a weight, its gradient and its state, GiB by purpose, and whether it fits.
 
     Args:
-        rungs: from `climb`.
+        setups: from `setups_of`.
         memory: bytes of the device.
         parameters: the number of weights of the whole model.
-        start: the name of the first rung.
+        start: the name of the first setup.
         name: returns the name of a setting.
     """
-    knows = "activations" in rungs[0].parts
+    knows = "activations" in setups[0].parts
     left = [] if knows else ["for activations"]
-    rows = [("setting", "costs", "bytes a weight", *rungs[0].parts, "sum", "fits", *left)]
-    for rung in rungs:
-        kept, most = kept_bytes(rung.parts), peak(rung.parts)
-        title = f"+ {name(rung.change)}" if rung.change else start
+    rows = [("setting", "costs", "bytes a weight", *setups[0].parts, "sum", "fits", *left)]
+    for setup in setups:
+        kept, most = kept_bytes(setup.parts), peak(setup.parts)
+        title = f"+ {name(setup.change)}" if setup.change else start
         fits = most <= memory
         left = [] if knows else [gib(memory - kept) if fits else "-"]
-        sizes = map(gib, (*rung.parts.values(), most))
-        rows.append((title, rung.cost, f"{kept / parameters:.2f}", *sizes, "yes" if fits else "no", *left))
+        sizes = map(gib, (*setup.parts.values(), most))
+        rows.append((title, setup.cost, f"{kept / parameters:.2f}", *sizes, "yes" if fits else "no", *left))
     return "\n".join(aligned(rows, [0, 0, *[-1] * (len(rows[0]) - 2)]))
 
 
@@ -149,7 +149,7 @@ def gib(size: float) -> str:
 def needs_of(
     options: SimulationOptions, groups: Sequence[Mapping[str, Any]], *, device: str = "cuda"
 ) -> Callable[[Settings], Parts]:
-    """Return a function that counts the memory of a model, on the rank that needs most, with settings of `LADDER`.
+    """Return a function that counts the memory of a model, on the rank that needs most, with settings of `SAVINGS`.
 
     Args:
         options: of the command, for all other options.
@@ -188,10 +188,10 @@ def memory_text(options: SimulationOptions) -> str:
     with naming_options(options.model):
         groups = quintic.param_groups(planned_model(options.model, getattr(torch, options.dtype)))
         needs = needs_of(options, groups)
-        rungs = climb([({"mesh": given} if "mesh" in change else change, cost) for change, cost in LADDER], needs)
-        best = cheapest(rungs, needs, memory)
+        setups = setups_of([({"mesh": given} if "mesh" in change else change, cost) for change, cost in SAVINGS], needs)
+        best = cheapest(setups, needs, memory)
         if best is None:
-            result = [_more_ranks(needs, rungs[-1].settings, memory, math.prod(given[0]))]
+            result = [_more_ranks(needs, setups[-1].settings, memory, math.prod(given[0]))]
         else:
             host, left = best.parts["host"], gib(memory - kept_bytes(best.parts))
             also = f" and {gib(host)} GiB of host memory" if host else ""
@@ -205,7 +205,7 @@ def memory_text(options: SimulationOptions) -> str:
     lines = [
         f"{options.model}: {parameters:,} parameters, into {gib(memory)} GiB a device",
         "GiB on the rank that needs most, each line with the settings above it\n",
-        memory_table(rungs, memory, parameters, start, _setting),
+        memory_table(setups, memory, parameters, start, _setting),
         "\nNot counted: activations, and what CUDA and FSDP keep for themselves.",
     ]
     return "\n".join([*lines, *result])

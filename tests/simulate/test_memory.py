@@ -1,4 +1,4 @@
-"""The memory of a model by setting: against tensors that are allocated, and properties of the ladder."""
+"""The memory of a model by setting: against tensors that are allocated, and properties of the savings."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import quintic
 from quintic.errors import ConfigError
-from quintic.simulate.memory import FREE, LADDER, cheapest, climb, kept_bytes, memory_table, needs_of, peak
+from quintic.simulate.memory import FREE, SAVINGS, cheapest, kept_bytes, memory_table, needs_of, peak, setups_of
 from quintic.simulate.options import SimulationOptions, size_in_bytes
 from quintic.simulate.planned_models import Decoder, Sizes
 from quintic.simulate.simulate import simulate_plan
@@ -29,8 +29,8 @@ def options_of(dtype, **more):
     return SimulationOptions(model="none", dtype=str(dtype).removeprefix("torch."), **more)
 
 
-def ladder_on(mesh):
-    return [({"mesh": mesh} if "mesh" in change else change, cost) for change, cost in LADDER]
+def savings_on(mesh):
+    return [({"mesh": mesh} if "mesh" in change else change, cost) for change, cost in SAVINGS]
 
 
 # -- against what is allocated ----------------------------------------------------------------------------------------
@@ -123,19 +123,19 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 @settings(max_examples=40)
 def test_each_rung_takes_less_and_the_cheapest_fits(sizes, dtype, mesh, rule, data):
     needs = needs_of(options_of(dtype, update_rule=rule), groups_of(sizes, dtype))
-    rungs = climb(ladder_on(mesh), needs)
-    peaks = [peak(rung.parts) for rung in rungs]
+    setups = setups_of(savings_on(mesh), needs)
+    peaks = [peak(setup.parts) for setup in setups]
     assert all(later < earlier for earlier, later in itertools.pairwise(peaks))
-    for rung, most in zip(rungs, peaks, strict=True):
-        on_device = {name: size for name, size in rung.parts.items() if name != "host"}
-        assert min(rung.parts.values()) >= 0
-        assert most == sum(on_device.values()) == kept_bytes(rung.parts) + rung.parts["step"]
+    for setup, most in zip(setups, peaks, strict=True):
+        on_device = {name: size for name, size in setup.parts.items() if name != "host"}
+        assert min(setup.parts.values()) >= 0
+        assert most == sum(on_device.values()) == kept_bytes(setup.parts) + setup.parts["step"]
     # With more memory the costliest setting is never a costlier one.
-    costs = [change for change, _ in ladder_on(mesh)]
+    costs = [change for change, _ in savings_on(mesh)]
     memories = sorted(data.draw(st.lists(st.integers(peaks[-1] - 1, peaks[0] + 1), min_size=2, max_size=4)))
     highest = math.inf
     for memory in memories:
-        best = cheapest(rungs, needs, memory)
+        best = cheapest(setups, needs, memory)
         assert (best is None) == (memory < peaks[-1])
         if best is None:
             continue
@@ -151,10 +151,10 @@ def test_each_rung_takes_less_and_the_cheapest_fits(sizes, dtype, mesh, rule, da
 @settings(max_examples=20)
 def test_the_cheapest_has_no_costly_setting_that_it_does_not_need(sizes, dtype, mesh):
     needs = needs_of(options_of(dtype), groups_of(sizes, dtype))
-    rungs = climb(ladder_on(mesh), needs)
-    memory = peak(rungs[-1].parts) + 100
-    best = cheapest(rungs, needs, memory)
-    costly = [rung.change for rung in rungs if rung.change and rung.cost != FREE]
+    setups = setups_of(savings_on(mesh), needs)
+    memory = peak(setups[-1].parts) + 100
+    best = cheapest(setups, needs, memory)
+    costly = [setup.change for setup in setups if setup.change and setup.cost != FREE]
     for change in costly[:-1]:
         if change.items() <= best.settings.items():
             fewer = {name: value for name, value in best.settings.items() if name not in change}
@@ -164,20 +164,20 @@ def test_the_cheapest_has_no_costly_setting_that_it_does_not_need(sizes, dtype, 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_device_as_large_as_a_rung_is_large_enough(mesh):
     needs = needs_of(options_of(torch.bfloat16), groups_of(SMALL, torch.bfloat16))
-    rungs = climb(ladder_on(mesh), needs)
-    assert [rung.change for rung in rungs[1:-1]][-1] == {"mesh": mesh} or rungs[-1].change == {"mesh": mesh}
-    for earlier, later in itertools.pairwise(rungs):
+    setups = setups_of(savings_on(mesh), needs)
+    assert [setup.change for setup in setups[1:-1]][-1] == {"mesh": mesh} or setups[-1].change == {"mesh": mesh}
+    for earlier, later in itertools.pairwise(setups):
         assert peak(later.parts) < peak(earlier.parts)
-        best = cheapest(rungs, needs, peak(later.parts))
+        best = cheapest(setups, needs, peak(later.parts))
         assert later.change.items() <= best.settings.items()
         assert peak(best.parts) <= peak(later.parts)
-    assert cheapest(rungs, needs, peak(rungs[-1].parts) - 1) is None
+    assert cheapest(setups, needs, peak(setups[-1].parts) - 1) is None
 
 
 def test_settings_that_cost_nothing_are_used_although_less_would_fit():
     needs = needs_of(options_of(torch.bfloat16), groups_of(SMALL, torch.bfloat16))
-    rungs = climb(ladder_on(((1,), ("fsdp",))), needs)
-    assert cheapest(rungs, needs, 2**30).settings == {"master": "mantissa"}
+    setups = setups_of(savings_on(((1,), ("fsdp",))), needs)
+    assert cheapest(setups, needs, 2**30).settings == {"master": "mantissa"}
 
 
 def test_a_setting_that_saves_nothing_has_no_rung():
@@ -186,7 +186,7 @@ def test_a_setting_that_saves_nothing_has_no_rung():
         ({"master": "mantissa"}, {"master": "mantissa"}),
     ):
         needs = needs_of(options_of(torch.bfloat16, **given_options), groups_of(SMALL, torch.bfloat16))
-        assert missing not in [rung.change for rung in climb(ladder_on(((1,), ("fsdp",))), needs)]
+        assert missing not in [setup.change for setup in setups_of(savings_on(((1,), ("fsdp",))), needs)]
 
 
 def test_a_later_value_of_an_option_replaces_an_earlier_one():
@@ -195,9 +195,9 @@ def test_a_later_value_of_an_option_replaces_an_earlier_one():
     def needs(settings):
         return {"weights": 10, "gradients": 10, "state": sizes[settings.get("state_dtype")], "step": 5}
 
-    rungs = climb([({"state_dtype": "bf16"}, "loss"), ({"state_dtype": "int8"}, "loss")], needs)
-    assert [peak(rung.parts) for rung in rungs] == [125, 85, 65]
-    found = [cheapest(rungs, needs, memory) for memory in (125, 124, 84, 64)]
+    setups = setups_of([({"state_dtype": "bf16"}, "loss"), ({"state_dtype": "int8"}, "loss")], needs)
+    assert [peak(setup.parts) for setup in setups] == [125, 85, 65]
+    found = [cheapest(setups, needs, memory) for memory in (125, 124, 84, 64)]
     assert [best and dict(best.settings) for best in found] == [
         {},
         {"state_dtype": "bf16"},
@@ -212,11 +212,11 @@ def test_8_bit_state_has_no_rung_where_the_layout_cuts_its_groups():
     options = options_of(torch.bfloat16)
     for ranks, accepted in ((2, False), (3, True)):
         needs = needs_of(options, groups_of(sizes, torch.bfloat16))
-        rungs = climb(ladder_on(((ranks,), ("tp",))), needs)
-        changes = [rung.change for rung in rungs]
+        setups = setups_of(savings_on(((ranks,), ("tp",))), needs)
+        changes = [setup.change for setup in setups]
         assert ({"state_dtype": "int8"} in changes) == accepted
         assert {"master": "8bit"} in changes
-        assert rungs[-1].settings["state_dtype"] == ("int8" if accepted else "bf16")
+        assert setups[-1].settings["state_dtype"] == ("int8" if accepted else "bf16")
 
 
 def test_other_settings_that_are_refused_are_errors():
@@ -226,13 +226,13 @@ def test_other_settings_that_are_refused_are_errors():
         return {"weights": 10, "gradients": 10, "state": 20, "step": 5}
 
     with pytest.raises(ValueError, match="refused"):
-        climb([({"state_dtype": "int8"}, "loss"), ({"master": "8bit"}, "loss")], needs)
+        setups_of([({"state_dtype": "int8"}, "loss"), ({"master": "8bit"}, "loss")], needs)
 
 
 def test_activations_and_the_step_share_memory():
     parts = {"weights": 1 << 30, "gradients": 1 << 30, "state": 1 << 31, "step": 1 << 28, "activations": 1 << 29}
     assert peak(parts) == (1 << 32) + (1 << 29)
-    [head, row] = memory_table(climb([], lambda settings: parts), 1 << 33, 1 << 29, "start", str).splitlines()
+    [head, row] = memory_table(setups_of([], lambda settings: parts), 1 << 33, 1 << 29, "start", str).splitlines()
     assert head.split()[-2:] == ["sum", "fits"]
     assert row.split() == ["start", "8.00", "1.00", "1.00", "2.00", "0.25", "0.50", "4.50", "yes"]
 
