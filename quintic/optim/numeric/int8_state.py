@@ -20,13 +20,21 @@ Blockwise 8-bit state follows Dettmers et al., arXiv 2110.02861; small blocks wi
 MX formats of the Open Compute Project.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "is_packed", "read_packed", "rounding_of", "store_packed_"]
+__all__ = ["GROUP", "PIECE", "PIECE_BYTES", "is_packed", "read_packed", "rounding_of", "store_packed_"]
 
 GROUP = 8
 """Entries that share a scale."""
+
+PIECE = 2**17
+"""Reading and storing work on at most this many entries at a time, a multiple of `GROUP`, in temporary tensors."""
+
+PIECE_BYTES = 36
+"""The most bytes of these tensors for each entry of a piece."""
 
 # q is below 2^6, or 2^7 for second moments. The exponent of a float32 has a bias of 127, so entries in [1, 2) have
 # E = 127, and steps of 2^(E - 127 - 5).
@@ -40,7 +48,33 @@ def is_packed(state: Tensor) -> bool:
 
 
 def read_packed(state: Tensor) -> Tensor:
-    """Return 8-bit state (..., a multiple of 8) in float32."""
+    """Return 8-bit state (..., a multiple of 8) in float32, in its memory order."""
+    values = torch.empty_like(state, dtype=torch.float32)
+    for stored, piece in _in_pieces(state, values):
+        piece.copy_(_read(stored))
+    return values
+
+
+def store_packed_(state: Tensor, values: Tensor) -> None:
+    """Store float32 values in 8-bit state of their shape."""
+    for stored, piece in _in_pieces(state, values):
+        _store_(stored, piece)
+
+
+def _in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield pieces of two tensors of one shape, of at most `PIECE` entries and whole groups."""
+    first = tensors[0]
+    if first.numel() <= PIECE:
+        yield tensors
+    elif len(first) == 1 and first.ndim > 1:
+        yield from _in_pieces(*(tensor[0] for tensor in tensors))
+    else:
+        length = max(1, PIECE // (first.numel() // len(first)))
+        for pieces in zip(*(tensor.split(length) for tensor in tensors), strict=True):
+            yield from _in_pieces(*pieces)
+
+
+def _read(state: Tensor) -> Tensor:
     groups = state.unflatten(-1, (-1, GROUP)).to(torch.int32)
     places = torch.arange(GROUP, dtype=torch.int32, device=state.device)
     # (..., groups, 1)
@@ -48,13 +82,10 @@ def read_packed(state: Tensor) -> Tensor:
     values = (groups >> 1) * _power(exponent, _SHIFT[state.dtype])
     if state.dtype == torch.uint8:
         values = values.square()
-    values = torch.where(exponent == 255, torch.nan, values)
-    # In the memory order of the state.
-    return torch.empty_like(state, dtype=torch.float32).copy_(values.flatten(-2))
+    return torch.where(exponent == 255, torch.nan, values).flatten(-2)
 
 
-def store_packed_(state: Tensor, values: Tensor) -> None:
-    """Store float32 values in 8-bit state of their shape."""
+def _store_(state: Tensor, values: Tensor) -> None:
     shift, largest = _SHIFT[state.dtype], _LARGEST[state.dtype]
     groups = values.unflatten(-1, (-1, GROUP))
     if state.dtype == torch.uint8:
