@@ -91,6 +91,8 @@ def _adamw_kernel(
     # (p,) int32 each: tensor and tile of each program (see programs.py); not read with ONE_TENSOR.
     tensor_of_program,
     tile_of_program,
+    # (t,) int64: address of each tensor's float32 count of steps.
+    steps,
     # (2, t) float32, from `_count_kernel`.
     corrections,
     # (k,) float64; LR, WEIGHT_DECAY, BETA1, BETA2 and EPS are indices into it.
@@ -154,8 +156,10 @@ def _adamw_kernel(
         keep = element < numel * tl.load(apply_mask + tensor * mask_stride)
     value = load_full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
     value = stepped_weight(value, update, 1.0, 1.0, lr, weight_decay, CAUTIOUS, SQUARED)
-    store_average(exp_avgs, exp_avg, keep, BLOCK)
-    store_average(exp_avg_sqs, exp_avg_sq, keep, BLOCK)
+    # Counted by `_count_kernel`.
+    step = tl.load(tl.load(steps + tensor).to(tl.pointer_type(tl.float32)))
+    store_average(exp_avgs, exp_avg, keep, step, BLOCK)
+    store_average(exp_avg_sqs, exp_avg_sq, keep, step, BLOCK)
     store_weight(weights, masters, value, keep, MASTER)
 
 
@@ -224,6 +228,7 @@ def adamw_tensors_(
             numels,
             programs.tensor_of_program,
             programs.tile_of_program,
+            steps,
             corrections,
             hyperparameters,
             *flags,

@@ -104,7 +104,7 @@ def _momentum_kernel(
     if HAS_MASK:
         # A flag of 0 makes the bound 0: nothing is stored.
         keep = element < numel * tl.load(apply_mask + matrix * mask_stride)
-    store_average(momenta, momentum, keep, BLOCK)
+    store_average(momenta, momentum, keep, 0, BLOCK)
     # The direction is made of the momentum before it is rounded to MOMENTUM, and written whether or not the flag is 0:
     # the matrix' update is then dropped by `_apply_kernel`.
     direction = momentum

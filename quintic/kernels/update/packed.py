@@ -31,8 +31,11 @@ def load_average(pointers, mask, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_average(pointers, value, mask, BLOCK: tl.constexpr):
-    """Store float32 values, (BLOCK,), in the dtype of the pointers, see `load_average`."""
+def store_average(pointers, value, mask, step, BLOCK: tl.constexpr):
+    """Store float32 values, (BLOCK,), in the dtype of the pointers, see `load_average`.
+
+    `step`, float32, counts steps; squares alone need it.
+    """
     dtype: tl.constexpr = pointers.dtype.element_ty
     if dtype == tl.int8 or dtype == tl.uint8:
         if dtype == tl.uint8:
@@ -44,7 +47,8 @@ def store_average(pointers, value, mask, BLOCK: tl.constexpr):
         inverse = _power(exponent, 6 if dtype == tl.uint8 else 5, INVERSE=True)
         scaled = tl.where(exponent == 255, 0.0, value * inverse)
         if dtype == tl.uint8:
-            chance = ((bits * 0x9E3779B1) >> 16).to(tl.float32) * 0.0000152587890625  # 2^-16
+            salt = step.to(tl.uint32) * 0x85EBCA77
+            chance = (((bits ^ salt) * 0x9E3779B1) >> 16).to(tl.float32) * 0.0000152587890625  # 2^-16
             # The conversion drops what is behind the point.
             whole = tl.maximum((scaled + chance).to(tl.int32), (scaled > 0).to(tl.int32))
             whole = tl.minimum(whole, 127)

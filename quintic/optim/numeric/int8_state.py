@@ -9,8 +9,8 @@ all that is needed to read it, and state has the shape and layout of its paramet
 
 Second moments divide updates, so none but zero becomes zero. Nor may they stay at what one large gradient made them,
 as they would if each small decay were rounded away: sqrt(x) goes to the next q above with the probability of its
-distance from the one below. The chance is a hash of the value's own bits, so it is the same on every layout and
-device, and nothing has to be counted. Momentum is rounded to the nearest, which costs nothing that was measured.
+distance from the one below. The chance is a hash of the value's bits and of the parameter's count of steps, so it is
+the same on every layout and device. Momentum is rounded to the nearest, which costs nothing that was measured.
 
 What was read and is stored again has the same bytes, so groups whose entries did not change keep theirs. NaN or
 infinity makes all of its group NaN. For the same bytes on every layout, groups must lie whole on a rank and in a
@@ -20,13 +20,21 @@ Blockwise 8-bit state follows Dettmers et al., arXiv 2110.02861; small blocks wi
 MX formats of the Open Compute Project.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "is_packed", "read_packed", "rounding_of", "store_packed_"]
+__all__ = ["GROUP", "PIECE", "PIECE_BYTES", "is_packed", "read_packed", "rounding_of", "store_packed_"]
 
 GROUP = 8
 """Entries that share a scale."""
+
+PIECE = 2**17
+"""Reading and storing work on at most this many entries at a time, a multiple of `GROUP`, in temporary tensors."""
+
+PIECE_BYTES = 36
+"""The most bytes of these tensors for each entry of a piece."""
 
 # q is below 2^6, or 2^7 for second moments. The exponent of a float32 has a bias of 127, so entries in [1, 2) have
 # E = 127, and steps of 2^(E - 127 - 5).
@@ -40,7 +48,36 @@ def is_packed(state: Tensor) -> bool:
 
 
 def read_packed(state: Tensor) -> Tensor:
-    """Return 8-bit state (..., a multiple of 8) in float32."""
+    """Return 8-bit state (..., a multiple of 8) in float32, in its memory order."""
+    values = torch.empty_like(state, dtype=torch.float32)
+    for stored, piece in _in_pieces(state, values):
+        piece.copy_(_read(stored))
+    return values
+
+
+def store_packed_(state: Tensor, values: Tensor, step: Tensor | None = None) -> None:
+    """Store float32 values in 8-bit state of their shape.
+
+    `step`, 0-d, counts steps: without it what equal values become is always the same, and some would never decay.
+    """
+    for stored, piece in _in_pieces(state, values):
+        _store_(stored, piece, step)
+
+
+def _in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield pieces of two tensors of one shape, of at most `PIECE` entries and whole groups."""
+    first = tensors[0]
+    if first.numel() <= PIECE:
+        yield tensors
+    elif len(first) == 1 and first.ndim > 1:
+        yield from _in_pieces(*(tensor[0] for tensor in tensors))
+    else:
+        length = max(1, PIECE // (first.numel() // len(first)))
+        for pieces in zip(*(tensor.split(length) for tensor in tensors), strict=True):
+            yield from _in_pieces(*pieces)
+
+
+def _read(state: Tensor) -> Tensor:
     groups = state.unflatten(-1, (-1, GROUP)).to(torch.int32)
     places = torch.arange(GROUP, dtype=torch.int32, device=state.device)
     # (..., groups, 1)
@@ -48,13 +85,10 @@ def read_packed(state: Tensor) -> Tensor:
     values = (groups >> 1) * _power(exponent, _SHIFT[state.dtype])
     if state.dtype == torch.uint8:
         values = values.square()
-    values = torch.where(exponent == 255, torch.nan, values)
-    # In the memory order of the state.
-    return torch.empty_like(state, dtype=torch.float32).copy_(values.flatten(-2))
+    return torch.where(exponent == 255, torch.nan, values).flatten(-2)
 
 
-def store_packed_(state: Tensor, values: Tensor) -> None:
-    """Store float32 values in 8-bit state of their shape."""
+def _store_(state: Tensor, values: Tensor, step: Tensor | None) -> None:
     shift, largest = _SHIFT[state.dtype], _LARGEST[state.dtype]
     groups = values.unflatten(-1, (-1, GROUP))
     if state.dtype == torch.uint8:
@@ -66,7 +100,7 @@ def store_packed_(state: Tensor, values: Tensor) -> None:
     # Powers of two and their inverses are exact, so no order of operations changes a bit.
     scaled = groups / _power(exponent, shift)
     if state.dtype == torch.uint8:
-        whole = torch.maximum((scaled + _chance(groups)).floor(), (groups > 0).float())
+        whole = torch.maximum((scaled + _chance(groups, step)).floor(), (groups > 0).float())
     else:
         whole = scaled.round()
     whole = torch.where(exponent == 255, 0.0, whole).clamp(-largest, largest).to(torch.int32)
@@ -86,11 +120,13 @@ def rounding_of(state: Tensor) -> Tensor:
     return 6 * (step * read_packed(state)).sqrt() + 9 * step
 
 
-def _chance(values: Tensor) -> Tensor:
-    """Return for each float32 value a number in [0, 1), multiples of 2^-16, that follows from its bits."""
+def _chance(values: Tensor, step: Tensor | None) -> Tensor:
+    """Return for each float32 value a number in [0, 1), multiples of 2^-16, from its bits and the count of steps."""
+    bits = values.contiguous().view(torch.int32).to(torch.int64)
+    if step is not None:
+        bits = bits ^ (step.to(torch.int64) * 0x85EBCA77 & 0xFFFFFFFF)
     # Multiplication by 2^32 / golden ratio, whose upper bits depend on all bits below them (Knuth).
-    bits = values.contiguous().view(torch.int32).to(torch.int64) * 0x9E3779B1
-    return (bits >> 16 & 0xFFFF).float() * 2.0**-16
+    return (bits * 0x9E3779B1 >> 16 & 0xFFFF).float() * 2.0**-16
 
 
 def _power(exponent: Tensor, shift: int) -> Tensor:

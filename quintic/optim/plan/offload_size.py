@@ -115,7 +115,9 @@ def offloaded_bytes(group: Group, dtype: torch.dtype) -> int:
     if dtype.itemsize < 4 and group.master is not None:
         # Loaded twice, if stages on whole matrices read weights.
         specs += [MASTER_SPECS[group.master]] * (1 + group.rule.reads_weights)
-    return sum(spec.dtype_for(dtype, group.state_dtype).itemsize for spec in specs)
+    # Averages of 8 bits count as float32, which those of some parameters are.
+    state_dtype = None if group.state_dtype == "int8" else group.state_dtype
+    return sum(spec.dtype_for(dtype, state_dtype).itemsize for spec in specs)
 
 
 def offloaded_entries(group: Group, dtype: torch.dtype) -> int | None:

@@ -279,7 +279,7 @@ def adamw_(
     if mean is not exp_avg:
         for kept, average in ((exp_avg, mean), (exp_avg_sq, mean_square)):
             if is_packed(kept):
-                store_packed_(kept, average)
+                store_packed_(kept, average, step)
             else:
                 kept.copy_(average)
     decay_and_step_(

@@ -26,7 +26,7 @@ from quintic.optim.plan.kinds import adamw_entries
 from quintic.optim.rules.elementwise import drift_, keep_and_step_, stage_direction_, wide_weight
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 from quintic.optim.rules.stages import StageOptions
-from quintic.optim.rules.update import adamw_, decay_and_step_, in_pieces, momentum_
+from quintic.optim.rules.update import CPU_PIECE, adamw_, decay_and_step_, in_pieces, momentum_
 from quintic.optim.state.state import master_key
 from quintic.optim.step.operands import BucketCache, Operands
 
@@ -103,14 +103,15 @@ class TorchBackend:
         if averages[0].itemsize > 1:
             momentum_(momenta, gradients, mu=mu, nesterov=nesterov, out=outputs)
             return directions
-        # Averages of 8 bits: one member at a time is in float32.
-        for momentum, gradient, out in zip(momenta, gradients, outputs, strict=True):
-            # Groups of 8 lie along the parameter's rows, which are the columns of a transposed matrix.
-            rows = momentum if momentum.stride(-1) == 1 else momentum.transpose(2, 3)
-            wide = read_packed(rows)
-            average = wide if rows is momentum else wide.transpose(2, 3)
+        # Averages of 8 bits: one member at a time is in float32, on CPUs in pieces. Groups of 8 lie along the rows of a
+        # parameter, which are the columns of a transposed matrix.
+        entries = CPU_PIECE if bucket.device.type == "cpu" else None
+        if momenta and momenta[0].stride(-1) != 1:
+            momenta, gradients, outputs = ([x.transpose(2, 3) for x in xs] for xs in (momenta, gradients, outputs))
+        for rows, gradient, out in in_pieces(momenta, gradients, outputs, entries=entries):
+            average = read_packed(rows)
             momentum_([average], [gradient], mu=mu, nesterov=nesterov, out=[out])
-            store_packed_(rows, wide)
+            store_packed_(rows, average)
         return directions
 
     def apply(self, update: Tensor, factors: Tensor, rate: Tensor | None = None) -> None:

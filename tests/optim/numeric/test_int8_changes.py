@@ -313,8 +313,8 @@ def moved(monkeypatch, factor):
             one.mul_(factor)
         return found
 
-    def store(state, values):
-        store_packed_(state, values * factor)
+    def store(state, values, step):
+        store_packed_(state, values * factor, step)
 
     def adamw(*tensors, **options):
         with monkeypatch.context() as patched:

@@ -75,7 +75,7 @@ def test_adamw_follows_the_oracle_and_steps_before_its_moments_are_rounded(dtype
             np.testing.assert_allclose(optimizer.state[param]["master"].numpy(), weight, rtol=1e-5, atol=1e-6)
         state = optimizer.state[param]
         for key, average in (("exp_avg", mean), ("exp_avg_sq", mean_square)):
-            assert np.array_equal(bytes_of(state[key]), encoded(average, DTYPES[key])), key
+            assert np.array_equal(bytes_of(state[key]), encoded(average, DTYPES[key], count)), key
         mean, mean_square = (decoded(bytes_of(state[key]), DTYPES[key]) for key in ("exp_avg", "exp_avg_sq"))
 
 

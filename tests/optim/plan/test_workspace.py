@@ -405,6 +405,29 @@ def test_what_a_step_of_every_rule_allocates(rule, options):
     assert peak <= planned <= 1.5 * peak
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+@pytest.mark.parametrize("limit", [None, 400_000])
+@pytest.mark.parametrize("shape", [(160, 32), (400, 400)], ids=str)
+def test_what_state_of_8_bits_allocates(shape, limit, algorithm, dtype):
+    masters = {"master": "8bit"} if dtype == torch.bfloat16 else {}
+    for make in (several, rows)[: 2 if algorithm == "muon" else 1]:
+        group = make(shape, dtype)
+        optimizer = Muon(
+            [{**group, "algorithm": algorithm}],
+            kernels="torch",
+            state_dtype="int8",
+            max_workspace_bytes=limit,
+            orthogonalizer=doubled,
+            **masters,
+        )
+        for param in group["params"]:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        peak, planned = peak_bytes(optimizer.step), optimizer.plan().peak_workspace_bytes
+        assert peak <= planned <= 8 * peak
+
+
 def test_what_adamw_allocates_for_parameters_with_gaps():
     """PyTorch's fused update, which allocates nothing, would write into these."""
     param, without = nn.Parameter(torch.randn(300, 200)[:, ::2]), nn.Parameter(torch.randn(300, 100))

@@ -35,6 +35,7 @@ from quintic.optim.plan.workspace.matrices import (
     factors_of_pieces_bytes,
     matrices_bytes,
     matrices_footprint,
+    packing_bytes,
     units_footprint,
     width_of,
 )
@@ -75,7 +76,8 @@ def adamw_workspace_bytes(
     numel = min(largest, adamw_entries(group.max_workspace_bytes) or largest)
     width, widened = width_of(dtype), (dtype.itemsize < 4) + 2 * (group.state_dtype is not None)
     # The two corrected averages, and a root or a quotient; then the update and the memory for writing weights.
-    return numel * width * (widened + 1) + max(2 * numel * width, applied_bytes(numel, spec)) + 2**10
+    most = max(2 * numel * width, applied_bytes(numel, spec), packing_bytes(numel, spec))
+    return numel * width * (widened + 1) + most + 2**10
 
 
 def needs_row_order(shape: Sequence[int], strides: tuple[int, ...], form: Form | None) -> bool:

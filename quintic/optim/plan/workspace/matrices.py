@@ -26,6 +26,7 @@ from quintic.kernels.dispatch import Kernels
 from quintic.kernels.products.choose_products import largest_queued_batch
 from quintic.optim.groups.group import Group
 from quintic.optim.numeric.bf16_state import StateDtype
+from quintic.optim.numeric.int8_state import PIECE, PIECE_BYTES
 from quintic.optim.plan.bucket import Units
 from quintic.optim.plan.kinds import direction_dtype, update_dtype
 from quintic.optim.plan.workspace.counting import Footprint, count_bytes
@@ -47,6 +48,7 @@ __all__ = [
     "factors_of_pieces_bytes",
     "matrices_bytes",
     "matrices_footprint",
+    "packing_bytes",
     "polar_footprint",
     "stages_footprint",
     "units_footprint",
@@ -333,7 +335,14 @@ def directions_bytes(numel: int, direction: torch.dtype, spec: WorkspaceSpec, *,
         return numel * direction.itemsize * (1 if in_order else 2)
     # For the entries at a time: directions before rounding, and widened gradients and moments of less than float32.
     wide = 1 + (spec.dtype.itemsize < 4) + (spec.state_dtype is not None)
-    return numel * direction.itemsize + at_a_time(numel, spec) * wide * width_of(spec.dtype)
+    return (
+        numel * direction.itemsize + at_a_time(numel, spec) * wide * width_of(spec.dtype) + packing_bytes(numel, spec)
+    )
+
+
+def packing_bytes(numel: int, spec: WorkspaceSpec) -> int:
+    """Return the bytes that reading or storing `numel` averages of 8 bits allocates without kernels, beside results."""
+    return PIECE_BYTES * min(numel, PIECE) if spec.state_dtype == "int8" else 0
 
 
 def applied_bytes(numel: int, spec: WorkspaceSpec) -> int:
