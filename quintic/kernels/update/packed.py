@@ -14,7 +14,7 @@ __all__ = ["load_average", "store_average"]
 
 @triton.jit
 def load_average(pointers, mask, BLOCK: tl.constexpr):
-    """Return float32 values, (BLOCK,), of averages in float32, bfloat16 or 8 bits: uint8 for those of squares."""
+    """Return float32 values, (BLOCK,), of averages in float32, bfloat16, int8, or uint8 for squares."""
     dtype: tl.constexpr = pointers.dtype.element_ty
     stored = tl.load(pointers, mask=mask, other=0)
     if dtype == tl.int8 or dtype == tl.uint8:
@@ -49,7 +49,7 @@ def store_average(pointers, value, mask, step, BLOCK: tl.constexpr):
         if dtype == tl.uint8:
             salt = step.to(tl.uint32) * 0x85EBCA77
             chance = (((bits ^ salt) * 0x9E3779B1) >> 16).to(tl.float32) * 0.0000152587890625  # 2^-16
-            # The conversion drops what is behind the point.
+            # The conversion drops the digits behind the point.
             whole = tl.maximum((scaled + chance).to(tl.int32), (scaled > 0).to(tl.int32))
             whole = tl.minimum(whole, 127)
         else:

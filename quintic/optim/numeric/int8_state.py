@@ -12,12 +12,12 @@ as they would if each small decay were rounded away: sqrt(x) goes to the next q 
 distance from the one below. The chance is a hash of the value's bits and of the parameter's count of steps, so it is
 the same on every layout and device. Momentum is rounded to the nearest, which costs nothing that was measured.
 
-What was read and is stored again has the same bytes, so groups whose entries did not change keep theirs. NaN or
+A value that is read and stored again has the same bytes, so groups whose entries did not change keep theirs. NaN or
 infinity makes all of its group NaN. For the same bytes on every layout, groups must lie whole on a rank and in a
 matrix, see `placement.has_packed_state`.
 
-Blockwise 8-bit state follows Dettmers et al., arXiv 2110.02861; small blocks with shared powers of two are those of the
-MX formats of the Open Compute Project.
+Blockwise 8-bit state follows Dettmers et al., arXiv 2110.02861; the MX formats of the Open Compute Project have small
+blocks with shared powers of two.
 """
 
 from collections.abc import Iterator
@@ -110,8 +110,8 @@ def _store_(state: Tensor, values: Tensor, step: Tensor | None) -> None:
 
 
 def rounding_of(state: Tensor) -> Tensor:
-    """Return how far the last bit of a value may move what is stored for it, in float32, for each entry."""
-    # What a whole number of one stands for: the step, or its square.
+    """Return how far the last bit of a value may move its stored form, in float32, for each entry."""
+    # The value of q = 1: the step, or its square.
     step = read_packed((state & 1) | 2)
     # Where the largest entry crosses a power of two the steps of its group double.
     if state.dtype == torch.int8:

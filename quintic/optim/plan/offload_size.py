@@ -115,7 +115,7 @@ def offloaded_bytes(group: Group, dtype: torch.dtype) -> int:
     if dtype.itemsize < 4 and group.master is not None:
         # Loaded twice, if stages on whole matrices read weights.
         specs += [MASTER_SPECS[group.master]] * (1 + group.rule.reads_weights)
-    # Averages of 8 bits count as float32, which those of some parameters are.
+    # Averages of 8 bits count as float32, as they are for some parameters.
     state_dtype = None if group.state_dtype == "int8" else group.state_dtype
     return sum(spec.dtype_for(dtype, state_dtype).itemsize for spec in specs)
 

@@ -102,7 +102,7 @@ def _advance(
     weights = {WEIGHT: state.batches[WEIGHT]} if WEIGHT in state.batches else {}
     result = apply(wide | weights)
     store(kept, wide, None if mask is None else mask.view(-1, 1, 1))
-    # Those of the parameter's shape are stored; vectors go back to the tensors that they were taken from.
+    # State of the parameter's shape is stored; vectors go back to the tensors that they were taken from.
     for spec in specs:
         if spec.is_vector:
             targets = list(state.vectors[spec.name])
