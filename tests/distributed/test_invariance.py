@@ -34,7 +34,7 @@ LAYOUTS = {
     "replicated-2": Layout((2,), comms="replicated", cases=REST),
     "replicated-3": Layout((3,), comms="replicated", cases=ALL),
     "sharded-1": Layout((1,), comms="sharded"),
-    "sharded-2": Layout((2,), comms="sharded", cases=("plain", "cautious", "mantissa", "8bit", "narrow", "element")),
+    "sharded-2": Layout((2,), comms="sharded", cases=("plain", "cautious", "mantissa", "narrow", "element")),
     "sharded-3": Layout((3,), comms="sharded", cases=ALL),
     "sharded-4": Layout((4,), comms="sharded"),
     "dtensor_copies-2": Layout((2,), wrappings.replicated),
@@ -43,7 +43,7 @@ LAYOUTS = {
     "fsdp2-3": Layout((3,), wrappings.data_parallel, cases=ALL),
     "fsdp2-4": Layout((4,), wrappings.data_parallel),
     "fsdp2-8": Layout((8,), wrappings.data_parallel, cases=("neuron", "element")),
-    "fsdp2_last_dimension-2": Layout((2,), wrappings.last_dimension, cases=("neuron", "mantissa", "8bit", "element")),
+    "fsdp2_last_dimension-2": Layout((2,), wrappings.last_dimension, cases=("neuron", "mantissa", "element")),
     "fsdp2_last_dimension-4": Layout((4,), wrappings.last_dimension, cases=("neuron", "mantissa", "8bit", "element")),
     "hsdp-2x2": Layout((2, 2), wrappings.data_parallel),
     "tp-2": Layout((2,), wrappings.tensor_parallel),
@@ -61,10 +61,10 @@ WITHOUT_ON_THE_WHOLE_MESH = Gaps(("stack.1.weight", "attention.qkv.weight", "emb
 
 WITH_GAPS = {
     "averaged-3": (Layout((3,), comms="averaged"), WITHOUT),
-    "replicated-2": (Layout((2,), comms="replicated", cases=("cautious", "mantissa", "8bit")), WITHOUT),
+    "replicated-2": (Layout((2,), comms="replicated", cases=("cautious", "mantissa")), WITHOUT),
     "sharded-3": (Layout((3,), comms="sharded"), WITHOUT),
     "dtensor_copies-2": (Layout((2,), wrappings.replicated, cases=("neuron",)), WITHOUT),
-    "fsdp2-3": (Layout((3,), wrappings.data_parallel, cases=("neuron", "mantissa", "8bit", "element")), WITHOUT),
+    "fsdp2-3": (Layout((3,), wrappings.data_parallel, cases=("neuron", "mantissa", "element")), WITHOUT),
     "hsdp-2x2": (Layout((2, 2), wrappings.data_parallel, cases=("neuron", "element")), WITHOUT),
     "tp_fsdp2-2x2": (
         Layout((2, 2), wrappings.tensor_and_data_parallel, cases=("cautious",)),
@@ -83,14 +83,19 @@ def test_layout_does_not_change_the_numbers(name):
     run_layout(LAYOUTS[name])
 
 
-# Three ranks would cut 512 columns behind column 171, see below.
+# With QUINTIC_TEST_RULES=all every layout has all rules, and state of 8 bits, which takes long.
+TAKES_ALL = os.environ.get("QUINTIC_TEST_RULES") == "all"
+# Of all layouts the quick tests take the ones with the fewest processes that send all kinds of messages.
+QUICK = ("fsdp2-2", "sharded-2")
+# One of each kind. Three ranks would cut 512 columns behind column 171, see below.
+OF_EIGHTS = [name for name in LAYOUTS if name != "tp-3"]
+if not TAKES_ALL:
+    kinds = ("averaged-3", "replicated-3", "sharded-3", "fsdp2-3", "fsdp2_last_dimension-4", "tp-2", "tp_fsdp2-2x2")
+    OF_EIGHTS = [*QUICK, *kinds, "ep_fsdp2-4"]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("fsdp2-2", "sharded-2") else pytest.param(name, marks=pytest.mark.slow)
-        for name in LAYOUTS
-        if name != "tp-3"
-    ],
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OF_EIGHTS]
 )
 def test_layout_does_not_change_state_of_8_bits(name):
     run_layout(replace(LAYOUTS[name], cases=tuple(sorted(EIGHTS))))
@@ -116,18 +121,14 @@ def test_a_layout_that_cuts_groups_of_8_bits_is_an_error(algorithm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["averaged-3", "sharded-3", "fsdp2-3", "tp_fsdp2-2x2"])
+@pytest.mark.parametrize("name", ["averaged-3", "sharded-3", "fsdp2-3"])
 def test_a_missing_gradient_leaves_state_of_8_bits(name):
     layout, gaps = WITH_GAPS[name]
     run_layout(replace(layout, cases=tuple(sorted(EIGHTS))), gaps)
 
 
-# Each rule once. With QUINTIC_TEST_RULES=all every layout has all of them, which takes long. Otherwise layouts
-# take turns with the halves, and two have all rules, in all their dtypes.
+# Each rule once. Layouts take turns with the halves, and two have all rules, in all their dtypes.
 ONCE = tuple({CASES[case].options["update_rule"]: case for case in reversed(RULES)}.values())
-TAKES_ALL = os.environ.get("QUINTIC_TEST_RULES") == "all"
-# Of all layouts the quick tests take the ones with the fewest processes that send all kinds of messages.
-QUICK = ("fsdp2-2", "sharded-2")
 IN_ALL_DTYPES = ("fsdp2-3", "sharded-3")
 # A rule for each kind of stage that keeps state.
 OF_EACH_KIND = ("muown", "hyperball", "two_rate", "ema_nesterov")

@@ -170,7 +170,7 @@ class Layout:
 
     mesh: tuple[int, ...]
     wrap: Callable[[nn.Module, DeviceMesh], None] = wrappings.plain
-    cases: tuple[str, ...] = ("plain", "cautious", "mantissa", "8bit", "element")
+    cases: tuple[str, ...] = ("plain", "cautious", "mantissa", "element")
     comms: str = "none"
 
     @property

@@ -165,7 +165,9 @@ def test_a_number_out_of_range_names_its_option(section: Any, name: str, bad: An
 def test_bfloat16_state_needs_averages_that_it_can_follow(name: str) -> None:
     OptimConfig(**{name: 0.999})
     OptimConfig(state_dtype="bf16", **{name: 0.98})
-    with pytest.raises(ConfigError, match=rf"^--{name.replace('_', '-')} 0\.999: must be at most 0\.98 with bfloat16"):
+    with pytest.raises(
+        ConfigError, match=rf"^--{name.replace('_', '-')} 0\.999: must be at most 0\.98 with --state-dtype bf16"
+    ):
         OptimConfig(state_dtype="bf16", **{name: 0.999})
 
 
