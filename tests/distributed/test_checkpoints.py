@@ -32,7 +32,7 @@ import quintic
 
 # Both have NorMuon's second moments; the others' state is a part of theirs, except for "fp32".
 RULES = ("neuron", "mantissa")
-ALL = ("neuron", "fp32", "mantissa", "8bit")
+ALL = ("neuron", "fp32", "mantissa")
 # State for each row and each matrix, two averages in two dtypes, an average of steps.
 OF_THE_FIELD = ("muown", "bf16_hyperball", "narrow_two_rate", "ema_nesterov")
 BEFORE, AFTER = 2, 2
@@ -229,10 +229,8 @@ def test_rules_of_the_field_go_on_in_another_layout(saving, loading, tmp_path):
     ("saving", "loading"),
     [
         ("sharded-2", "tp-2"),
-        pytest.param("tp-2", "one", marks=pytest.mark.slow),
         pytest.param("one", "fsdp2-3", marks=pytest.mark.slow),
         pytest.param("fsdp2-3", "tp_fsdp2-2x2", marks=pytest.mark.slow),
-        pytest.param("tp_fsdp2-2x2", "sharded-2", marks=pytest.mark.slow),
     ],
 )
 def test_state_of_8_bits_goes_on_in_another_layout(saving, loading, tmp_path):
