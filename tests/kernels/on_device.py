@@ -2,12 +2,31 @@
 
 import pytest
 import torch
+from torch import nn
 
+from quintic import Heads, Muon
 from quintic.kernels.dispatch import triton_is_interpreted
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
 DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
+
+
+def assert_host_memory_changes_no_bit(*shapes, **options):
+    """Take steps of two matrices of three heads, and of AdamW for further shapes, with and without offload."""
+    found = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in shapes]
+        groups = [{"params": params[:2], "view": Heads(3)}, {"params": params[2:], "algorithm": "adamw"}]
+        limits = {"offload": offload, "max_workspace_bytes": 8000, "compute_dtype": torch.float32}
+        optimizer = Muon([group for group in groups if group["params"]], kernels="triton", **limits, **options)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn(param.shape).to(DEVICE)
+            optimizer.step()
+        found.append([t.cpu() for p in params for t in (p.detach(), *optimizer.state[p].values())])
+    assert all(torch.equal(here, there) for here, there in zip(*found, strict=True))
 
 
 def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

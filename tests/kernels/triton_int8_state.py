@@ -5,7 +5,7 @@ As in triton_narrow_state.py, sums in float32 are exact here, so both sides stor
 
 import pytest
 import torch
-from on_device import DEVICE
+from on_device import DEVICE, assert_host_memory_changes_no_bit
 from torch import nn
 from triton_narrow_state import COEFFICIENT, DTYPES, STEPS, give, twins
 
@@ -114,19 +114,7 @@ def test_matrices_and_vectors_of_adamw_are_in_buckets_of_their_own():
 
 
 def test_state_in_host_memory_has_the_same_bits():
-    found = []
-    for offload in (False, True):
-        torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((36, 24), (36, 24), (300, 8), (5, 3))]
-        groups = [{"params": params[:2], "view": Heads(3)}, {"params": params[2:], "algorithm": "adamw"}]
-        options = {"offload": offload, "max_workspace_bytes": 8000, "compute_dtype": torch.float32}
-        optimizer = Muon(groups, kernels="triton", state_dtype="int8", **options)
-        for _ in range(3):
-            for param in params:
-                param.grad = torch.randn(param.shape).to(DEVICE)
-            optimizer.step()
-        found.append([t.cpu() for p in params for t in (p.detach(), *optimizer.state[p].values())])
-    assert all(torch.equal(here, there) for here, there in zip(*found, strict=True))
+    assert_host_memory_changes_no_bit((36, 24), (36, 24), (300, 8), (5, 3), state_dtype="int8")
 
 
 def test_a_changed_option_changes_what_kernels_read():

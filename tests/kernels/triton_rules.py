@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from on_device import DEVICE
+from on_device import DEVICE, assert_host_memory_changes_no_bit
 from torch import nn
 
 from quintic import Heads, Matrix, Muon
@@ -70,15 +70,4 @@ def test_masters_of_rules_are_those_without_kernels(name):
 
 @pytest.mark.parametrize("name", sorted(name for name, rule in RULES.items() if rule.constrain or rule.drift))
 def test_rules_in_host_memory_have_the_same_bits(name):
-    found = []
-    for offload in (False, True):
-        torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((36, 20), (36, 20))]
-        options = {"offload": offload, "max_workspace_bytes": 8000, "compute_dtype": torch.float32}
-        optimizer = Muon([{"params": params, "view": Heads(3)}], kernels="triton", update_rule=name, **options)
-        for _ in range(3):
-            for param in params:
-                param.grad = torch.randn(param.shape).to(DEVICE)
-            optimizer.step()
-        found.append([t.cpu() for p in params for t in (p.detach(), *optimizer.state[p].values())])
-    assert all(torch.equal(here, there) for here, there in zip(*found, strict=True))
+    assert_host_memory_changes_no_bit((36, 20), (36, 20), update_rule=name)

@@ -231,7 +231,7 @@ class Runner:
                 # Only wrappers with a gradient are written back after the step (`PlanCache.end_step`).
                 if not is_opened(param):
                     param.grad = None
-        # Gradients of tied copies were added to those of their originals.
+        # Gradients of tied copies were added to the gradients of their originals.
         for tie in self.ties:
             if steps_waited[tie.head_group] == 0:
                 tie.copy.grad = None

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from test_bf16_state import ORTHOGONALIZE, give, optimizer_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -20,7 +21,6 @@ AVERAGES = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"})
 DTYPES = {"momentum_buffer": torch.int8, "exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 WIDE = {None: torch.float32, "bf16": torch.bfloat16}
 ALL = (None, "bf16", "int8")
-ORTHOGONALIZE = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
 # Parameters whose averages are of 8 bits.
 PACKED = ("matrix", "wide", "nothing", "table")
 
@@ -29,21 +29,6 @@ def params_of(dtype=torch.float32):
     torch.manual_seed(0)
     shapes = {"matrix": (6, 16), "wide": (3, 24), "odd": (4, 5), "nothing": (0, 8), "table": (9, 8), "vector": (8,)}
     return {name: nn.Parameter(torch.randn(shape).to(dtype)) for name, shape in shapes.items()}
-
-
-def optimizer_of(params, **options):
-    names = list(params)
-    groups = [
-        {"params": [(name, params[name]) for name in names[:4]]},
-        {"params": [(name, params[name]) for name in names[4:]], "algorithm": "adamw"},
-    ]
-    return quintic.Muon(groups, lr=0.05, adamw_lr=0.01, **{**ORTHOGONALIZE, **options})
-
-
-def give(params, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for param in params.values():
-        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
 
 
 def stepped(dtype=torch.float32, steps=3, **options):
