@@ -20,6 +20,8 @@ OPTIONS = [
     {"on_nonfinite": "skip", "master": "8bit", "weight_decay": 0.1, "adamw_weight_decay": 0.1},
     {"orthogonalizer": "newton_schulz", "master": "fp32"},
     {"state_dtype": "bf16", "normalize": "neuron"},
+    {"state_dtype": "int8", "master": "8bit", "weight_decay": 0.1, "adamw_weight_decay": 0.1},
+    {"state_dtype": "int8", "normalize": "neuron", "on_nonfinite": "skip"},
     {"state_dtype": "bf16", "master": "mantissa", "adamw_weight_decay": 0.1, "cautious": True},
     {"lr_multipliers": (2.0,), "decay_coupling": "lr_squared", "weight_decay": 1.0, "adamw_weight_decay": 1.0},
     *({"update_rule": name, "master": "mantissa", "on_nonfinite": "skip", "weight_decay": 0.1} for name in RULES),

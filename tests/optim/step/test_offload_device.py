@@ -22,6 +22,7 @@ OPTIONS = [
     {"master": "fp32"},
     {"state_dtype": "bf16", "master": "mantissa"},
     {"state_dtype": "bf16", "master": "8bit", "on_nonfinite": "skip"},
+    {"state_dtype": "int8", "master": "8bit"},
     {"kernels": "torch", "master": "fp32"},
 ]
 
