@@ -174,6 +174,8 @@ def state_bytes(state: Any) -> int:
         elif isinstance(value, list | tuple):
             for inner in value:
                 visit(inner)
+        elif hasattr(value, "__dict__") and not isinstance(value, type):
+            visit(vars(value))  # a record of tensors, as a library of 8-bit state keeps them
 
     visit(dict(state))
     devices = {device for device, _ in storages}

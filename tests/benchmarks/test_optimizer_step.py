@@ -1,5 +1,7 @@
 """The arithmetic of `benchmarks.optimizer_step`; what it measures is in benchmarks/results."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -24,6 +26,11 @@ def test_state_counts_every_storage_once():
     flat = torch.zeros(100)
     state = {0: {"momentum": flat[:60], "more": [flat[60:], torch.zeros(3, dtype=torch.bfloat16)], "step": 7}}
     assert measure.state_bytes(state) == 400 + 6
+
+
+def test_state_in_records_of_another_library_counts():
+    record = SimpleNamespace(_data=None, quantized=torch.zeros(64, dtype=torch.int8), scales=torch.zeros(2))
+    assert measure.state_bytes({0: {"exp_avg": record, "step": 7}}) == 64 + 8
 
 
 def test_spread_is_median_and_quartiles():

@@ -24,6 +24,11 @@ def test_the_plain_loop_learns(plain):
     check_falls(plain, by=2.0)
 
 
+@pytest.mark.slow
+def test_the_largest_model_of_a_small_memory_learns():
+    check_falls(run_example("largest_model", {"width": 64, "steps": 8, "memory": 5e5})[0], by=0.5)
+
+
 def test_ddp_has_the_losses_of_the_plain_loop(plain):
     assert run_example("ddp", ranks=2)[0] == pytest.approx(plain, **SAME)
 

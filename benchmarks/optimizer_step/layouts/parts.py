@@ -103,16 +103,17 @@ def time_orthogonalization(optimizer: Any, ranks: Ranks) -> list[float]:
 
     All ranks do so at the same time, as in a step. All ranks must call it.
     """
-    from quintic.optim.plan.kinds import direction_dtype
+    from quintic.optim.plan.kinds import Kind, direction_dtype
     from quintic.optim.polar.orthogonalize import apply_form
 
     work = []
     for bucket in optimizer.plan():
-        kinds = [(bucket.shape, bucket.form)] if bucket.units is None else list(bucket.units.kinds)
-        for shape, form in kinds if bucket.algorithm == "muon" else []:
+        kinds = [Kind(bucket.shape, bucket.form)] if bucket.units is None else list(bucket.units.kinds)
+        for kind in kinds if bucket.algorithm == "muon" else []:
             count = bucket.num_matrices // len(kinds)
-            if count and form is not None:
-                work.append((count, *shape, form, direction_dtype(form, bucket.dtype), bucket.kernels))
+            if count and kind.form is not None:
+                dtype = direction_dtype(kind.form, bucket.dtype)
+                work += kind.num_rounds * [(count, *kind.shape, kind.form, dtype, bucket.kernels)]
     sizes: dict[torch.dtype, int] = {}
     for count, m, n, _, dtype, _ in work:
         sizes[dtype] = max(sizes.get(dtype, 0), count * m * n)
