@@ -51,6 +51,14 @@ def test_weights_too_large_for_small_steps_follow_the_learning_rate():
     assert measure.follows_lr(optimizer.step, [optimizer], weights)
 
 
+def test_a_rule_that_moves_weights_at_a_rate_of_0_follows_the_learning_rate():
+    weights = measure.make_weights(SMALL, torch.device("cpu"), torch.float32)
+    optimizer = contestants.quintic_muon(weights, update_rule="ema_nesterov")
+    for _ in range(3):
+        optimizer.step()
+    assert measure.follows_lr(optimizer.step, [optimizer], weights)
+
+
 @pytest.mark.parametrize("part", ["all", "matrices", "others"])
 def test_a_step_with_a_learning_rate_of_its_own_is_found(part):
     weights = measure.make_weights(SMALL, torch.device("cpu"), torch.float32)
