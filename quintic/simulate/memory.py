@@ -44,8 +44,8 @@ step, and `activations` where they are known. `host` is state in host memory, wh
 
 FREE = "nothing"
 SAVINGS: tuple[tuple[Settings, str], ...] = (
-    ({"max_workspace_bytes": 2**28}, FREE),
     ({"master": "mantissa"}, FREE),
+    ({"max_workspace_bytes": 2**28}, "time"),
     ({"state_dtype": "bf16"}, "loss"),
     ({"mesh": None}, "messages"),  # the mesh that was given
     ({"state_dtype": "int8"}, "loss"),
