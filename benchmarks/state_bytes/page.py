@@ -41,11 +41,11 @@ def loss_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         seconds = Mean.of([row["training_seconds"] for row in found]).mean
         sizes = [f"{found[0]['bytes'][kind]:.2f}" for kind in ("muon", "adamw")]
         mean = f"{Mean.of(list(losses.values())).mean:.4f}"
-        lines.append([name, *sizes, str(len(losses)), mean, *_told(difference), f"{seconds:.0f}"])
+        lines.append([name, *sizes, str(len(losses)), mean, *told(difference), f"{seconds:.0f}"])
     return table(LOSS_HEADS, lines)
 
 
-def _told(difference: Mean | None) -> tuple[str, str]:
+def told(difference: Mean | None) -> tuple[str, str]:
     """Return a difference with its standard error, and its p value, where there are any."""
     if difference is None:
         return "", ""
