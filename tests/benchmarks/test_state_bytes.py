@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_runs import tiny_config
@@ -12,6 +13,7 @@ from tiny_runs import tiny_config
 from benchmarks.optimizer_step.contestants import CONTESTANTS, SETS
 from benchmarks.optimizer_step.layouts.contestants import LAYOUT_CONTESTANTS
 from benchmarks.state_bytes import __main__ as script
+from benchmarks.state_bytes import finetune
 from benchmarks.state_bytes.page import loss_table, num_weights, step_tables
 from benchmarks.state_bytes.run import BASELINE, SETTINGS, train
 from quintic.data.dataset import Dataset
@@ -123,3 +125,26 @@ def test_parts_are_added_and_runs_are_made_once(tmp_path: Path, capsys: pytest.C
     assert "| quintic-int8-8bit | 4.52 |" in text
     assert script.main(["--page", str(tmp_path / "out" / "state-bytes.json")]) == 0
     assert (tmp_path / "out" / "state-bytes.md").read_text("utf-8") == text
+
+
+def test_the_shipped_speller_reads_words_and_learns(tmp_path):
+    dictionary = tmp_path / "cmudict.dict"
+    dictionary.write_text("a AH0 # comment\ncat K AE1 T\n'tis T IH1 Z\nhello(2) HH EH0 L OW1\nabout AH0 B AW1 T\n")
+    words = finetune.read_words(dictionary)
+    assert [len(letters) for letters, _ in words] == [2, 4, 6]  # the end of a word counts
+    assert words[1][1][2] == finetune._PHONEMES.index("AE0")
+    sizes = {"emb": (29, 256), "w_ih": (768, 256), "w_hh": (768, 256), "b_ih": (768,), "b_hh": (768,)}
+    shapes = {f"{gru}_{name}": shape for gru in ("enc", "dec") for name, shape in sizes.items()}
+    shapes |= {"dec_emb": (74, 256), "fc_w": (74, 256), "fc_b": (74,)}
+    rng = np.random.default_rng(0)
+    model = finetune.Speller({k: rng.normal(0, 0.1, shape).astype(np.float32) for k, shape in shapes.items()})
+    (letters, lengths, phonemes), targets = finetune.batch_of(words)
+    assert lengths.tolist() == [2, 4, 6]
+    assert (targets[0] == -100).sum() == 3  # two phonemes and the end, of at most five
+    logits = model(letters, lengths, phonemes)
+    alone = finetune.batch_of(words[:1])
+    torch.testing.assert_close(logits[0, :2], model(*alone[0])[0])  # padding changes nothing
+    before = finetune.loss_of(model, words)
+    before.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert finetune.loss_of(model, words) < before
