@@ -18,75 +18,31 @@ __all__ = ["QuinticConfig", "QuinticForCausalLM"]
 
 
 class QuinticConfig(PreTrainedConfig):
-    """Sizes of a Quintic GPT.
-
-    Args:
-        vocab_size: number of tokens.
-        num_hidden_layers: number of blocks.
-        hidden_size: width of the residual stream.
-        head_dim: channels of a head.
-        num_key_value_heads: number of key/value heads, used by hidden_size / head_dim query heads.
-        max_position_embeddings: length of a training row.
-        windows: for each block, the number of positions that a query sees, its own included.
-        value_embedding_layers: blocks with a value embedding.
-        backout_layer: the block whose output is subtracted at the end.
-        gate_channels: leading channels that value gates read.
-        smear_channels: leading channels that the smear gate reads.
-        qk_gain: factor on normalised queries and keys.
-        softcap: logits are softcap tanh(logits / softcap).
-        rotary_base: base of the rotary frequencies.
-        lookup_layers: blocks that are followed by a lookup layer.
-        lookup_rows: number of rows of a lookup layer's tables.
-        lookup_d_up: channels between the lookup and its mixing product.
-        lookup_tied: whether the values of a lookup layer are its keys.
-    """
+    """Sizes of a Quintic GPT; an export's `config.json` has all of them."""
 
     model_type = "quintic"
     keys_to_ignore_at_inference = ("past_key_values", "cache")
 
-    def __init__(
-        self,
-        vocab_size: int = 257,
-        num_hidden_layers: int = 1,
-        hidden_size: int = 64,
-        head_dim: int = 64,
-        num_key_value_heads: int = 1,
-        max_position_embeddings: int = 256,
-        windows: tuple[int, ...] = (256,),
-        value_embedding_layers: tuple[int, ...] = (0,),
-        backout_layer: int = 0,
-        gate_channels: int = 12,
-        smear_channels: int = 24,
-        qk_gain: float = 1.2,
-        softcap: float = 15.0,
-        rotary_base: float = 100_000.0,
-        lookup_layers: tuple[int, ...] = (),
-        lookup_rows: int = 0,
-        lookup_d_up: int = 0,
-        lookup_tied: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.num_hidden_layers = num_hidden_layers
-        self.hidden_size = hidden_size
-        self.head_dim = head_dim
-        self.num_attention_heads = hidden_size // head_dim
-        self.num_key_value_heads = num_key_value_heads
-        self.max_position_embeddings = max_position_embeddings
-        self.windows = list(windows)
-        self.value_embedding_layers = list(value_embedding_layers)
-        self.backout_layer = backout_layer
-        self.gate_channels = gate_channels
-        self.smear_channels = smear_channels
-        self.qk_gain = qk_gain
-        self.softcap = softcap
-        self.rotary_base = rotary_base
-        self.lookup_layers = list(lookup_layers)
-        self.lookup_rows = lookup_rows
-        self.lookup_d_up = lookup_d_up
-        self.lookup_tied = lookup_tied
-        kwargs.pop("num_attention_heads", None)
-        super().__init__(**{"tie_word_embeddings": False, **kwargs})
+    vocab_size: int = 257
+    num_hidden_layers: int = 1  # blocks
+    hidden_size: int = 64  # width of the residual stream
+    head_dim: int = 64
+    num_attention_heads: int = 1  # hidden_size / head_dim
+    num_key_value_heads: int = 1
+    max_position_embeddings: int = 256  # length of a training row
+    windows: tuple[int, ...] = (256,)  # positions that a query of each block sees, its own included
+    value_embedding_layers: tuple[int, ...] = (0,)  # blocks with a value embedding
+    backout_layer: int = 0  # the block whose output is subtracted at the end
+    gate_channels: int = 12  # leading channels that value gates read
+    smear_channels: int = 24  # leading channels that the smear gate reads
+    qk_gain: float = 1.2  # factor on normalised queries and keys
+    softcap: float = 15.0  # logits are softcap tanh(logits / softcap)
+    rotary_base: float = 100_000.0
+    lookup_layers: tuple[int, ...] = ()  # blocks that are followed by a lookup layer
+    lookup_rows: int = 0  # rows of a lookup layer's tables
+    lookup_d_up: int = 0  # channels between the lookup and its mixing product
+    lookup_tied: bool = True  # whether the values of a lookup layer are its keys
+    tie_word_embeddings: bool = False
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -215,6 +171,7 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = QuinticConfig
     _no_split_modules = ("QuinticBlock",)
+    _input_embed_layer = "embedding"
     _supports_sdpa = True
     supports_gradient_checkpointing = True
     # Used if a configuration ties the weights; exported models are untied.
@@ -248,14 +205,6 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
             nn.init.ones_(self.residual_scales)
             for scales in (self.x0_scales, self.smear_scale, self.backout_scale):
                 nn.init.zeros_(scales)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
-        return self.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding."""
-        self.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the head."""

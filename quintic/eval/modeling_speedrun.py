@@ -20,74 +20,31 @@ _COEFFICIENT_SCALE = 0.1
 
 
 class QuinticSpeedrunConfig(PreTrainedConfig):
-    """Sizes and features of a speedrun's model.
-
-    Args:
-        vocab_size: number of tokens.
-        num_hidden_layers: number of layers.
-        hidden_size: width of the residual stream.
-        head_dim: channels of a head.
-        max_position_embeddings: number of tokens of the longest training documents.
-        windows: number of earlier tokens that a query sees, in layers with short and with long windows.
-        frequencies: radians per position of the rotating channels.
-        query_scale: factor of the products of queries and keys.
-        layers: features of each layer, by name.
-        coefficients: results of the small MLPs for each token: name of the MLP -> [(coefficient, count)].
-        sources: layers whose outputs are read by later layers, by name.
-        value_tables: number of value embeddings.
-        switches: names of the features of the model.
-        bigram_rows: number of rows of the table of token pairs.
-        bigram_sign_rows: number of rows of its signs.
-        smear_channels: leading channels that the smear gate reads.
-        value_channels: leading channels that value gates read.
-        gate_channels: hidden channels of the small MLPs; 0 for coefficients that are the same for all tokens.
-    """
+    """Sizes and features of a speedrun's model; an export's `config.json` has all of them."""
 
     model_type = "quintic_speedrun"
 
-    def __init__(
-        self,
-        vocab_size: int = 257,
-        num_hidden_layers: int = 4,
-        hidden_size: int = 32,
-        head_dim: int = 16,
-        max_position_embeddings: int = 128,
-        windows: tuple[int, int] = (48, 160),
-        frequencies: tuple[float, ...] = (1.0, 0.1, 0.01, 0.001),
-        query_scale: float = 0.1,
-        layers: tuple[dict[str, Any], ...] = (),
-        coefficients: dict[str, list[tuple[str, int]]] | None = None,
-        sources: dict[str, int] | None = None,
-        value_tables: int = 0,
-        switches: tuple[str, ...] = (),
-        bigram_rows: int = 2,
-        bigram_sign_rows: int = 1,
-        smear_channels: int = 12,
-        value_channels: int = 6,
-        gate_channels: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.num_hidden_layers = num_hidden_layers
-        self.hidden_size = hidden_size
-        self.head_dim = head_dim
-        self.num_attention_heads = hidden_size // head_dim
-        self.max_position_embeddings = max_position_embeddings
-        self.windows = list(windows)
-        self.frequencies = list(frequencies)
-        self.query_scale = query_scale
-        self.layers = list(layers)
-        self.coefficients = dict(coefficients or {})
-        self.sources = dict(sources or {})
-        self.value_tables = value_tables
-        self.switches = list(switches)
-        self.bigram_rows = bigram_rows
-        self.bigram_sign_rows = bigram_sign_rows
-        self.smear_channels = smear_channels
-        self.value_channels = value_channels
-        self.gate_channels = gate_channels
-        kwargs.pop("num_attention_heads", None)
-        super().__init__(**{"tie_word_embeddings": False, "use_cache": False, **kwargs})
+    vocab_size: int = 257
+    num_hidden_layers: int = 4
+    hidden_size: int = 32  # width of the residual stream
+    head_dim: int = 16
+    num_attention_heads: int = 2
+    max_position_embeddings: int = 128  # tokens of the longest training documents
+    windows: tuple[int, ...] = (48, 160)  # earlier tokens that a query sees, in layers with short and with long windows
+    frequencies: tuple[float, ...] = (1.0, 0.1, 0.01, 0.001)  # radians per position of the rotating channels
+    query_scale: float = 0.1  # factor of the products of queries and keys
+    layers: tuple[dict[str, Any], ...] = ()  # features of each layer, by name
+    coefficients: dict[str, list[tuple[str, int]]] | None = None  # name of each small MLP -> its results, with counts
+    sources: dict[str, int] | None = None  # name -> layer whose output later layers read
+    value_tables: int = 0  # value embeddings
+    switches: tuple[str, ...] = ()  # features of the model
+    bigram_rows: int = 2  # rows of the table of token pairs
+    bigram_sign_rows: int = 1  # rows of its signs
+    smear_channels: int = 12  # leading channels that the smear gate reads
+    value_channels: int = 6  # leading channels that value gates read
+    gate_channels: int = 0  # hidden channels of the small MLPs; 0 for coefficients that are the same for all tokens
+    tie_word_embeddings: bool = False
+    use_cache: bool = False
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -122,6 +79,7 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     """A speedrun's model; a document starts at each `bos_token_id`, and positions see their own document only."""
 
     config_class = QuinticSpeedrunConfig
+    _input_embed_layer = "embedding"
     _supports_sdpa = True
     _keep_in_fp32_modules_strict = (
         "skip_scale", "projection_scales", "residual_scales", "output_scales", "gate_scale", "smear_scale",
@@ -163,14 +121,6 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
-        return self.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding."""
-        self.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the head."""
