@@ -2,76 +2,67 @@
 
 In multiple-choice and schema tasks the model's answer is the candidate with the lowest mean loss per token. In language
 modelling every token of the answer must be the likeliest one. The accuracy a of a task is centred, (a - b) / (1 - b),
-with the accuracy b of guessing; CORE is the mean over the tasks.
+with the accuracy b of guessing; CORE is the mean over the tasks. Prompts follow the rules of nanochat's `core_eval`.
 
-`core_sums` counts right answers, `core_score` turns counts into a `CoreScore`. Ranks that were given different items
-add up their counts in between.
+Phases: `prompts` makes the texts of an item, `candidates` turns them into tokens, `answers` asks the model, `core_sums`
+counts right answers, and `core_score` turns counts into a `CoreScore`. Ranks that were given different items add up
+their counts before the last of these.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quintic.data.tokenizer import Tokenizer
-from quintic.eval.core_prompts import Candidate, candidates, num_candidates
 from quintic.eval.core_tasks import CORE_TASKS, CoreSuite, CoreTask, Item
 
-__all__ = ["CoreScore", "ItemAnswer", "TaskScore", "answers", "core_lines", "core_score", "core_sums"]
+__all__ = ["CoreScore", "TaskScore", "core_lines", "core_score", "core_sums"]
+
+# The seed for the examples of an item is this number plus the item's index.
+_SHOT_SEED = 1234
 
 
-@dataclass(frozen=True, kw_only=True)
-class ItemAnswer:
-    """A model's answer to an item.
+class Candidate(NamedTuple):
+    """A question followed by a possible answer."""
 
-    Attributes:
-        index: index of the item.
-        choice: index of the candidate with the lowest loss; 0 for language modelling.
-        correct: whether the answer is right.
-        cropped: whether a candidate was cropped to fit the model.
-    """
+    tokens: list[int]  # `bos_id` first
+    start: int  # index of the answer's first token, at least 1; the answer extends to the end
+    cropped: bool  # whether tokens at the beginning were dropped to fit the model
 
-    index: int
-    choice: int
+
+class ItemAnswer(NamedTuple):
+    """A model's answer to an item."""
+
+    choice: int  # index of the candidate with the lowest loss; 0 for language modelling
     correct: bool
-    cropped: bool
+    cropped: bool  # whether a candidate was cropped to fit the model
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScore:
-    """The result of a task.
-
-    Attributes:
-        label: name of the task.
-        accuracy: fraction of right answers.
-        centred: centred accuracy, 0 for guessing and 1 for no mistake.
-        stderr: standard error of `centred` over items; None for a single item.
-        num_items: number of items asked.
-        num_cropped: number of items with a cropped candidate.
-    """
+    """The result of a task."""
 
     label: str
-    accuracy: float
-    centred: float
-    stderr: float | None
+    accuracy: float  # fraction of right answers
+    centred: float  # centred accuracy, 0 for guessing and 1 for no mistake
+    stderr: float | None  # standard error of `centred` over items; None for a single item
     num_items: int
-    num_cropped: int
+    num_cropped: int  # items with a cropped candidate
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreScore:
-    """The result of all tasks.
+    """The result of all tasks."""
 
-    Attributes:
-        tasks: results of the tasks in the folder.
-        missing: labels of the tasks of CORE that are not in the folder.
-    """
-
-    tasks: tuple[TaskScore, ...]
-    missing: tuple[str, ...]
+    tasks: tuple[TaskScore, ...]  # tasks in the folder
+    missing: tuple[str, ...]  # labels of the tasks of CORE that are not in the folder
 
     @property
     def core(self) -> float:
@@ -95,7 +86,6 @@ class CoreScore:
         return "CORE" if not self.missing else f"mean over {len(self.tasks)} of the {len(CORE_TASKS)} tasks of CORE"
 
 
-@torch.no_grad()
 def core_sums(
     model: Callable[..., Tensor],
     tokenizer: Tokenizer,
@@ -129,25 +119,18 @@ def core_sums(
     """
     if max_tokens < 2 or (max_items is not None and max_items < 1):
         raise ValueError(f"max_tokens={max_tokens}, max_items={max_items}: must be at least 2 and 1")
-    sums = []
+    sums = torch.zeros((len(suite.tasks), 3), dtype=torch.int64)
     for number, task in enumerate(suite.tasks):
         items, asked = suite.chosen(number, max_items)
-        counts = [0, 0, 0]
-        for answer in answers(
-            model,
-            tokenizer,
-            task,
-            items,
-            device,
-            asked=asked,
-            max_tokens=max_tokens,
-            rows=rows,
-            rank=rank,
-            world_size=world_size,
-        ):
-            counts = [count + added for count, added in zip(counts, (answer.correct, 1, answer.cropped), strict=True)]
-        sums.append(counts)
-    return torch.tensor(sums, device=device)
+        batches = _batches(items[:asked], rows)
+        # Batches go to the ranks in turn, a round at a time. A rank that has none left repeats another's, and drops the
+        # answers, because all ranks must call the model equally often.
+        for first in range(0, len(batches), world_size):
+            is_own = first + rank < len(batches)
+            batch = batches[first + rank if is_own else first]
+            for answer in answers(model, tokenizer, task, items, batch, device, max_tokens=max_tokens):
+                sums[number] += is_own * torch.tensor([answer.correct, 1, answer.cropped])
+    return sums.to(device)
 
 
 def core_score(suite: CoreSuite, sums: Tensor) -> CoreScore:
@@ -178,51 +161,12 @@ def core_lines(result: CoreScore) -> list[str]:
     ]
     if cropped := sum(task.num_cropped for task in result.tasks):
         total = sum(task.num_items for task in result.tasks)
-        words = ("item is", "its") if total == 1 else ("items is", "its") if cropped == 1 else ("items are", "their")
-        lines.append(f"{cropped:,} of {total:,} {words[0]} longer than the model's rows and lost {words[1]} beginning")
+        lines.append(f"longer than the model's rows, so that their beginning was lost: {cropped:,} of {total:,} items")
     if result.missing:
         lines.append(f"missing: {', '.join(result.missing)}")
     error = f"{result.stderr:.4f}" if result.stderr is not None else "unknown, as these items are too few to tell"
     lines.append(f"{result.name}: {result.core:.4f} (standard error over items {error})")
     return lines
-
-
-@torch.no_grad()
-def answers(
-    model: Callable[..., Tensor],
-    tokenizer: Tokenizer,
-    task: CoreTask,
-    items: Sequence[Item],
-    device: torch.device,
-    *,
-    asked: int,
-    max_tokens: int,
-    rows: int = 32,
-    rank: int = 0,
-    world_size: int = 1,
-) -> Iterator[ItemAnswer]:
-    """Yield this rank's answers to the first `asked` items; items also serve as examples for each other.
-
-    See `core_sums` for the other arguments.
-    """
-    # Batches go to the ranks in turn, a round at a time.
-    batches = _batches(items[:asked], rows)
-    for start in range(0, len(batches), world_size):
-        # A rank without a batch of its own still calls the model, because all ranks must call it equally often.
-        has_own = start + rank < len(batches)
-        batch = batches[start + rank] if has_own else batches[start]
-        options = [candidates(task, items, index, tokenizer, max_tokens=max_tokens) for index in batch]
-        losses, likeliest = _ask(model, [one for some in options for one in some], tokenizer.bos_id, device)
-        first = 0
-        for index, some in zip(batch, options, strict=True) if has_own else ():
-            mine = losses[first : first + len(some)]
-            choice = mine.index(min(mine))
-            if task.kind == "language_modeling":
-                correct = likeliest[first]
-            else:
-                correct = choice == items[index]["gold"]
-            first += len(some)
-            yield ItemAnswer(index=index, choice=choice, correct=correct, cropped=any(one.cropped for one in some))
 
 
 def _batches(items: Sequence[Item], rows: int) -> list[list[int]]:
@@ -231,7 +175,7 @@ def _batches(items: Sequence[Item], rows: int) -> list[list[int]]:
     room = 0
     # Longest first, by the length of their text, so that the inputs of a batch need little padding.
     for index in sorted(range(len(items)), key=lambda index: -len(str(items[index]))):
-        needed = num_candidates(items[index])
+        needed = len(items[index].get("choices") or items[index].get("context_options") or [""])
         if not batches or needed > room:
             batches.append([])
             room = rows
@@ -240,21 +184,106 @@ def _batches(items: Sequence[Item], rows: int) -> list[list[int]]:
     return batches
 
 
-def _ask(
-    model: Callable[..., Tensor], asked: list[Candidate], bos_id: int, device: torch.device
-) -> tuple[list[float], list[bool]]:
-    """Return for each candidate the mean loss per token of its answer, and whether all its tokens are the likeliest."""
-    length = max(len(one.tokens) for one in asked)
-    inputs = torch.tensor([one.tokens + [bos_id] * (length - len(one.tokens)) for one in asked])
+@torch.no_grad()
+def answers(
+    model: Callable[..., Tensor],
+    tokenizer: Tokenizer,
+    task: CoreTask,
+    items: Sequence[Item],
+    indices: Sequence[int],
+    device: torch.device,
+    *,
+    max_tokens: int,
+) -> list[ItemAnswer]:
+    """Return the answers to some items of a task, by one call of the model; all items serve as examples for each other.
+
+    See `core_sums` for the other arguments.
+    """
+    options = [candidates(task, items, index, tokenizer, max_tokens=max_tokens) for index in indices]
+    asked = [candidate for of_item in options for candidate in of_item]
+    length = max(len(candidate.tokens) for candidate in asked)
+    inputs = torch.tensor([one.tokens + [tokenizer.bos_id] * (length - len(one.tokens)) for one in asked]).to(device)
     targets = torch.cat([torch.tensor(one.tokens[one.start :]) for one in asked]).to(device)
     # (first position of the flattened inputs whose logits predict the answer, number of tokens) for each candidate.
     spans = [(row * length + one.start - 1, len(one.tokens) - one.start) for row, one in enumerate(asked)]
     positions = torch.cat([torch.arange(first, first + count) for first, count in spans]).to(device)
     # One document per row. Padding is at the end, where causal attention hides it from the candidate's tokens.
     starts = torch.arange(0, inputs.numel() + 1, length, dtype=torch.int32, device=device)
-    inputs = inputs.to(device)
     logits_NV = model(inputs, document_starts=starts, positions=positions)
     losses = F.cross_entropy(logits_NV.float(), targets, reduction="none").double().cpu()
     hits = (logits_NV.argmax(dim=-1) == targets).cpu()
     counts = [count for _, count in spans]
-    return [float(part.mean()) for part in losses.split(counts)], [bool(part.all()) for part in hits.split(counts)]
+    # Of each candidate: its mean loss, and whether all of its answer's tokens are the likeliest.
+    results = iter(zip(losses.split(counts), hits.split(counts), strict=True))
+    made = []
+    for index, of_item in zip(indices, options, strict=True):
+        own = [(float(loss.mean()), bool(hit.all())) for loss, hit in islice(results, len(of_item))]
+        choice = min(range(len(own)), key=lambda number: own[number][0])
+        correct = own[0][1] if task.kind == "language_modeling" else choice == items[index]["gold"]
+        made.append(ItemAnswer(choice, correct, any(candidate.cropped for candidate in of_item)))
+    return made
+
+
+def candidates(
+    task: CoreTask, items: Sequence[Item], index: int, tokenizer: Tokenizer, *, max_tokens: int
+) -> list[Candidate]:
+    """Return the candidates of item `index`; a single one for language modelling.
+
+    The answer consists of the tokens after the common beginning of all candidates (multiple choice), of the common end
+    of all candidates (schema), or of the tokens after the question (language modelling), and of at least one token. A
+    candidate with more than `max_tokens` tokens loses tokens at the beginning, but keeps `bos_id`.
+    """
+    rows = [[tokenizer.bos_id, *ids] for ids in tokenizer.encode_batch(prompts(task, items, index))]
+    if task.kind == "schema":
+        # The common end: the reversed rows' common beginning.
+        common = _common([row[::-1] for row in rows])
+        starts = [len(row) - common for row in rows]
+    else:
+        starts = [_common(rows)] * len(rows)
+    if task.kind == "language_modeling":
+        rows, starts = rows[1:], starts[1:]
+    made = []
+    for row, start in zip(rows, starts, strict=True):
+        # At least one token of answer, and one of context before it.
+        surplus = max(0, len(row) - max_tokens)
+        start = min(max(start, 1), len(row) - 1)
+        if surplus:
+            row, start = [row[0], *row[surplus + 1 :]], max(start - surplus, 1)
+        made.append(Candidate(row, start, surplus > 0))
+    return made
+
+
+def _common(rows: Sequence[Sequence[int]]) -> int:
+    """Return the length of the longest common beginning."""
+    for length, column in enumerate(zip(*rows, strict=False)):
+        if len(set(column)) > 1:
+            return length
+    return min(map(len, rows))
+
+
+def prompts(task: CoreTask, items: Sequence[Item], index: int) -> list[str]:
+    """Return the texts to compare for item `index`, each beginning with the examples.
+
+    There is one text for each choice or context. For language modelling there are two, the question alone and the
+    question with its answer.
+    """
+    others = [other for other in range(len(items)) if other != index]
+    shots = random.Random(_SHOT_SEED + index).sample(others, task.num_shots)
+    # For language modelling, the text with the answer is the second one.
+    gold = [1 if task.kind == "language_modeling" else items[shot]["gold"] for shot in shots]
+    solved = [_texts(task, items[shot])[number] for shot, number in zip(shots, gold, strict=True)]
+    texts = ["\n\n".join([*solved, text]) for text in _texts(task, items[index])]
+    if task.kind == "language_modeling":
+        # The question without its last space, which belongs to the first token of the answer.
+        texts[0] = texts[0].strip()
+    return texts
+
+
+def _texts(task: CoreTask, item: Item) -> list[str]:
+    """Return the texts of `prompts` without examples."""
+    if task.kind == "multiple_choice":
+        return [f"{item['query']}{task.delimiter}{choice}" for choice in item["choices"]]
+    if task.kind == "schema":
+        return [f"{context}{task.delimiter}{item['continuation']}" for context in item["context_options"]]
+    question = f"{item['context'].strip()}{task.delimiter}"
+    return [question, question + item["continuation"]]

@@ -7,11 +7,7 @@ A folder has one of two layouts:
 - JSONL files named as in `CORE_TASKS` (`arc_easy.jsonl`, ...), which also has their shots, delimiters and accuracies of
   guessing. Tasks without a file are left out, and listed in `CoreSuite.missing`.
 
-A file has one item per line, a JSON object with fields by the kind of its task:
-
-    multiple_choice      query: text; choices: list of texts; gold: number of the right one, from 0
-    schema               context_options: list of texts; continuation: text; gold: number of the right context
-    language_modeling    context: text; continuation: text
+A file has one item per line, a JSON object with the fields that `_FORMS` has for the kind of its task.
 """
 
 import csv
@@ -20,7 +16,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from quintic.errors import DataError
 
@@ -29,41 +25,27 @@ __all__ = ["CORE_TASKS", "CoreSuite", "CoreTask", "load_core"]
 TaskKind = Literal["multiple_choice", "schema", "language_modeling"]
 Item = Mapping[str, Any]
 
-_KINDS: dict[str, TaskKind] = {kind: kind for kind in get_args(TaskKind)}
 # Draws the items to ask if a task has more than requested; the seed of nanochat, for the same choice.
 _SHUFFLE_SEED = 1337
 
+# The fields of an item, for users.
+_FORMS = {
+    "multiple_choice": '"query", a text; "choices", a list of texts; and "gold", the number of the right one, from 0',
+    "schema": '"context_options", a list of texts; "gold", the number of the right one, from 0; "continuation", a text',
+    "language_modeling": '"context", a text; and "continuation", a text that is not empty',
+}
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class CoreTask:
-    """A task, and the form of its questions.
-
-    Attributes:
-        label: name of the task.
-        file: path of its file within the data folder.
-        kind: form of its items, see this module's docstring.
-        num_shots: number of solved examples before the item that is asked.
-        baseline: accuracy of guessing, at least 0 and below 1; accuracies are centred on it.
-        delimiter: text between a question and its answer.
-    """
+    """A task, and the form of its questions."""
 
     label: str
-    file: str
+    file: str  # path within the data folder
     kind: TaskKind
-    num_shots: int
-    baseline: float
-    delimiter: str = " "
-
-
-def _task(label: str, kind: TaskKind, shots: int, percent: float, file: str = "", delimiter: str = " ") -> CoreTask:
-    return CoreTask(
-        label=label,
-        file=f"{file or label}.jsonl",
-        kind=kind,
-        num_shots=shots,
-        baseline=percent / 100,
-        delimiter=delimiter,
-    )
+    num_shots: int  # solved examples before the item that is asked
+    baseline: float  # accuracy of guessing, at least 0 and below 1; accuracies are centred on it
+    delimiter: str = " "  # text between a question and its answer
 
 
 _ANSWER = "\nAnswer: "
@@ -71,45 +53,41 @@ _ANSWER = "\nAnswer: "
 # From DCLM's repository: eval/heavy.yaml, eval/eval_meta_data_v1.csv. Baselines are not always one over the number of
 # choices.
 CORE_TASKS = (
-    _task("hellaswag_zeroshot", "multiple_choice", 0, 25, file="hellaswag"),
-    _task("jeopardy", "language_modeling", 10, 0, file="jeopardy_all", delimiter=_ANSWER),
-    _task("bigbench_qa_wikidata", "language_modeling", 10, 0),
-    _task("arc_easy", "multiple_choice", 10, 25, delimiter=_ANSWER),
-    _task("arc_challenge", "multiple_choice", 10, 25, delimiter=_ANSWER),
-    _task("copa", "multiple_choice", 0, 50),
-    _task("commonsense_qa", "multiple_choice", 10, 20),
-    _task("piqa", "multiple_choice", 10, 50, delimiter=_ANSWER),
-    _task("openbook_qa", "multiple_choice", 0, 25),
-    _task("lambada_openai", "language_modeling", 0, 0),
-    _task("hellaswag", "multiple_choice", 10, 25),
-    _task("winograd", "schema", 0, 50, file="winograd_wsc"),
-    _task("winogrande", "schema", 0, 50),
-    _task("bigbench_dyck_languages", "language_modeling", 10, 0),
-    _task("agi_eval_lsat_ar", "multiple_choice", 3, 20),
-    _task("bigbench_cs_algorithms", "language_modeling", 10, 0),
-    _task("bigbench_operators", "language_modeling", 10, 0),
-    _task("bigbench_repeat_copy_logic", "language_modeling", 10, 0),
-    _task("squad", "language_modeling", 10, 0),
-    _task("coqa", "language_modeling", 0, 0),
-    _task("boolq", "multiple_choice", 10, 62, delimiter=_ANSWER),
-    _task("bigbench_language_identification", "multiple_choice", 10, 9.1),
+    CoreTask("hellaswag_zeroshot", "hellaswag.jsonl", "multiple_choice", 0, 0.25),
+    CoreTask("jeopardy", "jeopardy_all.jsonl", "language_modeling", 10, 0, _ANSWER),
+    CoreTask("bigbench_qa_wikidata", "bigbench_qa_wikidata.jsonl", "language_modeling", 10, 0),
+    CoreTask("arc_easy", "arc_easy.jsonl", "multiple_choice", 10, 0.25, _ANSWER),
+    CoreTask("arc_challenge", "arc_challenge.jsonl", "multiple_choice", 10, 0.25, _ANSWER),
+    CoreTask("copa", "copa.jsonl", "multiple_choice", 0, 0.5),
+    CoreTask("commonsense_qa", "commonsense_qa.jsonl", "multiple_choice", 10, 0.2),
+    CoreTask("piqa", "piqa.jsonl", "multiple_choice", 10, 0.5, _ANSWER),
+    CoreTask("openbook_qa", "openbook_qa.jsonl", "multiple_choice", 0, 0.25),
+    CoreTask("lambada_openai", "lambada_openai.jsonl", "language_modeling", 0, 0),
+    CoreTask("hellaswag", "hellaswag.jsonl", "multiple_choice", 10, 0.25),
+    CoreTask("winograd", "winograd_wsc.jsonl", "schema", 0, 0.5),
+    CoreTask("winogrande", "winogrande.jsonl", "schema", 0, 0.5),
+    CoreTask("bigbench_dyck_languages", "bigbench_dyck_languages.jsonl", "language_modeling", 10, 0),
+    CoreTask("agi_eval_lsat_ar", "agi_eval_lsat_ar.jsonl", "multiple_choice", 3, 0.2),
+    CoreTask("bigbench_cs_algorithms", "bigbench_cs_algorithms.jsonl", "language_modeling", 10, 0),
+    CoreTask("bigbench_operators", "bigbench_operators.jsonl", "language_modeling", 10, 0),
+    CoreTask("bigbench_repeat_copy_logic", "bigbench_repeat_copy_logic.jsonl", "language_modeling", 10, 0),
+    CoreTask("squad", "squad.jsonl", "language_modeling", 10, 0),
+    CoreTask("coqa", "coqa.jsonl", "language_modeling", 0, 0),
+    CoreTask("boolq", "boolq.jsonl", "multiple_choice", 10, 0.62, _ANSWER),
+    CoreTask(
+        "bigbench_language_identification", "bigbench_language_identification.jsonl", "multiple_choice", 10, 0.091
+    ),
 )
 """The 22 tasks of CORE."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSuite:
-    """Tasks with their items.
+    """Tasks with their items."""
 
-    Attributes:
-        tasks: tasks with a file, in the order of `CORE_TASKS`, or of a bundle's `core.yaml`.
-        items: items of each task, in the order of its file.
-        missing: labels of `CORE_TASKS` that are not among `tasks`.
-    """
-
-    tasks: tuple[CoreTask, ...]
-    items: tuple[tuple[Item, ...], ...]
-    missing: tuple[str, ...]
+    tasks: tuple[CoreTask, ...]  # in the order of `CORE_TASKS`, or of a bundle's `core.yaml`
+    items: tuple[tuple[Item, ...], ...]  # of each task, in the order of its file
+    missing: tuple[str, ...]  # labels of `CORE_TASKS` that are not among `tasks`
 
     def chosen(self, number: int, max_items: int | None) -> tuple[list[Item], int]:
         """Return the items of a task in the order in which they are asked, and the number of items to ask.
@@ -138,7 +116,7 @@ def load_core(folder: str | Path) -> CoreSuite:
     tasks = tuple(task for task in tasks if (data / task.file).is_file())
     if not tasks:
         raise DataError(
-            f"{folder}: holds no task of CORE; give a folder with files such as {CORE_TASKS[3].file}, or nanochat's "
+            f"{folder}: holds no task of CORE; give a folder with files such as arc_easy.jsonl, or nanochat's "
             "eval_bundle with core.yaml and eval_data"
         )
     present = {task.label for task in tasks}
@@ -152,24 +130,23 @@ def load_core(folder: str | Path) -> CoreSuite:
 def _bundle_tasks(folder: Path) -> tuple[CoreTask, ...]:
     import yaml
 
-    described, table = folder / "core.yaml", folder / "eval_meta_data.csv"
     try:
-        with table.open(encoding="utf-8", newline="") as file:
+        with (folder / "eval_meta_data.csv").open(encoding="utf-8", newline="") as file:
             baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(file)}
-        tasks = []
-        for entry in yaml.safe_load(described.read_text(encoding="utf-8"))["icl_tasks"]:
-            (shots,) = entry["num_fewshot"]
-            tasks.append(
-                CoreTask(
-                    label=entry["label"],
-                    file=entry["dataset_uri"],
-                    kind=_KINDS[entry["icl_task_type"]],
-                    num_shots=int(shots),
-                    baseline=baselines[entry["label"]],
-                    delimiter=entry.get("continuation_delimiter", " "),
-                )
+        tasks = [
+            CoreTask(
+                label=entry["label"],
+                file=entry["dataset_uri"],
+                kind=entry["icl_task_type"],
+                num_shots=int(entry["num_fewshot"][0]),
+                baseline=baselines[entry["label"]],
+                delimiter=entry.get("continuation_delimiter", " "),
             )
-    except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+            for entry in yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
+        ]
+        if unknown := {task.kind for task in tasks} - set(_FORMS):
+            raise ValueError(f"unknown icl_task_type {', '.join(unknown)}")
+    except (OSError, LookupError, TypeError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
             f"{folder}: core.yaml and eval_meta_data.csv are not those of an eval_bundle ({reason})"
@@ -188,38 +165,31 @@ def _items(path: Path, task: CoreTask) -> tuple[Item, ...]:
             continue
         try:
             item = json.loads(line)
-            # Fails for lone surrogates, which JSON can contain but UTF-8 cannot.
-            json.dumps(item, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise DataError(f"{path}, line {number}: a character is half of a pair (a surrogate); remove it") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise DataError(f"{path}, line {number}: not JSON ({error}); remove the line") from None
-        if (wrong := _wrong(item, task.kind)) is not None:
-            raise DataError(f"{path}, line {number}: {wrong}; correct the line, or remove it")
+        if not _is_item(item, task.kind):
+            raise DataError(
+                f"{path}, line {number}: not an item of a {task.kind} task, which has {_FORMS[task.kind]}; correct the "
+                "line, or remove it"
+            )
         items.append(item)
     if len(items) <= task.num_shots:
         raise DataError(f"{path}: {len(items)} items; {task.label} needs more than its {task.num_shots} examples")
     return tuple(items)
 
 
-def _wrong(item: Any, kind: TaskKind) -> str | None:
-    """Return a description of the first mistake in an item; None for a valid item."""
+def _is_item(item: Any, kind: TaskKind) -> bool:
+    """Return whether a line has the fields of `_FORMS`."""
     if not isinstance(item, dict):
-        return "not a JSON object"
-    texts, choices = {
-        "multiple_choice": (["query"], "choices"),
-        "schema": (["continuation"], "context_options"),
-        "language_modeling": (["context", "continuation"], None),
-    }[kind]
-    for name in texts:
-        if not isinstance(item.get(name), str):
-            return f'"{name}" is not a text'
-    if kind != "multiple_choice" and not item["continuation"].strip():
-        return '"continuation" is empty'
-    if choices is not None:
-        options, gold = item.get(choices), item.get("gold")
-        if not (isinstance(options, list) and len(options) > 1 and all(isinstance(text, str) for text in options)):
-            return f'"{choices}" is not a list of texts'
-        if not (type(gold) is int and 0 <= gold < len(options)):
-            return f'"gold" is not the number of one of the {len(options)} in "{choices}"'
-    return None
+        return False
+    if kind == "language_modeling":
+        texts = [item.get("context"), item.get("continuation")]
+    else:
+        other, options = ("query", "choices") if kind == "multiple_choice" else ("continuation", "context_options")
+        choices, gold = item.get(options), item.get("gold")
+        # A truth value would pass as the number 0 or 1.
+        if not isinstance(choices, list) or len(choices) < 2 or type(gold) is not int or not 0 <= gold < len(choices):
+            return False
+        texts = [item.get(other), *choices]
+    is_empty = kind != "multiple_choice" and not str(item.get("continuation")).strip()
+    return all(isinstance(text, str) for text in texts) and not is_empty

@@ -12,8 +12,7 @@ from test_generate import model_of
 
 from quintic.data.dataset import Dataset
 from quintic.errors import DataError
-from quintic.eval.core import answers, core_lines, core_score, core_sums
-from quintic.eval.core_prompts import candidates, num_candidates, prompts
+from quintic.eval.core import answers, candidates, core_lines, core_score, core_sums, prompts
 from quintic.eval.core_tasks import CORE_TASKS, CoreSuite, CoreTask, TaskKind, load_core
 from quintic.model.gpt import GPT
 
@@ -80,7 +79,6 @@ def test_candidates_are_tokens_with_an_answer_at_the_end(kind: TaskKind, tiny_da
     tokenizer, task, items = tiny_dataset.tokenizer, task_of(kind, 2), items_of(kind, 9)
     for index in range(9):
         found = candidates(task, items, index, tokenizer, max_tokens=10_000)
-        assert len(found) == num_candidates(items[index])
         texts = prompts(task, items, index)
         for candidate, text in zip(found, texts[1:] if kind == "language_modeling" else texts, strict=True):
             assert candidate.tokens == [tokenizer.bos_id, *tokenizer.encode(text)]
@@ -218,8 +216,9 @@ def test_answers_are_those_of_a_plain_loop_over_transformers(
     else:
         task, items = task_of(kind, shots), items_of(kind, 10)
     expected = {index: oracle(*exported, task, items, index) for index in range(10)}
-    found = answers(model, tiny_dataset.tokenizer, task, items, CPU, asked=10, max_tokens=10_000, rows=7)
-    assert {answer.index: (answer.choice, answer.correct) for answer in found} == expected
+    for indices in ([3], [9, 0, 4, 1], [2, 5, 6, 7, 8]):
+        found = answers(model, tiny_dataset.tokenizer, task, items, indices, CPU, max_tokens=10_000)
+        assert [(answer.choice, answer.correct) for answer in found] == [expected[index] for index in indices]
     right = [correct for _, correct in expected.values()]
     assert any(right) or (kind == "language_modeling" and shots)
     assert not all(right)
@@ -362,14 +361,12 @@ def test_a_bundle_says_itself_what_its_tasks_are(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 3: not JSON"),
-        ("[" * 200_000, "line 3: not JSON"),
-        ('{"query": "q \\ud83d", "choices": ["a", "b"], "gold": 0}', "line 3: a character is half of a pair"),
-        ("[]", "line 3: not a JSON object; correct the line, or remove it"),
-        ('{"choices": ["a", "b"], "gold": 0}', 'line 3: "query" is not a text'),
-        ('{"query": "q", "choices": ["a"], "gold": 0}', 'line 3: "choices" is not a list of texts'),
-        ('{"query": "q", "choices": ["a", 1], "gold": 0}', 'line 3: "choices" is not a list of texts'),
-        ('{"query": "q", "choices": ["a", "b"], "gold": 2}', 'line 3: "gold" is not the number of one of the 2'),
-        ('{"query": "q", "choices": ["a", "b"], "gold": true}', 'line 3: "gold" is not the number'),
+        ("[]", 'line 3: not an item of a multiple_choice task, which has "query", a text; .*; correct the line, or'),
+        ('{"choices": ["a", "b"], "gold": 0}', "line 3: not an item"),
+        ('{"query": "q", "choices": ["a"], "gold": 0}', "line 3: not an item"),
+        ('{"query": "q", "choices": ["a", 1], "gold": 0}', "line 3: not an item"),
+        ('{"query": "q", "choices": ["a", "b"], "gold": 2}', "line 3: not an item"),
+        ('{"query": "q", "choices": ["a", "b"], "gold": true}', "line 3: not an item"),
     ],
 )
 def test_what_is_no_item_is_named(line: str, message: str, tmp_path: Path) -> None:
@@ -395,5 +392,5 @@ def test_folders_without_tasks(tmp_path: Path) -> None:
         load_core(tmp_path)
     (tmp_path / "arc_easy.jsonl").unlink()
     write(tmp_path / "coqa.jsonl", [{"context": "c", "continuation": " "}])
-    with pytest.raises(DataError, match='"continuation" is empty'):
+    with pytest.raises(DataError, match="line 1: not an item of a language_modeling task"):
         load_core(tmp_path)
