@@ -2,6 +2,16 @@
 
 They put a model's bits per byte into perspective, by methods that are easy to check: a language model that needs fewer
 bits than ``xz`` has learnt something that a compressor cannot see. `quintic.eval.score` scores models.
+
+``xz``, which has no training phase, compresses the text or its first 16 MiB; its bits per byte therefore fall a little
+as the text gets longer. The bigram model is trained on the run's training text and predicts each byte ``b`` from the
+byte ``a`` before it, with the counts ``c`` of the training text and the unigram as prior:
+
+    p(b)     = (c(b) + 1) / (c + 256)
+    p(b | a) = (c(a, b) + k * p(b)) / (c(a) + k)          k = BIGRAM_PRIOR_BYTES
+
+Adding one to the counts of all 256 successors would be worse, since it gives probability to bytes that never occur. The
+first byte of the text has no predecessor and is scored with p(b).
 """
 
 import lzma
@@ -9,24 +19,15 @@ import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch
 from quintic.data.tokenizer import Tokenizer
-from quintic.errors import DataError
 
-__all__ = [
-    "BIGRAM_PRIOR_BYTES",
-    "MAX_XZ_BYTES",
-    "ScoredText",
-    "compression_baselines",
-    "reference_scores",
-    "training_text",
-]
+__all__ = ["MAX_XZ_BYTES", "ScoredText", "compression_baselines", "reference_scores", "training_text"]
 
 BIGRAM_PRIOR_BYTES = 64.0
-"""Weight of the unigram in each context of the bigram model, as a number of bytes (see `compression_baselines`)."""
+"""Weight of the unigram in each context of the bigram model, as a number of bytes."""
 
 # Bytes counted at a time: bincount widens its input to 8 bytes per element, so that about 16 MB are needed.
 _CHUNK_BYTES = 1 << 20
@@ -39,30 +40,26 @@ MAX_XZ_BYTES = 16 << 20
 
 
 class ScoredText:
-    """Statistics of a text for the reference values, collected in one pass: byte counts and the text's beginning.
-
-    Attributes:
-        num_bytes: length of the text so far.
-    """
+    """Statistics of a text for the reference values, collected in one pass: byte counts and the text's beginning."""
 
     def __init__(self) -> None:
-        """Start with no text."""
         self.num_bytes = 0
         self._beginning = bytearray()
-        self._first = b""
         self._last = b""
+        self._unigrams = np.zeros(256, dtype=np.int64)
         self._bigrams = np.zeros((256, 256), dtype=np.int64)
 
     def add(self, piece: bytes) -> None:
         """Append bytes to the text."""
-        if not piece:
-            return
-        self._first = self._first or piece[:1]
-        self._beginning += piece[: MAX_XZ_BYTES - len(self._beginning)]
-        # With the last byte before, whose pair with the first new byte counts, too.
-        self._bigrams += _count([self._last + piece])[1]
-        self._last = piece[-1:]
         self.num_bytes += len(piece)
+        self._beginning += piece[: MAX_XZ_BYTES - len(self._beginning)]
+        for start in range(0, len(piece), _CHUNK_BYTES):
+            # With the last byte before, whose pair with the first new byte counts, too.
+            codes = np.frombuffer(self._last + piece[start : start + _CHUNK_BYTES], dtype=np.uint8).astype(np.uint16)
+            self._unigrams += np.bincount(codes[len(self._last) :], minlength=256)
+            pairs = np.bincount(codes[:-1] * np.uint16(256) + codes[1:], minlength=256 * 256)
+            self._bigrams += pairs.reshape(256, 256)
+            self._last = bytes([codes[-1]])
 
     def watched(self, tokenizer: Tokenizer, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches, and append the text of each batch's targets."""
@@ -74,25 +71,17 @@ class ScoredText:
         """Return the bits per byte of `xz -9` on the beginning of the text, including the container."""
         return 8 * len(lzma.compress(self._beginning, preset=9)) / len(self._beginning)
 
-    def bigram_bpb(self, unigrams: NDArray[np.int64], bigrams: NDArray[np.int64]) -> float:
-        """Return the bits per byte of the bigram model with these counts of the training text."""
-        unigram_probs = (unigrams + 1.0) / (unigrams.sum() + 256.0)
-        context_totals = bigrams.sum(axis=1, keepdims=True)
-        bigram_probs = (bigrams + BIGRAM_PRIOR_BYTES * unigram_probs) / (context_totals + BIGRAM_PRIOR_BYTES)
-        bits = -math.log2(unigram_probs[self._first[0]]) - (self._bigrams * np.log2(bigram_probs)).sum()
+    def bigram_bpb(self, train: "ScoredText") -> float:
+        """Return the bits per byte of the bigram model with the counts of a training text."""
+        unigram_probs = (train._unigrams + 1.0) / (train.num_bytes + 256.0)
+        context_totals = train._bigrams.sum(axis=1, keepdims=True)
+        bigram_probs = (train._bigrams + BIGRAM_PRIOR_BYTES * unigram_probs) / (context_totals + BIGRAM_PRIOR_BYTES)
+        bits = -math.log2(unigram_probs[self._beginning[0]]) - (self._bigrams * np.log2(bigram_probs)).sum()
         return float(bits) / self.num_bytes
 
 
 def reference_scores(dataset: Dataset, batches: Iterable[Batch]) -> dict[str, float]:
-    """Return bits per byte of `xz -9` and of a byte-bigram model on the text of the targets in `batches`.
-
-    Args:
-        dataset: the model's training text, on which the bigram model is trained, too.
-        batches: batches made with the tokenizer of `dataset`.
-
-    Returns:
-        `xz_bpb`, `bigram_bpb` and `bytes` of `compression_baselines`.
-    """
+    """Return `compression_baselines` on the text of the targets in `batches`, made with the tokenizer of `dataset`."""
     text = ScoredText()
     for _ in text.watched(dataset.tokenizer, batches):
         pass
@@ -114,16 +103,6 @@ def training_text(dataset: Dataset) -> Iterator[bytes]:
 def compression_baselines(val_text: ScoredText, train_text: Iterable[bytes]) -> dict[str, float]:
     """Return the bits per byte of ``xz -9`` and of a byte-bigram model on the validation text.
 
-    ``xz``, which has no training phase, compresses the validation text or its first 16 MiB; its bits per byte therefore
-    fall a little as the text gets longer. The bigram model is trained on ``train_text`` and predicts each validation
-    byte ``b`` from the byte ``a`` before it, with the counts ``c`` of the training text and the unigram as prior:
-
-        p(b)     = (c(b) + 1) / (c + 256)
-        p(b | a) = (c(a, b) + k * p(b)) / (c(a) + k)          k = BIGRAM_PRIOR_BYTES
-
-    Adding one to the counts of all 256 successors would be worse, since it gives probability to bytes that never occur.
-    The first byte of the text has no predecessor and is scored with p(b).
-
     Args:
         val_text: the whole validation text, documents concatenated; at least one byte.
         train_text: the training text, divided anywhere; read once.
@@ -131,33 +110,8 @@ def compression_baselines(val_text: ScoredText, train_text: Iterable[bytes]) -> 
     Returns:
         `xz_bpb` and `bigram_bpb`, in bits per byte (`xz` with its container), and `bytes`, the length of the validation
         text. `xz` takes about half a second per megabyte, the bigram model a few hundredths.
-
-    Raises:
-        DataError: if either text is empty.
     """
-    if not val_text.num_bytes:
-        raise DataError("the validation text is empty: baselines need at least one byte of it")
-    unigrams, bigrams = _count(train_text)
-    if not unigrams.any():
-        raise DataError("the training text is empty: the byte-bigram baseline needs at least one byte of it")
-    return {
-        "xz_bpb": val_text.xz_bpb(),
-        "bigram_bpb": val_text.bigram_bpb(unigrams, bigrams),
-        "bytes": val_text.num_bytes,
-    }
-
-
-def _count(pieces: Iterable[bytes]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the counts of bytes (256,) and of neighbouring pairs (256, 256), int64, in the joined ``pieces``."""
-    unigrams = np.zeros(256, dtype=np.int64)
-    bigrams = np.zeros(256 * 256, dtype=np.int64)
-    # The last byte so far, so that pairs across two pieces are counted.
-    previous = b""
-    for piece in pieces:
-        for start in range(0, len(piece), _CHUNK_BYTES):
-            chunk = piece[start : start + _CHUNK_BYTES]
-            unigrams += np.bincount(np.frombuffer(chunk, dtype=np.uint8), minlength=256)
-            codes = np.frombuffer(previous + chunk, dtype=np.uint8).astype(np.uint16)
-            bigrams += np.bincount(codes[:-1] * np.uint16(256) + codes[1:], minlength=256 * 256)
-            previous = chunk[-1:]
-    return unigrams, bigrams.reshape(256, 256)
+    train = ScoredText()
+    for piece in train_text:
+        train.add(piece)
+    return {"xz_bpb": val_text.xz_bpb(), "bigram_bpb": val_text.bigram_bpb(train), "bytes": val_text.num_bytes}
