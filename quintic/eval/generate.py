@@ -25,8 +25,6 @@ GENERAL_PROMPTS = (
 
 # Seeds of PyTorch's generators are below this number.
 _SEEDS = 2**63
-# Number of prompts that are continued in one batch.
-_ROWS = 32
 
 
 def default_prompts(data: str) -> tuple[str, ...]:
@@ -68,14 +66,10 @@ def generate_batch(
         on_tokens: called after each step with the new tokens, row -> token, of the rows that have not ended.
 
     Raises:
-        ValueError: a prompt is empty; a temperature, `top_k`, `top_p` or seed is out of range.
+        ValueError: a temperature, `top_k`, `top_p` or seed is out of range.
     """
-    if not all(prompts):
-        raise ValueError("the prompt has no tokens; start with the document token")
-    _check(temperature, top_k, top_p)
     seeds = range(len(prompts)) if seeds is None else seeds
-    for seed in seeds:
-        _check_seed(seed)
+    _check(temperature, top_k, top_p, seeds)
     made: list[list[int]] = [[] for _ in prompts]
     if not prompts or max_tokens < 1:
         return made
@@ -125,8 +119,6 @@ def sample_text(
 ) -> list[dict[str, str]]:
     """Return `{"prompt": ..., "text": ...}` for each prompt, where `text` is the continuation without the prompt.
 
-    Prompt n is drawn with seed + n, modulo 2^63.
-
     Args:
         model: the model, on any device.
         tokenizer: the model's tokenizer.
@@ -135,85 +127,73 @@ def sample_text(
         temperature: as in `generate_batch`.
         top_k: as in `generate_batch`.
         top_p: as in `generate_batch`.
-        seed: seed of the first prompt's draws.
+        seed: seed of the first prompt's draws; prompt n is drawn with seed + n, modulo 2^63.
         write: called with the samples as they grow, one after the other: a prompt, the characters of its text as soon
             as they are complete, and two line ends.
 
     Raises:
         ValueError: a temperature, `top_k`, `top_p` or seed is out of range.
     """
-    _check_seed(seed)
-    _check(temperature, top_k, top_p)
-    samples = []
-    for first in range(0, len(prompts), _ROWS):
-        some = prompts[first : first + _ROWS]
-        stream = None if write is None else _Stream(tokenizer, some, write)
-        made = generate_batch(
-            model,
-            [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in some],
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seeds=[(seed + first + row) % _SEEDS for row in range(len(some))],
-            on_tokens=None if stream is None else stream.add,
-        )
-        if stream is not None:
-            stream.close()
-        for prompt, tokens in zip(some, made, strict=True):
-            samples.append({"prompt": prompt, "text": tokenizer.decode(tokens)})
-    return samples
+    _check(temperature, top_k, top_p, [seed])
+    writer = _Writer(tokenizer, prompts, write or (lambda text: None))
+    made = generate_batch(
+        model,
+        [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts],
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seeds=[(seed + number) % _SEEDS for number in range(len(prompts))],
+        on_tokens=writer.add,
+    )
+    writer.add({})  # all texts have ended
+    return [{"prompt": prompt, "text": tokenizer.decode(row)} for prompt, row in zip(prompts, made, strict=True)]
 
 
-class _Stream:
+class _Writer:
     """Writes the texts of a batch one after the other, although all of them grow at the same time.
 
-    The first text is written while it grows. The others are collected in `_waiting` until the texts before have ended.
+    The bytes of a text wait until the texts before it have ended.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompts: Sequence[str], write: Callable[[str], None]) -> None:
-        self._tokenizer, self._write = tokenizer, write
-        self._waiting = list(prompts)
-        # A character of several bytes may span several tokens; its decoder keeps the bytes of an incomplete character.
-        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
-        self._row = 0
-        self._flush()
+        self.tokenizer, self.prompts, self.write = tokenizer, prompts, write
+        self.waiting = [b""] * len(prompts)
+        self.row = -1
+        self._begin_next()
 
     def add(self, tokens: Mapping[int, int]) -> None:
         """Add the new tokens, row -> token; rows that are missing have ended."""
         for row, token in tokens.items():
-            self._waiting[row] += self._decoders[row].decode(self._tokenizer.decode_bytes([token]))
-        while self._row not in tokens and self._row < len(self._waiting):
-            self._end()
-        self._flush()
+            self.waiting[row] += self.tokenizer.decode_bytes([token])
+        while self.row < len(self.prompts):
+            has_ended = self.row not in tokens
+            text = self.decoder.decode(self.waiting[self.row], final=has_ended) + "\n\n" * has_ended
+            self.waiting[self.row] = b""
+            if text:
+                self.write(text)
+            if not has_ended:
+                return
+            self._begin_next()
 
-    def close(self) -> None:
-        """Write the remaining texts, which have all ended."""
-        self.add({})
-
-    def _end(self) -> None:
-        self._waiting[self._row] += self._decoders[self._row].decode(b"", final=True) + "\n\n"
-        self._flush()
-        self._row += 1
-
-    def _flush(self) -> None:
-        if self._row < len(self._waiting) and self._waiting[self._row]:
-            self._write(self._waiting[self._row])
-            self._waiting[self._row] = ""
+    def _begin_next(self) -> None:
+        self.row += 1
+        # A character of several bytes may span several tokens; the decoder keeps the bytes of an incomplete one.
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        if self.row < len(self.prompts) and self.prompts[self.row]:
+            self.write(self.prompts[self.row])
 
 
-def _check(temperature: float, top_k: int | None, top_p: float | None) -> None:
+def _check(temperature: float, top_k: int | None, top_p: float | None, seeds: Sequence[int]) -> None:
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature}: must be at least 0 and finite")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: must be at least 1")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
-
-
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed < _SEEDS:
-        raise ValueError(f"seed={seed}: must be at least 0 and below 2^63")
+    for seed in seeds:
+        if not 0 <= seed < _SEEDS:
+            raise ValueError(f"seed={seed}: must be at least 0 and below 2^63")
 
 
 def _draw(
