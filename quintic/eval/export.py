@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quintic.data.tokenizer import Tokenizer
@@ -21,18 +20,16 @@ from quintic.eval.row_models import BatchedSpeedrun, LanguageModel
 from quintic.model.gpt import GPT
 from quintic.model.layers import GATE_CHANNELS, QK_GAIN
 from quintic.model.speedrun import VALUE_CHANNELS
+from quintic.model.speedrun_layers import TokenCoefficients
 
 __all__ = ["export_hf"]
-
-_CODE = Path(__file__).with_name("modeling_quintic.py")
-_SPEEDRUN_CODE = Path(__file__).with_name("modeling_speedrun.py")
 
 
 def export_hf(model: LanguageModel, tokenizer: Tokenizer, folder: str | Path) -> Path:
     """Write weights (`safetensors`), configuration, tokenizer and code for transformers, and return the folder.
 
-    Weights keep their names and dtypes. The exported tokenizer gives the same tokens; it puts the token that starts a
-    document first, except with `add_special_tokens=False`. That token also ends generation and serves as padding.
+    Weights keep their dtypes. The exported tokenizer gives the same tokens; it puts the token that starts a document
+    first, except with `add_special_tokens=False`. That token also ends generation and serves as padding.
 
     Args:
         model: the model, on any device.
@@ -44,45 +41,45 @@ def export_hf(model: LanguageModel, tokenizer: Tokenizer, folder: str | Path) ->
         OSError: the folder cannot be written; nothing was changed.
     """
     folder = Path(folder)
-    _check_folder(folder)
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), model.config.bos_id)
-    generation: dict[str, Any] = dict(ends)
+    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_free and json_object(folder / "config.json").get("model_type") not in ("quintic", "quintic_speedrun"):
+        raise ConfigError(f"--out {folder}: holds something other than an export; name a new folder")
     if isinstance(model, BatchedSpeedrun):
-        code, seq_len, state, config = _SPEEDRUN_CODE, model.seq_len, *_speedrun_content(model, ends)
-        # The exported code has no key/value cache.
-        generation["use_cache"] = False
+        code, name, (state, sizes) = "modeling_speedrun", "QuinticSpeedrun", _speedrun_content(model)
     else:
-        code, seq_len, state, config = _CODE, model.config.seq_len, model.state_dict(), _config(model, ends)
-        # A buffer for counting operations, which the exported code does not have.
-        state.pop("lookup_mean_rows", None)
+        code, name, (state, sizes) = "modeling_quintic", "Quintic", _gpt_content(model)
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), model.config.bos_id)
+    config = {
+        "architectures": [f"{name}ForCausalLM"],
+        "auto_map": {"AutoConfig": f"{code}.{name}Config", "AutoModelForCausalLM": f"{code}.{name}ForCausalLM"},
+        "dtype": str(model.head.weight.dtype).removeprefix("torch."),
+        **sizes,
+        **ends,
+        "tie_word_embeddings": False,
+    }
+    files = {
+        "config.json": config,
+        # The code of the speedrun's model has no key/value cache.
+        "generation_config.json": ends | {"use_cache": not isinstance(model, BatchedSpeedrun)},
+        **_tokenizer_files(tokenizer, sizes["max_position_embeddings"]),
+    }
     # Written beside the old folder, which is replaced when all files are there.
     with new_folder(folder, discard_old=True) as unfinished:
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         save_tensors(state, unfinished / "model.safetensors")
-        files = {"config.json": config, "generation_config.json": generation}
-        for name, content in (files | _tokenizer_files(tokenizer, seq_len)).items():
-            (unfinished / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        shutil.copyfile(code, unfinished / code.name)
+        for file, content in files.items():
+            (unfinished / file).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        shutil.copyfile(Path(__file__).with_name(f"{code}.py"), unfinished / f"{code}.py")
     return folder
 
 
-def _check_folder(folder: Path) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if json_object(folder / "config.json").get("model_type") not in ("quintic", "quintic_speedrun"):
-        raise ConfigError(f"--out {folder}: holds something other than an export; name a new folder")
-
-
-def _config(model: GPT, ends: dict[str, int]) -> dict[str, Any]:
-    config = model.config
-    return {
-        "architectures": ["QuinticForCausalLM"],
+def _gpt_content(model: GPT) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a GPT's weights, and its sizes as `QuinticConfig` names them."""
+    config, state = model.config, model.state_dict()
+    # A buffer for counting operations, which the exported code does not have.
+    state.pop("lookup_mean_rows", None)
+    return state, {
         "model_type": "quintic",
-        "auto_map": {
-            "AutoConfig": "modeling_quintic.QuinticConfig",
-            "AutoModelForCausalLM": "modeling_quintic.QuinticForCausalLM",
-        },
-        "dtype": str(model.head.weight.dtype).removeprefix("torch."),
         "vocab_size": config.vocab_size,
         "num_hidden_layers": config.depth,
         "hidden_size": config.width,
@@ -102,36 +99,28 @@ def _config(model: GPT, ends: dict[str, int]) -> dict[str, Any]:
         "lookup_rows": config.l3_embeddings,
         "lookup_d_up": config.l3_d_up or 4 * config.width,
         "lookup_tied": config.l3_tied,
-        **ends,
-        "tie_word_embeddings": False,
     }
 
 
-def _speedrun_content(exported: BatchedSpeedrun, ends: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the weights of a speedrun's model under the names of its exported code, and its configuration.
+def _speedrun_content(exported: BatchedSpeedrun) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the weights of a speedrun's model as its exported code names them, and its sizes and features.
 
     Tables and head are exported without the rows that pad the vocabulary.
     """
     model, sizes, vocab = exported.model, exported.config, exported.vocab_size
-    state = {name.removeprefix("inputs."): tensor for name, tensor in model.state_dict().items()}
-    for name in [name for name in state if name == "prefixes" or name.startswith("rotary.")]:
-        del state[name]
+    state = {
+        name.removeprefix("inputs."): tensor
+        for name, tensor in model.state_dict().items()
+        if name != "prefixes" and not name.startswith("rotary.")
+    }
     state["embedding.weight"] = state.pop("embedding")[:vocab].clone()
     state["head.weight"] = state.pop("head").mT[:vocab].clone()
-    for number, table in enumerate(state.pop("value_embeddings", torch.empty(0)).split(sizes.vocab_size)):
-        if len(table):
+    if sizes.value_embeddings:
+        for number, table in enumerate(state.pop("value_embeddings").split(sizes.vocab_size)):
             state[f"value_embeddings.{number}.weight"] = table[:vocab].clone()
-    names = ("early_gates", "late_gates", "last_connections", "head_connections")
-    starts = (*sizes.gate_starts(), *(sizes.dense_starts() if sizes.dense_connections else ({}, {})))
     assert model.rotary.windows is not None
     return state, {
-        "architectures": ["QuinticSpeedrunForCausalLM"],
         "model_type": "quintic_speedrun",
-        "auto_map": {
-            "AutoConfig": "modeling_speedrun.QuinticSpeedrunConfig",
-            "AutoModelForCausalLM": "modeling_speedrun.QuinticSpeedrunForCausalLM",
-        },
-        "dtype": str(model.head.dtype).removeprefix("torch."),
         "vocab_size": vocab,
         "num_hidden_layers": sizes.num_layers,
         "hidden_size": sizes.width,
@@ -143,9 +132,9 @@ def _speedrun_content(exported: BatchedSpeedrun, ends: dict[str, int]) -> tuple[
         "query_scale": model.rotary.query_scale.item(),
         "layers": [dataclasses.asdict(layer) for layer in sizes.layers],
         "coefficients": {
-            name: [(part, size) for part, (size, _) in own.items()]
-            for name, own in zip(names, starts, strict=True)
-            if own
+            name: [(part, size) for part, (size, _) in module.starts.items()]
+            for name, module in model.named_children()
+            if isinstance(module, TokenCoefficients)
         },
         "sources": {"early": sizes.skip_source, "shared": sizes.shared_source},
         "value_tables": sizes.value_tables,
@@ -155,8 +144,6 @@ def _speedrun_content(exported: BatchedSpeedrun, ends: dict[str, int]) -> tuple[
         "smear_channels": model.inputs.smear_gate.shape[1] if sizes.smear else 0,
         "value_channels": VALUE_CHANNELS,
         "gate_channels": sizes.gate_channels,
-        **ends,
-        "tie_word_embeddings": False,
         "use_cache": False,
     }
 
