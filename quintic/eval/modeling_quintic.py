@@ -247,19 +247,9 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return logits, (B, T, vocab_size) float32 after the soft cap.
 
-        Args:
-            input_ids: (B, T) tokens.
-            attention_mask: (B, S) with zeros for padding, including the positions in the cache.
-            position_ids: (B, T); only their differences matter.
-            past_key_values: cache of the earlier tokens.
-            labels: (B, T) tokens, each predicted from the one before; -100 for no loss.
-            use_cache: whether to return a cache.
-            logits_to_keep: number of positions at the end, or indices of positions, to return logits of; 0 for all.
-            cache: the name of `past_key_values` from transformers 5.24 on.
-            output_hidden_states: whether to return the residual stream before the first block and after each block, the
-                last one as the input of the head.
-            return_dict: False to return a tuple.
-            **kwargs: arguments of the loss function.
+        Arguments are those of transformers. `attention_mask` (B, S) includes the positions in the cache, which is in
+        `past_key_values`, from transformers 5.24 on in `cache`. Only differences of `position_ids` matter. Hidden
+        states are the residual stream before the first block and after each one, the last one as the head reads it.
         """
         if input_ids is None:
             raise ValueError("give input_ids: value embeddings are looked up by token, which inputs_embeds do not tell")

@@ -146,16 +146,8 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutput:
         """Return logits, (B, T, vocab_size) float32 after the soft cap.
 
-        Args:
-            input_ids: (B, T) tokens.
-            attention_mask: (B, T) with zeros for padding, which is left out.
-            labels: (B, T) tokens, each predicted from the one before; -100 for no loss.
-            logits_to_keep: number of positions at the end, or indices of positions, to return logits of; 0 for all.
-            past_key_values: must be None, since the model has no cache.
-            cache: the name of `past_key_values` from transformers 5.24 on; must be None.
-            position_ids: ignored, since positions follow from the mask.
-            use_cache: ignored, since the model has no cache.
-            **kwargs: arguments of the loss function.
+        Arguments are those of transformers. Padding, where `attention_mask` (B, T) is zero, is left out, and positions
+        follow from it. There is no cache: `past_key_values`, from transformers 5.24 on `cache`, must be None.
         """
         if past_key_values is not None or cache is not None:
             raise ValueError("a speedrun's model keeps no cache: pass use_cache=False, which is its default")

@@ -19,11 +19,6 @@ class TextCache:
     def __init__(self, rows: int) -> None:
         self.rows = [torch.empty(0, dtype=torch.int64)] * rows
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each row."""
-        return tuple(map(len, self.rows))
-
     def rewind(self, lengths: Sequence[int]) -> None:
         """Forget all but the first `lengths[b]` tokens of row b."""
         self.rows = [row[:length] for row, length in zip(self.rows, lengths, strict=True)]
@@ -75,26 +70,28 @@ class BatchedSpeedrun(nn.Module):
         """
         del document_starts
         if targets is not None:
-            losses = [
-                self.model(row, target, document_starts=self._starts(row), reduction="none")
-                for row, target in zip(inputs, targets, strict=True)
+            losses = torch.stack(
+                [
+                    self.model(row, target, document_starts=self._starts(row), reduction="none")
+                    for row, target in zip(inputs, targets, strict=True)
+                ]
+            )
+            return losses if reduction == "none" else losses.mean()
+        rows, num_new = list(inputs), inputs.shape[1]
+        if cache is not None:
+            rows = cache.rows = [
+                torch.cat([old.to(new.device), new]) for old, new in zip(cache.rows, rows, strict=True)
             ]
-            return torch.stack(losses) if reduction == "none" else torch.stack(losses).mean()
         # Flattened positions whose logits are returned.
         wanted = torch.arange(inputs.numel(), device=inputs.device) if positions is None else positions
-        before, num_new = [0] * len(inputs), inputs.shape[1]
-        if cache is not None:
-            before = list(cache.lengths)
-            cache.rows = [torch.cat([old.to(new.device), new]) for old, new in zip(cache.rows, inputs, strict=True)]
         logits = inputs.new_empty((len(wanted), self.vocab_size), dtype=torch.float32)
-        for row, tokens in enumerate(inputs if cache is None else cache.rows):
-            # Positions of this row among the wanted ones, shifted by the tokens in the cache.
-            asked = (wanted // num_new == row).nonzero().squeeze(1)
-            if len(asked):
-                places = wanted[asked] % num_new + before[row]
-                logits[asked] = self.model.logits(tokens, places, document_starts=self._starts(tokens))[
-                    :, : self.vocab_size
-                ]
+        for number, row in enumerate(rows):
+            asked = wanted // num_new == number
+            if asked.any():
+                # The new tokens are at the end of the row.
+                places = wanted[asked] % num_new + len(row) - num_new
+                found = self.model.logits(row, places, document_starts=self._starts(row))
+                logits[asked] = found[:, : self.vocab_size]
         return logits if positions is not None else logits.view(*inputs.shape, -1)
 
     def _starts(self, row: Tensor) -> Tensor:
