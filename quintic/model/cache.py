@@ -13,70 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["KVCache", "LayerCache"]
-
-
-class _Positions:
-    """The cache positions of the tokens of the current forward pass, common to all layers."""
-
-    def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
-        self.capacity = capacity
-        self.lengths = [0] * rows
-        self.starts = [0] * rows
-        self.rows = torch.arange(rows, device=device).unsqueeze(1)  # (B, 1)
-        self.positions = torch.empty((rows, 0), dtype=torch.int64, device=device)  # (B, T)
-        self._visible: dict[int, tuple[int, int, Tensor]] = {}
-
-    def advance(self, new: int) -> None:
-        """Add `new` positions to each row."""
-        if max(self.lengths) + new > self.capacity:
-            raise ValueError(f"{max(self.lengths)} + {new} tokens do not fit into a cache of {self.capacity} positions")
-        device = self.rows.device
-        self.starts = list(self.lengths)
-        self.positions = torch.tensor(self.starts, device=device).unsqueeze(1) + torch.arange(new, device=device)
-        self.lengths = [length + new for length in self.lengths]
-        self._visible.clear()
-
-    def visible(self, window: int) -> tuple[int, int, Tensor]:
-        """Return (first, end, mask): the positions that any query sees, and a (B, 1, T, end - first) bool mask."""
-        if window not in self._visible:
-            # The earliest position that the first query of the shortest row sees, to the end of the longest row.
-            first, end = max(0, min(self.starts) - window + 1), max(self.lengths)
-            distance = self.positions.unsqueeze(2) - torch.arange(first, end, device=self.rows.device)
-            self._visible[window] = first, end, ((distance >= 0) & (distance < window)).unsqueeze(1)
-        return self._visible[window]
-
-
-class LayerCache:
-    """Keys and values of one layer: (B, G, capacity, D) each, allocated at construction."""
-
-    def __init__(self, positions: _Positions, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype) -> None:
-        self._positions = positions
-        shape = (len(positions.rows), num_kv_heads, positions.capacity, head_dim)
-        # Zeros, because a masked position has weight 0, but 0 times uninitialised memory may be NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=positions.rows.device)
-        self.values = torch.zeros_like(self.keys)
-
-    def attend(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, window: int) -> Tensor:
-        """Store T new keys and values per row and return the attention of the T queries, (B, T, H, D)."""
-        current = self._positions
-        # Index tensors (B, 1) and (B, T) around a slice: the assigned values are (B, T, G, D).
-        self.keys[current.rows, :, current.positions] = k_BTGD
-        self.values[current.rows, :, current.positions] = v_BTGD
-        first, end, visible = current.visible(window)
-        # Only the positions that some query of the batch may see: (B, G, end - first, D).
-        out_BHTD = F.scaled_dot_product_attention(
-            q_BTHD.transpose(1, 2),
-            self.keys[:, :, first:end],
-            self.values[:, :, first:end],
-            attn_mask=visible,
-            enable_gqa=q_BTHD.shape[2] != k_BTGD.shape[2],
-        )
-        return out_BHTD.transpose(1, 2)
+__all__ = ["KVCache"]
 
 
 class KVCache:
-    """The caches of all layers, and the last embeddings, which smear mixes into the next tokens.
+    """Keys and values of all layers, and the last embeddings, which smear mixes into the next tokens.
 
     Args:
         num_layers: number of layers.
@@ -99,16 +40,20 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._positions = _Positions(rows, capacity, device)
-        self._embeddings_BTC: Tensor | None = None
-        self.layers = [LayerCache(self._positions, num_kv_heads, head_dim, dtype=dtype) for _ in range(num_layers)]
+        # Zeros, because a masked position has weight 0, but 0 times uninitialised memory may be NaN.
+        self.keys = torch.zeros((num_layers, rows, num_kv_heads, capacity, head_dim), dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.lengths = [0] * rows
+        """Number of filled positions of each row."""
         self.last_embedding: Tensor | None = None
         """(B, 1, C) embedding of each row's last token, before smear; None before the first token."""
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Number of filled positions of each row."""
-        return tuple(self._positions.lengths)
+        # Of the current forward pass: lengths before it, positions of its tokens (B, T), embeddings (B, T, C), and by
+        # window what `attend` sees, which layers share.
+        self._starts = self.lengths
+        self._rows = torch.arange(rows, device=device)
+        self._positions = torch.empty((rows, 0), dtype=torch.int64, device=device)
+        self._embeddings: Tensor | None = None
+        self._visible: dict[int, tuple[int, int, Tensor]] = {}
 
     def advance(self, new: int) -> Tensor:
         """Add `new` positions to each row and return them, (B, new) int64.
@@ -116,12 +61,39 @@ class KVCache:
         Raises:
             ValueError: the capacity is too small.
         """
-        self._positions.advance(new)
-        return self._positions.positions
+        capacity, device = self.keys.shape[3], self.keys.device
+        if max(self.lengths) + new > capacity:
+            raise ValueError(f"{max(self.lengths)} + {new} tokens do not fit into a cache of {capacity} positions")
+        self._starts = self.lengths
+        self._positions = torch.tensor(self._starts, device=device).unsqueeze(1) + torch.arange(new, device=device)
+        self.lengths = [length + new for length in self.lengths]
+        self._visible = {}
+        return self._positions
+
+    def attend(self, layer: int, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, window: int) -> Tensor:
+        """Store a layer's T new keys and values per row and return the attention of the T queries, (B, T, H, D)."""
+        # Index tensors (B, 1) and (B, T) around a slice: the assigned values are (B, T, G, D).
+        self.keys[layer][self._rows.unsqueeze(1), :, self._positions] = k_BTGD
+        self.values[layer][self._rows.unsqueeze(1), :, self._positions] = v_BTGD
+        if window not in self._visible:
+            # Only the positions that some query of the batch may see: from the earliest one that the first query of the
+            # shortest row sees, to the end of the longest row.
+            first, end = max(0, min(self._starts) - window + 1), max(self.lengths)
+            distance = self._positions.unsqueeze(2) - torch.arange(first, end, device=self.keys.device)
+            self._visible[window] = first, end, ((distance >= 0) & (distance < window)).unsqueeze(1)
+        first, end, visible_B1TS = self._visible[window]
+        out_BHTD = F.scaled_dot_product_attention(
+            q_BTHD.transpose(1, 2),
+            self.keys[layer, :, :, first:end],
+            self.values[layer, :, :, first:end],
+            attn_mask=visible_B1TS,
+            enable_gqa=q_BTHD.shape[2] != k_BTGD.shape[2],
+        )
+        return out_BHTD.transpose(1, 2)
 
     def remember(self, embeddings_BTC: Tensor) -> None:
         """Keep the embeddings of this forward pass for `rewind`, and each row's last one for smear."""
-        self._embeddings_BTC = embeddings_BTC
+        self._embeddings = embeddings_BTC
         self.last_embedding = embeddings_BTC[:, -1:]
 
     def rewind(self, lengths: Sequence[int]) -> None:
@@ -130,13 +102,11 @@ class KVCache:
         Raises:
             ValueError: a length exceeds the row, or drops positions of an earlier forward pass.
         """
-        current = self._positions
-        for length, start, end in zip(lengths, current.starts, current.lengths, strict=True):
+        for length, start, end in zip(lengths, self._starts, self.lengths, strict=True):
             if not start < length <= end:
                 raise ValueError(f"lengths={list(lengths)}: a row of {end} positions can keep {start + 1} to {end}")
-        assert self._embeddings_BTC is not None
+        assert self._embeddings is not None
         # The last kept token's index within the last forward pass, for each row.
-        last = [length - start - 1 for length, start in zip(lengths, current.starts, strict=True)]
-        rows = current.rows.squeeze(1)
-        self.last_embedding = self._embeddings_BTC[rows, torch.tensor(last, device=rows.device)].unsqueeze(1)
-        current.lengths = list(lengths)
+        last = [length - start - 1 for length, start in zip(lengths, self._starts, strict=True)]
+        self.last_embedding = self._embeddings[self._rows, torch.tensor(last, device=self.keys.device)].unsqueeze(1)
+        self.lengths = list(lengths)

@@ -362,7 +362,7 @@ class GPT(nn.Module):
                 rotary,
                 mask,
                 config.windows[layer],
-                None if cache is None else cache.layers[layer],
+                None if cache is None else functools.partial(cache.attend, layer),
             )
             if plan is not None and str(layer) in self.lookups:
                 x_BTC = self.lookups[str(layer)](x_BTC, self.lookup_offsets, plan)

@@ -16,13 +16,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from quintic.kernels.attention.attention import DocumentMask, attention, attention_with_max_logits
 from quintic.kernels.linear.mlp import mlp_relu2
-from quintic.model.cache import LayerCache
 from quintic.model.fp8 import Fp8Scaling, dynamic_fp8_linear
 
 __all__ = ["MLP", "Attention", "Block", "Linear", "distribute_like", "learns", "rms_norm", "rotary_tables", "rotate"]
 
 # Leading channels of the stream that the gate of value embeddings reads: enough to decide, and cheap.
 GATE_CHANNELS = 12
+
+# `KVCache.attend` of a layer: queries (B, T, H, D), keys and values (B, T, G, D), and the window -> (B, T, H, D).
+CachedAttention = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 # Queries and keys have unit RMS. This factor sharpens attention: |q.k| / sqrt(D) is at most QK_GAIN^2 sqrt(D).
 QK_GAIN = 1.2
@@ -131,7 +133,7 @@ class Attention(nn.Module):
         rotary: tuple[Tensor, Tensor],
         mask: DocumentMask,
         window: int,
-        cache: LayerCache | None = None,
+        cached: CachedAttention | None = None,
     ) -> Tensor:
         """Return the attention's output, (B, T, C).
 
@@ -141,7 +143,7 @@ class Attention(nn.Module):
             rotary: two (T, D) tables, from `rotary_tables`.
             mask: the batch's documents.
             window: positions that a query sees, its own included.
-            cache: keys and values of earlier positions, which queries also see; the new ones are added.
+            cached: attention over the keys and values of earlier positions, too, in generation; stores the new ones.
         """
         q_BTC, k_BTC, v_BTC = self._project(x_BTC)
         q_BTHD = q_BTC.unflatten(-1, (self.num_heads, self.head_dim))
@@ -156,13 +158,13 @@ class Attention(nn.Module):
         q_BTHD = rms_norm(rotate(q_BTHD, *rotary)) * QK_GAIN
         k_BTGD = rms_norm(rotate(k_BTGD, *rotary)) * QK_GAIN
         # Attention: recording the largest logits, in training and evaluation, or over the cache in generation.
-        if cache is None and self.on_max_logits is not None:
+        if cached is not None:
+            out_BTHD = cached(q_BTHD, k_BTGD, v_BTGD, window)
+        elif self.on_max_logits is not None:
             out_BTHD, max_logits_H = attention_with_max_logits(q_BTHD, k_BTGD, v_BTGD, mask, window)
             self.on_max_logits(max_logits_H)
-        elif cache is None:
-            out_BTHD = attention(q_BTHD, k_BTGD, v_BTGD, mask, window)
         else:
-            out_BTHD = cache.attend(q_BTHD, k_BTGD, v_BTGD, window)
+            out_BTHD = attention(q_BTHD, k_BTGD, v_BTGD, mask, window)
         out_BTC: Tensor = self.out(out_BTHD.flatten(-2))
         return out_BTC
 
@@ -232,7 +234,7 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor],
         mask: DocumentMask,
         window: int,
-        cache: LayerCache | None = None,
+        cached: CachedAttention | None = None,
     ) -> Tensor:
         """Return the residual stream after this block, (B, T, C).
 
@@ -245,11 +247,11 @@ class Block(nn.Module):
             rotary: two (T, D) tables, from `rotary_tables`.
             mask: the batch's documents.
             window: positions that a query sees, its own included.
-            cache: this layer's keys and values of earlier positions, in generation.
+            cached: as for `Attention`.
         """
         x_BTC = scales[0].to(x_BTC.dtype) * x_BTC + scales[1].to(x_BTC.dtype) * x0_BTC
         value_embedding_BTC = None if value_embedding is None else value_embedding(inputs_BT).to(x_BTC.dtype)
-        x_BTC = x_BTC + self.attention(rms_norm(x_BTC), value_embedding_BTC, rotary, mask, window, cache)
+        x_BTC = x_BTC + self.attention(rms_norm(x_BTC), value_embedding_BTC, rotary, mask, window, cached)
         out_BTC: Tensor = x_BTC + self.mlp(rms_norm(x_BTC))
         return out_BTC
 

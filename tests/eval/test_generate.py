@@ -107,7 +107,7 @@ def test_the_cache_refuses_what_does_not_fit() -> None:
             with pytest.raises(ValueError, match="a row of 3 positions can keep 1 to 3"):
                 cache.rewind(lengths)
         cache.rewind([3, 1])
-        assert cache.lengths == (3, 1)
+        assert cache.lengths == [3, 1]
         with pytest.raises(ValueError, match=r"3 \+ 2 tokens do not fit into a cache of 4 positions"):
             model(torch.ones(2, 2, dtype=torch.int64), cache=cache)
 
