@@ -77,15 +77,7 @@ def allocate_rows(
 
     Returns:
         (vocab_size,) int32.
-
-    Raises:
-        ValueError: `total` is out of range.
     """
-    if not vocab_size <= total <= vocab_size * most:
-        raise ValueError(
-            f"total={total:,}: must give each of {vocab_size:,} tokens from 1 to {most} rows, so be between "
-            f"{vocab_size:,} and {vocab_size * most:,}"
-        )
     ends, counts = count_phrases(rows, bos_id=bos_id)
     # A stable sort keeps equally frequent phrases in the order in which they were added.
     by_count = np.argsort(-np.asarray(counts, dtype=np.int64), kind="stable")

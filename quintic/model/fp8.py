@@ -42,7 +42,6 @@ __all__ = [
     "fp8_lines",
     "head_scales",
     "obstacle_to_fp8_layer",
-    "takes_fp8",
 ]
 
 Fp8Scaling = Literal["tensorwise", "rowwise"]
@@ -63,12 +62,7 @@ _SMALLEST = 128
 _SMALLEST_THAT_PAYS = 1024
 
 
-def takes_fp8(weight: Tensor) -> bool:
-    """Return whether a weight's sizes suit 8-bit products: multiples of 16, at least 128."""
-    return all(size % MULTIPLE == 0 and size >= _SMALLEST for size in weight.shape)
-
-
-def obstacle_to_fp8_layer(weight: Tensor, *, needs_gain: bool) -> str:
+def obstacle_to_fp8_layer(weight: Tensor, *, needs_gain: bool = False) -> str:
     """Return the reason why a layer cannot multiply in 8 bits in both passes; "" if it can.
 
     Args:

@@ -17,7 +17,6 @@ Phases of a forward pass: `_stem` (B, T) -> (B, T, C), blocks and lookup layers 
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -25,11 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quintic.kernels.attention.attention import AttentionName, DocumentMask, document_mask
-from quintic.kernels.attention.max_logits import MaxLogits
 from quintic.kernels.lookup.lookup import plan_lookup
 from quintic.kernels.loss.loss import softcap_cross_entropy
 from quintic.model.cache import KVCache
-from quintic.model.fp8 import FP8_BOTH, FP8_FORWARD, Fp8Recipe, head_scales, obstacle_to_fp8_layer, takes_fp8
+from quintic.model.fp8 import FP8_BOTH, FP8_FORWARD, Fp8Recipe, head_scales, obstacle_to_fp8_layer
 from quintic.model.layers import Block, Linear, distribute_like, learns, rms_norm, rotary_tables
 from quintic.model.lookup import LookupLayer
 from quintic.model.sizes import GPTConfig
@@ -199,21 +197,19 @@ class GPT(nn.Module):
         Returns:
             Name of each linear layer -> `FP8_BOTH`, `FP8_FORWARD`, or the reason why it does not use 8 bits.
         """
-        linears = {name: module for name, module in self.named_modules() if isinstance(module, Linear)}
-        found = {
-            name: obstacle_to_fp8_layer(linear.weight, needs_gain=recipe == "auto" and linear is not self.head)
-            for name, linear in linears.items()
-        }
-        for name, linear in linears.items():
-            if not found[name]:
-                linear.fp8, found[name] = "tensorwise" if recipe == "auto" else recipe, FP8_BOTH
+        uses = {}
+        for name, module in self.named_modules():
+            if isinstance(module, Linear):
+                needs_gain = recipe == "auto" and module is not self.head
+                uses[name] = obstacle_to_fp8_layer(module.weight, needs_gain=needs_gain)
+                if not uses[name]:
+                    module.fp8, uses[name] = "tensorwise" if recipe == "auto" else recipe, FP8_BOTH
         for index, block in enumerate(self._blocks()):
             # With "auto", an MLP below the size that pays in both passes still gains in the forward pass.
-            mlp = block.mlp
-            mlp.fp8_forward = recipe == "auto" and takes_fp8(mlp.up.weight) and mlp.up.fp8 is None
-            if mlp.fp8_forward:
-                found |= {f"blocks.{index}.mlp.{part}": FP8_FORWARD for part in ("up", "down")}
-        return found
+            if recipe == "auto" and not block.mlp.up.fp8 and not obstacle_to_fp8_layer(block.mlp.up.weight):
+                block.mlp.fp8_forward = True
+                uses |= {f"blocks.{index}.mlp.{part}": FP8_FORWARD for part in ("up", "down")}
+        return uses
 
     @torch.no_grad()
     def allocate_lookups(self, rows_per_token: Tensor, *, mean_rows: float) -> None:
@@ -222,20 +218,9 @@ class GPT(nn.Module):
         Args:
             rows_per_token: (vocab_size,) integers from 1 to `l3_k_max`, with the sum `l3_embeddings`.
             mean_rows: mean number of rows of a token of the training text, for `flops_per_token`.
-
-        Raises:
-            ValueError: `rows_per_token` does not fit the tables.
         """
-        config = self.config
-        rows = rows_per_token.cpu()
-        if rows.shape != (config.vocab_size,) or not 1 <= int(rows.min()) <= int(rows.max()) <= config.l3_k_max:
-            raise ValueError(
-                f"rows_per_token: need 1 to {config.l3_k_max} rows for each of {config.vocab_size:,} tokens"
-            )
-        if int(rows.sum()) != config.l3_embeddings:
-            raise ValueError(f"rows_per_token: the sum is {int(rows.sum()):,}, must be {config.l3_embeddings:,}")
         self.lookup_offsets[0] = 0
-        self.lookup_offsets[1:] = rows.cumsum(0)
+        self.lookup_offsets[1:] = rows_per_token.cumsum(0)
         self.lookup_mean_rows.fill_(mean_rows)
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
@@ -250,30 +235,6 @@ class GPT(nn.Module):
             dtype=self.compute_dtype,
             device=self.head.weight.device,
         )
-
-    @contextmanager
-    def recording_max_logits(self, recorder: MaxLogits) -> Iterator[None]:
-        """Record each layer's largest attention logits per head in forward passes within the block (not with a cache).
-
-        For watching only: QK-norm already bounds the logits, so they need no clipping.
-        """
-        attentions = [block.attention for block in self._blocks()]
-        before = [attention.on_max_logits for attention in attentions]
-        for layer, attention in enumerate(attentions):
-            attention.on_max_logits = functools.partial(recorder.add, f"blocks.{layer}.attention")
-        try:
-            yield
-        finally:
-            for attention, on_max_logits in zip(attentions, before, strict=True):
-                attention.on_max_logits = on_max_logits
-
-    @torch.no_grad()
-    def max_logits(self, inputs: Tensor, *, document_starts: Tensor | None = None) -> dict[str, Tensor]:
-        """Return layer name -> (H,) float32, the largest attention logit of each head over a batch."""
-        recorder = MaxLogits()
-        with self.recording_max_logits(recorder):
-            self._trunk(inputs, document_starts, None)
-        return recorder.take()
 
     def compile_parts(self) -> None:
         """Compile each block and lookup layer, `_stem` and `_top`, for one shape of inputs.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from quintic.kernels.attention.attention import DocumentMask, attention, attention_with_max_logits
+from quintic.kernels.attention.attention import DocumentMask, attention
 from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.model.fp8 import Fp8Scaling, dynamic_fp8_linear
 
@@ -124,7 +124,6 @@ class Attention(nn.Module):
         self.value = Linear(width, num_kv_heads * self.head_dim)
         self.out = Linear(width, width)
         self.value_gate = Linear(min(GATE_CHANNELS, width), num_kv_heads) if value_embedding else None
-        self.on_max_logits: Callable[[Tensor], None] | None = None  # called with the (H,) largest logits of each pass
 
     def forward(
         self,
@@ -157,14 +156,10 @@ class Attention(nn.Module):
         # QK-norm after the rotation, which does not change norms.
         q_BTHD = rms_norm(rotate(q_BTHD, *rotary)) * QK_GAIN
         k_BTGD = rms_norm(rotate(k_BTGD, *rotary)) * QK_GAIN
-        # Attention: recording the largest logits, in training and evaluation, or over the cache in generation.
-        if cached is not None:
-            out_BTHD = cached(q_BTHD, k_BTGD, v_BTGD, window)
-        elif self.on_max_logits is not None:
-            out_BTHD, max_logits_H = attention_with_max_logits(q_BTHD, k_BTGD, v_BTGD, mask, window)
-            self.on_max_logits(max_logits_H)
-        else:
+        if cached is None:
             out_BTHD = attention(q_BTHD, k_BTGD, v_BTGD, mask, window)
+        else:
+            out_BTHD = cached(q_BTHD, k_BTGD, v_BTGD, window)
         out_BTC: Tensor = self.out(out_BTHD.flatten(-2))
         return out_BTC
 

@@ -185,7 +185,7 @@ def test_cached_logits_equal_those_of_the_whole_row(pattern, kv_ratio, prompt):
         pieces = [built(inputs[:, :prompt], cache=cache)]
         pieces += [built(inputs[:, i : i + 1], cache=cache) for i in range(prompt, 32)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-4, atol=1e-4)
-    assert cache.lengths == (32, 32, 32)
+    assert cache.lengths == [32, 32, 32]
 
 
 def test_logits_of_some_positions_are_those_of_all():

@@ -180,17 +180,3 @@ def test_compiled_it_is_one_graph():
 def test_sizes_that_do_not_fit_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         config(**changes)
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (torch.full((VOCAB,), 2), "the sum is 80, must be 100"),
-        (torch.full((VOCAB - 1,), 2), "for each of 40 tokens"),
-        (torch.tensor([0, 4] * (VOCAB // 2)), "need 1 to 7 rows"),
-        (torch.tensor([9, 1] * (VOCAB // 2)), "need 1 to 7 rows"),
-    ],
-)
-def test_an_allocation_that_does_not_fit_is_said(rows, message):
-    with pytest.raises(ValueError, match=message):
-        model().allocate_lookups(rows, mean_rows=1.0)

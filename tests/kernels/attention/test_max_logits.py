@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from quintic.kernels.attention import attention as attention_module
 from quintic.kernels.attention.attention import attention, attention_with_max_logits, document_mask, max_logits
 from quintic.kernels.attention.max_logits import MaxLogits
-from quintic.model.gpt import GPT, GPTConfig
 
 BOS = 0
 
@@ -159,61 +158,6 @@ def test_the_recorder_over_microbatches_equals_one_batch():
     for rows in range(4):
         recorder.record("a", q[rows : rows + 1], k[rows : rows + 1], window=3)
     torch.testing.assert_close(recorder.take()["a"], max_logits(q, k, window=3))
-
-
-# -- the GPT -----------------------------------------------------------------------------------------------------------
-
-
-def gpt():
-    config = GPTConfig.from_depth(
-        3, vocab_size=32, seq_len=16, bos_id=BOS, head_dim=16, kv_ratio=2, window_pattern="SL"
-    )
-    model = GPT(config)
-    model.init_weights()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(0.1 * torch.randn_like(param))
-    return model
-
-
-def test_the_gpt_returns_its_own_maxima(monkeypatch):
-    model = gpt()
-    inputs = torch.randint(0, 8, (2, 16))
-    seen = []
-
-    def spy(q, k, v, mask, window):
-        seen.append((q, k, window))
-        return attention(q, k, v, mask, window)
-
-    monkeypatch.setattr("quintic.model.layers.attention", spy)
-    model(inputs)
-    found = model.max_logits(inputs)
-    assert list(found) == [f"blocks.{layer}.attention" for layer in range(3)]
-    assert all(f"{layer}.query.weight" in dict(model.named_parameters()) for layer in found)
-    documents = (inputs == BOS).cumsum(dim=1)
-    for largest, (q, k, window) in zip(found.values(), seen, strict=True):
-        expected = max_logits(q, k, window=window, documents=documents)
-        torch.testing.assert_close(largest, expected)
-        assert float(largest.max()) <= 1.2**2 * 16**0.5 * (1 + 1e-5)  # what QK-norm allows
-
-
-def test_recording_changes_nothing_and_ends():
-    model = gpt()
-    inputs = torch.randint(0, 8, (2, 16))
-    recorder = MaxLogits()
-    plain = model(inputs, inputs.roll(-1, 1))
-    with model.recording_max_logits(recorder):
-        model.max_logits(inputs)  # an inner recording leaves the outer one as it was
-        assert recorder.take() == {}
-        recorded = model(inputs, inputs.roll(-1, 1))
-    recorded.backward()
-    assert torch.equal(plain, recorded)
-    assert recorder.take().keys() == model.max_logits(inputs).keys()
-    model(inputs)
-    assert recorder.take() == {}
-    with pytest.raises(RuntimeError, match="stop"), model.recording_max_logits(recorder):
-        raise RuntimeError("stop")
-    assert all(block.attention.on_max_logits is None for block in model.blocks)
 
 
 # -- CUDA --------------------------------------------------------------------------------------------------------------
