@@ -6,8 +6,7 @@ the activations' dtype where they are used, so that mixed precision needs no aut
 Shape suffixes: B rows, T positions, C width, H query heads, G key/value heads, D head dimension.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -249,21 +248,3 @@ class Block(nn.Module):
         x_BTC = x_BTC + self.attention(rms_norm(x_BTC), value_embedding_BTC, rotary, mask, window, cached)
         out_BTC: Tensor = x_BTC + self.mlp(rms_norm(x_BTC))
         return out_BTC
-
-
-def window_sizes(pattern: str, depth: int, seq_len: int, short_window: float = 0.25) -> Sequence[int]:
-    """Return each layer's window in positions: `seq_len` for L, `short_window` times `seq_len` for S.
-
-    The pattern is repeated over the layers; the last layer is always L.
-
-    Raises:
-        ValueError: the pattern is empty or has other letters than S and L, or `short_window` is not in (0, 1].
-    """
-    if not pattern or set(pattern) - set("SL"):
-        raise ValueError(f"window_pattern={pattern!r}: use the letters S (short window) and L (full window)")
-    if not 0 < short_window <= 1:
-        raise ValueError(f"short_window={short_window}: must be above 0 and at most 1")
-    # The last layer sees the whole row, so that every position can reach the output.
-    short = max(1, math.ceil(seq_len * short_window))
-    letters = [pattern[layer % len(pattern)] for layer in range(depth - 1)] + ["L"]
-    return tuple(short if letter == "S" else seq_len for letter in letters)

@@ -1,51 +1,33 @@
 """`GPTConfig`: the sizes of a GPT, given one by one or derived from the depth."""
 
+import functools
+import math
 from dataclasses import dataclass
-
-from quintic.model.layers import window_sizes
+from typing import Any
 
 __all__ = ["GPTConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The sizes of a GPT; `from_depth` derives them from the depth.
-
-    Args:
-        vocab_size: number of tokens in the vocabulary.
-        depth: number of blocks.
-        width: channels of the residual stream, a multiple of `head_dim`.
-        head_dim: channels per head, even.
-        num_kv_heads: key/value heads, a divisor of the number of query heads (width / head_dim).
-        seq_len: positions of a training row.
-        window_pattern: letters S (short window) and L (whole row), repeated over the layers; the last is always L.
-        short_window: window of an S layer as a fraction of `seq_len`, in (0, 1].
-        bos_id: token that starts a document.
-        softcap: logits are softcap tanh(logits / softcap).
-        rotary_base: the slowest rotary wavelength is about 2 pi times this.
-        l3_layers: ascending numbers of blocks, from 0, that are followed by a lookup layer.
-        l3_embeddings: rows of a lookup layer's tables, between 1 and `l3_k_max` for each token of the vocabulary.
-        l3_d_up: channels between the lookup and its mixing product; 0 for 4 x width.
-        l3_k_max: largest number of rows of a token.
-        l3_tied: use a lookup layer's keys as its values.
-    """
+    """The sizes of a GPT; `from_depth` derives them from the depth."""
 
     vocab_size: int
-    depth: int
-    width: int
-    head_dim: int
-    num_kv_heads: int
-    seq_len: int
-    bos_id: int
-    window_pattern: str = "SSSL"
-    short_window: float = 0.25
-    softcap: float = 15.0
-    rotary_base: float = 100_000.0
-    l3_layers: tuple[int, ...] = ()
-    l3_embeddings: int = 0
-    l3_d_up: int = 0
-    l3_k_max: int = 512
-    l3_tied: bool = True
+    depth: int  # blocks
+    width: int  # channels of the residual stream, a multiple of `head_dim`
+    head_dim: int  # channels per head, even
+    num_kv_heads: int  # key/value heads, a divisor of the number of query heads (width / head_dim)
+    seq_len: int  # positions of a training row
+    bos_id: int  # token that starts a document
+    window_pattern: str = "SSSL"  # S (short window) and L (whole row), repeated over the layers; the last is always L
+    short_window: float = 0.25  # window of an S layer as a fraction of `seq_len`, in (0, 1]
+    softcap: float = 15.0  # logits are softcap tanh(logits / softcap)
+    rotary_base: float = 100_000.0  # the slowest rotary wavelength is about 2 pi times this
+    l3_layers: tuple[int, ...] = ()  # ascending numbers of blocks, from 0, that are followed by a lookup layer
+    l3_embeddings: int = 0  # rows of a lookup layer's tables, from 1 to `l3_k_max` for each token of the vocabulary
+    l3_d_up: int = 0  # channels between the lookup and its mixing product; 0 for 4 x width
+    l3_k_max: int = 512  # largest number of rows of a token
+    l3_tied: bool = True  # use a lookup layer's keys as its values
 
     def __post_init__(self) -> None:
         """Check that the sizes fit each other."""
@@ -60,7 +42,12 @@ class GPTConfig:
             raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide the {self.num_heads} query heads")
         if not 0 <= self.bos_id < self.vocab_size:
             raise ValueError(f"bos_id={self.bos_id} is not a token of a vocabulary of {self.vocab_size}")
-        _ = self.windows  # raises if the pattern or the short window is invalid
+        if not self.window_pattern or set(self.window_pattern) - set("SL"):
+            raise ValueError(
+                f"window_pattern={self.window_pattern!r}: use the letters S (short window) and L (full window)"
+            )
+        if not 0 < self.short_window <= 1:
+            raise ValueError(f"short_window={self.short_window}: must be above 0 and at most 1")
         if self.l3_layers:
             self._check_lookups()
 
@@ -80,59 +67,39 @@ class GPTConfig:
 
     @classmethod
     def from_depth(
-        cls,
-        depth: int,
-        *,
-        vocab_size: int,
-        seq_len: int,
-        bos_id: int,
-        head_dim: int = 128,
-        kv_ratio: int = 1,
-        aspect_ratio: int = 64,
-        window_pattern: str = "SSSL",
-        short_window: float = 0.25,
+        cls, depth: int, *, head_dim: int = 128, kv_ratio: int = 1, aspect_ratio: int = 64, **sizes: Any
     ) -> "GPTConfig":
         """Return the sizes for a depth: the width is aspect_ratio x depth, rounded up to a multiple of `head_dim`.
 
         Args:
             depth: number of blocks.
-            vocab_size: number of tokens in the vocabulary.
-            seq_len: positions of a training row.
-            bos_id: token that starts a document.
             head_dim: channels per head.
             kv_ratio: query heads per key/value head.
             aspect_ratio: channels of the residual stream per block.
-            window_pattern: see the class.
-            short_window: see the class.
+            **sizes: other fields.
 
         Raises:
             ValueError: the sizes do not fit each other. The message names the argument.
         """
-        # The width in heads, rounded up.
-        num_heads = max(1, -(-aspect_ratio * depth // head_dim))
+        num_heads = max(1, -(-aspect_ratio * depth // head_dim))  # rounded up
         if kv_ratio < 1 or num_heads % kv_ratio:
             raise ValueError(f"kv_ratio={kv_ratio} does not divide the {num_heads} query heads of depth {depth}")
-        return cls(
-            vocab_size=vocab_size,
-            depth=depth,
-            width=num_heads * head_dim,
-            head_dim=head_dim,
-            num_kv_heads=num_heads // kv_ratio,
-            seq_len=seq_len,
-            bos_id=bos_id,
-            window_pattern=window_pattern,
-            short_window=short_window,
-        )
+        kv_heads = num_heads // kv_ratio
+        return cls(depth=depth, width=num_heads * head_dim, head_dim=head_dim, num_kv_heads=kv_heads, **sizes)
 
     @property
     def num_heads(self) -> int:
         """Return the number of query heads."""
         return self.width // self.head_dim
 
-    @property
+    @functools.cached_property
     def windows(self) -> tuple[int, ...]:
         """Return the attention window of each layer, in positions."""
-        return tuple(window_sizes(self.window_pattern, self.depth, self.seq_len, self.short_window))
+        short = max(1, math.ceil(self.seq_len * self.short_window))
+        pattern = self.window_pattern
+        # The last layer sees the whole row, so that every position can reach the output.
+        letters = [pattern[layer % len(pattern)] for layer in range(self.depth - 1)] + ["L"]
+        return tuple(short if letter == "S" else self.seq_len for letter in letters)
 
     def has_value_embedding(self, layer: int) -> bool:
         """Return whether a layer has a value embedding: every second one, the last included."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quintic.model.gpt import GPT, GPTConfig
-from quintic.model.layers import rms_norm, rotary_tables, rotate, window_sizes
+from quintic.model.layers import rms_norm, rotary_tables, rotate
 from quintic.train.recipe import build_model
 
 BOS = 0
@@ -59,9 +59,9 @@ def test_sizes_that_do_not_fit_are_named(changes, message):
 
 
 def test_windows_repeat_and_the_last_layer_sees_all():
-    assert window_sizes("SSSL", 4, 256) == (64, 64, 64, 256)
-    assert window_sizes("SSL", 6, 256) == (64, 64, 256, 64, 64, 256)
-    assert window_sizes("S", 3, 10) == (3, 3, 10)
+    assert sizes(depth=4, seq_len=256, window_pattern="SSSL").windows == (64, 64, 64, 256)
+    assert sizes(depth=6, seq_len=256, window_pattern="SSL").windows == (64, 64, 256, 64, 64, 256)
+    assert sizes(depth=3, seq_len=10, window_pattern="S").windows == (3, 3, 10)
 
 
 def test_value_embeddings_alternate_and_include_the_last_layer():
