@@ -20,29 +20,16 @@ class KVCache:
     """Keys and values of all layers, and the last embeddings, which smear mixes into the next tokens.
 
     Args:
-        num_layers: number of layers.
-        rows: number of documents.
-        capacity: largest number of positions of a row.
-        num_kv_heads: key/value heads of a layer.
-        head_dim: channels of a head.
+        shape: (layers, B, G, capacity, D) of the keys, and of the values.
         dtype: dtype of keys and values.
         device: device of keys and values.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        rows: int,
-        capacity: int,
-        *,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> None:
         # Zeros, because a masked position has weight 0, but 0 times uninitialised memory may be NaN.
-        self.keys = torch.zeros((num_layers, rows, num_kv_heads, capacity, head_dim), dtype=dtype, device=device)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
+        rows = shape[1]
         self.lengths = [0] * rows
         """Number of filled positions of each row."""
         self.last_embedding: Tensor | None = None

@@ -226,15 +226,8 @@ class GPT(nn.Module):
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """Return an empty cache for `rows` documents of at most `capacity` tokens."""
         attention = next(self._blocks()).attention
-        return KVCache(
-            self.config.depth,
-            rows,
-            capacity,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            dtype=self.compute_dtype,
-            device=self.head.weight.device,
-        )
+        shape = (self.config.depth, rows, attention.num_kv_heads, capacity, attention.head_dim)
+        return KVCache(shape, dtype=self.compute_dtype, device=self.head.weight.device)
 
     def compile_parts(self) -> None:
         """Compile each block and lookup layer, `_stem` and `_top`, for one shape of inputs.

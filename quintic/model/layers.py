@@ -232,16 +232,9 @@ class Block(nn.Module):
     ) -> Tensor:
         """Return the residual stream after this block, (B, T, C).
 
-        Args:
-            x_BTC: (B, T, C) residual stream.
-            x0_BTC: (B, T, C) embeddings that the stream began with.
-            scales: two scalars, the factors of `x_BTC` and `x0_BTC`.
-            value_embedding: this layer's table, (vocab_size, G x D), if it has one.
-            inputs_BT: (B, T) int64 tokens to look up in that table.
-            rotary: two (T, D) tables, from `rotary_tables`.
-            mask: the batch's documents.
-            window: positions that a query sees, its own included.
-            cached: as for `Attention`.
+        `x0_BTC` are the embeddings that the stream `x_BTC` began with, `scales` the scalars a and b. `value_embedding`
+        is this layer's table, (vocab_size, G x D), if it has one, for the tokens `inputs_BT`. The rest is as for
+        `Attention`.
         """
         x_BTC = scales[0].to(x_BTC.dtype) * x_BTC + scales[1].to(x_BTC.dtype) * x0_BTC
         value_embedding_BTC = None if value_embedding is None else value_embedding(inputs_BT).to(x_BTC.dtype)

@@ -24,7 +24,7 @@ from quintic.kernels.attention.attention import AttentionName, document_mask
 from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
 from quintic.model.layers import learns, rms_norm
-from quintic.model.speedrun_layers import BlockWeights, FlatRow, InputTables, Rotary, TokenCoefficients, attend, joined
+from quintic.model.speedrun_layers import FlatRow, InputTables, Rotary, TokenCoefficients, attend, joined
 from quintic.model.speedrun_sizes import COEFFICIENT_SCALE, IGNORED, RESIDUAL_SCALE, SpeedrunConfig
 
 __all__ = ["VALUE_CHANNELS", "SpeedrunConfig", "SpeedrunGPT"]
@@ -230,8 +230,21 @@ class SpeedrunGPT(nn.Module):
             x_TC = x_TC + gates.pop("bigram.0") * bigram_TC
         values = () if row.values is None else row.values.unbind()
         streams, sources = {"entry": x_TC}, {"early": config.skip_source, "shared": config.shared_source}
-        for index, (plan, weights) in enumerate(zip(config.layers, self._block_weights(), strict=True)):
-            dense_value_TC = None
+        # The banks hold the weights of the layers that have them, in order: each layer takes the next ones. There is
+        # one `unbind` for each bank, so that its gradient is stacked once.
+        width = config.width
+        query_keys = iter(self.qk_bank.view(-1, 2 * width, width).unbind())  # (2C, C) per layer with attention
+        value_outs = iter(self.vo_bank.view(-1, width, width).unbind())  # (C, C) twice per layer with attention
+        mlps = iter(self.mlp_bank.view(-1, 4 * width, width).unbind())  # (4C, C) twice per layer
+        value_gates = self.value_gates.unbind() if config.value_embeddings else ()  # (H, 2 x channels) per table
+        scales: Iterator[Tensor] = iter(())
+        mixes: Iterator[Tensor] = iter(())
+        if config.residual_scalars:
+            scales = iter(self.projection_scales.unbind())  # (2,) per layer with attention
+            # (2,) per sublayer; the last layer's are computed per token with dense connections.
+            mixes = iter(torch.stack([self.residual_scales, self.output_scales], dim=1).unbind())
+        for index, plan in enumerate(config.layers):
+            table, dense_value_TC = plan.value_table, None
             if index == config.skip_source + 1 and self.late_gates is not None:
                 gates |= self.late_gates(x_TC, self.gate_scale)
             # This layer's gates. The last layer gets most of its coefficients from dense connections instead.
@@ -245,20 +258,22 @@ class SpeedrunGPT(nn.Module):
             if plan.attends:
                 out_TC = attend(
                     plan,
-                    weights,
+                    (next(query_keys), next(value_outs), next(value_outs)),
                     row,
                     read_TC=streams.get("shared", x_TC) if config.shared_attention_input else x_TC,
-                    value_TC=None if plan.value_table is None else values[plan.value_table],
+                    scales=next(scales, None),
+                    value_TC=None if table is None else values[table],
+                    value_gate=value_gates[table] if table is not None and table < len(value_gates) else None,
                     dense_value_TC=dense_value_TC,
                     gates=own,
                 )
-                x_TC = joined("attention", x_TC, out_TC, weights.attention_mix, own)
+                x_TC = joined("attention", x_TC, out_TC, next(mixes, None), own)
                 for name in (name for name in injected if name in own):
                     x_TC = x_TC + own[name] * injected[name]
-            # Squared ReLU: Primer, arXiv 2109.08668.
-            up, down, fp8 = weights.up, weights.down.mT, config.fp8_mlp and learns(self)
+            # Squared ReLU: Primer, arXiv 2109.08668. The second matrix is stored transposed.
+            up, down, fp8 = next(mlps), next(mlps).mT, config.fp8_mlp and learns(self)
             out_TC = mlp_relu2(rms_norm(x_TC), up, down, fp8=fp8, fp8_backward=fp8 and config.fp8_mlp_backward)
-            x_TC = joined("mlp", x_TC, out_TC, weights.mlp_mix, own)
+            x_TC = joined("mlp", x_TC, out_TC, next(mixes, None), own)
             streams |= {name: x_TC for name, source in sources.items() if source == index}
         if values:
             streams["value"] = values[0]
@@ -278,28 +293,6 @@ class SpeedrunGPT(nn.Module):
         if "value_gates" in computed:
             computed["value"] = computed.pop("value_gates").repeat_interleave(self.config.num_heads // 2, dim=-1)
         return mixed_TC, value_TC, computed
-
-    def _block_weights(self) -> list[BlockWeights]:
-        """Return each layer's slices of the banks; one `unbind` for each bank, so that its gradient is stacked once."""
-        config, width = self.config, self.config.width
-        query_keys = iter(self.qk_bank.view(-1, 2 * width, width).unbind())  # (2C, C) per layer with attention
-        value_outs = iter(self.vo_bank.view(-1, width, width).unbind())  # (C, C) twice per layer with attention
-        mlps = self.mlp_bank.view(-1, 4 * width, width).unbind()  # (4C, C) twice per layer
-        gates = self.value_gates.unbind() if config.value_embeddings else ()
-        scales: Iterator[Tensor] = iter(())
-        mixes: Iterator[Tensor] = iter(())
-        if config.residual_scalars:
-            scales = iter(self.projection_scales.unbind())
-            mixes = iter(torch.stack([self.residual_scales, self.output_scales], dim=1).unbind())
-        layers = []
-        for plan, up, down in zip(config.layers, mlps[0::2], mlps[1::2], strict=True):
-            table, attention, attention_mix, projection_scales = plan.value_table, None, None, None
-            if plan.attends:
-                attention = next(query_keys), next(value_outs), next(value_outs)
-                attention_mix, projection_scales = next(mixes, None), next(scales, None)
-            gate = gates[table] if table is not None and table < len(gates) else None
-            layers.append(BlockWeights(up, down, next(mixes, None), attention_mix, attention, projection_scales, gate))
-        return layers
 
     def compile_trunk(self) -> None:
         """Compile the layers between lookups and loss, once for each length of rows in training and in validation."""

@@ -18,7 +18,7 @@ from quintic.kernels.lookup.rows import embedding_into_grad
 from quintic.model.layers import rms_norm, rotate
 from quintic.model.speedrun_sizes import COEFFICIENT_SCALE, LayerPlan, SpeedrunConfig, Starts
 
-__all__ = ["BlockWeights", "FlatRow", "InputTables", "Rotary", "TokenCoefficients", "attend", "joined"]
+__all__ = ["FlatRow", "InputTables", "Rotary", "TokenCoefficients", "attend", "joined"]
 
 _SMEAR_CHANNELS = 12  # leading channels of an embedding that the smear gate reads
 
@@ -232,25 +232,15 @@ class TokenCoefficients(nn.Module):
         return dict(zip(self.starts, values.split(sizes, dim=-1), strict=True))
 
 
-class BlockWeights(NamedTuple):
-    """One layer's slices of the banks; None for features that it does not have."""
-
-    up: Tensor  # (4C, C)
-    down: Tensor  # (4C, C), stored transposed
-    mlp_mix: Tensor | None  # (2,), scales of the stream and of the MLP's output
-    attention_mix: Tensor | None  # (2,), scales of the stream and of the attention's output
-    attention: tuple[Tensor, Tensor, Tensor] | None  # (2C, C) queries and keys, (C, C) values, (C, C) outputs
-    projection_scales: Tensor | None  # (2,), factors of values and outputs
-    value_gate: Tensor | None  # (H, 2 x channels)
-
-
 def attend(
     plan: LayerPlan,
-    weights: BlockWeights,
+    weights: tuple[Tensor, Tensor, Tensor],
     row: FlatRow,
     *,
     read_TC: Tensor,
+    scales: Tensor | None,
     value_TC: Tensor | None,
+    value_gate: Tensor | None,
     dense_value_TC: Tensor | None,
     gates: dict[str, Tensor],
 ) -> Tensor:
@@ -258,31 +248,32 @@ def attend(
 
     Args:
         plan: the layer's features.
-        weights: its slices of the banks.
+        weights: its slices of the banks: (2C, C) queries and keys, (C, C) values, (C, C) outputs.
         row: the inputs of all layers.
         read_TC: (T, C) stream that it reads.
+        scales: (2,) factors of the weights of values and outputs.
         value_TC: (T, C) value embeddings, added to the values times a gate.
+        value_gate: (H, 2 x channels) weight of that gate; None for `gates["value"]`.
         dense_value_TC: (T, C) addition to the values by dense connections.
-        gates: kind -> (T, H); "value" only if `weights` have no gate of the value embeddings.
+        gates: kind -> (T, H).
     """
-    assert weights.attention is not None
-    query_key, value_weight, out_weight = weights.attention
+    query_key, value_weight, out_weight = weights
     length, copies = len(read_TC), 2 if plan.paired else 1
     cos, sin = (x[: copies * length].view(length, copies, -1) for x in (row.cos, row.sin))
     num_heads = len(query_key) // (2 * cos.shape[-1])
     read_TC = rms_norm(read_TC)
     if value_TC is not None:
-        if weights.value_gate is None:
+        if value_gate is None:
             gate_TH = gates["value"]
         else:  # computed from leading channels of the stream that attention reads and of the value embedding
-            channels = weights.value_gate.shape[1] // 2
+            channels = value_gate.shape[1] // 2
             seen = torch.cat([read_TC[:, :channels], value_TC[:, :channels]], dim=-1)
-            gate_TH = 2 * torch.sigmoid(F.linear(seen, weights.value_gate))  # 1 at the gate's initial weight 0
+            gate_TH = 2 * torch.sigmoid(F.linear(seen, value_gate))  # 1 at the gate's initial weight 0
         value_TC = (gate_TH.unsqueeze(-1) * value_TC.unflatten(-1, (num_heads, -1))).flatten(1)
     if dense_value_TC is not None:
         value_TC = dense_value_TC if value_TC is None else value_TC + dense_value_TC
-    if weights.projection_scales is not None:
-        value_scale, out_scale = weights.projection_scales.to(read_TC.dtype).unbind()
+    if scales is not None:
+        value_scale, out_scale = scales.to(read_TC.dtype).unbind()
         value_weight, out_weight = value_scale * value_weight, out_scale * out_weight
     projected = F.linear(read_TC, torch.cat([query_key, value_weight]))  # (T, 3C): one product instead of two
     q_THD, k_THD, v_THD = projected.unflatten(-1, (3, num_heads, -1)).unbind(1)
