@@ -3,6 +3,7 @@
 import codecs
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,15 +67,19 @@ def generate_batch(
         on_tokens: called after each step with the new tokens, row -> token, of the rows that have not ended.
 
     Raises:
-        ValueError: a temperature, `top_k`, `top_p` or seed is out of range.
+        ValueError: a temperature, `top_k` or `top_p` is out of range.
     """
-    seeds = range(len(prompts)) if seeds is None else seeds
-    _check(temperature, top_k, top_p, seeds)
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: must be at least 0 and finite")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k}: must be at least 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
     made: list[list[int]] = [[] for _ in prompts]
     if not prompts or max_tokens < 1:
         return made
     device, bos_id = model.head.weight.device, model.config.bos_id
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds or range(len(prompts))]
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
     cache = model.new_cache(len(prompts), longest + max_tokens)
@@ -110,12 +115,9 @@ def sample_text(
     tokenizer: Tokenizer,
     prompts: tuple[str, ...],
     *,
-    max_tokens: int,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    top_p: float | None = None,
     seed: int = 0,
     write: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> list[dict[str, str]]:
     """Return `{"prompt": ..., "text": ...}` for each prompt, where `text` is the continuation without the prompt.
 
@@ -123,28 +125,23 @@ def sample_text(
         model: the model, on any device.
         tokenizer: the model's tokenizer.
         prompts: beginnings of texts; an empty one starts a document.
-        max_tokens: number of tokens to generate per prompt.
-        temperature: as in `generate_batch`.
-        top_k: as in `generate_batch`.
-        top_p: as in `generate_batch`.
         seed: seed of the first prompt's draws; prompt n is drawn with seed + n, modulo 2^63.
         write: called with the samples as they grow, one after the other: a prompt, the characters of its text as soon
             as they are complete, and two line ends.
+        **options: `max_tokens`, and how tokens are drawn, as for `generate_batch`.
 
     Raises:
         ValueError: a temperature, `top_k`, `top_p` or seed is out of range.
     """
-    _check(temperature, top_k, top_p, [seed])
+    if not 0 <= seed < _SEEDS:
+        raise ValueError(f"seed={seed}: must be at least 0 and below 2^63")
     writer = _Writer(tokenizer, prompts, write or (lambda text: None))
     made = generate_batch(
         model,
         [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts],
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
         seeds=[(seed + number) % _SEEDS for number in range(len(prompts))],
         on_tokens=writer.add,
+        **options,
     )
     writer.add({})  # all texts have ended
     return [{"prompt": prompt, "text": tokenizer.decode(row)} for prompt, row in zip(prompts, made, strict=True)]
@@ -182,18 +179,6 @@ class _Writer:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         if self.row < len(self.prompts) and self.prompts[self.row]:
             self.write(self.prompts[self.row])
-
-
-def _check(temperature: float, top_k: int | None, top_p: float | None, seeds: Sequence[int]) -> None:
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature}: must be at least 0 and finite")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k}: must be at least 1")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
-    for seed in seeds:
-        if not 0 <= seed < _SEEDS:
-            raise ValueError(f"seed={seed}: must be at least 0 and below 2^63")
 
 
 def _draw(
