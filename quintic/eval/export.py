@@ -19,7 +19,6 @@ from quintic.errors import ConfigError
 from quintic.eval.row_models import BatchedSpeedrun, LanguageModel
 from quintic.model.gpt import GPT
 from quintic.model.layers import GATE_CHANNELS, QK_GAIN
-from quintic.model.speedrun import VALUE_CHANNELS
 from quintic.model.speedrun_layers import TokenCoefficients
 
 __all__ = ["export_hf"]
@@ -138,12 +137,13 @@ def _speedrun_content(exported: BatchedSpeedrun) -> tuple[dict[str, Tensor], dic
         },
         "sources": {"early": sizes.skip_source, "shared": sizes.shared_source},
         "value_tables": sizes.value_tables,
-        "switches": [name for name, value in dataclasses.asdict(sizes).items() if value is True],
-        "bigram_rows": sizes.bigram_rows,
+        "shapes": {
+            name: list(tensor.shape) for name, tensor in state.items() if "." not in name and name != "bigram_signs"
+        },
         "bigram_sign_rows": sizes.bigram_sign_rows,
-        "smear_channels": model.inputs.smear_gate.shape[1] if sizes.smear else 0,
-        "value_channels": VALUE_CHANNELS,
         "gate_channels": sizes.gate_channels,
+        "shared_attention_input": sizes.shared_attention_input,
+        "sigmoid_logits": sizes.sigmoid_logits,
         "use_cache": False,
     }
 

@@ -37,12 +37,11 @@ class QuinticSpeedrunConfig(PreTrainedConfig):
     coefficients: dict[str, list[tuple[str, int]]] | None = None  # name of each small MLP -> its results, with counts
     sources: dict[str, int] | None = None  # name -> layer whose output later layers read
     value_tables: int = 0  # value embeddings
-    switches: tuple[str, ...] = ()  # features of the model
-    bigram_rows: int = 2  # rows of the table of token pairs
-    bigram_sign_rows: int = 1  # rows of its signs
-    smear_channels: int = 12  # leading channels that the smear gate reads
-    value_channels: int = 6  # leading channels that value gates read
+    shapes: dict[str, list[int]] | None = None  # name -> shape of each parameter that belongs to no module
+    bigram_sign_rows: int = 1  # rows of the table of signs of token pairs
     gate_channels: int = 0  # hidden channels of the small MLPs; 0 for coefficients that are the same for all tokens
+    shared_attention_input: bool = True  # attention of the last layers reads the output of the source "shared"
+    sigmoid_logits: bool = True  # logits are 23 sigmoid((x + 5) / 7.5), otherwise 15 tanh(x / 15)
     tie_word_embeddings: bool = False
     use_cache: bool = False
 
@@ -87,35 +86,17 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: QuinticSpeedrunConfig) -> None:
         super().__init__(config)
-        width, heads, vocab = config.hidden_size, config.num_attention_heads, config.vocab_size
-        has, attending = config.switches, sum(layer["attends"] for layer in config.layers)
-
-        def zeros(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(shape))
-
+        width, vocab = config.hidden_size, config.vocab_size
         self.embedding = nn.Embedding(vocab, width)
         self.value_embeddings = nn.ModuleList(nn.Embedding(vocab, width) for _ in range(config.value_tables))
         self.head = nn.Linear(width, vocab, bias=False)
-        self.qk_bank, self.vo_bank = zeros(attending * 2 * width, width), zeros(attending * 2 * width, width)
-        self.mlp_bank = zeros(config.num_hidden_layers * 8 * width, width)
-        if "bigram_hash" in has:
-            self.bigram_embedding = zeros(config.bigram_rows, width)
+        # Banks of matrices, scales and gates. A model that lacks a feature lacks its parameters.
+        for name, shape in config.shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        if "bigram_embedding" in config.shapes:
             self.register_buffer("bigram_signs", torch.zeros(config.bigram_sign_rows, width))
-        if "smear" in has:
-            self.smear_gate, self.smear_scale = zeros(1, config.smear_channels), zeros(1)
-        dense = "dense_connections" in has
-        if config.value_tables:
-            self.value_gates = zeros(config.value_tables - dense, heads, 2 * config.value_channels)
-        if "skip" in has:
-            self.skip_scale = zeros(1)
-        if "residual_scalars" in has:
-            sublayers = attending + config.num_hidden_layers - 2 * dense
-            self.projection_scales = zeros(attending, 2)
-            self.residual_scales, self.output_scales = zeros(sublayers), zeros(sublayers)
         for name, sizes in config.coefficients.items():
             self.add_module(name, QuinticCoefficients(width, config.gate_channels, sizes))
-        if {"early_gates", "late_gates"} & config.coefficients.keys():
-            self.gate_scale = nn.Parameter(torch.zeros(()))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -158,7 +139,7 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
                 x_BTC[row, real] = self._row(input_ids[row, real])
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(x_BTC[:, kept]).float()
-        if "sigmoid_logits" in self.config.switches:
+        if self.config.sigmoid_logits:
             logits = 23 * torch.sigmoid((logits + 5) / 7.5)
         else:
             logits = 15 * torch.tanh(logits / 15)
@@ -170,7 +151,6 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     def _row(self, tokens_T: Tensor) -> Tensor:
         """Return the head's input for one row of documents, (T, C)."""
         config, width = self.config, self.config.hidden_size
-        has = config.switches
         # Also true for the first token, whether or not it is a bos.
         begins_T = tokens_T == config.bos_token_id
         begins_T[0] = True
@@ -185,9 +165,9 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         query_keys = iter(self.qk_bank.view(-1, 2 * width, width))
         value_outs = iter(self.vo_bank.view(-1, width, width))
         mlps = self.mlp_bank.view(-1, 2, 4 * width, width)
-        scales = iter(zip(self.residual_scales, self.output_scales, strict=True) if "residual_scalars" in has else ())
-        projections = iter(self.projection_scales if "residual_scalars" in has else ())
-        last = config.num_hidden_layers - 1
+        has_scales = "residual_scales" in config.shapes
+        scales = iter(zip(self.residual_scales, self.output_scales, strict=True) if has_scales else ())
+        projections = iter(self.projection_scales if has_scales else ())
         for index, layer in enumerate(config.layers):
             if index == config.sources["early"] + 1 and "late_gates" in config.coefficients:
                 # The second MLP's coefficients are computed from the stream after the early source.
@@ -195,7 +175,7 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             # The coefficients of this layer, "name.index", by name.
             own = {name.partition(".")[0]: gate for name, gate in gates.items() if name.endswith(f".{index}")}
             dense_value_TC = None
-            if "dense_connections" in has and index == last:
+            if "last_connections" in config.coefficients and index == config.num_hidden_layers - 1:
                 streams["last"], injected["embedding"] = x_TC, streams["entry"]
                 # The last layer mixes earlier streams into its input and its values.
                 computed = self.last_connections(x_TC, _COEFFICIENT_SCALE)
@@ -213,12 +193,16 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             if layer["attends"]:
                 table = layer["value_table"]
                 # Attention reads the normalised stream, or a shared earlier one.
-                read_TC = _norm(streams.get("shared", x_TC) if "shared_attention_input" in has else x_TC)
-                added_TC = None
+                read_TC = _norm(streams.get("shared", x_TC) if config.shared_attention_input else x_TC)
+                added_TC = dense_value_TC
                 if table is not None:
-                    added_TC = self._gated_values(values[table], read_TC, table, own.get("value"))
-                if dense_value_TC is not None:
-                    added_TC = dense_value_TC if added_TC is None else added_TC + dense_value_TC
+                    # A value embedding, times a gate for each head.
+                    if "value" not in own:
+                        channels = self.value_gates.shape[-1] // 2
+                        seen = torch.cat([read_TC[:, :channels], values[table][:, :channels]], dim=-1)
+                        own["value"] = 2 * torch.sigmoid(F.linear(seen, self.value_gates[table]))
+                    gated = own["value"].unsqueeze(-1) * values[table].unflatten(-1, (own["value"].shape[-1], -1))
+                    added_TC = gated.flatten(1) if added_TC is None else gated.flatten(1) + added_TC
                 weights = next(query_keys), next(value_outs), next(value_outs)
                 out_TC = self._attend(layer, weights, next(projections, None), read_TC, added_TC, begins_T, own)
                 x_TC = _joined("attention", x_TC, out_TC, own, scales)
@@ -230,7 +214,7 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             streams |= {name: x_TC for name, source in config.sources.items() if source == index}
         if values:
             streams["value"] = values[0]
-        if "dense_connections" in has:
+        if "head_connections" in config.coefficients:
             for name, factor in self.head_connections(x_TC, _COEFFICIENT_SCALE).items():
                 x_TC = x_TC + factor * streams[name]
         return _norm(x_TC)
@@ -238,27 +222,19 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     def _inputs(self, tokens_T: Tensor, begins_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the normalised embeddings (T, C), and other inputs (T, C) that layers add to the stream, by name."""
         config, injected, x_TC = self.config, {}, self.embedding(tokens_T)
-        if "smear" in config.switches:
+        if "smear_gate" in config.shapes:
             # A gated fraction of the previous token's embedding, within documents.
-            gate_T1 = torch.sigmoid(F.linear(x_TC[:, : config.smear_channels], self.smear_gate))
+            gate_T1 = torch.sigmoid(F.linear(x_TC[:, : self.smear_gate.shape[1]], self.smear_gate))
             gate_T1 = gate_T1.masked_fill(begins_T.unsqueeze(1), 0)
             x_TC = x_TC + self.smear_scale.to(x_TC.dtype) * gate_T1 * _previous(x_TC)
-        if "bigram_hash" in config.switches:
+        if "bigram_embedding" in config.shapes:
             # Hashes give a table row and signs for each pair of tokens; a document's first token has fixed ones.
-            before_T, last_row = _previous(tokens_T), config.bigram_rows - 1
+            before_T, last_row = _previous(tokens_T), len(self.bigram_embedding) - 1
             rows_T = ((36313 * tokens_T) ^ (27191 * before_T)) % last_row
             signs_T = (tokens_T ^ before_T) % config.bigram_sign_rows
             found_TC = self.bigram_embedding[rows_T.masked_fill(begins_T, last_row)]
             injected["bigram"] = found_TC * self.bigram_signs[signs_T.masked_fill(begins_T, 0)]
         return _norm(x_TC), injected
-
-    def _gated_values(self, value_TC: Tensor, read_TC: Tensor, table: int, gate_TH: Tensor | None) -> Tensor:
-        """Return value embeddings times their gates, (T, C)."""
-        channels = self.config.value_channels
-        if gate_TH is None:
-            seen = torch.cat([read_TC[:, :channels], value_TC[:, :channels]], dim=-1)
-            gate_TH = 2 * torch.sigmoid(F.linear(seen, self.value_gates[table]))
-        return (gate_TH.unsqueeze(-1) * value_TC.unflatten(-1, (gate_TH.shape[-1], -1))).flatten(1)
 
     def _attend(
         self,

@@ -27,9 +27,9 @@ from quintic.model.layers import learns, rms_norm
 from quintic.model.speedrun_layers import FlatRow, InputTables, Rotary, TokenCoefficients, attend, joined
 from quintic.model.speedrun_sizes import COEFFICIENT_SCALE, IGNORED, RESIDUAL_SCALE, SpeedrunConfig
 
-__all__ = ["VALUE_CHANNELS", "SpeedrunConfig", "SpeedrunGPT"]
+__all__ = ["SpeedrunConfig", "SpeedrunGPT"]
 
-VALUE_CHANNELS = 6  # the gate of a value embedding reads this many leading channels of it, and of the stream
+_VALUE_CHANNELS = 6  # the gate of a value embedding reads this many leading channels of it, and of the stream
 _SIGMOID_CAP = SigmoidCap(height=23.0, shift=5.0, width=7.5)
 _TANH_CAP = 15.0
 # Scales of the head's 8-bit products: for hidden states up to 100, weights up to 1.6, gradients of logits up to 0.75.
@@ -69,7 +69,7 @@ class SpeedrunGPT(nn.Module):
         self.mlp_bank = parameter(config.num_layers * 2 * 4 * width, width)
         if config.value_embeddings:
             # With dense connections, the last layer's gate is computed per token and needs no parameter here.
-            self.value_gates = parameter(config.value_tables - config.dense_connections, heads, 2 * VALUE_CHANNELS)
+            self.value_gates = parameter(config.value_tables - config.dense_connections, heads, 2 * _VALUE_CHANNELS)
         if config.skip:
             self.skip_scale = parameter(1, dtype=torch.float32)
         if config.residual_scalars:
