@@ -28,14 +28,11 @@ _MOST_GROUPS = 256
 class Score:
     """The loss of a model on some text."""
 
-    loss: float
-    """Nats per token, without special tokens."""
-    bpb: float
-    """Bits per byte."""
+    loss: float  # nats per token, without special tokens
+    bpb: float  # bits per byte
     num_tokens: int
     num_bytes: int
-    bpb_stderr: float | None = None
-    """Standard error of `bpb` over documents; None for a single document."""
+    bpb_stderr: float | None = None  # standard error of `bpb` over documents; None for a single document
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:
@@ -85,13 +82,7 @@ def document_sums(
 def document_groups(sums: Tensor) -> dict[str, list[float]]:
     """Return the nats and bytes of a text's documents, by which two runs can be compared document by document.
 
-    Of many documents, groups of neighbours are summed.
-
-    Args:
-        sums: as for `score_from_sums`.
-
-    Returns:
-        ``document_nats`` and ``document_bytes``, lists of the same length.
+    Of many documents, groups of neighbours are summed. `sums` are those of `score_from_sums`.
     """
     scored = sums[sums[:, 2] > 0].cpu()
     count = min(len(scored), _MOST_GROUPS)

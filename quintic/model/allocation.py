@@ -33,25 +33,23 @@ def count_phrases(rows: Iterable[npt.ArrayLike], *, bos_id: int | None = None) -
     counts: list[int] = []
     for row in rows:
         phrase: int | None = None
-        for token in [*np.asarray(row).tolist(), None]:
-            if phrase is None:
-                phrase = None if token is None else ~token
-                continue
-            # Extend the phrase while the dictionary has it.
-            longer = None if token is None else children.get((phrase, token))
-            if longer is not None and token != bos_id:
-                phrase = longer
-                continue
-            # The longest match: count it, and add it extended by this token, unless a document starts here.
-            if phrase >= 0:  # single tokens are not counted
-                counts[phrase] += 1
-            if token is None:
-                break
-            if token != bos_id:
-                children[phrase, token] = len(ends)
-                ends.append(token)
-                counts.append(1)
+        for token in np.asarray(row).tolist():
+            if phrase is not None:
+                # Extend the phrase while the dictionary has it.
+                longer = children.get((phrase, token))
+                if longer is not None:
+                    phrase = longer
+                    continue
+                # The longest match: count it, and add it extended by this token, unless a document starts here.
+                if phrase >= 0:  # single tokens are not counted
+                    counts[phrase] += 1
+                if token != bos_id:
+                    children[phrase, token] = len(ends)
+                    ends.append(token)
+                    counts.append(1)
             phrase = ~token
+        if phrase is not None and phrase >= 0:
+            counts[phrase] += 1
     return ends, counts
 
 
