@@ -213,7 +213,7 @@ def answers(
     losses = F.cross_entropy(logits_NV.float(), targets, reduction="none").double().cpu()
     hits = (logits_NV.argmax(dim=-1) == targets).cpu()
     counts = [count for _, count in spans]
-    # Of each candidate: its mean loss, and whether all of its answer's tokens are the likeliest.
+    # For each candidate: its mean loss, and whether all of its answer's tokens are the likeliest.
     results = iter(zip(losses.split(counts), hits.split(counts), strict=True))
     made = []
     for index, of_item in zip(indices, options, strict=True):

@@ -247,7 +247,7 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return logits, (B, T, vocab_size) float32 after the soft cap.
 
-        Arguments are those of transformers. `attention_mask` (B, S) includes the positions in the cache, which is in
+        Arguments are as in transformers. `attention_mask` (B, S) includes the positions in the cache, which is in
         `past_key_values`, from transformers 5.24 on in `cache`. Only differences of `position_ids` matter. Hidden
         states are the residual stream before the first block and after each one, the last one as the head reads it.
         """

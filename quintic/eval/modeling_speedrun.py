@@ -127,7 +127,7 @@ class QuinticSpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutput:
         """Return logits, (B, T, vocab_size) float32 after the soft cap.
 
-        Arguments are those of transformers. Padding, where `attention_mask` (B, T) is zero, is left out, and positions
+        Arguments are as in transformers. Padding, where `attention_mask` (B, T) is zero, is left out, and positions
         follow from it. There is no cache: `past_key_values`, from transformers 5.24 on `cache`, must be None.
         """
         if past_key_values is not None or cache is not None:

@@ -82,7 +82,7 @@ def document_sums(
 def document_groups(sums: Tensor) -> dict[str, list[float]]:
     """Return the nats and bytes of a text's documents, by which two runs can be compared document by document.
 
-    Of many documents, groups of neighbours are summed. `sums` are those of `score_from_sums`.
+    If there are many documents, groups of neighbours are summed. `sums` are as for `score_from_sums`.
     """
     scored = sums[sums[:, 2] > 0].cpu()
     count = min(len(scored), _MOST_GROUPS)

@@ -34,7 +34,7 @@ class KVCache:
         """Number of filled positions of each row."""
         self.last_embedding: Tensor | None = None
         """(B, 1, C) embedding of each row's last token, before smear; None before the first token."""
-        # Of the current forward pass: lengths before it, positions of its tokens (B, T), embeddings (B, T, C), and by
+        # For the current forward pass: lengths before it, positions of its tokens (B, T), embeddings (B, T, C), and by
         # window what `attend` sees, which layers share.
         self._starts = self.lengths
         self._rows = torch.arange(rows, device=device)
