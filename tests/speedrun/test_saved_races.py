@@ -283,7 +283,7 @@ def test_a_batch_has_the_losses_and_logits_of_its_rows(finished: Path) -> None:
     torch.testing.assert_close(padded[0], logits[0, 4])
     cache.rewind([5, 10, 10])
     following = batched(torch.stack([inputs[0, 5:6], inputs[1, 10:11], inputs[2, 10:11]]), cache=cache)
-    assert cache.lengths == (6, 11, 11)
+    assert [len(row) for row in cache.rows] == [6, 11, 11]
     torch.testing.assert_close(following[:, -1], torch.stack([logits[0, 5], logits[1, 10], logits[2, 10]]))
 
 
