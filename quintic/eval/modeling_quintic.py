@@ -67,20 +67,28 @@ def _rotate(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-class QuinticAttention(nn.Module):
-    """Causal attention with rotary positions, normalised queries and keys, and gated value embeddings."""
+class QuinticBlock(nn.Module):
+    """Attention and MLP, each added to the residual stream.
+
+    Attention has rotary positions, normalised queries and keys, and in some blocks gated value embeddings. The MLP has
+    a squared ReLU.
+    """
 
     def __init__(self, config: QuinticConfig, layer: int) -> None:
         super().__init__()
         width, kv_width = config.hidden_size, config.num_key_value_heads * config.head_dim
         self.layer, self.head_dim, self.qk_gain = layer, config.head_dim, config.qk_gain
-        self.query = _linear(width, width)
-        self.key = _linear(width, kv_width)
-        self.value = _linear(width, kv_width)
-        self.out = _linear(width, width)
-        self.value_gate = None
+        self.attention = nn.ModuleDict(
+            {
+                "query": _linear(width, width),
+                "key": _linear(width, kv_width),
+                "value": _linear(width, kv_width),
+                "out": _linear(width, width),
+            }
+        )
         if layer in config.value_embedding_layers:
-            self.value_gate = _linear(config.gate_channels, config.num_key_value_heads)
+            self.attention["value_gate"] = _linear(config.gate_channels, config.num_key_value_heads)
+        self.mlp = nn.ModuleDict({"up": _linear(width, 4 * width), "down": _linear(4 * width, width)})
 
     def forward(
         self,
@@ -91,11 +99,13 @@ class QuinticAttention(nn.Module):
         cache: DynamicCache | None,
     ) -> Tensor:
         """Return (B, T, C)."""
+        read_BTC, attention = _norm(x_BTC), self.attention
         q_BTHD, k_BTGD, v_BTGD = (
-            layer(x_BTC).unflatten(-1, (-1, self.head_dim)) for layer in (self.query, self.key, self.value)
+            attention[name](read_BTC).unflatten(-1, (-1, self.head_dim)) for name in ("query", "key", "value")
         )
-        if self.value_gate is not None:
-            gate_BTG = 2 * torch.sigmoid(self.value_gate(x_BTC[..., : self.value_gate.in_features]))
+        if value_embedding_BTC is not None:
+            gate = attention["value_gate"]
+            gate_BTG = 2 * torch.sigmoid(gate(read_BTC[..., : gate.in_features]))
             v_BTGD = v_BTGD + gate_BTG.unsqueeze(-1) * value_embedding_BTC.view_as(v_BTGD)
         q_BHTD, k_BGSD = (
             (_norm(_rotate(x_BTHD, *rotary)) * self.qk_gain).transpose(1, 2) for x_BTHD in (q_BTHD, k_BTGD)
@@ -106,41 +116,8 @@ class QuinticAttention(nn.Module):
         out_BHTD = F.scaled_dot_product_attention(
             q_BHTD, k_BGSD, v_BGSD, attn_mask=visible_BTS.unsqueeze(1), enable_gqa=q_BHTD.shape[1] != k_BGSD.shape[1]
         )
-        return self.out(out_BHTD.transpose(1, 2).flatten(-2))
-
-
-class QuinticMLP(nn.Module):
-    """Two linear layers with a squared ReLU between them."""
-
-    def __init__(self, config: QuinticConfig) -> None:
-        super().__init__()
-        self.up = _linear(config.hidden_size, 4 * config.hidden_size)
-        self.down = _linear(4 * config.hidden_size, config.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., C) for (..., C)."""
-        return self.down(F.relu(self.up(x)).square())
-
-
-class QuinticBlock(nn.Module):
-    """Attention and MLP, each added to the residual stream."""
-
-    def __init__(self, config: QuinticConfig, layer: int) -> None:
-        super().__init__()
-        self.attention = QuinticAttention(config, layer)
-        self.mlp = QuinticMLP(config)
-
-    def forward(
-        self,
-        x_BTC: Tensor,
-        value_embedding_BTC: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        visible_BTS: Tensor,
-        cache: DynamicCache | None,
-    ) -> Tensor:
-        """Return (B, T, C); for the arguments see `QuinticAttention`."""
-        x_BTC = x_BTC + self.attention(_norm(x_BTC), value_embedding_BTC, rotary, visible_BTS, cache)
-        return x_BTC + self.mlp(_norm(x_BTC))
+        x_BTC = x_BTC + attention["out"](out_BHTD.transpose(1, 2).flatten(-2))
+        return x_BTC + self.mlp["down"](F.relu(self.mlp["up"](_norm(x_BTC))).square())
 
 
 class QuinticLookup(nn.Module):
@@ -282,16 +259,15 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
         for layer, block in enumerate(self.blocks):
             # Every block sees a mixture of the stream and the normalised embeddings.
             x_BTC = self.residual_scales[layer] * x_BTC + self.x0_scales[layer] * x0_BTC
-            value_embedding = None
-            if block.attention.value_gate is not None:
-                value_embedding = self.value_embeddings[str(layer)](input_ids)
+            name = str(layer)
+            value_embedding = self.value_embeddings[name](input_ids) if name in self.value_embeddings else None
             # Causal, within the document and the block's window.
             visible_BTS = same_BTS & (distance_TS >= 0) & (distance_TS < config.windows[layer])
             arguments = x_BTC, value_embedding, rotary, visible_BTS, cache
             # `gradient_checkpointing_enable` of transformers sets the function.
             x_BTC = self._gradient_checkpointing_func(block, *arguments) if checkpointing else block(*arguments)
-            if str(layer) in self.lookups:
-                x_BTC = self.lookups[str(layer)](x_BTC, input_ids, self.lookup_offsets)
+            if name in self.lookups:
+                x_BTC = self.lookups[name](x_BTC, input_ids, self.lookup_offsets)
             if layer == config.backout_layer:
                 halfway_BTC = x_BTC
             hidden.append(x_BTC)

@@ -130,7 +130,7 @@ def test_gradient_checkpointing_computes_blocks_twice_and_the_same(
 ) -> None:
     model, ids = load(folder).train(), tokens_of(tiny_dataset)
     calls = []
-    model.blocks[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.blocks[1].mlp.up.register_forward_pre_hook(lambda *_: calls.append(1))
 
     def gradients(**options: Any) -> dict[str, Tensor]:
         calls.clear()
