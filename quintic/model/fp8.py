@@ -14,7 +14,7 @@ and their names are torchao's (https://github.com/pytorch/ao).
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -82,20 +82,16 @@ def fp8_lines(layers: Mapping[str, str]) -> list[str]:
     """Return lines for the user that describe the result of `GPT.use_fp8`, a line for each use or reason."""
     names: dict[str, list[str]] = {}
     for name, use in layers.items():
-        names.setdefault(use, []).append(name)
+        # A star in place of the number of a block.
+        names.setdefault(use, []).append(re.sub(r"\.\d+\.", ".*.", name))
+    passes = FP8_FORWARD, FP8_BOTH
+    start = "8-bit products" if any(use in names for use in passes) else "--fp8 changes nothing in this model"
     # Layers that multiply in 8 bits first, then the reasons of the others in alphabetical order.
-    none = "" if FP8_BOTH in names or FP8_FORWARD in names else "--fp8 changes nothing in this model: "
-    uses = sorted(names, key=lambda use: (use not in (FP8_BOTH, FP8_FORWARD), use))
     return [
-        f"{none or '8-bit products: '}{use if use in (FP8_BOTH, FP8_FORWARD) else f'none, because {use},'} in "
-        f"{len(names[use])} of {len(layers)} linear layers ({', '.join(_without_numbers(names[use]))})"
-        for use in uses
+        f"{start}: {use if use in passes else f'none, because {use},'} in {len(names[use])} of {len(layers)} linear "
+        f"layers ({', '.join(dict.fromkeys(names[use]))})"
+        for use in sorted(names, key=lambda use: (use not in passes, use))
     ]
-
-
-def _without_numbers(names: Iterable[str]) -> list[str]:
-    """Return the distinct names of layers, with a star in place of each number."""
-    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
 
 
 def dynamic_fp8_linear(x: Tensor, weight: Tensor, recipe: Fp8Scaling, *, kernels: KernelsOption = "auto") -> Tensor:

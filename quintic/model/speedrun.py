@@ -125,7 +125,9 @@ class SpeedrunGPT(nn.Module):
             self.output_scales.fill_(1.0)
         for module in self.modules():
             if isinstance(module, TokenCoefficients):
-                module.bias.copy_(module.initial_bias())
+                # The bias that gives the coefficients their initial values.
+                starts = [torch.full((size,), start / COEFFICIENT_SCALE) for size, start in module.starts.values()]
+                module.bias.copy_(torch.cat(starts))
                 if module.up is not None:
                     uniform(module.up, (3 * width) ** -0.5)
         self.prefixes.fill_(IGNORED)

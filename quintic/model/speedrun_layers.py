@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quintic.kernels.attention.attention import DocumentMask, attention
 from quintic.kernels.lookup.rows import embedding_into_grad
 from quintic.model.layers import rms_norm, rotate
-from quintic.model.speedrun_sizes import COEFFICIENT_SCALE, LayerPlan, SpeedrunConfig, Starts
+from quintic.model.speedrun_sizes import LayerPlan, SpeedrunConfig, Starts
 
 __all__ = ["FlatRow", "InputTables", "Rotary", "TokenCoefficients", "attend", "joined"]
 
@@ -217,10 +217,6 @@ class TokenCoefficients(nn.Module):
         self.up = nn.Parameter(torch.empty(hidden, width)) if hidden else None
         self.down = nn.Parameter(torch.empty(count, hidden)) if hidden else None
         self.bias = nn.Parameter(torch.empty(count))
-
-    def initial_bias(self) -> Tensor:
-        """Return the bias, (count,), that gives the coefficients their initial values."""
-        return torch.cat([torch.full((size,), start / COEFFICIENT_SCALE) for size, start in self.starts.values()])
 
     def forward(self, x_TC: Tensor, scale: Tensor | float) -> dict[str, Tensor]:
         """Return name -> (T, size) coefficients in the dtype of `x_TC`, (T, C)."""
