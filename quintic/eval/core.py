@@ -108,17 +108,12 @@ def core_sums(
         tokenizer: the model's tokenizer.
         suite: the tasks.
         device: device of the model and of the result.
-        max_tokens: length of the longest input; longer ones lose their beginning. Usually the model's `seq_len`.
+        max_tokens: length of the longest input, at least 2; longer ones lose their beginning. Usually `seq_len`.
         max_items: largest number of items per task; None for all items.
         rows: largest number of inputs per call of the model; all candidates of an item are in one call.
         rank: index of this process among the processes that divide the items.
         world_size: number of these processes.
-
-    Raises:
-        ValueError: `max_tokens` is below 2, or `max_items` below 1.
     """
-    if max_tokens < 2 or (max_items is not None and max_items < 1):
-        raise ValueError(f"max_tokens={max_tokens}, max_items={max_items}: must be at least 2 and 1")
     sums = torch.zeros((len(suite.tasks), 3), dtype=torch.int64)
     for number, task in enumerate(suite.tasks):
         items, asked = suite.chosen(number, max_items)
