@@ -19,6 +19,7 @@ from quintic.errors import ConfigError
 from quintic.eval.row_models import BatchedSpeedrun, LanguageModel
 from quintic.model.gpt import GPT
 from quintic.model.layers import GATE_CHANNELS, QK_GAIN
+from quintic.model.sizes import VARIANTS
 from quintic.model.speedrun_layers import TokenCoefficients
 
 __all__ = ["export_hf"]
@@ -91,6 +92,7 @@ def _gpt_content(model: GPT) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "backout_layer": config.depth // 2,
         "gate_channels": min(GATE_CHANNELS, config.width),
         "smear_channels": model.smear_gate.in_features,
+        "value_gate_gain": VARIANTS[config.variant].value_gate_gain,
         "qk_gain": QK_GAIN,
         "softcap": config.softcap,
         "rotary_base": config.rotary_base,

@@ -35,6 +35,7 @@ class QuinticConfig(PreTrainedConfig):
     backout_layer: int = 0  # the block whose output is subtracted at the end
     gate_channels: int = 12  # leading channels that value gates read
     smear_channels: int = 24  # leading channels that the smear gate reads
+    value_gate_gain: float = 2.0  # value gates are at most this
     qk_gain: float = 1.2  # factor on normalised queries and keys
     softcap: float = 15.0  # logits are softcap tanh(logits / softcap)
     rotary_base: float = 100_000.0
@@ -77,7 +78,8 @@ class QuinticBlock(nn.Module):
     def __init__(self, config: QuinticConfig, layer: int) -> None:
         super().__init__()
         width, kv_width = config.hidden_size, config.num_key_value_heads * config.head_dim
-        self.layer, self.head_dim, self.qk_gain = layer, config.head_dim, config.qk_gain
+        self.layer, self.head_dim = layer, config.head_dim
+        self.qk_gain, self.value_gate_gain = config.qk_gain, config.value_gate_gain
         self.attention = nn.ModuleDict(
             {
                 "query": _linear(width, width),
@@ -105,7 +107,7 @@ class QuinticBlock(nn.Module):
         )
         if value_embedding_BTC is not None:
             gate = attention["value_gate"]
-            gate_BTG = 2 * torch.sigmoid(gate(read_BTC[..., : gate.in_features]))
+            gate_BTG = self.value_gate_gain * torch.sigmoid(gate(read_BTC[..., : gate.in_features]))
             v_BTGD = v_BTGD + gate_BTG.unsqueeze(-1) * value_embedding_BTC.view_as(v_BTGD)
         q_BHTD, k_BGSD = (
             (_norm(_rotate(x_BTHD, *rotary)) * self.qk_gain).transpose(1, 2) for x_BTHD in (q_BTHD, k_BTGD)

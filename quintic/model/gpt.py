@@ -30,7 +30,7 @@ from quintic.model.cache import KVCache
 from quintic.model.fp8 import FP8_BOTH, FP8_FORWARD, Fp8Recipe, head_scales, obstacle_to_fp8_layer
 from quintic.model.layers import Block, Linear, distribute_like, learns, rms_norm, rotary_tables
 from quintic.model.lookup import LookupLayer
-from quintic.model.sizes import GPTConfig
+from quintic.model.sizes import VARIANTS, GPTConfig
 
 __all__ = ["GPT", "GPTConfig"]
 
@@ -68,8 +68,15 @@ class GPT(nn.Module):
                 if config.has_value_embedding(layer)
             }
         )
+        gain = VARIANTS[config.variant].value_gate_gain
         self.blocks = nn.ModuleList(
-            Block(width, config.num_heads, config.num_kv_heads, value_embedding=config.has_value_embedding(layer))
+            Block(
+                width,
+                config.num_heads,
+                config.num_kv_heads,
+                value_embedding=config.has_value_embedding(layer),
+                value_gate_gain=gain,
+            )
             for layer in range(config.depth)
         )
         self.lookups = nn.ModuleDict(
@@ -112,19 +119,25 @@ class GPT(nn.Module):
         def uniform(param: Tensor, std: float) -> None:
             fill(param, (torch.rand(param.shape, generator=generator, device="cpu") * 2 - 1) * (3**0.5 * std))
 
-        std = self.config.width**-0.5
-        normal(self.embedding.weight, 1.0)
+        def gate(weight: Tensor) -> None:
+            if variant.gate_init:
+                fill(weight, torch.rand(weight.shape, generator=generator, device="cpu") * variant.gate_init)
+            else:
+                weight.zero_()
+
+        variant, std = VARIANTS[self.config.variant], self.config.width**-0.5
+        normal(self.embedding.weight, variant.embedding_std)
         normal(self.head.weight, 0.001)
         for weight in self.value_embeddings.parameters():
             uniform(weight, std)
         for block in self._blocks():
             for linear in (block.attention.query, block.attention.key, block.attention.value):
                 uniform(linear.weight, std)
-            uniform(block.mlp.up.weight, 0.5 * std)
+            uniform(block.mlp.up.weight, variant.up_scale * std)
             block.attention.out.weight.zero_()
             block.mlp.down.weight.zero_()
             if block.attention.value_gate is not None:
-                block.attention.value_gate.weight.zero_()
+                gate(block.attention.value_gate.weight)
         for lookup in self._lookups():
             for table in lookup.tables():
                 normal(table, std)
@@ -136,7 +149,7 @@ class GPT(nn.Module):
             even = torch.full((vocab_size,), rows // vocab_size)
             even[: rows % vocab_size] += 1
             self.allocate_lookups(even, mean_rows=rows / vocab_size)
-        self.smear_gate.weight.zero_()
+        gate(self.smear_gate.weight)
         self.smear_scale.zero_()
         self.backout_scale.fill_(0.2)
         depth_frac = torch.linspace(0, 1, self.config.depth)

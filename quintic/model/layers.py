@@ -114,9 +114,11 @@ class Attention(nn.Module):
     computed from the input (value residual learning, arXiv 2410.17897, in the form of the modded-nanogpt speedrun).
     """
 
-    def __init__(self, width: int, num_heads: int, num_kv_heads: int, *, value_embedding: bool) -> None:
+    def __init__(
+        self, width: int, num_heads: int, num_kv_heads: int, *, value_embedding: bool, value_gate_gain: float
+    ) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.num_heads, self.num_kv_heads, self.value_gate_gain = num_heads, num_kv_heads, value_gate_gain
         self.head_dim = width // num_heads
         self.query = Linear(width, width)
         self.key = Linear(width, num_kv_heads * self.head_dim)
@@ -149,8 +151,8 @@ class Attention(nn.Module):
         v_BTGD = v_BTC.unflatten(-1, (self.num_kv_heads, self.head_dim))
         if self.value_gate is not None:
             assert value_embedding_BTC is not None
-            # (B, T, G), in (0, 2), and 1 at the gate's initial weight 0, which adds the embedding unscaled.
-            gate_BTG = 2 * torch.sigmoid(self.value_gate(x_BTC[..., : self.value_gate.in_features]))
+            # (B, T, G). A gain of 2 adds the embedding unscaled while the gate's weights are 0.
+            gate_BTG = self.value_gate_gain * torch.sigmoid(self.value_gate(x_BTC[..., : self.value_gate.in_features]))
             v_BTGD = v_BTGD + gate_BTG.unsqueeze(-1) * value_embedding_BTC.view_as(v_BTGD)
         # QK-norm after the rotation, which does not change norms.
         q_BTHD = rms_norm(rotate(q_BTHD, *rotary)) * QK_GAIN
@@ -213,9 +215,13 @@ class Block(nn.Module):
     separately fuses all of its element-wise work.
     """
 
-    def __init__(self, width: int, num_heads: int, num_kv_heads: int, *, value_embedding: bool) -> None:
+    def __init__(
+        self, width: int, num_heads: int, num_kv_heads: int, *, value_embedding: bool, value_gate_gain: float
+    ) -> None:
         super().__init__()
-        self.attention = Attention(width, num_heads, num_kv_heads, value_embedding=value_embedding)
+        self.attention = Attention(
+            width, num_heads, num_kv_heads, value_embedding=value_embedding, value_gate_gain=value_gate_gain
+        )
         self.mlp = MLP(width)
 
     def forward(

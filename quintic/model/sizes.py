@@ -3,9 +3,27 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-__all__ = ["GPTConfig"]
+__all__ = ["VARIANTS", "GPTConfig", "Variant", "VariantName"]
+
+VariantName: TypeAlias = Literal["quintic", "nanochat"]
+
+
+class Variant(NamedTuple):
+    """What GPTs of the same sizes differ in."""
+
+    embedding_std: float
+    up_scale: float  # of the initial weights of an MLP's first matrix, relative to the other matrices'
+    gate_init: float  # gates start with weights from 0 to this
+    value_gate_gain: float  # value embeddings are added with gates from 0 to this
+
+
+VARIANTS: dict[VariantName, Variant] = {
+    "quintic": Variant(embedding_std=1.0, up_scale=0.5, gate_init=0.0, value_gate_gain=2.0),
+    # As in nanochat's gpt.py at 92d63d4.
+    "nanochat": Variant(embedding_std=0.8, up_scale=0.4, gate_init=0.02, value_gate_gain=3.0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +41,7 @@ class GPTConfig:
     short_window: float = 0.25  # window of an S layer as a fraction of `seq_len`, in (0, 1]
     softcap: float = 15.0  # logits are softcap tanh(logits / softcap)
     rotary_base: float = 100_000.0  # the slowest rotary wavelength is about 2 pi times this
+    variant: VariantName = "quintic"  # initial values and gates
     l3_layers: tuple[int, ...] = ()  # ascending numbers of blocks, from 0, that are followed by a lookup layer
     l3_embeddings: int = 0  # rows of a lookup layer's tables, from 1 to `l3_k_max` for each token of the vocabulary
     l3_d_up: int = 0  # channels between the lookup and its mixing product; 0 for 4 x width
@@ -34,6 +53,8 @@ class GPTConfig:
         for name in ("vocab_size", "depth", "width", "head_dim", "num_kv_heads", "seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.variant not in VARIANTS:
+            raise ValueError(f"variant={self.variant!r}: choose {' or '.join(VARIANTS)}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: rotary positions need an even number")
         if self.width % self.head_dim:

@@ -185,6 +185,18 @@ def test_an_export_replaces_an_export_and_nothing_else(tiny_dataset: Dataset, tm
 
 
 @torch.no_grad()
+def test_gates_of_another_variant_come_along(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    sizes = {"vocab_size": tiny_dataset.vocab_size, "bos_id": tiny_dataset.bos_id, "seq_len": 16, "head_dim": 16}
+    model = GPT(GPTConfig.from_depth(2, **sizes, aspect_ratio=16, variant="nanochat"))
+    model.init_weights()
+    for param in model.parameters():
+        param.copy_(torch.randn_like(param) * (0.5 if param.ndim == 2 else 1))
+    inputs = torch.randint(1, 12, (2, 10))
+    exported = load(export_hf(model, tiny_dataset.tokenizer, tmp_path / "model"))
+    torch.testing.assert_close(exported(inputs).logits, model(inputs), rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False])
 def test_lookup_layers_come_along(tied: bool, tiny_dataset: Dataset, tmp_path: Path) -> None:
     size = tiny_dataset.vocab_size
@@ -212,7 +224,8 @@ def test_the_exported_code_knows_every_size() -> None:
     # A field that is added to `GPTConfig` belongs here once `modeling_quintic.py` does what it says.
     assert {field.name for field in dataclasses.fields(GPTConfig)} == {
         "vocab_size", "depth", "width", "head_dim", "num_kv_heads", "seq_len", "bos_id", "window_pattern",
-        "short_window", "softcap", "rotary_base", "l3_layers", "l3_embeddings", "l3_d_up", "l3_k_max", "l3_tied",
+        "short_window", "softcap", "rotary_base", "variant", "l3_layers", "l3_embeddings",
+        "l3_d_up", "l3_k_max", "l3_tied",
     }  # fmt: skip
 
 
