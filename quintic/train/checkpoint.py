@@ -43,7 +43,6 @@ from quintic.optim.layout.layouts import is_dtensor
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.saving.background import Background
 from quintic.train.saving.staging import copies_on_host, optimizer_tensors
-from quintic.train.schedule import is_due
 
 __all__ = [
     "Checkpoint",
@@ -87,7 +86,6 @@ def save_checkpoint(
     optimizer: Optimizer | None,
     state: dict[str, Any],
     keep: int,
-    keep_due: int = 0,
     ranks: Ranks = SINGLE_PROCESS,
     background: Background | None = None,
 ) -> Path:
@@ -102,7 +100,6 @@ def save_checkpoint(
         optimizer: its parameters must be named. None saves only the model, which then cannot be trained further.
         state: anything that JSON can hold; `step` is added. Rank 0's is saved.
         keep: number of checkpoints to keep, at least 1: the newest up to this step, this one included.
-        keep_due: additionally keep the newest checkpoint whose step is a multiple of this; 0 for none.
         ranks: the processes that train the run.
         background: a `Background` of the same ranks, which writes, hashes, renames and deletes once everything is
             copied to host memory; its `wait` raises the errors. None returns only when the checkpoint is complete.
@@ -125,15 +122,13 @@ def save_checkpoint(
         copies["optimizer"] = copies_on_host(tensors)
     text = json.dumps(state)
     if background is None:
-        _write(final, copies, text, keep, keep_due, ranks)
+        _write(final, copies, text, keep, ranks)
     else:
-        background.start(lambda own_ranks: _write(final, copies, text, keep, keep_due, own_ranks))
+        background.start(lambda own_ranks: _write(final, copies, text, keep, own_ranks))
     return final
 
 
-def _write(
-    final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep: int, keep_due: int, ranks: Ranks
-) -> None:
+def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep: int, ranks: Ranks) -> None:
     """Write a checkpoint's folder from copied tensors, then delete older checkpoints."""
     folder = final.parent
     temporary = folder / ranks.from_rank0(lambda: f".{final.name}.{os.getpid()}.tmp")
@@ -168,10 +163,8 @@ def _write(
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         replace(temporary, final, discard_old=True)  # exists if the run was resumed from an older step
         saved = [path for path in checkpoints(folder.parent) if step_of(path) <= step_of(final)]
-        due = next((path for path in saved if is_due(step_of(path), keep_due)), None)
         for old in saved[keep:]:
-            if old != due:
-                discard(old)
+            discard(old)
 
     ranks.from_rank0(begin)
     written = ranks.all_gather(ranks.run_on_all(write))
@@ -187,24 +180,14 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-def newest_checkpoint(
-    run_dir: Path, *, message: Callable[[str], None], every: int = 1, up_to: float = math.inf
-) -> Checkpoint:
-    """Return the newest undamaged checkpoint; damaged ones are reported and skipped.
-
-    Args:
-        run_dir: the run's folder.
-        message: called with a line for each damaged checkpoint.
-        every: consider only steps that are multiples of this.
-        up_to: consider only steps up to this one.
+def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None]) -> Checkpoint:
+    """Return the newest undamaged checkpoint; call `message` with a line for each damaged one that is skipped.
 
     Raises:
         CheckpointError: the run has no usable checkpoint.
     """
     damage = ""
     for path in checkpoints(run_dir):
-        if step_of(path) % every or step_of(path) > up_to:
-            continue
         damage = _damage(path)
         if not damage:
             return Checkpoint(path=path)

@@ -8,6 +8,7 @@ B = micro_steps x rows x seq_len x data_ranks.
 """
 
 import contextlib
+import hashlib
 import os
 import sys
 import time
@@ -34,7 +35,7 @@ __all__ = ["SINGLE_PROCESS", "Parallelism", "Ranks", "check_gpus", "connected", 
 
 T = TypeVar("T")
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class Ranks:
     local_size: int = 1
     group: Any = field(default=None, compare=False)
     """Process group (gloo) for messages between host processes; None if there is only one process."""
+    in_background: bool = False
+    """True for the thread that writes checkpoints, whose failure does not end its process."""
 
     @property
     def is_first(self) -> bool:
@@ -81,8 +84,9 @@ class Ranks:
         torchrun kills all ranks when one exits. Without waiting, it could kill the failing rank before that one has
         printed its error.
         """
-        with contextlib.suppress(RuntimeError):  # the connection closes when the failing rank ends
-            dist.barrier(group=self.group)
+        if not self.in_background:
+            with contextlib.suppress(RuntimeError):  # the connection closes when the failing rank ends
+                dist.barrier(group=self.group)
         return OtherRankError("another rank has failed")
 
     def from_rank0(self, make: Callable[[], T]) -> T:
@@ -155,13 +159,8 @@ def connected(launch: Launch) -> Iterator[Ranks]:
     # A long timeout: one rank may prepare text for hours while the others wait. A rank that dies is noticed at once
     # all the same, because its connections close.
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    yield Ranks(
-        rank=launch.rank,
-        size=launch.size,
-        local_rank=launch.local_rank,
-        local_size=launch.local_size,
-        group=group,
-    )
+    places = {"local_rank": launch.local_rank, "local_size": launch.local_size}
+    yield Ranks(rank=launch.rank, size=launch.size, **places, group=group)
     dist.barrier(group=group)
     dist.destroy_process_group()
 
@@ -170,32 +169,18 @@ def _attempt(store: Store, rank: int, size: int) -> str:
     """Return a name for this attempt of the launch, the same on all of its processes and new after each restart.
 
     After a restart torchrun passes the same store, which still holds the addresses of processes that are gone, and the
-    agents of several hosts may count restarts differently. The processes agree on a name by a handshake in the store:
-
-    1. every rank but 0 draws a mark and writes it to here/<rank>;
-    2. rank 0 draws the name and answers each mark it finds with "<mark> <name>" in attempt/<rank>;
-    3. a rank takes the answer to its own mark, not one to a dead process's mark, and confirms in <name>/<rank>.
+    agents of several hosts may count restarts differently. So each rank writes a random mark, and then the hash of all
+    ranks' marks until every rank has written the same hash: it includes this rank's new mark, so all have read it.
     """
-    mark = uuid.uuid4().hex
-    if rank > 0:
-        store.set(f"here/{rank}", mark)
-        while True:
-            answered, _, name = _read_key(store, f"attempt/{rank}").partition(" ")
-            if answered == mark:
-                store.set(f"{name}/{rank}", "taken")
-                return name
-            time.sleep(_POLL_SECONDS)
-    waiting = set(range(1, size))
-    while waiting:
-        for other in waiting:
-            store.set(f"attempt/{other}", f"{_read_key(store, f'here/{other}')} {mark}")
+    store.set(f"mark/{rank}", uuid.uuid4().hex)
+    while True:
+        marks = store.multi_get([f"mark/{other}" for other in range(size)])
+        name = hashlib.sha256(b"".join(marks)).hexdigest()
+        store.set(f"name/{rank}", name)
+        names = store.multi_get([f"name/{other}" for other in range(size)])
+        if all(other == name.encode() for other in names):
+            return name
         time.sleep(_POLL_SECONDS)
-        waiting = {other for other in waiting if not _read_key(store, f"{mark}/{other}")}
-    return mark
-
-
-def _read_key(store: Store, key: str) -> str:
-    return store.get(key).decode() if store.check([key]) else ""
 
 
 class Parallelism:

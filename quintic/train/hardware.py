@@ -16,7 +16,7 @@ from quintic.kernels.attention.attention import AttentionName, choose_attention
 from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.kernels.linear.fp8_quantize import obstacle_to_fp8
 from quintic.model.fp8 import Fp8Recipe
-from quintic.train.config import RunConfig, in_options
+from quintic.train.config import RunConfig, check_at_most, in_options
 
 __all__ = [
     "Hardware",
@@ -30,18 +30,11 @@ __all__ = [
     "peak_memory_bytes",
 ]
 
-# Arguments of glibc's mallopt: take allocations of up to 32 MiB (the maximum) from the heap, and never return freed
-# heap memory to the system.
-_MALLOC_OPTIONS = {-3: 32 * 2**20, -1: 2**31 - 1}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+_MOST_THREADS = 1024  # the system kills a process that starts too many
 
 # Size of the square matrices whose product measures the matrix rate: large enough for full speed, quick to multiply.
 _PRODUCT_SIDES = {"cuda": 8192, "cpu": 1024}
 _PRODUCT_SECONDS = 0.1
-
-# The system kills a process that starts too many threads. The bound is generous, so that a run that is resumed on a
-# smaller machine with its saved number of threads is only slow.
-_THREADS_PER_CPU = 4
-_FEWEST_THREADS_BOUND = 64
 
 # The compute capabilities from which tensor cores multiply 8-bit floats, with a scale per tensor or per row.
 _FP8_CAPABILITY: dict[Fp8Recipe, tuple[int, int]] = {"auto": (8, 9), "tensorwise": (8, 9), "rowwise": (9, 0)}
@@ -91,12 +84,6 @@ def choose_hardware(run: RunConfig) -> Hardware:
     Raises:
         ConfigError: this machine lacks the requested device or attention, or the options exclude each other.
     """
-    cpus = os.cpu_count() or 1
-    most_threads = max(_FEWEST_THREADS_BOUND, _THREADS_PER_CPU * cpus)
-    if run.threads is not None and run.threads > most_threads:
-        raise ConfigError(
-            f"--threads {run.threads}: must be at most {most_threads} on this machine, which has {cpus} processors"
-        )
     has_gpu = torch.cuda.is_available()
     if run.device == "cuda" and not has_gpu:
         raise ConfigError("--device cuda: PyTorch finds no CUDA GPU here; use --device cpu")
@@ -111,8 +98,9 @@ def choose_hardware(run: RunConfig) -> Hardware:
         attention = choose_attention(run.attention, device=device, dtype=dtype)
     except ValueError as error:
         raise ConfigError(in_options(error)) from None
-    # Side effects on this process, after all checks but those of --fp8.
+    # Side effects on this process.
     if run.threads is not None:
+        check_at_most(_MOST_THREADS, threads=run.threads)
         torch.set_num_threads(run.threads)
     if device.type == "cpu":
         _keep_freed_memory()
@@ -221,8 +209,9 @@ def _keep_freed_memory() -> None:
     default run on two cores.
     """
     if platform.libc_ver()[0] == "glibc":
-        for option, value in _MALLOC_OPTIONS.items():
-            ctypes.CDLL(None).mallopt(option, value)
+        c_library = ctypes.CDLL(None)
+        c_library.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: the heap serves allocations of up to 32 MiB, the maximum
+        c_library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:

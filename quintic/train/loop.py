@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from quintic.data.dataset import Dataset
-from quintic.errors import CheckpointError, DivergedError, QuinticError
+from quintic.errors import DivergedError, QuinticError
 from quintic.eval.core import core_lines
 from quintic.eval.score import Score
 from quintic.report.history import METRICS_FILE, RunHistory
@@ -195,26 +195,15 @@ def _make_steps(run: Trainer, log: MetricsLog, progress: Progress, stop_requests
 
 
 def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
-    """Go back to the last regular checkpoint but continue with the following text; False if no checkpoint exists.
-
-    Checkpoints that were saved because the run was stopped are ignored: an uninterrupted run would not have them, and
-    both must end with the same weights.
-    """
+    """Go back to the newest checkpoint but continue with the following text; False if there is no checkpoint yet."""
     spike_step = run.step
     run.background.wait()  # the checkpoint to go back to may still be in progress
     if run.watch.rollbacks >= _MOST_ROLLBACKS:
         raise _diverged(f"the loss spiked again at step {spike_step} after {run.watch.rollbacks} rollbacks", run)
-
-    def find() -> Checkpoint | None:
-        every = run.config.run.save_every
-        with contextlib.suppress(CheckpointError):
-            return newest_checkpoint(run.run_dir, message=progress.message, every=every, up_to=spike_step - 1)
-        return None
-
-    checkpoint = run.ranks.from_rank0(find)
-    if checkpoint is None:
+    if not run.ranks.from_rank0(lambda: checkpoints(run.run_dir)):
         progress.message(f"step {spike_step}: no checkpoint to go back to yet; training goes on")
         return False
+    checkpoint = run.ranks.from_rank0(lambda: newest_checkpoint(run.run_dir, message=progress.message))
     run.ranks.run_on_all(lambda: run.roll_back(checkpoint))
     log.write("rollback", step=run.step, spike_step=spike_step)
     progress.message(f"step {spike_step}: went back to the checkpoint of step {run.step}; continues with later text")

@@ -58,21 +58,13 @@ class MetricsLog:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            self._mend(resume_step)
+            records = read_metrics(self.path)  # without a half-written last line
+            if resume_step is not None:
+                # A resumed run writes its final record again, and everything that follows it.
+                unfinished = itertools.takewhile(lambda r: r.get("kind") != "final", records)
+                records = [r for r in unfinished if not _is_after(r, resume_step)]
+            write_atomically(self.path, "".join(map(_encode, records)))
         self._file = self.path.open("a", encoding="utf-8", newline="\n")
-
-    def _mend(self, resume_step: int | None) -> None:
-        """Rewrite the file if it has a half-written line or records of later steps, without them."""
-        records = read_metrics(self.path)
-        kept = records
-        if resume_step is not None:
-            # A resumed run writes its final record again, and everything that follows it.
-            unfinished = itertools.takewhile(lambda r: r.get("kind") != "final", records)
-            kept = [r for r in unfinished if not _is_after(r, resume_step)]
-        # A crash while writing leaves a last line without its line end.
-        is_whole = self.path.read_bytes()[-1:] in (b"", b"\n")
-        if len(kept) < len(records) or not is_whole:
-            write_atomically(self.path, "".join(map(_encode, kept)))
 
     def write(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Append one record and hand it to the trackers.

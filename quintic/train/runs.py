@@ -27,7 +27,7 @@ from pathlib import Path
 
 from quintic.durable import json_object, lock, new_folder, write_atomically
 from quintic.errors import ConfigError, QuinticError
-from quintic.report.history import METRICS_FILE, read_metrics
+from quintic.report.history import METRICS_FILE, SOURCE_FILE, read_metrics
 from quintic.train.config import BaseRunConfig, Config
 from quintic.train.saved_config import from_dict, load_config, to_dict
 from quintic.train.saving.source import source_files
@@ -282,16 +282,10 @@ def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
 
 
 def _started(folder: Path) -> float:
-    """Return the time at which a run was started, in seconds since 1970."""
-    if (folder / CONFIG_FILE).exists():
-        return (folder / CONFIG_FILE).stat().st_mtime
-    # A speedrun has no configuration file, but its log begins with the time.
-    log = folder / METRICS_FILE
-    try:
-        with log.open(encoding="utf-8") as lines:
-            return datetime.fromisoformat(json.loads(lines.readline())["time"]).timestamp()
-    except (ValueError, KeyError, TypeError):
-        return log.stat().st_mtime
+    """Return the time at which a run was started, in seconds since 1970: that of the first file in its folder."""
+    # A speedrun has no configuration, and one of an older version no record of its source either.
+    files = [folder / name for name in (CONFIG_FILE, SOURCE_FILE, METRICS_FILE)]
+    return next(file.stat().st_mtime for file in files if file.exists())
 
 
 def _is_taken(folder: Path) -> bool:

@@ -176,7 +176,6 @@ class Trainer:
             optimizer=self.optimizer,
             state=state,
             keep=self.config.run.keep,
-            keep_due=self.config.run.save_every if self.config.optim.on_spike == "rollback" else 0,
             ranks=self.ranks,
             background=self.background,
         )

@@ -85,15 +85,9 @@ def test_the_number_of_threads() -> None:
 
 
 @pytest.mark.usefixtures("no_gpu", "same_threads")
-@pytest.mark.parametrize(("cpus", "most"), [(None, 64), (2, 64), (16, 64), (100, 400)])
-def test_more_threads_than_a_machine_can_start(cpus: int | None, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: cpus)
-    asked = []
-    monkeypatch.setattr("torch.set_num_threads", asked.append)
-    choose_hardware(RunConfig(threads=most))
-    with pytest.raises(ConfigError, match=f"^--threads {most + 1}: must be at most {most} on this machine"):
-        choose_hardware(RunConfig(threads=most + 1))
-    assert asked == [most]
+def test_more_threads_than_a_machine_can_start() -> None:
+    with pytest.raises(ConfigError, match=r"^--threads 5000: must be at most 1,024$"):
+        choose_hardware(RunConfig(threads=5000))
 
 
 @pytest.mark.parametrize(

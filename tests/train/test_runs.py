@@ -1,7 +1,6 @@
 """Run folders: made in one move, found again, and never overwritten."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -126,22 +125,19 @@ def test_the_run_started_last_is_found(tmp_path: Path) -> None:
 
 
 def test_a_speedrun_is_found_where_a_log_is_enough(tmp_path: Path) -> None:
-    """By the start that its log tells: the log itself is written to until the run ends."""
+    """By the time of its first file: the log itself is written to until the run ends."""
     os.utime(create_run(config(tmp_path, "model")) / CONFIG_FILE, ns=(0, 20 * 10**9))
-    for name, record in (
-        ("first", {"kind": "run", "time": "1970-01-01T02:00:10+02:00"}),
-        ("last", {"kind": "run", "time": "1970-01-01T00:00:30+00:00"}),
-    ):
+    for name, started in (("first", 10), ("last", 30)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / METRICS_FILE).write_text(json.dumps(record) + "\n")
+        for file, seconds in ((SOURCE_FILE, started), (METRICS_FILE, 100 - started)):
+            (tmp_path / name / file).write_text("{}\n")
+            os.utime(tmp_path / name / file, ns=(0, seconds * 10**9))
     assert find_run(tmp_path, None) == tmp_path / "model"
     assert find_run(tmp_path, None, allow_speedrun=True) == tmp_path / "last"
     assert find_run(tmp_path, "first", allow_speedrun=True) == tmp_path / "first"
-    shutil.rmtree(tmp_path / "last")
-    assert find_run(tmp_path, None, allow_speedrun=True) == tmp_path / "model"
-    shutil.rmtree(tmp_path / "model")
-    (tmp_path / "first" / METRICS_FILE).write_text("{")  # being written, or damaged: which the report says
+    (tmp_path / "first" / SOURCE_FILE).unlink()  # as older versions left it
     assert find_run(tmp_path, None, allow_speedrun=True) == tmp_path / "first"
+    shutil.rmtree(tmp_path / "model")
     with pytest.raises(ConfigError, match="holds no run yet"):
         find_run(tmp_path, None)
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from quintic.train.saving import source
 from quintic.train.saving.source import git_state, keep_source, source_files
 
 
@@ -80,22 +79,6 @@ def test_no_program_of_the_users_settings_runs(package: Path, tmp_path: Path) ->
     (package / "__init__.py").write_text("two = 2\n")
     assert "\n+two = 2\n" in source_files(package)["source.diff"]
     assert not (tmp_path / "ran").exists()
-
-
-def test_large_diffs_and_long_lists_are_cut(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "_MOST_DIFF_BYTES", 1000)
-    monkeypatch.setattr(source, "_MOST_UNTRACKED", 3)
-    (package / "__init__.py").write_text("é = 'long'\n" * 1000)
-    for number in range(5):
-        (package / f"{number}.txt").touch()
-    files = source_files(package)
-    facts = json.loads(files["source.json"])
-    assert (facts["untracked"], facts["num_untracked"]) == (["0.txt", "1.txt", "2.txt"], 5)
-    *lines, note = files["source.diff"].splitlines()
-    assert note == f"(cut here: the diff has {facts['diff_bytes']:,} bytes)"
-    assert facts["diff_bytes"] > 10_000
-    assert len("\n".join(lines).encode()) <= 1000
-    assert lines[-1] == "+é = 'long'"
 
 
 def test_a_package_that_is_installed_has_version_and_hashes(

@@ -12,9 +12,8 @@ from tiny_runs import Killed, course, error_of, final_weights, tiny_config, tiny
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError, DivergedError
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
-from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config
-from quintic.train.loop import Interrupted, train
+from quintic.train.loop import train
 from quintic.train.runs import create_run
 from quintic.train.trainer import Trainer
 from quintic.train.watch import LossWatch
@@ -149,32 +148,6 @@ def test_a_killed_run_does_the_same_again(action: Any, tiny_dataset: Dataset, tm
 
 def _kill() -> None:
     raise Killed
-
-
-@pytest.mark.slow
-def test_a_run_that_was_stopped_often_goes_back_to_the_same_place(tiny_dataset: Dataset, tmp_path: Path) -> None:
-    whole = run(config(tiny_dataset, tmp_path / "whole", on_spike="rollback"), tiny_dataset)
-    first = spikes(whole)[0]
-    other = config(tiny_dataset, tmp_path / "stopped", on_spike="rollback", keep=1)
-    folder = create_run(other)
-    due = (first - 1) // 8 * 8
-    # Stops between the checkpoint that is due and the spike: each saves a step, and none counts.
-    for stop in sorted({due + 1, first - 1} - {due}):
-        with pytest.MonkeyPatch.context() as patch:
-            after_step(patch, stop, _interrupt)
-            with pytest.raises(Interrupted):
-                run(other, tiny_dataset, resume=folder)
-    assert len(checkpoints(folder)) > 1
-    run(other, tiny_dataset, resume=folder)
-    assert records(folder, "rollback")[0]["step"] == due
-    assert final_weights(folder) == final_weights(whole)
-
-
-def _interrupt() -> None:
-    import os
-    import signal
-
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_loss_that_spikes_for_ever_ends_the_run(

@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import replace
 from datetime import timedelta
 from typing import Self
 
@@ -16,13 +16,6 @@ from quintic.train.distributed import Ranks
 __all__ = ["Background"]
 
 _LONGEST_WAIT = timedelta(days=7)
-
-
-class _RanksInBackground(Ranks):
-    """Ranks for the background thread. A failure there ends no process, so the other ranks do not wait for an end."""
-
-    def failed_elsewhere(self) -> OtherRankError:
-        return OtherRankError("another rank has failed in the background")
 
 
 class Background:
@@ -40,9 +33,7 @@ class Background:
         if ranks.size > 1:
             # A separate group: two threads in one group could start their collectives in different orders on two ranks.
             group = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
-            self._own_ranks = _RanksInBackground(
-                **{field.name: getattr(ranks, field.name) for field in fields(Ranks)} | {"group": group}
-            )
+            self._own_ranks = replace(ranks, group=group, in_background=True)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

@@ -1,9 +1,9 @@
 """A record of the source that trained a run, for its log and its folder.
 
 <run>/source.json has the version and the commit of this package, and the hash of each of its files. If the package lies
-in a git checkout with changes, <run>/source.diff has the difference from the commit: the content of tracked files of
-the package only; untracked files are listed by name in source.json. If a run is resumed with different source, another
-pair of files is written, with the step in its names.
+in a git checkout with changes, <run>/source.diff has the difference from the commit, for tracked files of the package;
+source.json lists the untracked files by name. If a run is resumed with different source, another pair of files is
+written, with the step in its names.
 """
 
 import contextlib
@@ -24,8 +24,6 @@ __all__ = ["code_facts", "git_state", "keep_source", "package_versions", "source
 
 _PACKAGE = Path(quintic.__file__).parent
 _GIT_SECONDS = 10
-_MOST_DIFF_BYTES = 2**20
-_MOST_UNTRACKED = 200
 
 
 def code_facts() -> dict[str, Any]:
@@ -56,21 +54,13 @@ def source_files(package: Path = _PACKAGE) -> dict[str, str]:
     """Return name -> content of the files that describe a package's source: `source.json` and possibly a diff."""
     hashes = _file_hashes(package)
     state = git_state(package) or _installed_commit()
-    # A package that pip installed from a repository knows its commit, but not whether files were changed since.
     facts: dict[str, Any] = {"version": package_versions().get("quintic"), **state, "code": _hash_of(hashes)}
     files = {}
-    if "dirty" in state:
-        names = (_git(package, "ls-files", "--others", "--exclude-standard", "--", ".") or "").splitlines()
-        facts |= {"untracked": names[:_MOST_UNTRACKED], "num_untracked": len(names)}
+    if "dirty" in state:  # in a checkout
+        facts["untracked"] = (_git(package, "ls-files", "--others", "--exclude-standard", "--", ".") or "").splitlines()
         options = ("--no-ext-diff", "--no-textconv", "--no-color", "--relative")
-        diff = (_git(package, "diff", *options, "HEAD", "--", ".") or "") if state["dirty"] else ""
-        if diff:
-            # Keep at most 1 MiB, up to the end of a line, and note the full size.
-            whole = diff.encode()
-            facts["diff_bytes"] = len(whole)
-            if len(whole) > _MOST_DIFF_BYTES:
-                kept = whole[:_MOST_DIFF_BYTES].rpartition(b"\n")[0].decode(errors="ignore")
-                diff = f"{kept}\n(cut here: the diff has {len(whole):,} bytes)\n"
+        if diff := _git(package, "diff", *options, "HEAD", "--", "."):
+            facts["diff_bytes"] = len(diff.encode())
             files[Path(SOURCE_FILE).with_suffix(".diff").name] = diff
     return {SOURCE_FILE: json.dumps({**facts, "files": hashes}, indent=1) + "\n", **files}
 

@@ -1,7 +1,5 @@
 """The tensors that a checkpoint saves, by name, and copies of them in host memory."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,30 +39,22 @@ def copies_on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def optimizer_tensors(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Return optimizer state as "<parameter name>/<state name>" -> tensor, and the groups. All ranks must call it.
 
-    The tensors are not copied, except that state sharded by `comms="sharded"` is gathered.
+    The tensors are not copied, except that state sharded by `comms="sharded"` is gathered: in host memory, because the
+    whole state may not fit on a GPU.
     """
-    with _gather_state_on_host(optimizer):
+    gathers = isinstance(optimizer, Muon) and any(
+        group["comms"] == "sharded" and group["params"][0].is_cuda for group in optimizer.param_groups
+    )
+    if gathers:
+        optimizer.offload(True)
+    try:
         saved = optimizer.state_dict()
+    finally:
+        if gathers:
+            optimizer.offload(False)
     tensors = {}
     for group in saved["param_groups"]:
         for name, key in zip(group["param_names"], group["params"], strict=True):
             for state_name, tensor in saved["state"].get(key, {}).items():  # frozen parameters have no state
                 tensors[f"{name}/{state_name}"] = tensor
     return tensors, saved["param_groups"]
-
-
-@contextlib.contextmanager
-def _gather_state_on_host(optimizer: Optimizer) -> Iterator[None]:
-    """Gather sharded state in host memory within the block, because the whole state may not fit on a GPU."""
-    is_sharded = isinstance(optimizer, Muon) and any(
-        group["comms"] == "sharded" and group["params"][0].is_cuda for group in optimizer.param_groups
-    )
-    if not is_sharded:
-        yield
-        return
-    assert isinstance(optimizer, Muon)
-    optimizer.offload(True)
-    try:
-        yield
-    finally:
-        optimizer.offload(False)
