@@ -33,7 +33,7 @@ from quintic.train.checkpoint import (
 )
 from quintic.train.config import Config, DataConfig, ModelConfig, RunConfig
 from quintic.train.hardware import Hardware, choose_hardware, matrix_rate
-from quintic.train.loop import check_trackers
+from quintic.train.metrics import check_trackers
 from quintic.train.recipe import build_model, empty_model, model_config, scale_of
 from quintic.train.runs import CONFIG_FILE, TOKENIZER_FILE, find_run
 from quintic.train.saved_config import load_config

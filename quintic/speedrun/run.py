@@ -6,7 +6,6 @@ runs only in training, not in the warm-up, in validations or while the model is 
 measured on the device and read at the end of an interval, so that steps never wait for the GPU.
 """
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -40,6 +39,7 @@ from quintic.train.loop import rare_collections
 from quintic.train.metrics import MetricsLog
 from quintic.train.runs import TOKENIZER_FILE, check_new_run, discard_unstarted, run_folder
 from quintic.train.saving.source import code_facts
+from quintic.train.schedule import is_due
 
 __all__ = ["RaceResult", "save_model", "speedrun", "train"]
 
@@ -118,27 +118,30 @@ def train(
         race.warm_up()
     warmup_seconds = time.perf_counter() - began
     say(f"Warm-up took {warmup_seconds:.1f} s; the clock starts")
-    tokens, seconds, scores = 0, 0.0, list[tuple[float, int]]()
+    step, tokens, seconds, scores = 0, 0, 0.0, list[tuple[float, int]]()
     log_file = run_dir / METRICS_FILE if ranks.is_first else None
     with closing(race), rare_collections() as collected, MetricsLog(log_file) as log:
         collected()  # collect garbage once now, and then not before the end
         log.write("run", **_facts(race), name=run_dir.name, warmup_seconds=warmup_seconds, **facts)
-        scored = {*range(0, track.steps, track.eval_every), track.steps}
-        saved = set(range(save_every, track.steps, save_every)) if save_every else set()
-        for number, following in itertools.pairwise([*sorted(scored | saved), track.steps]):
-            if number in scored:
-                loss, bpb = race.evaluate(number)
-                say(f"step {number}/{track.steps}  validation {loss:.4f}  {_time(seconds, number)}")
-                record = {"step": number, "tokens": tokens, "seconds": seconds, "loss": loss, "bpb": bpb}
+        while True:
+            if step % track.eval_every == 0 or step == track.steps:
+                loss, bpb = race.evaluate(step)
+                say(f"step {step}/{track.steps}  validation {loss:.4f}  {_time(seconds, step)}")
+                record = {"step": step, "tokens": tokens, "seconds": seconds, "loss": loss, "bpb": bpb}
                 log.write("eval", **record)
-                scores += [] if bpb is None else [(bpb, number)]
+                scores += [] if bpb is None else [(bpb, step)]
                 if not math.isfinite(loss):  # the same on all ranks; rank 0 prints the error
-                    diverged = DivergedError(f"{run_dir}: the validation loss of step {number} is {loss}: it diverged")
+                    diverged = DivergedError(f"{run_dir}: the validation loss of step {step} is {loss}: it diverged")
                     raise diverged if ranks.is_first else ranks.failed_elsewhere()
-            if number in saved:
-                save_model(race, run_dir, number)
-            if number < track.steps:
-                tokens, seconds = _train(race, log, range(number, following), tokens, seconds, say)
+            if step == track.steps:
+                break
+            if step and is_due(step, save_every):
+                save_model(race, run_dir, step)
+            # Steps up to the next validation or save, without waiting for the GPU in between.
+            following = [step - step % every + every for every in (track.eval_every, save_every) if every]
+            until = min(track.steps, *following)
+            tokens, seconds = _train(race, log, range(step, until), tokens, seconds, say)
+            step = until
         peak = peak_memory_bytes(race.device)
         least = dict(zip(("least_bpb", "least_bpb_step"), min(scores), strict=True)) if scores else {}
         log.write("final", **record, **least, peak_memory_bytes=peak, tokens_per_second=tokens / seconds)

@@ -159,8 +159,9 @@ def connected(launch: Launch) -> Iterator[Ranks]:
     # A long timeout: one rank may prepare text for hours while the others wait. A rank that dies is noticed at once
     # all the same, because its connections close.
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    places = {"local_rank": launch.local_rank, "local_size": launch.local_size}
-    yield Ranks(rank=launch.rank, size=launch.size, **places, group=group)
+    yield Ranks(
+        rank=launch.rank, size=launch.size, local_rank=launch.local_rank, local_size=launch.local_size, group=group
+    )
     dist.barrier(group=group)
     dist.destroy_process_group()
 

@@ -10,7 +10,6 @@ the next step depends on (weights, optimizer, data position, step), and nothing 
 
 import contextlib
 import gc
-import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,11 +28,11 @@ from quintic.report.report import write_report
 from quintic.stopping import StopRequests
 from quintic.streams import say
 from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint, set_aside_later
-from quintic.train.config import Config, OptimConfig, RunConfig
+from quintic.train.config import Config, OptimConfig
 from quintic.train.distributed import SINGLE_PROCESS, Ranks, check_gpus
 from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts
 from quintic.train.lookups import allocate_lookups
-from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
+from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker
 from quintic.train.recipe import scale_lines
 from quintic.train.runs import TOKENIZER_FILE, lock_run, wandb_id
 from quintic.train.saving.extend import extend_run
@@ -42,7 +41,7 @@ from quintic.train.saving.source import keep_source
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
 
-__all__ = ["Interrupted", "Result", "check_trackers", "rare_collections", "train"]
+__all__ = ["Interrupted", "Result", "rare_collections", "train"]
 
 
 # Rare enough to cost nothing, frequent enough that garbage of evaluations and checkpoints does not pile up.
@@ -226,7 +225,8 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
         run.background.wait()
     with progress.busy("compressing the validation text with xz, for comparison"):
         final = run.finish()
-    least = _least_score(run)
+    best = run.ranks.from_rank0(lambda: RunHistory.load(run.run_dir).least)
+    least = {} if best is None else {"least_bpb": best["bpb"], "least_bpb_step": best["step"]}
     log.write("final", **final, **least)
     report = run.ranks.from_rank0(lambda: write_report(run.run_dir))
     try:
@@ -253,18 +253,6 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
         least=least,
         seconds=run.seconds,
     )
-
-
-def _least_score(run: Trainer) -> dict[str, Any]:
-    """Return the log fields of the run's least bits per byte; {} if the log cannot be read."""
-
-    def find() -> Mapping[str, Any] | None:
-        with contextlib.suppress(QuinticError):
-            return RunHistory.load(run.run_dir).least
-        return None
-
-    least = run.ranks.from_rank0(find)
-    return {} if least is None else {"least_bpb": least["bpb"], "least_bpb_step": least["step"]}
 
 
 def _evaluate(run: Trainer, log: MetricsLog, progress: Progress) -> None:
@@ -321,17 +309,6 @@ def _diverged(reason: str, run: Trainer) -> DivergedError:
         f"{run.run_dir}: {reason}: training has diverged and was stopped ({kept}); start a new run with lower learning "
         f"rates ({', '.join(rates)}, --embedding-lr, --scalar-lr){lower} or a longer warm-up (--warmup-frac)"
     )
-
-
-def check_trackers(run: RunConfig) -> None:
-    """Check that the packages of the requested trackers are installed, before anything is written.
-
-    Raises:
-        ConfigError: a package is missing.
-    """
-    for wanted, package in ((run.tensorboard, "tensorboard"), (run.wandb is not None, "wandb")):
-        if wanted and importlib.util.find_spec(package) is None:
-            raise missing_package(package)
 
 
 def _find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None]) -> Checkpoint | None:

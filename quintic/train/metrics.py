@@ -4,6 +4,7 @@ The file `metrics.jsonl` has one JSON object per line. `quintic.report.history` 
 records; `trainer.py` and `watch.py` measure the values.
 """
 
+import importlib.util
 import itertools
 import json
 import math
@@ -15,8 +16,9 @@ from quintic.durable import write_atomically
 from quintic.errors import ConfigError
 from quintic.launch import install_command
 from quintic.report.history import read_metrics
+from quintic.train.config import RunConfig
 
-__all__ = ["MetricsLog", "TensorBoardTracker", "Tracker", "WandbTracker", "missing_package"]
+__all__ = ["MetricsLog", "TensorBoardTracker", "Tracker", "WandbTracker", "check_trackers"]
 
 _STEPPED_KINDS = ("train", "eval", "core", "sample")
 
@@ -137,16 +139,11 @@ class TensorBoardTracker:
     Args:
         folder: where TensorBoard's event files go; ``tensorboard --logdir`` reads it.
         resume_step: as in `MetricsLog`; points of later steps from before are hidden.
-
-    Raises:
-        ConfigError: if the package ``tensorboard`` is not installed.
     """
 
     def __init__(self, folder: str | Path, *, resume_step: int | None = None) -> None:
-        try:
-            from torch.utils import tensorboard
-        except ImportError as error:
-            raise missing_package("tensorboard") from error
+        from torch.utils import tensorboard
+
         # `purge_step` hides points from this step on that an earlier process wrote.
         writer: Any = tensorboard.SummaryWriter
         self._writer = writer(str(folder), purge_step=None if resume_step is None else resume_step + 1)
@@ -181,14 +178,12 @@ class WandbTracker:
         run_id: identifies the run; the same one again continues it after a resume.
 
     Raises:
-        ConfigError: if the package ``wandb`` is not installed, or cannot start the run.
+        ConfigError: if the package ``wandb`` cannot start the run.
     """
 
     def __init__(self, project: str, *, name: str, folder: str | Path, run_id: str) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise missing_package("wandb") from error
+        import wandb
+
         try:
             self._run: Any = wandb.init(project=project, name=name, dir=str(folder), id=run_id, resume="allow")
         except Exception as error:  # an account, the network or the project's name: the package says which
@@ -229,6 +224,12 @@ def _as_code(text: str) -> str:
     return "\n".join("    " + line for line in text.splitlines())
 
 
-def missing_package(name: str) -> ConfigError:
-    """Return the error for a missing tracker package; its option has the package's name."""
-    return ConfigError(f"--{name} needs the package {name}, which is not installed; run {install_command(name)}")
+def check_trackers(run: RunConfig) -> None:
+    """Check that the packages of the requested trackers are installed, before anything is written.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    for is_wanted, name in ((run.tensorboard, "tensorboard"), (run.wandb is not None, "wandb")):
+        if is_wanted and importlib.util.find_spec(name) is None:
+            raise ConfigError(f"--{name} needs the package {name}, which is not installed; run {install_command(name)}")

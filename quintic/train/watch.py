@@ -3,7 +3,6 @@
 The RMS of gradients and of updates by kind of layer are the first values to show a wrong learning rate.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,14 +132,13 @@ class LossWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields except `sigmas`, as JSON can hold them."""
-        state = {**dataclasses.asdict(self), "least": self.least if self.steps else None}
-        del state["sigmas"]
-        return state
+        state = {name: value for name, value in vars(self).items() if name != "sigmas"}
+        return {**state, "least": self.least if self.steps else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a result of `state_dict`."""
-        for name, value in state.items():
-            setattr(self, name, math.inf if value is None else value)
+        vars(self).update(state)
+        self.least = math.inf if self.least is None else self.least
 
 
 @dataclass(kw_only=True)
@@ -178,11 +176,8 @@ class StepTimes:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields except `count`, as JSON can hold them."""
-        state = dataclasses.asdict(self)
-        del state["count"]
-        return state
+        return {name: value for name, value in vars(self).items() if name != "count"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a result of `state_dict` in the process that continues the run."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)

@@ -275,18 +275,6 @@ def test_wandb_gets_the_numbers_and_the_configuration(tmp_path: Path, monkeypatc
     ]
 
 
-def test_a_missing_package_is_an_error_that_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    monkeypatch.delattr("torch.utils.tensorboard", raising=False)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"--tensorboard .* -m pip install .*tensorboard"):
-        TensorBoardTracker(tmp_path)
-    with pytest.raises(ConfigError, match=r"--wandb .* -m pip install .*wandb"):
-        WandbTracker("project", name="x", folder=tmp_path, run_id="abc")
-
-
 def test_a_service_that_refuses_is_an_error_that_names_the_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

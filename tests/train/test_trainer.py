@@ -22,7 +22,8 @@ from quintic.eval.score import document_sums, score_from_sums
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.config import RunConfig
 from quintic.train.hardware import Hardware, Stopwatch, choose_hardware
-from quintic.train.loop import check_trackers, train
+from quintic.train.loop import train
+from quintic.train.metrics import check_trackers
 from quintic.train.runs import create_run
 from quintic.train.trainer import Trainer
 

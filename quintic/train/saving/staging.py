@@ -42,16 +42,15 @@ def optimizer_tensors(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dic
     The tensors are not copied, except that state sharded by `comms="sharded"` is gathered: in host memory, because the
     whole state may not fit on a GPU.
     """
-    gathers = isinstance(optimizer, Muon) and any(
-        group["comms"] == "sharded" and group["params"][0].is_cuda for group in optimizer.param_groups
-    )
-    if gathers:
+    is_sharded = any(group.get("comms") == "sharded" for group in optimizer.param_groups)
+    if isinstance(optimizer, Muon) and is_sharded and optimizer.param_groups[0]["params"][0].is_cuda:
         optimizer.offload(True)
-    try:
-        saved = optimizer.state_dict()
-    finally:
-        if gathers:
+        try:
+            saved = optimizer.state_dict()
+        finally:
             optimizer.offload(False)
+    else:
+        saved = optimizer.state_dict()
     tensors = {}
     for group in saved["param_groups"]:
         for name, key in zip(group["param_names"], group["params"], strict=True):
