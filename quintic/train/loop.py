@@ -22,7 +22,7 @@ from quintic.data.dataset import Dataset
 from quintic.errors import DivergedError, QuinticError
 from quintic.eval.core import core_lines
 from quintic.eval.score import Score
-from quintic.report.history import METRICS_FILE, RunHistory
+from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.report.progress import Progress
 from quintic.report.report import write_report
 from quintic.stopping import StopRequests
@@ -40,6 +40,7 @@ from quintic.train.saving.initial import load_initial_weights
 from quintic.train.saving.source import keep_source
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
+from quintic.train.watch import summarize_log
 
 __all__ = ["Interrupted", "Result", "rare_collections", "train"]
 
@@ -163,14 +164,16 @@ def _make_steps(run: Trainer, log: MetricsLog, progress: Progress, stop_requests
         progress.message("Compiling, until the first step is made")
     if run.step == 0 and run.config.run.eval_every:
         _evaluate(run, log, progress)  # the untrained model
+    is_first = True
     with rare_collections() as collect_rarely:
         while run.step < run.total:
             record = run.train_step()
             collect_rarely()
             progress.train(log.write("train", **record))
-            if run.hardware.compile and run.times.count == 1:
+            if run.hardware.compile and is_first:
                 seconds = sum(record["times_ms"].values()) / 1000
                 progress.message(f"Compiled in {compile_seconds():.1f} s; the first step took {seconds:.1f} s")
+            is_first = False
             # A spike is looked for only in a finite loss: NaN ends the run.
             _check_loss("training loss", record, run)
             if "spike" in record and run.config.optim.on_spike == "rollback" and _roll_back(run, log, progress):
@@ -225,9 +228,8 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
         run.background.wait()
     with progress.busy("compressing the validation text with xz, for comparison"):
         final = run.finish()
-    best = run.ranks.from_rank0(lambda: RunHistory.load(run.run_dir).least)
-    least = {} if best is None else {"least_bpb": best["bpb"], "least_bpb_step": best["step"]}
-    log.write("final", **final, **least)
+    summary = run.ranks.from_rank0(lambda: summarize_log(read_metrics(run.run_dir / METRICS_FILE)))
+    log.write("final", **final, **summary)
     report = run.ranks.from_rank0(lambda: write_report(run.run_dir))
     try:
         samples = _sample(run, progress)
@@ -250,7 +252,7 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
         score=run.last_score(),
         samples=samples,
         baselines=final["baselines"],
-        least=least,
+        least={name: summary[name] for name in ("least_bpb", "least_bpb_step") if name in summary},
         seconds=run.seconds,
     )
 

@@ -42,7 +42,7 @@ from quintic.train.saved_config import repeat_command, to_dict
 from quintic.train.saving.background import Background
 from quintic.train.saving.source import code_facts
 from quintic.train.schedule import is_due, reading_lines
-from quintic.train.watch import LossWatch, RmsMeter, StepTimes
+from quintic.train.watch import LossWatch, RmsMeter
 
 __all__ = ["Trainer"]
 
@@ -108,12 +108,9 @@ class Trainer:
         self.token_bytes = torch.as_tensor(dataset.tokenizer.token_bytes(), device=hardware.device)
         self.rms = RmsMeter(self.model, mean_gradient=self.parallelism.mean_gradient)
         self.watch = LossWatch(sigmas=config.optim.spike_sigmas)
-        self.times = StepTimes()
-        self.peak_before: int | None = None
         self.compiled_before = 0.0
         self.matrix_rate = matrix_rate(hardware)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
-        self.spent = {"data": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
         self.score: Score | None = None
         """Score of the current weights; None if they have not been evaluated."""
 
@@ -136,10 +133,9 @@ class Trainer:
             )
         self._restore_weights(checkpoint, state)
         self.loader.load_state_dict(state["loader"])
-        self.tokens, self.seconds, self.spent = state["tokens"], state["seconds"], state["spent"]
+        self.tokens, self.seconds = state["tokens"], state["seconds"]
         self.score = None if state["score"] is None else Score(**state["score"])
-        self.times.load_state_dict(state.get("times", {}))
-        self.peak_before, self.compiled_before = state.get("peak_memory_bytes"), state.get("compile_seconds", 0.0)
+        self.compiled_before = state.get("compile_seconds", 0.0)
 
     def roll_back(self, checkpoint: Checkpoint) -> None:
         """Restore only weights, optimizer and step from a checkpoint of this run; data position and counters go on."""
@@ -159,14 +155,11 @@ class Trainer:
         state = {
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "spent": self.spent,
             "score": None if self.score is None else vars(self.score),
             "loader": self.loader.state_dict(),
             "config": to_dict(self.config),
             "dataset": self.dataset.summary(),
             "watch": self.watch.state_dict(),
-            "times": self.times.state_dict(),
-            "peak_memory_bytes": self._peak_memory(),
             "compile_seconds": self._compile_seconds(),
         }
         save_checkpoint(
@@ -228,9 +221,7 @@ class Trainer:
         times = {"data": waited, "forward_backward": max(0.0, sum(computing) - waited), "optimizer": stepping}
         elapsed = sum(times.values())
         self.seconds += elapsed
-        self.spent = {name: self.spent[name] + value for name, value in times.items()}
         rate = self.matrix_rate * self.ranks.size
-        self.times.add(elapsed, rate=rate)
         sums = self.parallelism.total(torch.stack([loss.double(), num_bytes.double()]).cpu())
         nats, text_bytes = float(sums[0]) / self.parallelism.data_size, int(sums[1])
         if not skips:
@@ -249,7 +240,7 @@ class Trainer:
             "flops": float(self.flops_per_token * self.tokens),
             "tokens_per_second": batch_tokens / elapsed,
             "mfu": self.flops_per_token * batch_tokens / elapsed / rate,
-            "peak_memory_bytes": self._peak_memory(),
+            "peak_memory_bytes": peak_memory_bytes(self.hardware.device),
             "times_ms": {name: 1000 * value for name, value in times.items()},
         }
         if spike is not None:
@@ -316,28 +307,19 @@ class Trainer:
             )
 
     def finish(self) -> dict[str, Any]:
-        """Return the final record: score, baselines of the same text, breakdown of the time. Call `evaluate` first."""
-        total = sum(self.spent.values()) or 1.0
-        speed = self.times.speed(batch_tokens=self.scale.batch_tokens, flops_per_token=self.flops_per_token)
+        """Return the final record without what `summarize_log` adds. Call `evaluate` first."""
         return {
             "step": self.step,
             "loss": self.last_score().loss,
             "bpb": self.last_score().bpb,
             "seconds": self.seconds,
             "baselines": self.ranks.from_rank0(lambda: reference_scores(self.dataset, self.validation)),
-            "breakdown": {f"{name}_frac": value / total for name, value in self.spent.items()},
             "smoothed_loss": self.watch.smoothed,
             "least_loss": self.watch.least,
             "epochs": self.loader.epochs,
             "flops": float(self.flops_per_token * self.tokens),
-            "peak_memory_bytes": self._peak_memory(),
-            **({**speed, "compile_seconds": self._compile_seconds()} if speed else {}),
+            "compile_seconds": self._compile_seconds(),
         }
-
-    def _peak_memory(self) -> int | None:
-        """Return the peak memory so far, including that of earlier processes that trained the run."""
-        known = [peak for peak in (peak_memory_bytes(self.hardware.device), self.peak_before) if peak is not None]
-        return max(known, default=None)
 
     def _compile_seconds(self) -> float:
         return self.compiled_before + (compile_seconds() if self.hardware.compile else 0.0)

@@ -1,11 +1,12 @@
-"""Measurements of a run: RMS of gradients and updates, the smoothed loss and its spikes, and times of steps.
+"""Measurements of a run: RMS of gradients and updates, the smoothed loss and its spikes, and a summary of the log.
 
 The RMS of gradients and of updates by kind of layer are the first values to show a wrong learning rate.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import fmean, harmonic_mean
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from quintic.optim.layout.layouts import is_dtensor
 
-__all__ = ["LossWatch", "RmsMeter", "StepTimes", "layer_kind"]
+__all__ = ["LossWatch", "RmsMeter", "layer_kind", "summarize_log"]
 
 _KINDS = (
     # The first match counts: "value_embeddings." before "embedding.".
@@ -141,43 +142,40 @@ class LossWatch:
         self.least = math.inf if self.least is None else self.least
 
 
-@dataclass(kw_only=True)
-class StepTimes:
-    """Times of a run's steps: the first one, and the steady ones, after the first ten of each process."""
+def summarize_log(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fields of the final record that follow from a run's log.
 
-    count: int = 0
-    """Steps of this process."""
-    first: float | None = None
-    steady_count: int = 0
-    steady: float = 0.0
-    possible_flops: float = 0.0
-    """Floating-point operations possible in the steady seconds at the devices' measured rates."""
-
-    def add(self, seconds: float, *, rate: float) -> None:
-        """Add the time of a step, with the operations per second that all devices could do at most."""
-        self.count += 1
-        if self.first is None:  # restored by `load_state_dict`, if an earlier process made the first step
-            self.first = seconds
-        if self.count > _UNSTEADY_STEPS:
-            self.steady_count += 1
-            self.steady += seconds
-            self.possible_flops += seconds * rate
-
-    def speed(self, *, batch_tokens: int, flops_per_token: int) -> dict[str, float]:
-        """Return `tokens_per_second`, `mfu` and `first_step_extra_seconds`; {} without steady steps."""
-        if self.first is None or not self.steady_count:
-            return {}
-        tokens = self.steady_count * batch_tokens
-        return {
-            "tokens_per_second": tokens / self.steady,
-            "mfu": tokens * flops_per_token / self.possible_flops,
-            "first_step_extra_seconds": max(0.0, self.first - self.steady / self.steady_count),
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all fields except `count`, as JSON can hold them."""
-        return {name: value for name, value in vars(self).items() if name != "count"}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state_dict` in the process that continues the run."""
-        vars(self).update(state)
+    Speeds are those of steady steps, which are all but the first ten of each process; without any, they are missing.
+    """
+    steps: list[Mapping[str, Any]] = []
+    steady: list[Mapping[str, Any]] = []
+    scores: list[tuple[float, int]] = []
+    made = 0  # steps of this process
+    for record in records:
+        if record["kind"] in ("run", "resume"):
+            made = 0
+        elif record["kind"] == "eval" and record.get("bpb") is not None:
+            scores.append((record["bpb"], record["step"]))
+        elif record["kind"] == "train":
+            made += 1
+            steps.append(record)
+            if made > _UNSTEADY_STEPS and record.get("mfu"):  # logs of older versions may lack it
+                steady.append(record)
+    phases = {
+        phase: sum(record["times_ms"].get(phase, 0.0) for record in steps)
+        for phase in ("data", "forward_backward", "optimizer")
+    }
+    total = sum(phases.values()) or 1.0
+    summary: dict[str, Any] = {
+        "peak_memory_bytes": max(filter(None, (record.get("peak_memory_bytes") for record in steps)), default=None),
+        "breakdown": {f"{phase}_frac": milliseconds / total for phase, milliseconds in phases.items()},
+    }
+    if scores:
+        summary["least_bpb"], summary["least_bpb_step"] = min(scores)
+    if steady:
+        # Means over time: a slow step counts for as long as it took.
+        for field in ("tokens_per_second", "mfu"):
+            summary[field] = harmonic_mean([record[field] for record in steady])
+        first, *others = (sum(record["times_ms"].values()) / 1000 for record in (steps[0], *steady))
+        summary["first_step_extra_seconds"] = max(0.0, first - fmean(others))
+    return summary

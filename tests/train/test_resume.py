@@ -157,14 +157,12 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(
     monkeypatch.setattr("quintic.train.watch._UNSTEADY_STEPS", 2)
     run_dir = run(tiny_config(tiny_dataset, tmp_path), tiny_dataset)
     before, final = (final_weights(run_dir), course(run_dir)), RunHistory.load(run_dir).final
-    monkeypatch.setattr("quintic.train.trainer.peak_memory_bytes", lambda device: 1)
     run(tiny_config(tiny_dataset, tmp_path), tiny_dataset, resume=run_dir)
     assert (final_weights(run_dir), course(run_dir)) == before
     assert before[1] == course(whole)
     again = RunHistory.load(run_dir).final
     assert {"tokens_per_second", "mfu", "first_step_extra_seconds", "compile_seconds"} <= final.keys()
-    assert again == {**final, "peak_memory_bytes": again["peak_memory_bytes"]}
-    assert 1 < again["peak_memory_bytes"] <= final["peak_memory_bytes"]
+    assert again == final
 
 
 @pytest.mark.usefixtures("same_threads")

@@ -151,7 +151,6 @@ def test_a_save_is_of_its_step_while_training_goes_on(
         state = {
             "tokens": trainer.tokens,
             "seconds": trainer.seconds,
-            "spent": dict(trainer.spent),
             "score": None,
             "loader": trainer.loader.state_dict(),
             "watch": trainer.watch.state_dict(),

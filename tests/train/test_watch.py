@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quintic.model.gpt import GPT, GPTConfig
-from quintic.train.watch import LossWatch, RmsMeter, StepTimes, layer_kind
+from quintic.train.watch import LossWatch, RmsMeter, layer_kind, summarize_log
 
 
 @pytest.mark.parametrize(
@@ -129,27 +130,36 @@ def test_the_norm_of_all_gradients() -> None:
     assert meter.grad_norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
 
 
-def test_times_leave_out_the_first_ten_steps() -> None:
-    times = StepTimes()
-    for seconds in [60.0, *[5.0] * 9]:
-        times.add(seconds, rate=100.0)
-        assert times.speed(batch_tokens=64, flops_per_token=3) == {}
-    for seconds in (1.0, 2.0, 3.0):
-        times.add(seconds, rate=100.0)
-    expected = {"tokens_per_second": 32.0, "mfu": 0.96, "first_step_extra_seconds": 58.0}
-    assert times.speed(batch_tokens=64, flops_per_token=3) == pytest.approx(expected)
+def step(seconds: float, rate: float = 100.0) -> dict[str, Any]:
+    """Return the record of a step of 64 tokens with 3 operations each, most of whose time is the backward pass."""
+    times = {"data": 0.0, "forward_backward": 750 * seconds, "optimizer": 250 * seconds}
+    speeds = {"tokens_per_second": 64 / seconds, "mfu": 64 * 3 / seconds / rate}
+    return {"kind": "train", "step": 1, "times_ms": times, **speeds, "peak_memory_bytes": int(seconds)}
 
 
-def test_times_of_a_run_are_those_of_all_its_processes() -> None:
-    before, after = StepTimes(), StepTimes()
-    for seconds in [60.0, *[5.0] * 9, 1.0, 2.0, 3.0]:
-        before.add(seconds, rate=100.0)
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    speed = before.speed(batch_tokens=64, flops_per_token=3)
-    assert after.speed(batch_tokens=64, flops_per_token=3) == speed  # a run that had ended
-    for seconds in [30.0, *[5.0] * 9]:
-        after.add(seconds, rate=20.0)
-        assert after.speed(batch_tokens=64, flops_per_token=3) == speed
-    after.add(14.0, rate=20.0)  # on a slower machine
+def test_a_summary_leaves_out_the_first_ten_steps() -> None:
+    records = [{"kind": "run"}, *map(step, [60.0, *[5.0] * 9])]
+    breakdown = {"data_frac": 0.0, "forward_backward_frac": 0.75, "optimizer_frac": 0.25}
+    assert summarize_log(records) == {"peak_memory_bytes": 60, "breakdown": pytest.approx(breakdown)}
+    records += map(step, (1.0, 2.0, 3.0))
+    summary = summarize_log(records)
+    assert summary["tokens_per_second"] == pytest.approx(32.0)
+    assert summary["mfu"] == pytest.approx(0.96)
+    assert summary["first_step_extra_seconds"] == pytest.approx(58.0)
+    assert summarize_log([])["peak_memory_bytes"] is None
+
+
+def test_a_summary_is_of_all_processes_of_a_run() -> None:
+    before = [{"kind": "run"}, *map(step, [60.0, *[5.0] * 9, 1.0, 2.0, 3.0])]
+    after = [{"kind": "resume"}, *(step(seconds, rate=20.0) for seconds in [30.0, *[5.0] * 9])]
+    speeds = ("tokens_per_second", "mfu", "first_step_extra_seconds")
+    assert [summarize_log(before + after)[name] for name in speeds] == [summarize_log(before)[name] for name in speeds]
+    summary = summarize_log([*before, *after, step(14.0, rate=20.0)])  # on a slower machine
     expected = {"tokens_per_second": 12.8, "mfu": 64 * 4 * 3 / (600 + 280), "first_step_extra_seconds": 55.0}
-    assert after.speed(batch_tokens=64, flops_per_token=3) == pytest.approx(expected)
+    assert {name: summary[name] for name in speeds} == pytest.approx(expected)
+
+
+def test_a_summary_has_the_least_score() -> None:
+    records = [{"kind": "eval", "step": number, "bpb": bpb} for number, bpb in enumerate((3.0, None, 2.0, 2.5))]
+    summary = summarize_log(records)
+    assert (summary["least_bpb"], summary["least_bpb_step"]) == (2.0, 2)
