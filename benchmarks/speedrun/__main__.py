@@ -47,6 +47,7 @@ from benchmarks.common.results import (
     write_result,
 )
 from benchmarks.speedrun.peer import write_peer
+from quintic.data.tokenizer import Tokenizer
 from quintic.speedrun.presets import preset
 from quintic.speedrun.shards import vocabulary_of
 from quintic.speedrun.stages import Track
@@ -173,7 +174,7 @@ def measured(name: str, more: list[str] | None, seed: int, track: Track, options
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
         tokenizer = options.shards / "tokenizer.json"
         if more is None:
-            vocabulary = vocabulary_of(str(tokenizer), bos_id=50_256)
+            vocabulary = vocabulary_of(Tokenizer.load(tokenizer), bos_id=50_256)
             write_peer(options.peer, work, shards=options.shards, vocabulary=vocabulary, track=track, seed=seed)
             command = [*torchrun, "train_gpt.py"]
         else:

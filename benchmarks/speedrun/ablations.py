@@ -154,7 +154,7 @@ def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     return {
         "without": name,
         "seed": seed,
-        "loss": result.loss,
+        "loss": result["loss"],
         "stage_ms": [statistics.median(times) for times in by_stage],
         "seconds": sum(statistics.median(times) * len(times) for times in by_stage) / 1000,
         "start_seconds": start,

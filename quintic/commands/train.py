@@ -145,17 +145,18 @@ def _finished_note(start: Start, arguments: list[str]) -> str | None:
 
 
 def _print_result(result: Result) -> None:
+    final, baselines = result.final, result.final["baselines"]
     for sample in result.samples:
         text = f"{sample['prompt']}{sample['text']}".rstrip()
         rule = "-" * min(49, shutil.get_terminal_size().columns - len("--- sample "))
         print(f"\n--- sample {rule}\n{text}")
     say(
-        f"\nvalidation: {result.score.bpb:.4f} bits per byte after {result.seconds / 60:.1f} minutes of training "
-        f"(xz -9 needs {result.baselines['xz_bpb']:.3f} for the same text, a byte-bigram model "
-        f"{result.baselines['bigram_bpb']:.3f}; lower is better)"
+        f"\nvalidation: {final['bpb']:.4f} bits per byte after {final['seconds'] / 60:.1f} minutes of training "
+        f"(xz -9 needs {baselines['xz_bpb']:.3f} for the same text, a byte-bigram model "
+        f"{baselines['bigram_bpb']:.3f}; lower is better)"
     )
-    if result.least and result.least["least_bpb"] < result.score.bpb:
-        print(f"least:      {result.least['least_bpb']:.4f} bits per byte, at step {result.least['least_bpb_step']:,}")
+    if final.get("least_bpb", final["bpb"]) < final["bpb"]:
+        print(f"least:      {final['least_bpb']:.4f} bits per byte, at step {final['least_bpb_step']:,}")
     print(f"report:     {result.report}")
 
 

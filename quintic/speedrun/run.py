@@ -14,7 +14,7 @@ from dataclasses import asdict, fields, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,7 +27,7 @@ from quintic.speedrun.shards import open_data
 from quintic.stopping import StopRequests
 from quintic.train.checkpoint import save_checkpoint
 from quintic.train.config import BaseRunConfig, Config, RunConfig
-from quintic.train.distributed import Ranks, check_gpus
+from quintic.train.distributed import Ranks
 from quintic.train.hardware import (
     Stopwatch,
     choose_hardware,
@@ -41,15 +41,7 @@ from quintic.train.runs import TOKENIZER_FILE, check_new_run, discard_unstarted,
 from quintic.train.saving.source import code_facts
 from quintic.train.schedule import is_due
 
-__all__ = ["RaceResult", "save_model", "speedrun", "train"]
-
-
-class RaceResult(NamedTuple):
-    """The results of a finished run."""
-
-    loss: float  # validation loss in nats per token
-    bpb: float | None  # validation loss in bits per byte; None without a tokenizer
-    seconds: float  # training time by the race's clock
+__all__ = ["save_model", "speedrun", "train"]
 
 
 def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks) -> None:
@@ -61,8 +53,7 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     model = ranks.run_on_all(lambda: without(chosen.model, options.without))
     run = RunConfig(**{field.name: getattr(options, field.name) for field in fields(BaseRunConfig)})
     ranks.from_rank0(lambda: check_new_run(Config(run=run)))
-    hardware = ranks.run_on_all(lambda: choose_hardware(run))
-    ranks.run_on_all(lambda: check_gpus(ranks, hardware.device))
+    hardware = ranks.run_on_all(lambda: choose_hardware(run, local_ranks=ranks.local_size))
     without_fp8 = (model.fp8_head or model.fp8_mlp) and not multiplies_fp8(hardware.device)
     if without_fp8:
         model = without(model, FP8_FEATURES)
@@ -75,15 +66,15 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     print(f"Computing on {ranks.size} x {hardware}{bits}; {track.steps:,} steps; run folder {run_dir}")
     facts = {"command": command, "config": {**asdict(options), "preset": name}}
     try:
-        result = train(race, run_dir, facts=facts, warm_up=options.warm_up, save_every=options.save_every)
+        final = train(race, run_dir, facts=facts, warm_up=options.warm_up, save_every=options.save_every)
     except BaseException:
         if ranks.is_first:
             discard_unstarted(run_dir)
         raise
-    per_byte = "" if result.bpb is None else f" ({result.bpb:.4f} bits per byte)"
+    per_byte = "" if final["bpb"] is None else f" ({final['bpb']:.4f} bits per byte)"
     print(
-        f"\nvalidation: {result.loss:.4f} nats per token{per_byte} after {result.seconds:.2f} s of training, "
-        f"{1000 * result.seconds / track.steps:.2f} ms a step\nreport:     {run_dir / 'report.html'}"
+        f"\nvalidation: {final['loss']:.4f} nats per token{per_byte} after {final['seconds']:.2f} s of training, "
+        f"{1000 * final['seconds'] / track.steps:.2f} ms a step\nreport:     {run_dir / 'report.html'}"
     )
 
 
@@ -95,8 +86,8 @@ def train(
     warm_up: bool = True,
     save_every: int = 0,
     say: Callable[[str], None] = print,
-) -> RaceResult:
-    """Train and score a model; all ranks must call it.
+) -> dict[str, Any]:
+    """Train and score a model, and return the final record of its log; all ranks must call it.
 
     Args:
         race: closed at the end.
@@ -144,11 +135,11 @@ def train(
             step = until
         peak = peak_memory_bytes(race.device)
         least = dict(zip(("least_bpb", "least_bpb_step"), min(scores), strict=True)) if scores else {}
-        log.write("final", **record, **least, peak_memory_bytes=peak, tokens_per_second=tokens / seconds)
+        final = log.write("final", **record, **least, peak_memory_bytes=peak, tokens_per_second=tokens / seconds)
         if ranks.is_first:
             write_report(run_dir)
         save_model(race, run_dir, track.steps)
-    return RaceResult(loss=loss, bpb=bpb, seconds=seconds)
+    return final
 
 
 def _train(

@@ -60,7 +60,7 @@ class RaceData(NamedTuple):
     @property
     def vocabulary(self) -> tuple[bytes, ...] | None:
         """The bytes of each token, b"" for special tokens; None without a tokenizer."""
-        return None if self.tokenizer is None else _vocabulary(self.tokenizer, self.bos_id)
+        return None if self.tokenizer is None else vocabulary_of(self.tokenizer, self.bos_id)
 
 
 def prefixes(vocabulary: Sequence[bytes]) -> list[int]:
@@ -198,11 +198,7 @@ def _bytes_of_python(data_dir: Path) -> Path:
     return folder
 
 
-def vocabulary_of(tokenizer: str, *, bos_id: int, cache_dir: Path | None = None) -> tuple[bytes, ...]:
-    """Return the bytes of each token of a tokenizer (see `Tokenizer.load`), b"" for special tokens and `bos_id`."""
-    return _vocabulary(Tokenizer.load(tokenizer, cache_dir=cache_dir), bos_id)
-
-
-def _vocabulary(tokenizer: Tokenizer, bos_id: int) -> tuple[bytes, ...]:
+def vocabulary_of(tokenizer: Tokenizer, bos_id: int) -> tuple[bytes, ...]:
+    """Return the bytes of each token of a tokenizer, b"" for special tokens and `bos_id`."""
     numbers = range(tokenizer.vocab_size)
     return tuple(b"" if number == bos_id else tokenizer.decode_bytes([number]) for number in numbers)

@@ -31,7 +31,7 @@ from quintic.model.gpt import GPT
 from quintic.model.layers import Attention
 from quintic.train.config import Config, ParallelName
 
-__all__ = ["SINGLE_PROCESS", "Parallelism", "Ranks", "check_gpus", "connected", "micro_batch_rows"]
+__all__ = ["SINGLE_PROCESS", "Parallelism", "Ranks", "connected", "micro_batch_rows"]
 
 T = TypeVar("T")
 
@@ -324,20 +324,6 @@ class Parallelism:
             attention.num_kv_heads //= size
         parallelize_module(
             model, mesh, {f"value_embeddings.{layer}": ColwiseParallel() for layer in model.value_embeddings}
-        )
-
-
-def check_gpus(ranks: Ranks, device: torch.device) -> None:
-    """Check that every rank of this host has a GPU of its own.
-
-    Raises:
-        ConfigError: this host has fewer GPUs than ranks.
-    """
-    if device.type == "cuda" and ranks.local_size > torch.cuda.device_count():
-        here = f"{torch.cuda.device_count()} {'GPU' if torch.cuda.device_count() == 1 else 'GPUs'}"
-        raise ConfigError(
-            f"--nproc-per-node {ranks.local_size}: this host has {here}, and each process needs one; start fewer, or "
-            "use --device cpu"
         )
 
 

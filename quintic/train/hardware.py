@@ -76,18 +76,25 @@ class Hardware:
         }
 
 
-def choose_hardware(run: RunConfig) -> Hardware:
-    """Return the hardware that the options ask for, with `auto` resolved.
+def choose_hardware(run: RunConfig, *, local_ranks: int = 1) -> Hardware:
+    """Return the hardware that the options ask for, with `auto` resolved, for each of the ranks on this host.
 
     Also sets the number of threads, and on a CPU lets this process keep freed memory for reuse.
 
     Raises:
-        ConfigError: this machine lacks the requested device or attention, or the options exclude each other.
+        ConfigError: this machine lacks the requested device or attention or has fewer GPUs than ranks, or the options
+            exclude each other.
     """
     has_gpu = torch.cuda.is_available()
     if run.device == "cuda" and not has_gpu:
         raise ConfigError("--device cuda: PyTorch finds no CUDA GPU here; use --device cpu")
     device = torch.device("cuda" if run.device != "cpu" and has_gpu else "cpu")
+    if device.type == "cuda" and local_ranks > torch.cuda.device_count():
+        here = f"{torch.cuda.device_count()} {'GPU' if torch.cuda.device_count() == 1 else 'GPUs'}"
+        raise ConfigError(
+            f"--nproc-per-node {local_ranks}: this host has {here}, and each process needs one; start fewer, or use "
+            "--device cpu"
+        )
     # Precision: bfloat16 only if the device multiplies it fast.
     if run.dtype == "auto":
         fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_multiplies_bfloat16()

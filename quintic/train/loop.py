@@ -21,7 +21,6 @@ from typing import Any
 from quintic.data.dataset import Dataset
 from quintic.errors import DivergedError, QuinticError
 from quintic.eval.core import core_lines
-from quintic.eval.score import Score
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.report.progress import Progress
 from quintic.report.report import write_report
@@ -29,7 +28,7 @@ from quintic.stopping import StopRequests
 from quintic.streams import say
 from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint, set_aside_later
 from quintic.train.config import Config, OptimConfig
-from quintic.train.distributed import SINGLE_PROCESS, Ranks, check_gpus
+from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts
 from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker
@@ -62,13 +61,9 @@ class Result:
 
     run_dir: Path
     report: Path
-    score: Score
     samples: list[dict[str, str]]
-    baselines: dict[str, float]
-    seconds: float
-    """Training time, without evaluations."""
-    least: Mapping[str, Any]
-    """`least_bpb` of all evaluations, and its `least_bpb_step`."""
+    final: Mapping[str, Any]
+    """The final record of the log (`quintic.report.history`)."""
 
 
 def train(
@@ -105,8 +100,7 @@ def train(
     with contextlib.ExitStack() as held:
         ranks.from_rank0(lambda: held.enter_context(lock_run(run_dir, message=say)))
         checkpoint = ranks.from_rank0(lambda: _find_checkpoint(run_dir, resume_step, say)) if resume else None
-        hardware = ranks.run_on_all(lambda: choose_hardware(config.run))
-        ranks.run_on_all(lambda: check_gpus(ranks, hardware.device))
+        hardware = ranks.run_on_all(lambda: choose_hardware(config.run, local_ranks=ranks.local_size))
         devices = "" if ranks.size == 1 else f"{ranks.size} ranks ({config.run.parallel}), each on "
         say(f"Computing on {devices}{hardware}")
         data_ranks = 1 if config.run.parallel == "tp" else ranks.size
@@ -229,7 +223,7 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
     with progress.busy("compressing the validation text with xz, for comparison"):
         final = run.finish()
     summary = run.ranks.from_rank0(lambda: summarize_log(read_metrics(run.run_dir / METRICS_FILE)))
-    log.write("final", **final, **summary)
+    final = log.write("final", **final, **summary)
     report = run.ranks.from_rank0(lambda: write_report(run.run_dir))
     try:
         samples = _sample(run, progress)
@@ -249,11 +243,8 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
     return Result(
         run_dir=run.run_dir,
         report=run.ranks.from_rank0(lambda: write_report(run.run_dir)),
-        score=run.last_score(),
         samples=samples,
-        baselines=final["baselines"],
-        least={name: summary[name] for name in ("least_bpb", "least_bpb_step") if name in summary},
-        seconds=run.seconds,
+        final=final,
     )
 
 

@@ -288,11 +288,6 @@ class Trainer:
             )
         return core_score(self.suite, self.parallelism.total(sums.cpu()))
 
-    def last_score(self) -> Score:
-        """Return the score of the current weights; call `evaluate` first."""
-        assert self.score is not None
-        return self.score
-
     def sample(self) -> list[dict[str, str]]:
         """Return samples from the current weights."""
         prompts = self.config.run.prompts or default_prompts(self.config.data.data)
@@ -308,10 +303,11 @@ class Trainer:
 
     def finish(self) -> dict[str, Any]:
         """Return the final record without what `summarize_log` adds. Call `evaluate` first."""
+        assert self.score is not None
         return {
             "step": self.step,
-            "loss": self.last_score().loss,
-            "bpb": self.last_score().bpb,
+            "loss": self.score.loss,
+            "bpb": self.score.bpb,
             "seconds": self.seconds,
             "baselines": self.ranks.from_rank0(lambda: reference_scores(self.dataset, self.validation)),
             "smoothed_loss": self.watch.smoothed,

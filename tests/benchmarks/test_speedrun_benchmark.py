@@ -152,5 +152,5 @@ def test_shards_hold_the_tokens_of_the_text(tmp_path: Path) -> None:
     expected = [token for text in texts for token in (tokenizer.bos_id, *tokenizer.encode(text))]
     assert read_shard(tmp_path / "o" / "train_000001.bin").tolist() == expected[:5]
     assert read_shard(tmp_path / "o" / "val_000001.bin").tolist() == expected
-    vocabulary = vocabulary_of(str(tmp_path / "o" / "tokenizer.json"), bos_id=tokenizer.bos_id)
+    vocabulary = vocabulary_of(Tokenizer.load(tmp_path / "o" / "tokenizer.json"), bos_id=tokenizer.bos_id)
     assert [len(token) for token in vocabulary] == tokenizer.token_bytes().tolist()

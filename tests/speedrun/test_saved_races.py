@@ -155,7 +155,7 @@ def test_a_vocabulary_of_more_than_bytes_is_read_back(tmp_path: Path, capsys: py
     result = train(race, run_dir, facts={}, warm_up=False, say=lambda text: None)
     tokenizer.save(run_dir / TOKENIZER_FILE)
     assert main(["eval", "--runs-dir", str(run_dir.parent)]) == 0
-    assert f"{result.bpb:.4f} bits per byte ({result.loss:.4f} nats per token)" in capsys.readouterr().out
+    assert f"{result['bpb']:.4f} bits per byte ({result['loss']:.4f} nats per token)" in capsys.readouterr().out
     prompt = "the model of"
     assert main(["sample", "--runs-dir", str(run_dir.parent), "--prompts", prompt, "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith(prompt)
@@ -238,7 +238,7 @@ def test_the_clock_does_not_count_saves(shards: Path, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(Race, "train_step", step)
     result = train(race_of(shards), tmp_path, facts={}, warm_up=False, save_every=2, say=lambda text: None)
-    assert (result.seconds, now[0]) == (10.0, 5010.0)
+    assert (result["seconds"], now[0]) == (10.0, 5010.0)
 
 
 def course(rank: int, size: int, shards: Path, run_dir: Path) -> tuple[list[int], float]:

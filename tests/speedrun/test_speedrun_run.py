@@ -86,7 +86,7 @@ def course(rank: int, world_size: int, shards: Path, run_dir: Path, warm_up: boo
     hardware = choose_hardware(RunConfig(device="cuda", compile=False)) if ON_GPUS and world_size > 1 else HARDWARE
     race = race_of(shards, ranks, hardware, capture=hardware is not HARDWARE)
     result = train(race, run_dir, facts={}, warm_up=warm_up, say=lambda text: None)
-    return result.loss, sum_of_weights(race)
+    return result["loss"], sum_of_weights(race)
 
 
 def sum_of_weights(race: Race) -> float:
@@ -248,7 +248,7 @@ def test_it_learns_compiled_on_a_gpu(captures: bool, alone, shards: Path, tmp_pa
     assert hardware.compile
     race = race_of(shards, hardware=hardware, capture=captures)
     result = train(race, tmp_path, facts={}, say=lambda text: None)
-    assert result.loss == pytest.approx(alone[1][0], abs=0.1)  # of float32 on the CPU
+    assert result["loss"] == pytest.approx(alone[1][0], abs=0.1)  # of float32 on the CPU
 
 
 class HostPass:
@@ -286,7 +286,7 @@ def test_captured_passes_have_the_weights_of_others(
     assert len(captured) == 4
     assert tables == {race.model.rotary.tables(1, torch.float32)[0].data_ptr()}
     assert [graph.make for graph in captured] == [None] * 4  # closed
-    assert (result.loss, sum_of_weights(race)) == alone[1]
+    assert (result["loss"], sum_of_weights(race)) == alone[1]
     assert losses_of(tmp_path) == losses_of(alone[0])
 
 
@@ -389,7 +389,7 @@ def test_the_clock_runs_in_steps_alone(shards: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(race, "evaluate", lasting(100.0, (1.0, None)))
     monkeypatch.setattr(race, "train_step", lasting(2.0, (torch.tensor(1.0), 0)))
     result = train(race, tmp_path, facts={}, say=lambda text: None)
-    assert result.seconds == 48.0
+    assert result["seconds"] == 48.0
     records = read_metrics(tmp_path / METRICS_FILE)
     assert records[0]["warmup_seconds"] == 1000.0
     assert [record["seconds"] for record in records if record["kind"] == "train"] == [*range(2, 50, 2)]

@@ -27,6 +27,7 @@ from quintic.train.saving.source import package_versions
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     monkeypatch.setattr(hardware, "multiplies_fp8", lambda device, recipe: False)
@@ -82,6 +83,16 @@ def test_the_number_of_threads() -> None:
     assert torch.get_num_threads() == 1
     choose_hardware(RunConfig(threads=2))
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("gpu")
+def test_every_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="--nproc-per-node 3: this host has 2 GPUs, and each process needs one"):
+        choose_hardware(RunConfig(), local_ranks=3)
+    run = RunConfig(attention="sdpa")
+    assert choose_hardware(run, local_ranks=2).device.type == "cuda"
+    assert choose_hardware(RunConfig(device="cpu"), local_ranks=3).device.type == "cpu"
 
 
 @pytest.mark.usefixtures("no_gpu", "same_threads")

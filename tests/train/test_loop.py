@@ -205,16 +205,16 @@ def test_a_failure_after_the_last_step_loses_nothing(
         assert "not finished: step 6 of 6" in report
         assert "run is trained and saved; its evaluation failed" in printed
     elif name == "sample":
-        assert history.final["bpb"] == whole.score.bpb
+        assert history.final["bpb"] == whole.final["bpb"]
         assert "finished after 6 steps" in report
-        assert f"{whole.score.bpb:.3f}" in report
+        assert f"{whole.final['bpb']:.3f}" in report
         assert "What it writes" not in report
         assert f"run is trained, saved and reported in {run_dir / 'report.html'}; writing samples failed" in printed
     # What is missing is made by a resume, and nothing else is made again.
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "train_step", None)
         resumed = run(config, tiny_dataset, resume=True)
-    assert (resumed.samples, resumed.score) == (whole.samples, whole.score)
+    assert (resumed.samples, resumed.final["bpb"]) == (whole.samples, whole.final["bpb"])
     assert course(run_dir) == course(whole.run_dir)
     assert final_weights(run_dir) == final_weights(whole.run_dir)
     assert "What it writes" in (run_dir / "report.html").read_text(encoding="utf-8")
@@ -242,8 +242,8 @@ def test_the_least_score_of_all_evaluations_is_in_the_final_record(
     evaluate = Trainer.evaluate
     monkeypatch.setattr(Trainer, "evaluate", lambda self: evaluate(self) | {"bpb": next(scores)})
     result = run(tiny_config(tiny_dataset, tmp_path, run="run", eval_every=2), tiny_dataset)
-    assert result.least == {"least_bpb": 2.0, "least_bpb_step": 4}
-    assert {**RunHistory.load(result.run_dir).final, **result.least} == RunHistory.load(result.run_dir).final
+    assert (result.final["least_bpb"], result.final["least_bpb_step"]) == (2.0, 4)
+    assert result.final == RunHistory.load(result.run_dir).final
 
 
 def test_a_failure_between_steps_leaves_a_report(

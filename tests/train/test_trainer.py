@@ -150,7 +150,7 @@ def test_an_evaluation_scores_the_validation_rows(tiny_dataset: Dataset, tmp_pat
     assert len(batches) == 5
     expected = score_from_sums(document_sums(trainer.model, batches, tiny_dataset.tokenizer.token_bytes(), CPU))
     assert (record["loss"], record["bpb"]) == (expected.loss, expected.bpb)
-    assert trainer.last_score() == expected
+    assert trainer.score == expected
     final = trainer.finish()
     assert final["baselines"] == reference_scores(tiny_dataset, batches)
     assert final["baselines"]["bytes"] == expected.num_bytes
@@ -205,10 +205,10 @@ def test_the_log_of_a_run_is_complete(tiny_dataset: Dataset, tmp_path: Path) -> 
     assert sum(parts.values()) == history.run["model"]["parameters"]
     assert [("grad_rms" in record) for record in history.train] == [False, False, True] * 2
     assert history.train[-1]["tokens"] == 6 * 256
-    assert history.final["bpb"] == result.score.bpb == history.evals[-1]["bpb"]
+    assert history.final["bpb"] == result.final["bpb"] == history.evals[-1]["bpb"]
     assert sum(history.final["breakdown"].values()) == pytest.approx(1)
     assert result.report == run_dir / "report.html"
-    assert f"{result.score.bpb:.3f}" in result.report.read_text(encoding="utf-8")
+    assert f"{result.final['bpb']:.3f}" in result.report.read_text(encoding="utf-8")
     assert result.samples[0]["prompt"] == "def"
     assert any(line.startswith("Length: 6 steps, 1,536 tokens") for line in said)
     assert any(line.startswith("Batch: 256 tokens (given), in 2 passes of 4 x 32") for line in said)
