@@ -25,14 +25,7 @@ __all__ = ["Race", "score_batches"]
 class Race:
     """A run's model, optimizer and text. All ranks must call its methods, in the same order.
 
-    Args:
-        track: the schedule.
-        config: the model's sizes and features.
-        data: the text.
-        hardware: device and attention; `dtype` is the dtype of matrices, tables and activations.
-        ranks: the processes that train the run.
-        seed: seed of the weights.
-        capture: replay passes as CUDA graphs.
+    The hardware's `dtype` is that of matrices, tables and activations; `capture` replays passes as CUDA graphs.
 
     Raises:
         ConfigError: the model needs a vocabulary, and there is no tokenizer.
@@ -130,11 +123,7 @@ class Race:
 
     @torch.no_grad()
     def evaluate(self, number: int, *, batches: int | None = None) -> tuple[float, float | None]:
-        """Score the validation text with the windows of a step.
-
-        Args:
-            number: the step; the number of all steps for the final validation.
-            batches: score only this many batches of each rank; None for all.
+        """Score the validation text, or only some batches of each rank, with the windows of a step.
 
         Returns:
             (nats per token, bits per byte or None), the same on all ranks.
@@ -182,10 +171,7 @@ class Race:
 def score_batches(model: SpeedrunGPT, batches: Sequence[FlatBatch], token_bytes: Tensor) -> Tensor:
     """Return [sum of losses in nats, number of bytes] of a text, (2,) float64 on the CPU.
 
-    Args:
-        model: in evaluation mode, with its windows set.
-        batches: rows of T tokens, on the CPU.
-        token_bytes: (vocab_size,) int64 bytes of each token, on the model's device.
+    The model is in evaluation mode, with its windows set; `token_bytes`, (vocab_size,) int64, are on its device.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=token_bytes.device)
     for batch in (one.to(token_bytes.device, starts=True) for one in batches):

@@ -71,14 +71,8 @@ def chunk_stream(
 ) -> Generator[FlatBatch, None, None]:
     """Yield the batches of one rank, one for each pass. One thread loads shards ahead, another makes batches ahead.
 
-    The threads start with the first batch, and end when the stream is closed or garbage-collected.
-
-    Args:
-        data: the text.
-        track: the schedule, with the tokens of batches, documents and passes.
-        steps: infinite iterator of step numbers, whose settings the batches follow.
-        ranks: the processes that share the text; their number must divide the track's chunks.
-        device: device of the batches; copies to a CUDA device are asynchronous.
+    The threads start with the first batch, and end when the stream is closed or garbage-collected. The batches follow
+    the settings of `steps`, an infinite iterator of step numbers. Copies to a CUDA device are asynchronous.
 
     Raises:
         DataError: a shard cannot be used, or the shards do not fill a chunk.
@@ -120,13 +114,7 @@ def _batches(
 
 
 def validation_batches(data: RaceData, tokens: int, chunk: int, *, ranks: Ranks = SINGLE_PROCESS) -> list[FlatBatch]:
-    """Return a rank's chunks of the validation text, on the CPU: rank r has chunk r, r + size, r + 2 size, ...
-
-    Args:
-        data: the text.
-        tokens: number of tokens to score, from the beginning of the shard.
-        chunk: tokens per batch.
-        ranks: the processes that share the text.
+    """Return a rank's chunks of the first `tokens` of the validation text: rank r has chunk r, r + size, ...
 
     Raises:
         DataError: the shard cannot be used or is too short, or `tokens` is not a multiple of `chunk` x ranks.

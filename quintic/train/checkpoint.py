@@ -216,12 +216,8 @@ def checkpoint_of_step(run_dir: Path, step: int, *, option: str = "--resume-step
 def set_aside_later(run_dir: Path, step: int, *, message: Callable[[str], None]) -> None:
     """Rename the checkpoints of steps after `step` to set-aside-*, for a run that goes back to `step`.
 
-    Otherwise the next `--resume` would take one of them for the newest. They stay, in case going back was a mistake.
-
-    Args:
-        run_dir: the run's folder.
-        step: the step that the run continues from.
-        message: called with a line that lists the new names, if any checkpoint was renamed.
+    Otherwise the next `--resume` would take one of them for the newest. They stay, in case going back was a mistake;
+    `message` is called with the new names, if there are any.
 
     Raises:
         OSError: a checkpoint cannot be renamed.
@@ -294,12 +290,9 @@ def _write_pieces(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
 
 
 def _read(checkpoint: Checkpoint, part: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return saved tensors by name: DTensors as in `own`, all others whole and on the CPU.
+    """Return the saved tensors of a part, "model" or "optimizer", by name, whole and on the CPU.
 
-    Args:
-        checkpoint: to read from.
-        part: "model" or "optimizer".
-        own: name -> the tensor in use. DTensors of the saved shape are overwritten and returned.
+    DTensors among the tensors in use (`own`) that have the saved shape are overwritten and returned instead.
     """
     if not (checkpoint.path / _METADATA).exists():
         from safetensors.torch import load_file

@@ -154,7 +154,7 @@ def connected(launch: Launch) -> Iterator[Ranks]:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # stays open until the process ends
     store, _, _ = next(rendezvous("env://", launch.rank, launch.size))
     if launch.may_restart:  # the store may hold addresses of processes from before the restart
-        store = PrefixStore(_attempt(store, launch.rank, launch.size), store)
+        store = PrefixStore(_agree_on_attempt(store, launch.rank, launch.size), store)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size)
     # A long timeout: one rank may prepare text for hours while the others wait. A rank that dies is noticed at once
     # all the same, because its connections close.
@@ -166,7 +166,7 @@ def connected(launch: Launch) -> Iterator[Ranks]:
     dist.destroy_process_group()
 
 
-def _attempt(store: Store, rank: int, size: int) -> str:
+def _agree_on_attempt(store: Store, rank: int, size: int) -> str:
     """Return a name for this attempt of the launch, the same on all of its processes and new after each restart.
 
     After a restart torchrun passes the same store, which still holds the addresses of processes that are gone, and the

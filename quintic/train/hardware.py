@@ -235,11 +235,7 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def check_memory(needed: int, device: torch.device) -> None:
-    """Check that weights and gradients fit a device, before the system runs out of memory and kills processes.
-
-    Args:
-        needed: bytes of weights and gradients on this device.
-        device: where they will be.
+    """Check that the needed bytes of weights and gradients fit a device, before the system kills processes.
 
     Raises:
         ConfigError: the CUDA device, or this machine, has less memory.

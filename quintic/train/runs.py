@@ -87,12 +87,9 @@ def create_run(config: Config) -> Path:
 
 
 def run_folder(run: BaseRunConfig, kind: str, files: Mapping[str, str]) -> Path:
-    """Make the folder of a new run with some files in it, and return it.
+    """Make the folder of a new run with some files (name -> content) in it, and return it.
 
-    Args:
-        run: gives the name and the parent folder. Without a name, the folder is named <date>-<time>-<kind>.
-        kind: see `run`.
-        files: name -> content.
+    Without a name in `run`, the folder is named <date>-<time>-<kind>.
 
     Raises:
         ConfigError: as `create_run`.
@@ -142,11 +139,8 @@ def wandb_id(folder: Path) -> str:
 def lock_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
     """Lock a run while the `with` block runs, so that no other process trains it.
 
-    The system releases the lock if the process dies; the lock file stays.
-
-    Args:
-        folder: the run's folder.
-        message: called with a warning if the file system has no locks. The block then runs without one.
+    The system releases the lock if the process dies; the lock file stays. On a file system without locks, the block
+    runs without one, after a warning through `message`.
 
     Raises:
         ConfigError: another process holds the lock.
@@ -177,13 +171,9 @@ def lock_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
 
 
 def find_run(runs_dir: Path, name: str | None, *, allow_speedrun: bool = False) -> Path:
-    """Return the folder of a run.
+    """Return the folder of a run, or of the run that was started last if `name` is None.
 
-    Args:
-        runs_dir: the folder of all runs.
-        name: the run's name; None for the run that was started last.
-        allow_speedrun: also accept speedruns, which have a log and possibly checkpoints but no configuration, so that
-            they cannot be continued.
+    Speedruns have a log and possibly checkpoints, but no configuration, so that they cannot be continued.
 
     Raises:
         ConfigError: there is no such run.

@@ -48,14 +48,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """A run's model, optimizer, data and counters.
-
-    Args:
-        config: the run's configuration.
-        dataset: prepared text.
-        run_dir: folder for checkpoints.
-        hardware: from `choose_hardware`.
-        ranks: the processes that train the run; all must call the same methods in the same order.
+    """A run's model, optimizer, data and counters. All ranks must call the same methods, in the same order.
 
     Raises:
         QuinticError: sizes do not fit each other or the text.

@@ -38,7 +38,7 @@ from quintic.report import charts
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.checkpoint import _read, checkpoints, load_model_weights, newest_checkpoint, save_checkpoint
 from quintic.train.config import Config, ParallelName
-from quintic.train.distributed import SINGLE_PROCESS, Parallelism, Ranks, micro_batch_rows
+from quintic.train.distributed import SINGLE_PROCESS, Parallelism, Ranks, _agree_on_attempt, micro_batch_rows
 from quintic.train.loop import Interrupted, train
 from quintic.train.recipe import build_model, build_optimizer, model_config
 from quintic.train.runs import create_run
@@ -339,6 +339,22 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "x")
     with pytest.raises(ConfigError, match="RANK 'x' is not a number: unset it, or start with torchrun"):
         launched()
+
+
+def test_ranks_agree_on_a_new_name_for_each_attempt() -> None:
+    """The store still has what the processes of the attempts before have written."""
+    store, names = dist.HashStore(), []
+    for _ in range(3):
+        agreed: list[str] = []
+        ranks = [threading.Thread(target=lambda r=r: agreed.append(_agree_on_attempt(store, r, 4))) for r in range(4)]
+        for thread in ranks:
+            thread.start()
+        for thread in ranks:
+            thread.join(60)
+        assert len(agreed) == 4
+        assert len({*agreed}) == 1
+        names.append(agreed[0])
+    assert len({*names}) == 3
 
 
 def test_copies_of_a_model_need_a_number_of_ranks_that_divides(tiny_dataset: Dataset, tmp_path: Path) -> None:

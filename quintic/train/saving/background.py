@@ -23,9 +23,6 @@ class Background:
 
     A context manager: leaving it waits for the function to end. All ranks must construct it and call its methods in the
     same order.
-
-    Args:
-        ranks: the processes that train the run.
     """
 
     def __init__(self, ranks: Ranks) -> None:

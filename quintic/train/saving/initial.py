@@ -15,11 +15,7 @@ __all__ = ["load_initial_weights"]
 def load_initial_weights(model: GPT, folder: Path, tokenizer: Tokenizer, *, message: Callable[[str], None]) -> str:
     """Copy the weights of a run's newest undamaged checkpoint, or of an export, into a model; ranks keep their shards.
 
-    Args:
-        model: has the sizes of the saved model.
-        folder: the folder of the run or the export.
-        tokenizer: the new run's tokenizer, which must be the one that the weights were trained with.
-        message: called with a warning about a damaged checkpoint.
+    The new run's tokenizer must be the one that the weights were trained with.
 
     Returns:
         A line for the user that names the source of the weights.
