@@ -43,13 +43,18 @@ def run(arguments: list[str]) -> int:
     launch = launched()
     with connected(launch) as ranks:
         race = ranks.run_on_all(lambda: speedrun_options(arguments))
-        if race is None:
-            return _run(arguments, launch, ranks)
-        from quintic.speedrun.run import speedrun
+        try:
+            if race is None:
+                return _run(arguments, launch, ranks)
+            from quintic.speedrun.run import speedrun
 
-        name, options = race
-        speedrun(name, options, command=shlex.join(["quintic", "train", *arguments]), ranks=ranks)
-        return 0
+            name, options = race
+            speedrun(name, options, command=shlex.join(["quintic", "train", *arguments]), ranks=ranks)
+            return 0
+        except DivergedError:
+            if ranks.is_first:
+                raise
+            raise ranks.failed_elsewhere() from None  # all ranks raise the same error; rank 0 prints it
 
 
 def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
@@ -89,11 +94,9 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
         begin = f"torchrun ... -m quintic train {shlex.join(options)}" if ranks.size > 1 else hint("train", options)
         print(f"\n{stop}; continue with:\n    {begin}")
         return 130
-    except BaseException as error:
+    except BaseException:
         if start.resumed is None and ranks.is_first:
             discard_unstarted(run_dir)
-        if isinstance(error, DivergedError) and not ranks.is_first:
-            raise ranks.failed_elsewhere() from None  # all ranks raise the same error; rank 0 prints it
         raise
     _print_result(result)
     if _is_small_gpu_run(config):

@@ -1,9 +1,10 @@
 """A speedrun from its options to its final validation: construction, loop, clock and log.
 
-Phases: `speedrun` reads the options, opens the text and builds the `Race`; `train` warms up, then alternates between
-intervals of training (`_train`), validations and saves. The clock follows the rules of the modded-nanogpt speedrun: it
-runs only in training, not in the warm-up, in validations or while the model is saved. Times and losses of steps are
-measured on the device and read at the end of an interval, so that steps never wait for the GPU.
+Phases: `speedrun` reads the options, opens the text and builds the `Race`; `train` warms up, then validates, saves and
+makes the steps up to the next validation or save (`_make_steps`), in the order of `train.loop`. It is a loop of its own
+because of the clock, which follows the rules of the modded-nanogpt speedrun: it runs only in training, not in the
+warm-up, in validations or while the model is saved. Times and losses of steps are measured on the device and read
+before the next validation, so that steps never wait for the GPU.
 """
 
 import math
@@ -99,7 +100,7 @@ def train(
 
     Raises:
         CheckpointError: the model cannot be saved. At the end, log and report are complete by then.
-        DivergedError: a validation loss is not finite.
+        DivergedError: a validation loss is not finite; raised on all ranks.
         QuinticError: the text cannot be used.
     """
     track, ranks = race.track, race.ranks
@@ -121,9 +122,8 @@ def train(
                 record = {"step": step, "tokens": tokens, "seconds": seconds, "loss": loss, "bpb": bpb}
                 log.write("eval", **record)
                 scores += [] if bpb is None else [(bpb, step)]
-                if not math.isfinite(loss):  # the same on all ranks; rank 0 prints the error
-                    diverged = DivergedError(f"{run_dir}: the validation loss of step {step} is {loss}: it diverged")
-                    raise diverged if ranks.is_first else ranks.failed_elsewhere()
+                if not math.isfinite(loss):
+                    raise DivergedError(f"{run_dir}: the validation loss of step {step} is {loss}: it diverged")
             if step == track.steps:
                 break
             if step and is_due(step, save_every):
@@ -131,7 +131,7 @@ def train(
             # Steps up to the next validation or save, without waiting for the GPU in between.
             following = [step - step % every + every for every in (track.eval_every, save_every) if every]
             until = min(track.steps, *following)
-            tokens, seconds = _train(race, log, range(step, until), tokens, seconds, say)
+            tokens, seconds = _make_steps(race, log, range(step, until), tokens, seconds, say)
             step = until
         peak = peak_memory_bytes(race.device)
         least = dict(zip(("least_bpb", "least_bpb_step"), min(scores), strict=True)) if scores else {}
@@ -142,7 +142,7 @@ def train(
     return final
 
 
-def _train(
+def _make_steps(
     race: Race, log: MetricsLog, steps: range, tokens: int, seconds: float, say: Callable[[str], None]
 ) -> tuple[int, float]:
     """Make steps and log them; return the run's total tokens and seconds, given the totals before.

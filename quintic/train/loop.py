@@ -103,10 +103,9 @@ def train(
         hardware = ranks.run_on_all(lambda: choose_hardware(config.run, local_ranks=ranks.local_size))
         devices = "" if ranks.size == 1 else f"{ranks.size} ranks ({config.run.parallel}), each on "
         say(f"Computing on {devices}{hardware}")
-        data_ranks = 1 if config.run.parallel == "tp" else ranks.size
-        for line in ranks.run_on_all(lambda: scale_lines(config, vocab_size=dataset.vocab_size, data_ranks=data_ranks)):
-            say(line)
         run = ranks.run_on_all(lambda: Trainer(config, dataset, run_dir, hardware, ranks))
+        for line in scale_lines(config, vocab_size=dataset.vocab_size, data_ranks=run.parallelism.data_size):
+            say(line)
         # Weights: of a checkpoint, of another run, or random as `Trainer` has initialised them.
         allocation = ""
         if checkpoint is not None:

@@ -3,6 +3,7 @@
 The reference is one process that was never stopped. Real processes talk through gloo.
 """
 
+import contextlib
 import errno
 import os
 import select
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,9 @@ from harness import DEVICE, run
 import quintic
 from quintic.commands.options import StartOptions
 from quintic.commands.parsing import options_of
+from quintic.commands.train import run as run_command
 from quintic.data.dataset import Dataset
-from quintic.errors import CheckpointError, ConfigError, OtherRankError, QuinticError
+from quintic.errors import CheckpointError, ConfigError, DivergedError, OtherRankError, QuinticError
 from quintic.launch import Launch, launched
 from quintic.model.gpt import GPTConfig
 from quintic.report import charts
@@ -345,15 +348,10 @@ def test_ranks_agree_on_a_new_name_for_each_attempt() -> None:
     """The store still has what the processes of the attempts before have written."""
     store, names = dist.HashStore(), []
     for _ in range(3):
-        agreed: list[str] = []
-        ranks = [threading.Thread(target=lambda r=r: agreed.append(_agree_on_attempt(store, r, 4))) for r in range(4)]
-        for thread in ranks:
-            thread.start()
-        for thread in ranks:
-            thread.join(60)
-        assert len(agreed) == 4
-        assert len({*agreed}) == 1
-        names.append(agreed[0])
+        with ThreadPoolExecutor(4) as ranks:
+            agreed = {*ranks.map(lambda rank: _agree_on_attempt(store, rank, 4), range(4))}
+        assert len(agreed) == 1
+        names.append(agreed.pop())
     assert len({*names}) == 3
 
 
@@ -369,6 +367,20 @@ def without_waiting(ranks: Ranks) -> Ranks:
     """Ranks that do not wait until the one with the error has ended: those of the harness end together."""
     object.__setattr__(ranks, "failed_elsewhere", lambda: OtherRankError("another"))
     return ranks
+
+
+@pytest.mark.parametrize(("rank", "kind"), [(0, DivergedError), (1, OtherRankError)])
+def test_one_rank_says_that_the_run_diverged(
+    rank: int, kind: type[QuinticError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverge(*_: object) -> int:
+        raise DivergedError("the same on all ranks")
+
+    ranks = without_waiting(Ranks(rank=rank))
+    monkeypatch.setattr("quintic.commands.train.connected", lambda launch: contextlib.nullcontext(ranks))
+    monkeypatch.setattr("quintic.commands.train._run", diverge)
+    with pytest.raises(kind):
+        run_command([])
 
 
 def save_to_a_full_disk(rank: int, world_size: int, run_dir: Path, beside: bool) -> list[str]:
