@@ -1,9 +1,13 @@
-"""`Race`: a speedrun's model, optimizer and text, with methods to warm up, step and evaluate."""
+"""`Race`: a speedrun's model, optimizer and text, with methods to warm up, step, evaluate and save."""
 
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +20,10 @@ from quintic.speedrun.recipe import build_optimizer, set_rates
 from quintic.speedrun.shards import RaceData, prefixes
 from quintic.speedrun.stages import ADAMW_EVERY, StepSettings, Track
 from quintic.speedrun.stream import FlatBatch, chunk_stream, validation_batches
+from quintic.train.checkpoint import save_checkpoint
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
-from quintic.train.hardware import Hardware
+from quintic.train.hardware import Hardware, machine_facts
+from quintic.train.saving.source import code_facts
 
 __all__ = ["Race", "score_batches"]
 
@@ -159,6 +165,39 @@ class Race:
         self.optimizer.load_state_dict(state)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # graphs use a separate pool, so memory of the eager passes is free
+
+    def save(self, run_dir: Path, step: int) -> None:
+        """Save the model after `step` steps: weights, windows, sizes, and the validation text for `quintic eval`.
+
+        Rank 0, which has the whole weights, writes a checkpoint without optimizer state. None is ever deleted.
+
+        Raises:
+            CheckpointError: the disk is full or not writable; no half-written folder remains.
+        """
+        track = self.track
+        state = {
+            "speedrun": asdict(self.model.config),
+            "dtype": str(self.hardware.dtype).removeprefix("torch."),
+            "document_tokens": max(stage.document_tokens for stage in track.stages),
+            "validation": str(self.data.validation.resolve()),
+            "validation_tokens": track.validation_tokens,
+            "validation_chunk": track.validation_chunk,
+        }
+        save = partial(save_checkpoint, run_dir, step=step, model=self.model, optimizer=None, state=state)
+        self.ranks.from_rank0(lambda: save(keep=track.steps + 1))
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of the log's `run` record."""
+        parameters = sum(param.numel() for param in self.model.parameters())
+        return {
+            "machine": machine_facts(self.hardware),
+            "ranks": self.ranks.size,
+            **code_facts(),
+            "model": {"parameters": parameters, **asdict(self.model.config)},
+            "data": {"source": self.data.source, "shards": len(self.data.train)},
+            "track": asdict(self.track),
+            "total_steps": self.track.steps,
+        }
 
     def close(self) -> None:
         """Stop the stream and free the captured graphs."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict, fields, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +25,15 @@ from quintic.speedrun.presets import FP8_FEATURES, SpeedrunOptions, preset, with
 from quintic.speedrun.race import Race
 from quintic.speedrun.shards import open_data
 from quintic.stopping import StopRequests
-from quintic.train.checkpoint import save_checkpoint
 from quintic.train.config import BaseRunConfig, Config, RunConfig
 from quintic.train.distributed import Ranks
-from quintic.train.hardware import (
-    Stopwatch,
-    choose_hardware,
-    machine_facts,
-    multiplies_fp8,
-    peak_memory_bytes,
-)
+from quintic.train.hardware import Stopwatch, choose_hardware, multiplies_fp8, peak_memory_bytes
 from quintic.train.loop import rare_collections
 from quintic.train.metrics import MetricsLog
 from quintic.train.runs import TOKENIZER_FILE, check_new_run, discard_unstarted, run_folder
-from quintic.train.saving.source import code_facts
 from quintic.train.schedule import is_due
 
-__all__ = ["save_model", "speedrun", "train"]
+__all__ = ["speedrun", "train"]
 
 
 def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks) -> None:
@@ -114,7 +105,8 @@ def train(
     log_file = run_dir / METRICS_FILE if ranks.is_first else None
     with closing(race), rare_collections() as collected, MetricsLog(log_file) as log:
         collected()  # collect garbage once now, and then not before the end
-        log.write("run", **_facts(race), name=run_dir.name, warmup_seconds=warmup_seconds, **facts)
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        log.write("run", time=now, name=run_dir.name, **race.facts(), warmup_seconds=warmup_seconds, **facts)
         while True:
             if step % track.eval_every == 0 or step == track.steps:
                 loss, bpb = race.evaluate(step)
@@ -127,7 +119,7 @@ def train(
             if step == track.steps:
                 break
             if step and is_due(step, save_every):
-                save_model(race, run_dir, step)
+                race.save(run_dir, step)
             # Steps up to the next validation or save, without waiting for the GPU in between.
             following = [step - step % every + every for every in (track.eval_every, save_every) if every]
             until = min(track.steps, *following)
@@ -138,7 +130,7 @@ def train(
         final = log.write("final", **record, **least, peak_memory_bytes=peak, tokens_per_second=tokens / seconds)
         if ranks.is_first:
             write_report(run_dir)
-        save_model(race, run_dir, track.steps)
+        race.save(run_dir, track.steps)
     return final
 
 
@@ -187,43 +179,5 @@ def _make_steps(
     return tokens, ended
 
 
-def save_model(race: Race, run_dir: Path, step: int) -> None:
-    """Save the model after `step` steps: weights, windows, configuration, and the validation text for `quintic eval`.
-
-    All ranks must call it; rank 0, which has the whole weights, writes a checkpoint without optimizer state.
-
-    Raises:
-        CheckpointError: the disk is full or not writable; no half-written folder remains.
-    """
-    track = race.track
-    state = {
-        "speedrun": asdict(race.model.config),
-        "dtype": str(race.hardware.dtype).removeprefix("torch."),
-        "document_tokens": max(stage.document_tokens for stage in track.stages),
-        "validation": str(race.data.validation.resolve()),
-        "validation_tokens": track.validation_tokens,
-        "validation_chunk": track.validation_chunk,
-    }
-    save = partial(save_checkpoint, run_dir, step=step, model=race.model, optimizer=None, state=state)
-    race.ranks.from_rank0(lambda: save(keep=track.steps + 1))
-
-
 def _time(seconds: float, steps: int) -> str:
     return f"train time {1000 * seconds:.0f} ms  mean {1000 * seconds / max(1, steps):.2f} ms"
-
-
-def _facts(race: Race) -> dict[str, Any]:
-    """Return the fields of the log's `run` record."""
-    return {
-        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine_facts(race.hardware),
-        "ranks": race.ranks.size,
-        **code_facts(),
-        "model": {
-            "parameters": sum(param.numel() for param in race.model.parameters()),
-            **asdict(race.model.config),
-        },
-        "data": {"source": race.data.source, "shards": len(race.data.train)},
-        "track": asdict(race.track),
-        "total_steps": race.track.steps,
-    }

@@ -27,7 +27,7 @@ from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.report.history import METRICS_FILE, SOURCE_FILE, read_metrics
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, preset
 from quintic.speedrun.race import Race
-from quintic.speedrun.run import save_model, train
+from quintic.speedrun.run import train
 from quintic.speedrun.shards import open_data, write_shard
 from quintic.train.checkpoint import checkpoints, load_model_weights, newest_checkpoint, save_checkpoint, step_of
 from quintic.train.config import RunConfig
@@ -203,10 +203,10 @@ def test_a_save_on_the_way_changes_nothing_and_has_the_weights_of_its_step(
 def test_a_save_survives_a_crash_at_any_moment(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     race = race_of(shards)
     race.model.rotary.set_windows(8, 24)
-    save_model(race, tmp_path, 5)
+    race.save(tmp_path, 5)
     before = {path: path.read_bytes() for path in checkpoints(tmp_path)[0].iterdir()}
     events = disk_events(monkeypatch)
-    save_model(race, tmp_path, 7)
+    race.save(tmp_path, 7)
     assert durable_names(events) == ["step-000007"]
     assert {path: path.read_bytes() for path in before} == before
 
@@ -229,7 +229,7 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(
 def test_the_clock_does_not_count_saves(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("quintic.speedrun.run.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("quintic.speedrun.run.save_model", lambda *_: now.__setitem__(0, now[0] + 1000.0))
+    monkeypatch.setattr(Race, "save", lambda *_: now.__setitem__(0, now[0] + 1000.0))
     made = Race.train_step
 
     def step(self: Race, *given: Any) -> Any:
