@@ -191,13 +191,11 @@ def matrix_rate(hardware: Hardware) -> float:
     torch.mm(matrix, matrix)  # warm-up: chooses and loads the kernel
     began = time.perf_counter()
     while len(seconds) < 3 or (time.perf_counter() - began < _PRODUCT_SECONDS and len(seconds) < 50):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
+        stopwatch = Stopwatch(device)
+        stopwatch.mark()
         torch.mm(matrix, matrix)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        stopwatch.mark()
+        seconds += stopwatch.seconds()
     return float(2 * side**3 / min(seconds))  # the minimum, because other processes only make a product slower
 
 
