@@ -18,7 +18,6 @@ repairable, until the run reaches their steps again and replaces them. They do n
 push out the good checkpoints, which are older.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -27,7 +26,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,12 +131,7 @@ def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep:
     """Write a checkpoint's folder from copied tensors, then delete older checkpoints."""
     folder = final.parent
     temporary = folder / ranks.from_rank0(lambda: f".{final.name}.{os.getpid()}.tmp")
-    needed = sum(tensor.numel() * tensor.element_size() for part in tensors.values() for tensor in part.values())
 
-    is_resumable = "optimizer" in tensors
-    # Each phase runs on all ranks or on rank 0, and removes the temporary folder if it fails.
-
-    @_naming_failures(final, temporary, needed, is_resumable)
     def begin() -> None:
         if not folder.exists():
             folder.mkdir(parents=True)
@@ -145,7 +139,6 @@ def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep:
         remove_unfinished(folder)
         temporary.mkdir()
 
-    @_naming_failures(final, temporary, needed, is_resumable)
     def write() -> dict[str, Any]:
         """Write this rank's files and return their sizes and hashes."""
         if ranks.size == 1:
@@ -158,18 +151,28 @@ def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep:
         own = [path for path in sorted(temporary.iterdir()) if _writer(path) == ranks.rank]
         return {path.name: _fingerprint(path) for path in own}
 
-    @_naming_failures(final, temporary, needed, is_resumable)
-    def publish() -> None:
+    def publish(written: list[dict[str, Any]]) -> None:
+        manifest = {name: fingerprint for files in written for name, fingerprint in files.items()}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         replace(temporary, final, discard_old=True)  # exists if the run was resumed from an older step
         saved = [path for path in checkpoints(folder.parent) if step_of(path) <= step_of(final)]
         for old in saved[keep:]:
             discard(old)
 
-    ranks.from_rank0(begin)
-    written = ranks.all_gather(ranks.run_on_all(write))
-    manifest = {name: fingerprint for files in written for name, fingerprint in files.items()}
-    ranks.from_rank0(publish)
+    try:
+        ranks.from_rank0(begin)
+        written = ranks.all_gather(ranks.run_on_all(write))
+        ranks.from_rank0(lambda: publish(written))
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        needed = sum(tensor.numel() * tensor.element_size() for part in tensors.values() for tensor in part.values())
+        way = "continue the run with --resume" if "optimizer" in tensors else "repeat the run"
+        raise CheckpointError(
+            f"{final}: cannot be written ({error.strerror or error}); free {math.ceil(needed / 2**20)} MiB, then "
+            f"{way}, or choose another --runs-dir"
+        ) from None
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -317,22 +320,6 @@ def _read(checkpoint: Checkpoint, part: str, own: Mapping[str, Tensor]) -> dict[
         warnings.simplefilter("ignore")  # PyTorch warns if there is only one process
         load({part: tensors}, storage_reader=reader)
     return tensors
-
-
-@contextlib.contextmanager
-def _naming_failures(final: Path, temporary: Path, needed: int, is_resumable: bool) -> Iterator[None]:
-    """Remove a half-written checkpoint after an error, and turn an OSError into advice for the user."""
-    try:
-        yield
-    except Exception as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            way = "continue the run with --resume" if is_resumable else "repeat the run"
-            raise CheckpointError(
-                f"{final}: cannot be written ({error.strerror or error}); free {math.ceil(needed / 2**20)} MiB, then "
-                f"{way}, or choose another --runs-dir"
-            ) from None
-        raise
 
 
 def _writer(path: Path) -> int:

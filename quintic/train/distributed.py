@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from quintic.errors import ConfigError, OtherRankError, QuinticError
+from quintic.errors import ConfigError, OtherRankError
 from quintic.launch import Launch
 from quintic.model.gpt import GPT
 from quintic.model.layers import Attention
@@ -60,15 +60,15 @@ class Ranks:
         """Call `make` on every rank and return this rank's result; if it fails on one rank, raise on all.
 
         Raises:
-            QuinticError: `make` raised this error here, and on no lower rank.
-            OtherRankError: `make` raised a `QuinticError` on another rank, which reports it.
+            Exception: `make` raised this exception here, and on no lower rank.
+            OtherRankError: `make` raised an exception on another rank, which reports it.
         """
         if self.size == 1:
             return make()
-        error: QuinticError | None = None
+        error: Exception | None = None
         try:
             made = make()
-        except QuinticError as raised:
+        except Exception as raised:
             error = raised
         # Every rank reports success or failure, so that none waits in a later collective for a rank that failed.
         failed = self.all_gather(error is not None)
@@ -93,7 +93,7 @@ class Ranks:
         """Call `make` on rank 0 only and return its result, which must be picklable, on all ranks.
 
         Raises:
-            QuinticError: as `run_on_all`.
+            Exception: as `run_on_all`.
         """
         made = self.run_on_all(lambda: make() if self.is_first else None)
         if self.size == 1:

@@ -504,13 +504,13 @@ def fail_together(rank: int, world_size: int) -> list[str]:
 
     def fail_on(*failing: int) -> str:
         if rank in failing:
-            raise ConfigError(f"rank {rank}")
+            raise ConfigError(f"rank {rank}") if rank < 2 else OSError(f"rank {rank}")
         return "fine"
 
-    for failing in [(), (1,), (1, 2), (0, 1, 2)]:
+    for failing in [(), (1,), (1, 2), (0, 1, 2), (2,)]:
         try:
             ended.append(ranks.run_on_all(lambda failing=failing: fail_on(*failing)))
-        except QuinticError as error:
+        except (QuinticError, OSError) as error:
             ended.append(str(error))
     ended.append(str(ranks.from_rank0(lambda: rank + 7)))
     ended.append(str(ranks.any(rank == 2)) + str(ranks.any(False)))
@@ -519,6 +519,6 @@ def fail_together(rank: int, world_size: int) -> list[str]:
 
 def test_ranks_agree_about_errors() -> None:
     first, second, third = run(fail_together, 3)
-    assert first == ["fine", "another", "another", "rank 0", "7", "TrueFalse"]
-    assert second == ["fine", "rank 1", "rank 1", "another", "7", "TrueFalse"]
-    assert third == ["fine", "another", "another", "another", "7", "TrueFalse"]
+    assert first == ["fine", "another", "another", "rank 0", "another", "7", "TrueFalse"]
+    assert second == ["fine", "rank 1", "rank 1", "another", "another", "7", "TrueFalse"]
+    assert third == ["fine", "another", "another", "another", "rank 2", "7", "TrueFalse"]

@@ -46,7 +46,7 @@ class Background:
             work: called in the background with a `Ranks`; all ranks must call the same methods of it.
 
         Raises:
-            QuinticError: as `wait`; `work` is then not started.
+            Exception: as `wait`; `work` is then not started.
         """
         self.wait()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -67,8 +67,7 @@ class Background:
         """Wait until the function in progress has ended.
 
         Raises:
-            QuinticError: the function raised this error on this rank, and on no lower one. Its exceptions of other
-                types are raised, too.
+            Exception: the function raised this exception on this rank, and on no lower one.
             OtherRankError: the function raised an exception on another rank.
         """
         if self._thread is None:
