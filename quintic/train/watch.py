@@ -152,14 +152,15 @@ def summarize_log(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     scores: list[tuple[float, int]] = []
     made = 0  # steps of this process
     for record in records:
-        if record["kind"] in ("run", "resume"):
+        kind = record.get("kind")
+        if kind in ("run", "resume"):
             made = 0
-        elif record["kind"] == "eval" and record.get("bpb") is not None:
+        elif kind == "eval" and record.get("bpb") is not None:
             scores.append((record["bpb"], record["step"]))
-        elif record["kind"] == "train":
+        elif kind == "train" and "times_ms" in record:  # logs of older versions may lack it, and `mfu`
             made += 1
             steps.append(record)
-            if made > _UNSTEADY_STEPS and record.get("mfu"):  # logs of older versions may lack it
+            if made > _UNSTEADY_STEPS and record.get("mfu"):
                 steady.append(record)
     phases = {
         phase: sum(record["times_ms"].get(phase, 0.0) for record in steps)
