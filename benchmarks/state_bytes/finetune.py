@@ -59,6 +59,7 @@ class Speller(nn.Module):
         self.load_state_dict({name: torch.from_numpy(arrays[theirs]) for name, theirs in parts.items()})
 
     def forward(self, letters: Tensor, lengths: Tensor, phonemes: Tensor) -> Tensor:
+        """Return logits (B, T, 74), of letters (B, L) that end at `lengths` (B,), and phonemes (B, T)."""
         states, _ = self.reader(self.letters(letters))  # (B, L, 256)
         last = states[torch.arange(len(letters)), lengths - 1]
         written, _ = self.writer(self.phonemes(phonemes), last[None].contiguous())
