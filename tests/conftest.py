@@ -176,12 +176,6 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let reports be written as where matplotlib is missing: to draw takes longer than to train a tiny model."""
-    monkeypatch.setattr("quintic.report.charts._load_matplotlib", lambda: None)
-
-
 @pytest.fixture(scope="session")
 def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of generated text, some 200 KB."""

@@ -107,7 +107,7 @@ HELPERS_WITH_TWO_BODIES = {
 }
 
 # Slow to load, or not installed with the optimizer alone: `import quintic` must do without them.
-HEAVY = ["triton", "pyarrow", "matplotlib", "tokenizers", "tyro", "rich", "huggingface_hub"]
+HEAVY = ["triton", "pyarrow", "tokenizers", "tyro", "rich", "huggingface_hub"]
 HARNESS = [
     f"quintic.{part}"
     for part in ("model", "data", "train", "report", "eval", "speedrun", "cli", "commands", "integrations", "simulate")

@@ -219,9 +219,7 @@ def test_a_wrong_preset_or_recipe_is_named(capsys: pytest.CaptureFixture[str], t
 # -- what the commands print ------------------------------------------------------------------------------------------
 
 
-def test_train_prints_the_result(
-    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path, no_drawings: None
-) -> None:
+def test_train_prints_the_result(tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
     assert main(["train", *tiny_options(tiny_dataset, elsewhere / "runs", run="run", prompts=("def model",))]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""

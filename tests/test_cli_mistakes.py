@@ -310,9 +310,7 @@ def test_a_resumed_run_computes_what_it_began(
     assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()} == before
 
 
-def test_a_longer_run_has_the_command_that_is_named(
-    mine: Path, capsys: pytest.CaptureFixture[str], no_drawings: None
-) -> None:
+def test_a_longer_run_has_the_command_that_is_named(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = error_of(capsys, "train", "--resume", "--runs-dir", str(mine.parent), "--steps", "None")
     found = re.search(r"\(quintic (train --config .+ --run NEW --steps) \.\.\.\)$", said)
     assert found
@@ -320,10 +318,10 @@ def test_a_longer_run_has_the_command_that_is_named(
     assert RunHistory.load(mine.parent / "NEW").final["step"] == 7
 
 
-def test_a_resumed_run_may_be_watched_differently(mine: Path, no_drawings: None) -> None:
+def test_a_resumed_run_may_be_watched_differently(mine: Path) -> None:
     options = ["--keep", "3", "--save-every=1", "--prompts", "a", "b", "--eval-every", "0", "--threads", "1"]
     assert main(["train", "--resume", "--runs-dir", str(mine.parent), *options]) == 0
-    assert [sample["prompt"] for sample in RunHistory.load(mine).samples] == ["a", "b"]
+    assert [sample["prompt"] for sample in RunHistory.load(mine).samples[-1]["samples"]] == ["a", "b"]
 
 
 def test_resuming_with_every_checkpoint_damaged(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

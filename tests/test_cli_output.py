@@ -121,9 +121,7 @@ def test_waiting_is_told_on_a_terminal_alone(
 NUMBERED_ONE = r"(?<![\d.,x-])\b1 (threads|steps|heads|passes|parameters|matrices|documents|ranks|samples)\b"
 
 
-def test_one_of_a_thing_is_one(
-    tiny_dataset: Dataset, elsewhere: Path, capsys: pytest.CaptureFixture[str], no_drawings: None
-) -> None:
+def test_one_of_a_thing_is_one(tiny_dataset: Dataset, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = tiny_options(tiny_dataset, elsewhere / "runs", run="one", steps=1, depth=1, head_dim=64, threads=1)
     assert main(["plan", *options]) == 0
     assert main(["train", *options]) == 0

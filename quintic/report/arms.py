@@ -16,7 +16,7 @@ from quintic.errors import ConfigError
 from quintic.report.formatting import finite, flatten
 from quintic.report.history import METRICS_FILE, RunHistory
 
-__all__ = ["Arm", "Point", "final_difference", "load_arm", "median", "tokenizers_differ", "unit_of"]
+__all__ = ["Arm", "Evaluation", "final_difference", "load_arm", "median", "tokenizers_differ", "unit_of"]
 
 # Options in which the runs of one name may differ in addition to the seed: folder, observation, and device of a run.
 _FREE_AMONG_SEEDS = frozenset(
@@ -27,7 +27,7 @@ _FREE_AMONG_SEEDS = frozenset(
 
 
 # An evaluation with a finite loss, with the fields `_FIELDS`; any other field is None if the log has no finite number.
-Point = Mapping[str, Any]
+Evaluation = Mapping[str, Any]
 _FIELDS = ("step", "loss", "bpb", "bpb_stderr", "tokens", "seconds")
 
 
@@ -37,7 +37,7 @@ class Arm:
 
     name: str
     histories: Sequence[RunHistory]
-    curves: Sequence[Sequence[Point]]
+    curves: Sequence[Sequence[Evaluation]]
 
     def ends(self, field: str) -> list[float | None]:
         """Return a field of the last finite evaluation of each run."""
@@ -47,7 +47,7 @@ class Arm:
         """Return the number of steps of each run, including steps after its last evaluation."""
         return [history.steps for history in self.histories]
 
-    def shared(self) -> list[list[Point]]:
+    def shared(self) -> list[list[Evaluation]]:
         """Return the evaluations of all runs, for each step at which all of them were evaluated."""
         # step -> evaluation, for each run.
         by_step = [{point["step"]: point for point in points} for points in self.curves]
@@ -138,34 +138,48 @@ def unit_of(baseline: Arm, arm: Arm) -> tuple[str, str]:
     return "loss", ""
 
 
-def final_difference(baseline: Arm, arm: Arm) -> tuple[float, float, str] | None:
-    """Return the difference of two arms' final bits per byte, its standard error, and where that comes from, in words.
+def final_difference(baseline: Arm, arm: Arm) -> tuple[float | None, float | None, str | None]:
+    """Return the difference of two arms' final bits per byte, its standard error, and both in words.
 
     Two single runs are compared document by document: they were scored on the same text, and so most of the error that
     each has does not count for their difference. Several runs are paired by their seeds.
 
     Returns:
-        The difference, negative if `arm` needs fewer bits; None if the logs do not hold what its error follows from.
+        The difference, negative if `arm` needs fewer bits; its error, or None if the logs do not hold what it follows
+        from; and the words, which then say so. Without bits per byte all three are None.
     """
-    pairs = _paired(baseline, arm)
-    if len(pairs) == 1:
-        return _document_difference(*pairs[0])
-    ends = [[finite(history.evals[-1].get("bpb")) for history in pair] for pair in pairs]
-    differences = [other - first for first, other in ends if first is not None and other is not None]
-    if len(differences) < 2 or len(differences) < len(pairs):
-        return None
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    return statistics.mean(differences), error, f"over {len(differences)} seeds"
-
-
-def _paired(baseline: Arm, arm: Arm) -> list[tuple[RunHistory, RunHistory]]:
-    """Return the runs of two arms in pairs: single ones as they are, several by their seeds; [] if these differ."""
     if len(baseline.histories) == len(arm.histories) == 1:
-        return [(baseline.histories[0], arm.histories[0])]
-    by_seed = [{_seed(history): history for history in one.histories} for one in (baseline, arm)]
-    if by_seed[0].keys() != by_seed[1].keys() or None in by_seed[0]:
-        return []
-    return [(history, by_seed[1][seed]) for seed, history in by_seed[0].items()]
+        found = _document_difference(baseline.histories[0], arm.histories[0])
+        over = "over the documents, which both were scored on"
+        lacking = "it takes the bits of two documents or more, the same in both logs"
+    else:
+        found = _seed_difference(baseline, arm)
+        over = f"over {len(arm.histories)} seeds"
+        lacking = "it takes two runs or more of each, with the same seeds"
+    ends = [median(one.ends("bpb")) for one in (baseline, arm)]
+    if found is not None:
+        difference: float = found[0]
+        error: float | None = found[1]
+        sure = f", ± {error:.4f} {over}"
+    elif ends[0] is not None and ends[1] is not None:
+        difference, error = ends[1] - ends[0], None
+        sure = f"; how sure that is, is not known: {lacking}"
+    else:
+        return None, None, None
+    side = "below" if difference < 0 else "above"
+    return difference, error, f"{arm.name} ended {abs(difference):.4f} bits per byte {side} {baseline.name}{sure}"
+
+
+def _seed_difference(baseline: Arm, arm: Arm) -> tuple[float, float] | None:
+    """Return the mean difference of runs with the same seed, and its standard error; None if their seeds differ."""
+    first, other = ({_seed(h): finite(h.evals[-1].get("bpb")) for h in one.histories} for one in (baseline, arm))
+    if first.keys() != other.keys() or len(first) < 2 or None in first:
+        return None
+    pairs = [(first[seed], other[seed]) for seed in first]
+    differences = [b - a for a, b in pairs if a is not None and b is not None]
+    if len(differences) < len(pairs):
+        return None
+    return statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
 
 
 def _seed(history: RunHistory) -> Any:
@@ -173,8 +187,8 @@ def _seed(history: RunHistory) -> Any:
     return next((value for key, value in options.items() if key.split(".")[-1] == "seed"), None)
 
 
-def _document_difference(first: RunHistory, other: RunHistory) -> tuple[float, float, str] | None:
-    """Return `final_difference` of two runs whose last evaluations read the same documents.
+def _document_difference(first: RunHistory, other: RunHistory) -> tuple[float, float] | None:
+    """Return the difference and its error of two runs whose last evaluations read the same documents; else None.
 
     The difference is the ratio of two sums over documents, of bits and of bytes, and its standard error that of such a
     ratio, as in `quintic.eval.score`.
@@ -192,7 +206,7 @@ def _document_difference(first: RunHistory, other: RunHistory) -> tuple[float, f
     ratio = sum(bits) / sum(sizes)
     scatter = sum((cost - ratio * size) ** 2 for cost, size in zip(bits, sizes, strict=True))
     error = math.sqrt(len(sizes) / (len(sizes) - 1) * scatter) / sum(sizes)
-    return ratio, error, "over the documents, which both were scored on"
+    return ratio, error
 
 
 def _text_of(history: RunHistory) -> str | None:

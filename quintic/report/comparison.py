@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from quintic.errors import ConfigError
-from quintic.report.arms import Arm, Point, final_difference, load_arm, median, tokenizers_differ, unit_of
-from quintic.report.charts import Chart, Curve, line_chart, upper_edge
+from quintic.report.arms import Arm, Evaluation, final_difference, load_arm, median, tokenizers_differ, unit_of
+from quintic.report.charts import Chart, Curve, Point, line_chart, upper_edge
 from quintic.report.formatting import duration, finite, flatten, humanize, large_number
 from quintic.report.history import RunHistory
 from quintic.report.page import learning_axes, write_page
@@ -20,15 +20,16 @@ from quintic.report.speed import unequal_speed
 
 __all__ = ["write_comparison"]
 
+Form = Callable[[float], str]
 
-_ENDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+_ENDS: tuple[tuple[str, str, Form], ...] = (
     ("tokens read", "tokens", large_number),
     ("training time", "seconds", duration),
     ("loss (nats per token)", "loss", "{:.4f}".format),
     ("bits per byte", "bpb", "{:.4f}".format),
     ("standard error over documents (bits per byte)", "bpb_stderr", "{:.4f}".format),
 )
-_MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+_MEASURED: tuple[tuple[str, str, Form], ...] = (
     ("tokens per second", "tokens_per_second", large_number),
     ("model FLOPs utilisation", "mfu", "{:.1%}".format),
     ("floating-point operations", "flops", large_number),
@@ -63,8 +64,8 @@ def write_comparison(
         ``percent_of_steps``, ``seconds_to_baseline_loss`` and ``percent_of_seconds``, each None if the loss was never
         reached (or was not timed, or cannot be compared), ``steps_by_run``, and ``sentence``, a summary in words.
         Percentages are relative to the baseline's run up to its last evaluation. ``difference`` is that of the final
-        bits per byte, with its standard error ``difference_stderr`` and both in words, ``ended``; None if the logs do
-        not tell them. ``unequal_speed``: see `quintic.report.speed.unequal_speed`.
+        bits per byte, ``difference_stderr`` its standard error, and ``ended`` both in words, or why there is no error;
+        None if there are no bits per byte. ``unequal_speed``: see `quintic.report.speed.unequal_speed`.
 
     Raises:
         ConfigError: there are fewer than two names, a run has no log or no finite validation loss, or the runs of one
@@ -78,13 +79,12 @@ def write_comparison(
     candidates = {arm.name: _against(baseline, arm) for arm in others}
     # Next to the range of several runs, the standard error of a single one could be mistaken for a range.
     errors = all(len(arm.curves) == 1 for arm in arms)
-    commands = [str(history.run["command"]) for arm in arms for history in arm.histories if history.run.get("command")]
+    histories = [(arm.name, history) for arm in arms for history in arm.histories]
     write_page(
         Path(out),
         "comparison.html",
         title=title,
         names=list(runs),
-        baseline=baseline.name,
         candidates=list(candidates.values()),
         bars=[bar for arm in arms if (bar := _bar(arm, errors=errors)) is not None],
         rows=_results(arms),
@@ -95,8 +95,8 @@ def write_comparison(
         has_errors=errors and any(arm.ends("bpb_stderr") != [None] for arm in arms),
         panels=_learning_charts(arms, errors=errors),
         differences=_differences(arms),
-        typed=list(dict.fromkeys(commands)),
-        repeats=[(arm.name, history.repeat) for arm in arms for history in arm.histories if history.repeat],
+        typed=list(dict.fromkeys(history.run["command"] for _, history in histories if history.run.get("command"))),
+        repeats=[(name, history.repeat) for name, history in histories if history.repeat],
     )
     return {
         "baseline": baseline.name,
@@ -112,7 +112,7 @@ def write_comparison(
     }
 
 
-def _reached(points: Sequence[Point], loss: float, unit: str) -> tuple[float, float | None] | None:
+def _reached(points: Sequence[Evaluation], loss: float, unit: str) -> tuple[float | None, float | None]:
     """Return the step and the seconds at which a curve first is at or below ``loss``; None if it never is.
 
     Args:
@@ -120,64 +120,34 @@ def _reached(points: Sequence[Point], loss: float, unit: str) -> tuple[float, fl
         loss: the loss to reach.
         unit: field of the points that holds the loss, "bpb" or "loss".
     """
-    # The first evaluation at or below the loss, and the point on the line from the evaluation before.
-    for index, after in enumerate(points):
-        if after[unit] > loss:
-            continue
-        if index == 0:
-            return after["step"], after["seconds"]
-        before = points[index - 1]
-        fraction = (before[unit] - loss) / (before[unit] - after[unit])
-        step = before["step"] + fraction * (after["step"] - before["step"])
-        if before["seconds"] is None or after["seconds"] is None:
-            return step, None
-        return step, before["seconds"] + fraction * (after["seconds"] - before["seconds"])
-    return None
+    index = next((index for index, point in enumerate(points) if point[unit] <= loss), None)
+    if index is None:
+        return None, None
+    after = points[index]
+    if index == 0:
+        return after["step"], after["seconds"]
+    # On the line from the evaluation before.
+    before = points[index - 1]
+    fraction = (before[unit] - loss) / (before[unit] - after[unit])
+    step = before["step"] + fraction * (after["step"] - before["step"])
+    if before["seconds"] is None or after["seconds"] is None:
+        return step, None
+    return step, before["seconds"] + fraction * (after["seconds"] - before["seconds"])
 
 
 def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
     """Return the numbers of one candidate (see `write_comparison`)."""
     unit, obstacle = unit_of(baseline, arm)
-    reached: list[tuple[float, float | None] | None] = [None] * len(arm.curves)
-    last, last_seconds = (median(baseline.ends(field)) for field in ("step", "seconds"))
-    if not obstacle:
-        target = median(baseline.ends(unit))
-        assert target is not None
-        reached = [_reached(points, target, unit) for points in arm.curves]
-    assert last is not None
+    target = None if obstacle else median(baseline.ends(unit))
+    reached = [(None, None) if target is None else _reached(points, target, unit) for points in arm.curves]
     # Runs that never reached the loss count as infinite in the median.
-    steps = [None if at is None else at[0] for at in reached]
+    steps = [step for step, _ in reached]
     step = median(steps, math.inf)
-    seconds = None if step is None else median([None if at is None else at[1] for at in reached], math.inf)
-    num_runs, num_reached = len(steps), sum(at is not None for at in steps)
-    whose = f"{baseline.name}'s {'median ' if len(baseline.curves) > 1 else ''}final validation loss"
-    if tokenizers_differ([baseline, arm]):
-        whose += " in bits per byte"
-    percent = 100 * step / last if step is not None and last > 0 else None
-    if obstacle:
-        sentence = f"{arm.name} and {baseline.name}: {obstacle}"
-    elif step is None:
-        sentence = f"{arm.name} never reached {whose} in its {median(arm.steps()):,.0f} steps"
-        if num_reached:
-            sentence = f"{arm.name} reached {whose} in {num_reached} of {num_runs} runs only"
-    else:
-        words = f" ({percent:.1f} %)" if percent is not None else ""
-        # In a run of few steps, a tenth of a step matters.
-        form = "{:,.0f}" if last >= 100 else "{:.3g}"
-        sentence = f"{arm.name} reached {whose} after {form.format(step)} of {last:,.0f} steps{words}"
-        if num_runs > 1:
-            some = [at for at in steps if at is not None]
-            spread = f"{form.format(min(some))} to {form.format(max(some))}" if len(some) > 1 else form.format(some[0])
-            never = f", never in {num_runs - num_reached}" if num_reached < num_runs else ""
-            sentence += f"; median of {num_runs} runs, which took {spread}{never}"
-        if (made := median(baseline.steps())) is not None and made > last:
-            sentence += f"; {baseline.name} made {made:,.0f} steps, and was last validated after {last:,.0f}"
-    ending = None if obstacle else final_difference(baseline, arm)
-    difference = error = ended = None
-    if ending is not None:
-        difference, error, over = ending
-        side = "below" if difference < 0 else "above"
-        ended = f"{arm.name} ended {abs(difference):.4f} bits per byte {side} {baseline.name}, ± {error:.4f} {over}"
+    seconds = None if step is None else median([second for _, second in reached], math.inf)
+    last, last_seconds = (median(baseline.ends(field)) for field in ("step", "seconds"))
+    percent = 100 * step / last if step is not None and last else None
+    difference, error, ended = (None, None, None) if obstacle else final_difference(baseline, arm)
+    sentence = f"{arm.name} and {baseline.name}: {obstacle}" if obstacle else _sentence(baseline, arm, steps, step)
     return {
         "steps_to_baseline_loss": step,
         "percent_of_steps": percent,
@@ -192,95 +162,120 @@ def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
     }
 
 
-def _spread(points: Sequence[Point], field: str, *, errors: bool) -> tuple[float, float] | None:
-    """Return the range of several runs; for a single one, with `errors`, bits per byte ± a standard error."""
-    values = [point[field] for point in points if point[field] is not None]
-    if len(points) == 1 and errors and field == "bpb" and values and (error := points[0]["bpb_stderr"]) is not None:
-        return values[0] - error, values[0] + error
-    return (min(values), max(values)) if len(points) > 1 and values else None
+def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float | None], step: float | None) -> str:
+    """Say after which of the candidate's ``steps`` (one of each run, and their median) it reached the baseline."""
+    whose = f"{baseline.name}'s {'median ' if len(baseline.curves) > 1 else ''}final validation loss"
+    if tokenizers_differ([baseline, arm]):
+        whose += " in bits per byte"
+    some = [at for at in steps if at is not None]
+    if step is None and some:
+        return f"{arm.name} reached {whose} in {len(some)} of {len(steps)} runs only"
+    if step is None:
+        return f"{arm.name} never reached {whose} in its {median(arm.steps()):,.0f} steps"
+    last, made = median(baseline.ends("step")) or 0.0, median(baseline.steps()) or 0.0
+    # In a run of few steps, a tenth of a step matters.
+    form = "{:,.0f}" if last >= 100 else "{:.3g}"
+    sentence = f"{arm.name} reached {whose} after {form.format(step)} of {last:,.0f} steps"
+    if last > 0:
+        sentence += f" ({100 * step / last:.1f} %)"
+    if len(steps) > 1:
+        ends = dict.fromkeys(form.format(at) for at in (min(some), max(some)))
+        never = f", never in {len(steps) - len(some)}" if len(some) < len(steps) else ""
+        sentence += f"; median of {len(steps)} runs, which took {' to '.join(ends)}{never}"
+    if made > last:
+        sentence += f"; {baseline.name} made {made:,.0f} steps, and was last validated after {last:,.0f}"
+    return sentence
+
+
+def _point(x: float, runs: Sequence[Evaluation], field: str, *, errors: bool) -> Point:
+    """Return the median and range of several runs; of a single one, with `errors`, bits per byte ± a standard error."""
+    values = [run[field] for run in runs if run[field] is not None]
+    if len(values) < len(runs):
+        return Point(x, math.nan)
+    y = statistics.median(values)
+    if len(runs) > 1:
+        return Point(x, y, min(values), max(values))
+    error = runs[0]["bpb_stderr"] if errors and field == "bpb" else None
+    return Point(x, y) if error is None else Point(x, y, y - error, y + error)
 
 
 def _bar(arm: Arm, *, errors: bool) -> tuple[str, str, float, float, float] | None:
     """Return (name, text, value, low, high) of an arm's bar; None without a value."""
-    value = median(arm.ends("bpb"))
-    if value is None:
+    _, value, low, high = _point(0.0, [points[-1] for points in arm.curves], "bpb", errors=errors)
+    if math.isnan(value):
         return None
-    spread = _spread([points[-1] for points in arm.curves], "bpb", errors=errors)
-    low, high = spread or (value, value)
-    some = f" ({low:.3f} to {high:.3f})" if len(arm.curves) > 1 else f" ± {high - value:.3f}" if spread else ""
-    return arm.name, f"{value:.3f}{some}", value, low, high
+    if math.isnan(low):
+        return arm.name, f"{value:.3f}", value, value, value
+    some = f"({low:.3f} to {high:.3f})" if len(arm.curves) > 1 else f"± {high - value:.3f}"
+    return arm.name, f"{value:.3f} {some}", value, low, high
 
 
 def _results(arms: Sequence[Arm]) -> list[list[str]]:
     """Return the rows of a table with the last finite evaluation and the measurements of each arm."""
 
-    def text(values: Sequence[float | None], form: Callable[[float], str]) -> str:
+    def text(values: Sequence[float | None], form: Form) -> str:
         known = [value for value in values if value is not None]
         if not known:
             return "–"
         middle, low, high = form(statistics.median(known)), form(min(known)), form(max(known))
         return middle if low == high else f"{middle} ({low} to {high})"
 
-    rows: list[tuple[str, list[list[float | None]], Callable[[float], str]]] = []
-    rows.append(("steps", [arm.steps() for arm in arms], "{:,.0f}".format))
-    # A run may have made steps after its last finite evaluation.
-    if any(arm.steps() != arm.ends("step") for arm in arms):
-        rows.append(("step of this evaluation", [arm.ends("step") for arm in arms], "{:,.0f}".format))
     warning = "; not comparable here" if tokenizers_differ(arms) else ""
-    for label, field, form in _ENDS:
-        words = label.replace("nats per token", f"nats per token{warning}")
-        rows.append((words, [arm.ends(field) for arm in arms], form))
-    rows += [
-        (label, [[h.newest(field) for h in arm.histories] for arm in arms], form) for label, field, form in _MEASURED
+    rows: list[tuple[str, Form, list[list[float | None]]]] = [
+        ("steps", "{:,.0f}".format, [arm.steps() for arm in arms]),
+        ("step of this evaluation", "{:,.0f}".format, [arm.ends("step") for arm in arms]),
     ]
-    machines = [[h.run.get("machine") or {} for h in arm.histories] for arm in arms]
+    # A run may have made steps after its last finite evaluation.
+    if rows[0][2] == rows[1][2]:
+        rows.pop()
+    rows += [
+        (label.replace("nats per token", f"nats per token{warning}"), form, [arm.ends(field) for arm in arms])
+        for label, field, form in _ENDS
+    ]
+    rows += [
+        (label, form, [[history.newest(field) for history in arm.histories] for arm in arms])
+        for label, field, form in _MEASURED
+    ]
+    machines = [[history.run.get("machine") or {} for history in arm.histories] for arm in arms]
     rates = [[finite(machine.get("matrix_flops_per_second")) for machine in run] for run in machines]
-    rows.append(("speed of plain matrix products at the start (operations per second)", rates, large_number))
+    rows.append(("speed of plain matrix products at the start (operations per second)", large_number, rates))
     return [
         [label, *(text(values, form) for values in of_arms)]
-        for label, of_arms, form in rows
+        for label, form, of_arms in rows
         if any(value is not None for values in of_arms for value in values)
     ]
 
 
 def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Chart]]:
     """Return charts of validation loss and bits per byte of all arms: axis -> charts."""
-    axes = learning_axes([record for arm in arms for history in arm.histories for record in history.evals])
-    charts = {"loss": ("Validation loss", "nats per token"), "bpb": ("Validation bits per byte", "bits per byte")}
-    unit = "loss"
+    units = {"loss": "nats per token", "bpb": "bits per byte"}
     if tokenizers_differ(arms):
-        unit = "bpb"
-        del charts["loss"]
-    target = None if any(unit_of(arms[0], arm)[1] for arm in arms[1:]) else median(arms[0].ends(unit))
+        del units["loss"]
+    decisive = next(iter(units))
+    is_comparable = not any(unit_of(arms[0], arm)[1] for arm in arms[1:])
+    target = median(arms[0].ends(decisive)) if is_comparable else None
     shared = [arm.shared() for arm in arms]
 
     def draw(field: str, x: str, x_label: str, divisor: float) -> Chart:
         curves = []
         for look, (arm, rows) in enumerate(zip(arms, shared, strict=True)):
+            seeds = f" (median and range of {len(arm.curves)} runs)" if len(arm.curves) > 1 else ""
             # The position of a point is the median over runs, for example of their training times.
             placed = [(at, row) for row in rows if (at := median(point[x] for point in row)) is not None]
-            spread = [_spread(row, field, errors=errors) for _, row in placed]
-            curve = Curve(
-                label=arm.name + (f" (median and range of {len(arm.curves)} runs)" if len(arm.curves) > 1 else ""),
-                x=[at / divisor for at, _ in placed],
-                y=[median(point[field] for point in row) for _, row in placed],
-                spread=spread if any(spread) else (),
-                style="points",
-                look=look,
-            )
-            curves.append(curve)
-        points = [(p["step"], p[field]) for rows in shared for row in rows for p in row if p[field] is not None]
-        references = {f"{arms[0].name}'s final loss: {target:.3f}": target} if target is not None else {}
+            points = [_point(at / divisor, row, field, errors=errors) for at, row in placed]
+            curves.append(Curve(label=arm.name + seeds, points=points, look=look))
+        values = [(p["step"], p[field]) for rows in shared for row in rows for p in row if p[field] is not None]
         return line_chart(
             curves,
-            title=charts[field][0],
+            title="Validation loss" if field == "loss" else "Validation text",
+            unit=units[field],
             x_label=x_label,
-            y_label=charts[field][1],
-            references=references if field == unit else {},
-            y_limits=(None, upper_edge(points)),
+            references={f"{arms[0].name}'s final loss: {target:.3f}": target} if target and field == decisive else {},
+            high=upper_edge(values),
         )
 
-    return {tab: [draw(field, *axis) for field in charts] for tab, axis in axes.items()}
+    axes = learning_axes([record for arm in arms for history in arm.histories for record in history.evals])
+    return {tab: [draw(field, *axis) for field in units] for tab, axis in axes.items()}
 
 
 def _peak_rates(history: RunHistory) -> dict[str, str]:
@@ -289,7 +284,7 @@ def _peak_rates(history: RunHistory) -> dict[str, str]:
     for record in history.train:
         rates = {f"peak learning rate, {name}": rate for name, rate in (record.get("lr") or {}).items()}
         for key, value in {**rates, "peak weight decay": record.get("weight_decay")}.items():
-            if isinstance(value, int | float):
+            if value is not None:
                 peaks[key] = max(value, peaks.get(key, value))
     return {key: f"{value:.4g}" for key, value in peaks.items()}
 

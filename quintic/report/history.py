@@ -111,7 +111,7 @@ class RunHistory:
         train: the ``train`` records.
         evals: the evaluations on the validation text, including the ``final`` record if its step is later.
         core: the results of the tasks of CORE.
-        samples: the newest samples.
+        samples: the records with samples, the newest last.
         final: the ``final`` record; empty while the run is unfinished.
         resumed: the ``resume`` records.
         lengthened: the ``resume`` records that made the run longer. Their step is the last one with the schedules of
@@ -155,13 +155,13 @@ class RunHistory:
         if not (train or evals):
             raise ConfigError(f"{path} has no training step yet: wait for the first one")
         resumed = kinds.get("resume", [])
-        sampled = [r["samples"] for r in (*_by_step(kinds.get("sample", [])), final) if r.get("samples")]
+        sampled = [*_by_step(kinds.get("sample", [])), final]
         return cls(
             run=kinds.get("run", [{}])[-1],
             train=train,
             evals=evals,
             core=_by_step(kinds.get("core", [])),
-            samples=sampled[-1] if sampled else (),
+            samples=[record for record in sampled if record.get("samples")],
             final=final,
             resumed=resumed,
             lengthened=[
@@ -176,11 +176,6 @@ class RunHistory:
     def ranks(self) -> int:
         """Number of processes that trained the run."""
         return self.run.get("ranks") or 1
-
-    @property
-    def resumed_at(self) -> list[int]:
-        """The steps at which the run was resumed."""
-        return [record["step"] for record in self.resumed]
 
     @property
     def changes(self) -> list[tuple[int, dict[str, tuple[Any, Any]]]]:

@@ -1,8 +1,4 @@
-"""`write_page` fills in a template and writes a page, a single HTML file that includes its styles.
-
-The templates are in ``templates/``; Jinja2 escapes all values. `charts` draws, `report` and `comparison` provide the
-content of pages.
-"""
+"""`write_page` fills in a template of ``templates/`` and writes a page, a single HTML file that includes its styles."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -12,7 +8,7 @@ from typing import Any
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError
 from quintic.launch import with_program
-from quintic.report.formatting import duration, finite, humanize, large_number, or_dash, value_text
+from quintic.report.formatting import duration, finite, flatten, format_si, humanize, large_number, or_dash, value_text
 
 __all__ = ["learning_axes", "write_page"]
 
@@ -31,12 +27,15 @@ def _environment() -> Any:
     )
     environment.filters |= {
         "duration": or_dash(duration),
-        "humanize": humanize,
-        "large_number": or_dash(large_number),
-        "value_text": value_text,
+        "finite": finite,
+        "flatten": flatten,
+        "format_si": format_si,
         # Given the context, so that Jinja does not evaluate it for constant text when it compiles the template.
         "here": jinja2.pass_context(lambda context, text: with_program(text)),
+        "in_words": lambda settings: [(humanize(name), value) for name, value in flatten(settings)],
+        "large_number": or_dash(large_number),
         "number": lambda value, form: or_dash(form.format)(value),
+        "value_text": value_text,
     }
     return environment
 

@@ -26,7 +26,7 @@ from quintic.train.trainer import Trainer
 
 
 def test_both_runs_start_alike_and_see_the_same_text(
-    tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_drawings: None
+    tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(tiny_dataset, tmp_path, run="c", eval_tokens=4096)  # several documents
     found = compare(*variants(config), tiny_dataset, command="quintic compare")
@@ -84,7 +84,7 @@ def test_several_seeds_are_compared_by_their_medians(
     ]
 
 
-def test_another_rule_has_its_name(tiny_dataset: Dataset, tmp_path: Path, no_drawings: None) -> None:
+def test_another_rule_has_its_name(tiny_dataset: Dataset, tmp_path: Path) -> None:
     config = tiny_config(tiny_dataset, tmp_path, run="c", update_rule="two_rate")
     found = compare(*variants(config), tiny_dataset, command="quintic compare")
     assert found.strip().startswith("two-rate momentum ")
@@ -143,7 +143,7 @@ def whole(tiny_dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Pa
 )
 def test_a_stopped_comparison_goes_on_with_what_it_has(
     stopped: str, step: int, act: Callable[[], None], whole: Path, tiny_dataset: Dataset, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], no_drawings: None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     options = tiny_options(tiny_dataset, tmp_path, run="c", sample_tokens=1)
     with pytest.MonkeyPatch.context() as patch:
@@ -185,9 +185,7 @@ def test_a_stopped_comparison_goes_on_with_what_it_has(
     assert not [line for line in typed if "--resume" in line]  # it tells how the comparison was begun
 
 
-def test_a_finished_comparison_is_drawn_again(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_drawings: None
-) -> None:
+def test_a_finished_comparison_is_drawn_again(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(whole, tmp_path / "moved")
     (tmp_path / "moved" / "c.html").unlink()
     assert main(["compare", "--resume", "--run", "c", "--runs-dir", str(tmp_path / "moved")]) == 0
@@ -196,7 +194,6 @@ def test_a_finished_comparison_is_drawn_again(
     assert (tmp_path / "moved" / "c.html").exists()
 
 
-@pytest.mark.usefixtures("no_drawings")
 def test_what_a_resumed_comparison_refuses(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

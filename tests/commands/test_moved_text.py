@@ -14,7 +14,7 @@ from quintic.commands.text import prepared
 from quintic.data.dataset import Dataset
 from quintic.report.history import RunHistory
 
-pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere", "no_drawings")
+pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
 
 
 def test_a_run_goes_on_although_its_text_was_moved(
@@ -38,7 +38,8 @@ def test_a_run_goes_on_although_its_text_was_moved(
     data.rename(elsewhere / "other")
     (elsewhere / "other" / tiny_dataset.path.name).rename(elsewhere / "other" / f"any-{tiny_dataset.key}")
     assert main([*again, "--data-dir", "other"]) == 0
-    assert RunHistory.load(elsewhere / "runs" / "run").resumed_at == [1, 1, 1]
+    resumed = RunHistory.load(elsewhere / "runs" / "run").resumed
+    assert [record["step"] for record in resumed] == [1, 1, 1]
     (elsewhere / "other").rename(elsewhere / "lost")
     message = error_of(capsys, *again)
     assert message.startswith(f"'{text}': no such file or folder; a text source is a path, 'python' or 'hf:")

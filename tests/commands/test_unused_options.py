@@ -41,7 +41,7 @@ def test_an_option_that_another_overrides_is_told(
 
 
 def test_a_run_tells_what_was_overridden(
-    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], no_drawings: None, elsewhere: Path
+    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path
 ) -> None:
     options = tiny_options(tiny_dataset, elsewhere, steps=1, eval_every=0, parallel="ddp", adamw_lr=0.5)
     assert main(["train", *options]) == 0

@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,6 @@ from durability import disk_events, durable_names
 from report_pages import EVIL, read, write_run
 
 from quintic.errors import ConfigError, DataError
-from quintic.launch import hint, install_command
-from quintic.report import charts
 from quintic.report.comparison import write_comparison
 from quintic.report.report import write_report
 from quintic.train.metrics import MetricsLog
@@ -36,7 +31,7 @@ def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
         "20 min of training",
         "on the validation text xz -9: 2.10 byte bigram: 3.33",
         "training time (minutes)",
-        "the training line is measured on each step's own batch, before its update",
+        "The training line is measured on each step's own batch, before its update",
         "muon (peak 0.02) adamw (peak 0.003)",
         "forward and backward pass (predicting, and computing the gradients) 80.0 %",
         "everything else 5.0 %",
@@ -52,7 +47,6 @@ def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
     assert sum(attributes.get("class") == "chart" for _, attributes in page.tags) == 11
 
 
-@pytest.mark.usefixtures("no_drawings")
 def test_pages_survive_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second")
     events = disk_events(monkeypatch)
@@ -61,7 +55,6 @@ def test_pages_survive_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert durable_names(events) == [path.name, "comparison.html"]
 
 
-@pytest.mark.usefixtures("no_drawings")
 def test_an_unfinished_run_says_so_and_uses_what_there_is(tmp_path: Path) -> None:
     write_run(tmp_path, steps=25, final=False)
     page = read(write_report(tmp_path))
@@ -72,7 +65,6 @@ def test_an_unfinished_run_says_so_and_uses_what_there_is(tmp_path: Path) -> Non
     assert "waiting for data 10.0 %" in page.text
 
 
-@pytest.mark.usefixtures("no_drawings")
 def test_commands_on_a_page_can_be_typed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quintic.launch.program", lambda: ".venv/bin/quintic")
     write_run(tmp_path, steps=20, final=False)
@@ -87,7 +79,6 @@ def test_commands_on_a_page_can_be_typed_here(tmp_path: Path, monkeypatch: pytes
     assert ".venv/bin/quintic compare --seeds 3" in read(tmp_path / "page.html").text
 
 
-@pytest.mark.usefixtures("no_drawings")
 def test_a_resumed_run_names_the_step(tmp_path: Path) -> None:
     write_run(tmp_path, steps=20)
     with MetricsLog(tmp_path / "metrics.jsonl", resume_step=10) as log:
@@ -97,7 +88,6 @@ def test_a_resumed_run_names_the_step(tmp_path: Path) -> None:
     assert "Started 2026-03-04 at 12:30 UTC; not finished: step 11 of 20; continued from step 10." in page.text
 
 
-@pytest.mark.usefixtures("no_drawings")
 def test_a_run_continued_with_other_settings_says_so(tmp_path: Path) -> None:
     write_run(tmp_path, steps=20, final=False)
     unchanged = "makes the same run wherever it is typed"
@@ -137,9 +127,9 @@ def test_a_single_evaluation_and_nothing_else(tmp_path: Path) -> None:
     assert f"{tmp_path.name} Not finished: step 1." in page.text
     assert "2.000 bits per byte" in page.text
     # The point is a mark in each of six charts, and says what it is.
-    titles = re.findall("<title>([^<]*)</title></use>", (tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert sorted(titles) == ["2"] * 3 + ["5"] * 3
-    assert "Why the two lines differ" not in page.text
+    titles = re.findall("<title>([^<]*)</title></path>", (tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert sorted(title.partition(": ")[2] for title in titles) == ["2"] * 3 + ["5"] * 3
+    assert "The training line is measured" not in page.text
 
 
 def test_losses_that_are_not_finite_are_named_and_leave_gaps(tmp_path: Path) -> None:
@@ -152,7 +142,7 @@ def test_losses_that_are_not_finite_are_named_and_leave_gaps(tmp_path: Path) -> 
     # Three training steps and nine evaluations.
     assert "not a finite number in 12 records, first at step 1." in page.text
     assert "– bits per byte: the last validation result was not a finite number" in page.text
-    lines = [a["d"] or "" for tag, a in page.tags if tag == "path" and "stroke: var(--c1)" in (a.get("style") or "")]
+    lines = [a["d"] or "" for tag, a in page.tags if tag == "path" and a.get("class") == "sparse c1"]
     assert [line.count("M") for line in lines] == [2] * 6  # two pieces in each of six charts
 
 
@@ -165,7 +155,6 @@ def test_everything_lost_still_gives_a_page(tmp_path: Path) -> None:
     assert "– bits per byte: no validation result yet" in page.text
 
 
-@pytest.mark.usefixtures("no_drawings")
 def test_a_run_that_was_lost_at_the_end_shows_no_older_result(tmp_path: Path) -> None:
     write_run(tmp_path, final=False)
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
@@ -181,8 +170,8 @@ def test_a_run_of_many_steps_is_thinned(tmp_path: Path) -> None:
     page = read(path)
     assert path.stat().st_size < 300_000
     assert "an average over neighbouring steps" in page.text
-    assert page.count("tr") < 80
-    assert any("fill: var(--c1); fill-opacity: 0.18" in (attributes.get("style") or "") for _, attributes in page.tags)
+    assert page.count("tr") < 500
+    assert any(attributes.get("class") == "band c1" for _, attributes in page.tags)
 
 
 def test_folders_that_cannot_be_reported_are_named(tmp_path: Path) -> None:
@@ -197,7 +186,6 @@ def test_folders_that_cannot_be_reported_are_named(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
-@pytest.mark.usefixtures("no_drawings")
 def test_what_the_machine_did_is_on_the_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", final=False)
     with MetricsLog(folder / "metrics.jsonl") as log:
@@ -218,14 +206,13 @@ def test_what_the_machine_did_is_on_the_page(tmp_path: Path) -> None:
         "the least loss on the training text was 1.4321",
         "The loss jumped at step 41 (7.3)",
         "the run went back to its last checkpoint",
-        "Norm of the gradient",
+        "Norm of the whole gradient",
         "c0ffee",
         "quintic train --depth 4",
     ):
         assert expected in text, expected
 
 
-@pytest.mark.usefixtures("no_drawings")
 def test_the_least_score_and_tokens_per_parameter_are_among_the_figures(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         log.write("run", name="n", model={"parameters": 5000, "parameters_blocks": 600, "parameters_head": 400})
@@ -245,7 +232,6 @@ def test_the_least_score_and_tokens_per_parameter_are_among_the_figures(tmp_path
     assert "at the least" not in text
 
 
-@pytest.mark.usefixtures("no_drawings")
 def test_the_source_that_ran_is_on_the_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     assert "The source that ran" not in read(write_report(folder)).text
@@ -255,10 +241,10 @@ def test_the_source_that_ran_is_on_the_page(tmp_path: Path) -> None:
     (folder / "source-from-step-000020.json").write_text(json.dumps({"version": "1.3", "commit": "decade"}))
     page = read(write_report(folder))
     for words in (
-        "The source that ran Source version 1.2 commit c0ffee uncommitted changes yes",
+        "The source that ran version 1.2 commit c0ffee uncommitted changes yes",
         'files that git does not know ["new.py"]',
         f"What differed from the commit -old +{' '.join(EVIL.split())}",
-        "Source from step 20 on version 1.3 commit decade",
+        "From step 20 on version 1.3 commit decade",
     ):
         assert words in page.text, words
     assert "0123abcd" not in page.text
@@ -278,40 +264,14 @@ def test_standard_errors_are_said_and_drawn(tmp_path: Path) -> None:
     # The bar of 2.0 is two thirds of the longest; its whisker goes from 1.75 to 2.25.
     assert [a["style"] for _, a in page.tags if a.get("class") == "whisker"] == ["left:58.33%;width:16.67%"]
     assert "loss (nats per token) bits per byte ± standard error 0 0 0 s 4.9000 2.4500 ± 0.2500" in page.text
-    assert page.words.count("2 (1.75 to 2.25)") == 3  # the mark in each tab's chart of bits per byte
-    bars = [a["d"] or "" for tag, a in page.tags if tag == "path" and "stroke-opacity: 0.7" in (a.get("style") or "")]
+    assert page.words.count("20: 2 (1.75 to 2.25)") == 3  # the mark in each tab's chart of bits per byte
+    bars = [a["d"] or "" for _, a in page.tags if a.get("class") == "error c0"]
     assert [bar.count("M") for bar in bars] == [3] * 3
-    heights = {float(y0) - float(y1) for y0, y1 in re.findall(r"M [\d.]+ ([\d.]+) L [\d.]+ ([\d.]+)", bars[0])}
+    heights = {float(y1) - float(y0) for y1, y0 in re.findall(r"M[\d.]+ ([\d.]+)V([\d.]+)", bars[0])}
     [height] = {round(height, 1) for height in heights}
     assert height == pytest.approx(192 * 0.5 / 1.5, abs=0.1)  # the axis goes from 1.5 to 3
 
 
-@pytest.mark.usefixtures("no_drawings")
-def test_names_are_in_words(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path / "metrics.jsonl") as log:
-        log.write(
-            "run", name="n", ranks=1,
-            model={"parameters_value_embeddings": 524_288, "flops_per_token": 6e12, "kept_back": None},
-            data={"train_bytes": 10_237_891, "val_documents": 17, "bytes_per_token": 3.7},
-            machine={"matrix_flops_per_second": 4.12e11, "compiled": False}, git={"dirty": True},
-        )  # fmt: skip
-        log.write("train", step=1, loss=1.0)
-    text = read(write_report(tmp_path)).text.replace("\u00a0", " ")
-    for words in (
-        "parameters in value embeddings 524,288",
-        "floating-point operations per token 6 trillion",
-        "kept back –",
-        "training bytes 10,237,891",
-        "validation documents 17",
-        "bytes per token 3.7",
-        "floating-point operations per second in matrix products 412 billion",
-        "compiled no",
-        "uncommitted changes yes",
-    ):
-        assert words in text, words
-
-
-@pytest.mark.usefixtures("no_drawings")
 @pytest.mark.parametrize(
     ("ranks", "command", "device"),
     [
@@ -347,46 +307,9 @@ def test_the_command_starts_as_many_ranks_as_the_run_had(
     )
 
 
-@pytest.mark.usefixtures("no_drawings")
 @pytest.mark.parametrize(("milliseconds", "words"), [(999.0, "999 milliseconds"), (22_140.0, "22.1 seconds")])
 def test_the_time_of_a_step_is_written_out(milliseconds: float, words: str, tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         log.write("run", name="n", machine={"device": "CPU"})
         log.write("train", step=1, loss=1.0, times_ms={"optimizer": milliseconds})
     assert f"A typical step took {words}." in read(write_report(tmp_path)).text
-
-
-def test_a_missing_matplotlib_costs_the_charts_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    charts._load_matplotlib.cache_clear()
-    try:
-        folder = write_run(tmp_path)
-        page = read(write_report(folder))
-        write_report(folder)
-    finally:
-        charts._load_matplotlib.cache_clear()
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("The report has no charts: matplotlib could not be loaded (ModuleNotFoundError: ")
-    assert f"{install_command('train')}; then draw the page again with: {hint('report')}" in line
-    assert page.text.count("Not drawn: matplotlib could not be loaded.") == 11
-    assert "1.414 bits per byte" in page.text
-
-
-@pytest.mark.slow
-def test_pages_are_the_same_each_time_and_load_matplotlib_late(tmp_path: Path) -> None:
-    folder = write_run(tmp_path)
-    first = write_report(folder).read_bytes()
-    code = (
-        "import sys; from quintic.report.report import write_report; early = 'matplotlib' in sys.modules; "
-        f"write_report({str(folder)!r}); print(early, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
-    )
-    # A home that cannot be written to, a backend with windows, and colours of the user's own.
-    (tmp_path / "matplotlibrc").write_text("lines.color: red\naxes.grid: True\nsvg.fonttype: path\n")
-    environment = {**os.environ, "HOME": os.devnull, "MPLBACKEND": "tkagg", "TMPDIR": str(tmp_path)}
-    environment = {name: value for name, value in environment.items() if name not in ("MPLCONFIGDIR", "XDG_CACHE_HOME")}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("False True False\n", "")
-    assert (folder / "report.html").read_bytes() == first

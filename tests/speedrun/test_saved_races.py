@@ -35,8 +35,6 @@ from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import choose_hardware
 from quintic.train.runs import TOKENIZER_FILE
 
-pytestmark = pytest.mark.usefixtures("no_drawings")
-
 TINY = preset("speedrun-tiny")
 TRACK = TINY.track.scaled(10).validated(256)
 SENTENCE = b"the model of the step of the weight of the loss. "

@@ -100,9 +100,7 @@ def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("quintic.report.charts._load_matplotlib", lambda: None)
-            return folder, course(0, 1, shards, folder, warm_up=False)
+        return folder, course(0, 1, shards, folder, warm_up=False)
     finally:
         torch.set_num_threads(threads)
 
@@ -265,7 +263,7 @@ class HostPass:
 
 
 def test_captured_passes_have_the_weights_of_others(
-    alone, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_threads: None, no_drawings: None
+    alone, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_threads: None
 ) -> None:
     torch.set_num_threads(1)
     captured: list[HostPass] = []
@@ -372,7 +370,6 @@ def test_a_race_that_nobody_closed_ends_with_its_last_reference(shards: Path) ->
     assert not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.usefixtures("no_drawings")
 def test_the_clock_runs_in_steps_alone(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     race, now = race_of(shards), 0.0
 

@@ -37,7 +37,6 @@ from quintic.data.dataset import Dataset
 from quintic.errors import CheckpointError, ConfigError, DivergedError, OtherRankError, QuinticError
 from quintic.launch import Launch, launched
 from quintic.model.gpt import GPTConfig
-from quintic.report import charts
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.checkpoint import _read, checkpoints, load_model_weights, newest_checkpoint, save_checkpoint
 from quintic.train.config import Config, ParallelName
@@ -75,7 +74,6 @@ def segment(rank: int, world_size: int, config: Config, text: Path, run_dir: Pat
         return record
 
     Trainer.train_step = train_step  # type: ignore[method-assign]  # in this process alone
-    charts._load_matplotlib = lambda: None
     ranks = SINGLE_PROCESS if world_size == 1 else ranks_of(rank, world_size)
     try:
         train(

@@ -20,7 +20,7 @@ from quintic.train.loop import train
 from quintic.train.runs import create_run
 from quintic.train.saved_config import load_config
 
-pytestmark = pytest.mark.usefixtures("same_threads", "no_drawings")
+pytestmark = pytest.mark.usefixtures("same_threads")
 
 # Options of runs that take no time; sizes and tokenizer come from the weights.
 SHORT = [

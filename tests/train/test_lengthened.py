@@ -74,7 +74,7 @@ def test_a_longer_run_that_goes_back_is_repeated_from_there(short: Path, tiny_da
 
 
 def test_after_the_warm_down_rates_go_up_again_and_it_is_said(
-    short: Path, tiny_dataset: Dataset, tmp_path: Path, no_drawings: None
+    short: Path, tiny_dataset: Dataset, tmp_path: Path
 ) -> None:
     folder, config = copied(short, tmp_path)
     said = run(of_length(config, 8), tiny_dataset, into=folder)
@@ -129,7 +129,7 @@ def test_a_length_that_was_derived_is_known_too(short: Path, tiny_dataset: Datas
     assert RunHistory.load(folder).final["step"] == 4
 
 
-@pytest.mark.usefixtures("same_threads", "no_drawings")
+@pytest.mark.usefixtures("same_threads")
 def test_the_command_makes_runs_longer(
     short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

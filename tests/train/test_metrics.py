@@ -187,8 +187,8 @@ def test_history_has_one_record_per_step(tmp_path: Path) -> None:
     history = RunHistory.load(tmp_path)
     assert [(r["step"], r["loss"]) for r in history.train] == [(1, 5.0), (2, 4.5), (3, 3.0)]
     assert [(r["step"], r["loss"], r.get("tokens")) for r in history.evals] == [(2, 4.2, None), (3, 3.1, 30)]
-    assert history.samples == [{"prompt": "a", "text": "b"}]
-    assert history.resumed_at == [1]
+    assert history.samples[-1]["samples"] == [{"prompt": "a", "text": "b"}]
+    assert [record["step"] for record in history.resumed] == [1]
     assert history.run["name"] == "a"
 
 
