@@ -44,7 +44,7 @@ class Option(NamedTuple):
 def generated(name: str) -> str:
     """Return the part of a page with a name.
 
-    The names: `help COMMAND`, `file PATH`, `configuration`, `options`, `metrics`, `results`.
+    The names: `help COMMAND`, `file PATH`, `configuration`, `options`, `results`.
 
     Raises:
         ValueError: there is none of that name.
@@ -53,8 +53,6 @@ def generated(name: str) -> str:
         return configuration()
     if name == "options":
         return optimizer_options()
-    if name == "metrics":
-        return metrics()
     if name == "results":
         return results_table(ROOT / "docs" / "reference" / "results.md")
     kind, _, rest = name.partition(" ")
@@ -63,15 +61,6 @@ def generated(name: str) -> str:
     if kind == "help":
         return f"```text\n{help_of(rest)}\n```"
     raise ValueError(f"nothing is generated under the name {name!r}")
-
-
-def metrics() -> str:
-    """Return the table of records and fields of a metrics log, and what the fields mean."""
-    from quintic.report import history
-
-    _, intro, table, *meanings = (inspect.getdoc(history) or "").split("\n\n")
-    parts = [intro, f"```text\n{textwrap.dedent(table)}\n```", *meanings]
-    return "\n\n".join(re.sub("(?<!`)``(?!`)", "`", text) for text in parts)
 
 
 def help_of(command: str) -> str:

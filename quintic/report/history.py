@@ -1,43 +1,7 @@
 """Reads the metrics log of a run, `metrics.jsonl`, which has one JSON object per line.
 
-Every record has a ``kind``; the other fields depend on it:
-
-    run      time, name, config, machine, versions, git, code, model, data, total_steps, command, repeat, ranks; for a
-             speedrun track and warmup_seconds
-    train    step, tokens, seconds, loss, bpb, lr, lr_multiplier, momentum, weight_decay, smoothed_loss, least_loss,
-             epoch, flops, tokens_per_second, mfu, peak_memory_bytes, times_ms; on some steps grad_rms, update_rms and
-             grad_norm (on all steps if gradients are clipped; the norm before clipping); after a jump of the loss
-             spike, on_spike; for a speedrun stage
-    eval     step, tokens, seconds, loss, bpb, bpb_stderr; after the last step document_nats, document_bytes
-    core     step, tokens, seconds, core, core_stderr, centred, accuracy, missing
-    sample   step, samples
-    resume   step, time, command, machine, ranks; if it made the run longer steps_before, total_steps
-    rollback step, spike_step
-    final    step, loss, bpb, least_bpb, least_bpb_step, seconds, baselines, breakdown, smoothed_loss, least_loss,
-             epochs, flops, peak_memory_bytes; measured after the first ten steps of each process tokens_per_second,
-             mfu, first_step_extra_seconds, compile_seconds; for a speedrun tokens
-
-The last samples come after the final record. The fields are
-
-    step            number of the step from 1; 0 for an evaluation before the first step
-    tokens, seconds totals since the start of training
-    loss, bpb       nats per token and bits per byte; bpb_stderr is the standard error of bpb over documents
-    document_nats   total nats of each document of the validation text, or of each of 256 groups of neighbours
-    document_bytes  their bytes; with both, two runs can be compared document by document
-    least_bpb       least bpb on the validation text, reached after least_bpb_step steps
-    lr_multiplier   the schedule's factor on all learning rates
-    smoothed_loss   mean of the training losses with weights 0.9^age; least_loss is its least value so far
-    epoch           number of the epoch from 0, for several sources the lowest; epochs: passes over each source
-    flops           total so far; mfu is the fraction of machine.matrix_flops_per_second, measured at the start
-    spike           number of standard deviations above the smoothed loss; rollback goes from spike_step to step
-    code            SHA-256 of the package's source files
-    repeat          command that repeats the run, with all of its settings
-
-A speedrun logs fewer fields, and some of its own: ``track`` is its schedule, ``stage`` the number of the schedule's
-stage from 0, and ``warmup_seconds`` the time before its clock starts. Its ``seconds`` exclude warm-up and validation,
-and the ``loss`` of its steps includes further targets, with the weights of the stage.
-
-The file is strict JSON: NaN and infinities, which JSON lacks, are written as ``null``.
+Every record has a ``kind``: run, train, eval, core, sample, resume, rollback or final. ``docs/reference/metrics.md``
+lists their fields and says what these mean.
 """
 
 import json
@@ -96,7 +60,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             ) from error
         if not isinstance(record, dict):
             raise DataError(f"{path}, line {number}: not a JSON object; remove the line or restore the file")
-        if (wrong := wrong_in(record, line)) is not None:
+        if (wrong := wrong_in(record)) is not None:
             raise DataError(f"{path}, line {number}: {wrong}; remove the line or restore the file")
         records.append(record)
     return records

@@ -5,11 +5,12 @@ It measures only the time of this process; all other numbers come from the recor
 
 import contextlib
 import errno
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ _LEAST_SECONDS = 1.0
 
 # Plain output announces an activity again if it took at least this time before.
 _LONG_SECONDS = 2.0
-
-_SEPARATOR = " · "
 
 _STOPPING = "stopping when this step is made and saved; Ctrl-C again stops at once, without it"
 
@@ -56,11 +55,11 @@ class Progress:
         self._output = sys.stdout if output is None else output
         self._clock = clock
         self._start = clock()
-        self._last_line: float | None = None
+        self._last_line = -math.inf
         # (step, time) from which the time left is estimated: after the first step, which includes compilation.
         self._anchor: tuple[int, float] | None = None
         self._train: Mapping[str, Any] = {}
-        self._evaluation: Mapping[str, Any] = {}
+        self._bpb = ""
         self._busy: str | None = None
         self._is_stopping = False
         # Seconds that each activity took the last time.
@@ -114,10 +113,9 @@ class Progress:
         Plain output gets the line the first time, and again if the activity took two seconds or more before.
         """
         start = self._clock()
-        if self._live is not None:
-            self._show_busy(activity)
-        elif self._waits.get(activity, _LONG_SECONDS) >= _LONG_SECONDS:
-            self.message(f"step {self.step:,}/{self.total_steps:,}  {activity} ...")
+        if self._live is None and self._waits.get(activity, _LONG_SECONDS) >= _LONG_SECONDS:
+            self.message(f"{self._steps()}  {activity} ...")
+        self._show_busy(activity)
         try:
             yield
         finally:
@@ -134,30 +132,29 @@ class Progress:
     def train(self, record: Mapping[str, Any]) -> None:
         """Show the record of a training step."""
         step, now = int(record["step"]), self._clock()
+        is_first = self._anchor is None
         with self._lock:
-            first = self._anchor is None
-            if self._anchor is None:
-                self._anchor = (step, now)
+            self._anchor = self._anchor or (step, now)
             self.step, self._train = step, record
-        if self._live is None and self._is_line_due(step, now, first):
+        # Plain output: the first and the last step, and regular ones in between.
+        is_due = step % _STEPS_PER_LINE == 0 and now - self._last_line >= _LEAST_SECONDS
+        if self._live is None and (is_first or is_due or step >= self.total_steps):
             self._last_line = now
-            figures = [*_losses(record), *_rate_lines(record), _speed(record), *_machine(record), self._times()]
-            self.message("  ".join([f"step {step:,}/{self.total_steps:,} ({self._percent()})", *figures]))
-        if record.get("spike") is not None:
+            figures = [text for _, text in _figures(record)]
             self.message(
-                f"step {step:,}/{self.total_steps:,}  spike: loss {_number(record.get('loss'), 3)} is "
-                f"{_number(record['spike'], 1)} standard deviations above the mean of the last ones"
-                f"{'; its update is left out' if record.get('on_spike') == 'skip' else ''}"
+                "  ".join([f"{self._steps()} ({self._percent()})", *figures, self._times()]).replace("  (", " (")
             )
+        if record.get("spike") is not None:
+            left_out = "; its update is left out" if record.get("on_spike") == "skip" else ""
+            above = f"{record['spike']:.1f} standard deviations above the mean of the last ones"
+            self.message(f"{self._steps()}  spike: loss {_number(record.get('loss'), '.3f')} is {above}{left_out}")
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Show the record of an evaluation on the validation text."""
         with self._lock:
-            self._evaluation = record
-        self.message(
-            f"step {int(record['step']):,}/{self.total_steps:,}  validation: "
-            f"loss {_number(record.get('loss'), 3)}, {_number(record.get('bpb'), 4)} bits per byte"
-        )
+            self._bpb = f"{_number(record.get('bpb'), '.4f')} bits per byte"
+        step = f"step {int(record['step']):,}/{self.total_steps:,}"
+        self.message(f"{step}  validation: loss {_number(record.get('loss'), '.3f')}, {self._bpb}")
 
     def close(self) -> None:
         """Draw the display a last time and release the terminal; may be called twice."""
@@ -171,13 +168,6 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _is_line_due(self, step: int, now: float, first: bool) -> bool:
-        """Return whether to print a plain line: always for the first and the last step, regularly in between."""
-        if first or step >= self.total_steps:
-            return True
-        rested = self._last_line is None or now - self._last_line >= _LEAST_SECONDS
-        return step % _STEPS_PER_LINE == 0 and rested
-
     def _render(self, width: int) -> "Group":
         """Return the current live display: two lines, the second one with as many numbers as fit."""
         from rich.console import Group
@@ -190,30 +180,26 @@ class Progress:
             bar.add_column(no_wrap=True)
             bar.add_column(ratio=1)
             bar.add_column(no_wrap=True, justify="right")
-            bar.add_row(
-                f"step {self.step:,}/{self.total_steps:,}",
-                ProgressBar(total=max(1, self.total_steps), completed=self.step),
-                self._percent(),
-            )
-            # (priority, text): the highest numbers are left out first. A wrapped line would leave traces on the screen
-            # when the window changes.
-            if self._busy is not None:
-                figures = [(0, f"{self._busy} ..."), (1, self._times())]
-            else:
-                loss, *gradient = _losses(self._train)
-                loss, _, mean = loss.partition(" (")
-                score = f"validation {_number(self._evaluation.get('bpb'), 4)} bits per byte"
-                figures = [(0, loss), *([(3, f"({mean}")] if mean else []), *((6, text) for text in gradient)]
-                figures += [*([(2, score)] if self._evaluation else []), (4, _speed(self._train))]
-                figures += [(7, text) for text in _rate_lines(self._train)]
-                figures += [*((5, text) for text in _machine(self._train)), (1, self._times())]
-            # Of equal priorities the later one is left out first.
-            while len(figures) > 1 and len(_line(figures)) > width:
-                figures.pop(max(range(len(figures)), key=lambda place: (figures[place][0], place)))
+            progress = ProgressBar(total=max(1, self.total_steps), completed=self.step)
+            bar.add_row(self._steps(), progress, self._percent())
+            figures = [(0, f"{self._busy} ...")] if self._busy is not None else _figures(self._train)
+            if self._busy is None and self._bpb:
+                figures.append((2, f"validation {self._bpb}"))
+            figures.append((1, self._times()))
             if self._is_stopping:
                 figures = [(0, _STOPPING)]
-            line = Text(_line(figures), style="dim", no_wrap=True, overflow="ellipsis")
-        return Group(bar, line)
+
+        def line() -> str:
+            return " · ".join(text for _, text in figures).replace(" · (", " (")
+
+        # The highest numbers are left out first, of equal ones the later one. A wrapped line would leave traces on the
+        # screen when the window changes.
+        while len(figures) > 1 and len(line()) > width:
+            figures.pop(max(range(len(figures)), key=lambda place: (figures[place][0], place)))
+        return Group(bar, Text(line(), style="dim", no_wrap=True, overflow="ellipsis"))
+
+    def _steps(self) -> str:
+        return f"step {self.step:,}/{self.total_steps:,}"
 
     def _percent(self) -> str:
         return f"{100 * self.step / max(1, self.total_steps):.1f} %"
@@ -232,43 +218,28 @@ class Progress:
         return f"{elapsed}, {_clock_time(left)} left"
 
 
-def _line(figures: Sequence[tuple[int, str]]) -> str:
-    return _SEPARATOR.join(text for _, text in figures).replace(f"{_SEPARATOR}(", " (")
-
-
-def _number(value: Any, digits: int) -> str:
-    """A number with so many decimals; a dash where there is none (yet, or because it was not finite)."""
-    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else "-"
-
-
-def _losses(record: Mapping[str, Any]) -> list[str]:
-    """The loss of the step, with the smoothed and the gradient's size where they are known."""
-    smoothed, norm = record.get("smoothed_loss"), record.get("grad_norm")
-    mean = f" (mean {_number(smoothed, 3)})" if smoothed is not None else ""
-    return [f"loss {_number(record.get('loss'), 3)}{mean}", *([] if norm is None else [f"gradient {norm:.2g}"])]
-
-
-def _rate_lines(record: Mapping[str, Any]) -> list[str]:
-    """The schedule's factor on all learning rates."""
-    factor = record.get("lr_multiplier")
-    return [] if factor is None else [f"rates x {_number(factor, 3)}"]
-
-
-def _machine(record: Mapping[str, Any]) -> list[str]:
-    """MFU, memory and the epoch of the text."""
-    figures = []
-    if (mfu := record.get("mfu")) is not None:
-        figures.append(f"MFU {100 * mfu:.1f} %")
-    if (peak := record.get("peak_memory_bytes")) is not None:
-        figures.append(f"{peak / 2**30:.1f} GiB")
+def _figures(record: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """Return the numbers of a training step as (priority, text); a narrow terminal leaves out high numbers first."""
+    figures = [(0, f"loss {_number(record.get('loss'), '.3f')}")]
+    if record.get("smoothed_loss") is not None:
+        figures.append((3, f"(mean {record['smoothed_loss']:.3f})"))
+    if record.get("grad_norm") is not None:
+        figures.append((6, f"gradient {record['grad_norm']:.2g}"))
+    if record.get("lr_multiplier") is not None:
+        figures.append((7, f"rates x {record['lr_multiplier']:.3f}"))
+    figures.append((4, f"{_number(record.get('tokens_per_second'), ',.0f')} tokens/s"))
+    if record.get("mfu") is not None:
+        figures.append((5, f"MFU {100 * record['mfu']:.1f} %"))
+    if record.get("peak_memory_bytes") is not None:
+        figures.append((5, f"{record['peak_memory_bytes'] / 2**30:.1f} GiB"))
     if record.get("epoch"):
-        figures.append(f"epoch {record['epoch']}")
+        figures.append((5, f"epoch {record['epoch']}"))
     return figures
 
 
-def _speed(record: Mapping[str, Any]) -> str:
-    value = record.get("tokens_per_second")
-    return f"{value:,.0f} tokens/s" if isinstance(value, (int, float)) else "- tokens/s"
+def _number(value: float | None, form: str) -> str:
+    """Format a number; a dash where there is none (yet, or because it was not finite)."""
+    return "-" if value is None else format(value, form)
 
 
 def _clock_time(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """The log of a run: `MetricsLog`, and trackers that show it in TensorBoard or Weights & Biases.
 
-The file `metrics.jsonl` has one JSON object per line. `quintic.report.history` reads it back and lists the kinds of
-records; `trainer.py` and `watch.py` measure the values.
+The file `metrics.jsonl` has one JSON object per line. `quintic.report.history` reads it back,
+``docs/reference/metrics.md`` lists the kinds of records; `trainer.py` and `watch.py` measure the values.
 """
 
 import importlib.util
@@ -72,7 +72,7 @@ class MetricsLog:
         """Append one record and hand it to the trackers.
 
         Args:
-            kind: the kind of the record (see the table of `quintic.report.history`).
+            kind: the kind of the record (see ``docs/reference/metrics.md``).
             **fields: its fields: numbers, strings, ``None``, and mappings or sequences of them. Zero-dimensional arrays
                 and tensors become numbers (waiting for the GPU if they are there), anything else becomes its ``str``.
 

@@ -103,7 +103,7 @@ def test_the_live_display_shows_the_newest_figures() -> None:
     text = screen(output.getvalue())
     assert "a [message]" in text
     assert re.search(r"step 250/1,000 .*━.* 25\.0 %", text)
-    assert "loss 3.220 · validation 1.2346 bits per byte · 123,457 tokens/s · 0:00 elapsed, 0:00 left" in text
+    assert "loss 3.220 · 123,457 tokens/s · validation 1.2346 bits per byte · 0:00 elapsed, 0:00 left" in text
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_live_display_shows_the_newest_figures() -> None:
         (80, "loss 3.220 · validation 1.2346 bits per byte · 0:00 elapsed, 0:00 left"),
         (
             120,
-            "loss 3.220 (mean 3.500) · validation 1.2346 bits per byte · 123,457 tokens/s · MFU 34.6 % "
+            "loss 3.220 (mean 3.500) · 123,457 tokens/s · MFU 34.6 % · validation 1.2346 bits per byte "
             "· 0:00 elapsed, 0:00 left",
         ),
     ],
@@ -241,7 +241,7 @@ def test_figures_of_model_and_machine_are_shown() -> None:
     progress, output = live(width=200)
     with progress:
         progress.train(record(250, **FIGURES))
-    expected = "loss 3.220 (mean 3.500) · gradient 0.12 · 123,457 tokens/s · rates x 0.850 · MFU 34.6 % · 3.0 GiB"
+    expected = "loss 3.220 (mean 3.500) · gradient 0.12 · rates x 0.850 · 123,457 tokens/s · MFU 34.6 % · 3.0 GiB"
     assert f"{expected} · epoch 2" in screen(output.getvalue())
 
 

@@ -67,8 +67,6 @@ def write_log(folder: Path, records: list[Any]) -> Path:
         (2, {"spike": [1], "on_spike": "warn"}, '"spike" is not a number'),
         (5, {"kind": "rollback", "spike_step": -1}, '"spike_step" is not a count'),
         (5, {"kind": "rollback", "step": None}, 'it has no "step"'),
-        (1, {"name": "\ud800"}, "a text in it has half of a character (a lone surrogate)"),
-        (1, {"config": {"a": [{"\ud83d": 1}]}}, "a text in it has half of a character (a lone surrogate)"),
         (3, {"kind": ["eval"]}, '"kind" is not a text'),
         (4, {"samples": {"prompt": "a"}}, '"samples" is not a list of samples'),
         (4, {"samples": ["a"]}, '"samples" is not a list of samples'),
@@ -91,7 +89,7 @@ def test_a_field_of_the_wrong_kind_is_one_line(
         MetricsLog(folder / METRICS_FILE, resume_step=1)
 
 
-@pytest.mark.parametrize("depth", [70, 900, 5_000, 200_000])
+@pytest.mark.parametrize("depth", [5_000, 200_000])
 def test_deeply_nested_json_is_one_line(depth: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_log(tmp_path / "x", GOOD)
     nested = '{"kind":"run","config":' + '{"a":' * depth + "1" + "}" * depth + "}\n"
@@ -105,11 +103,9 @@ def test_deeply_nested_json_is_one_line(depth: int, tmp_path: Path, capsys: pyte
     assert message.startswith(f"{folder}/config.json: ")
 
 
-def test_what_is_not_deep_is_not_refused() -> None:
-    record = {"kind": "run", "config": {str(number): [number] for number in range(1000)}, "name": "résumé"}
-    assert wrong_in(record, json.dumps(record).encode()) is None
-    for good in GOOD:
-        assert wrong_in(good, json.dumps(good).encode()) is None
+def test_right_and_unknown_fields_are_not_refused() -> None:
+    assert wrong_in({"kind": "run", "name": "résumé", "unknown": [{}], "loss": None}) is None
+    assert [wrong_in(record) for record in GOOD] == [None] * len(GOOD)
 
 
 ANYTHING = st.recursive(
