@@ -8,7 +8,8 @@ from typing import Any
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError
 from quintic.launch import with_program
-from quintic.report.formatting import duration, finite, flatten, format_si, humanize, large_number, or_dash, value_text
+from quintic.report import formatting
+from quintic.report.formatting import finite, or_dash
 
 __all__ = ["learning_axes", "write_page"]
 
@@ -26,16 +27,17 @@ def _environment() -> Any:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "duration": or_dash(duration),
+        "date": formatting.date,
+        "duration": or_dash(formatting.duration),
         "finite": finite,
-        "flatten": flatten,
-        "format_si": format_si,
+        "flatten": formatting.flatten,
+        "format_si": formatting.format_si,
         # Given the context, so that Jinja does not evaluate it for constant text when it compiles the template.
         "here": jinja2.pass_context(lambda context, text: with_program(text)),
-        "in_words": lambda settings: [(humanize(name), value) for name, value in flatten(settings)],
-        "large_number": or_dash(large_number),
+        "humanize": formatting.humanize,
+        "large_number": or_dash(formatting.large_number),
         "number": lambda value, form: or_dash(form.format)(value),
-        "value_text": value_text,
+        "value_text": formatting.value_text,
     }
     return environment
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from quintic.durable import json_object
 from quintic.report.charts import MAX_POINTS, Chart, Curve, Point, curve_of, line_chart, upper_edge
-from quintic.report.formatting import date, duration, finite, humanize, large_number, value_text
+from quintic.report.formatting import duration, finite, large_number
 from quintic.report.history import SOURCE_FILE, RunHistory
 from quintic.report.page import learning_axes, write_page
 from quintic.report.speed import about_speed
@@ -43,24 +43,22 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
     folder = Path(run_dir)
     history = RunHistory.load(folder)
     path = out or folder / _REPORT_FILE
-    changes = _changes(history)
+    core = curve_of(history.core, "step", "core", label="")
     write_page(
         path,
         "run.html",
         history=history,
         name=str(history.run.get("name") or folder.resolve().name),
-        status=_status(history, changes),
         newest={field: _last_score(history, field) for field in ("loss", "bpb")},
         facts=_facts(history),
         learning=_learning(history),
-        core=_core_chart(history),
+        core=line_chart([core], title="Mean centred accuracy", unit="share of right answers"),
         rates=_rates(history),
         layers=_layers(history),
         speed=about_speed(history),
         samples=_thinned(history.samples, _MAX_SAMPLES),
         setup=list(_setup(history)),
         sources=list(_sources(folder)),
-        changes=changes,
     )
     return path
 
@@ -87,36 +85,6 @@ def _sources(folder: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
         if facts.get("diff_bytes"):
             text = diff.read_text("utf-8", errors="replace") if diff.is_file() else f"{diff.name} is gone."
         yield "" if path.name == first.name else f"From step {step} on", facts, text
-
-
-def _status(history: RunHistory, changes: Sequence[tuple[int, str]]) -> str:
-    """Return the course of the run in a sentence."""
-    step, total = history.steps, history.total_steps
-    parts = [f"started {date(str(history.run['time']))}"] if history.run.get("time") else []
-    # In a speedrun the entry is the name of the run.
-    options = (history.run.get("config") or {}).get("run")
-    if isinstance(options, Mapping) and (source := options.get("init_from")) is not None:
-        parts.append(f"from the weights of {source}")
-    if history.final:
-        parts.append(f"finished after {int(history.final.get('step', step)):,} steps")
-    else:
-        parts.append(f"not finished: step {step:,}" + (f" of {total:,}" if total else ""))
-    if history.resumed:
-        parts.append("continued from step " + ", ".join(f"{record['step']:,}" for record in history.resumed))
-    parts += [f"from step {step:,} on with {words}" for step, words in changes]
-    for record in history.lengthened:
-        lengths = f"from {record.get('steps_before') or 0:,} to {record['total_steps']:,} steps"
-        parts.append(f"made longer after step {record['step']:,}, {lengths}")
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _changes(history: RunHistory) -> list[tuple[int, str]]:
-    """Return each resumption with other settings: its step, and the settings in words."""
-    return [
-        (step, ", ".join(f"{humanize(name)} {value_text(b)} (before: {value_text(a)})" for name, (a, b) in of.items()))
-        for step, of in history.changes
-    ]
 
 
 def _facts(history: RunHistory) -> list[tuple[str, str]]:
@@ -175,14 +143,6 @@ def _learning(history: RunHistory) -> dict[str, Any]:
         "lost": [record["step"] for record in records if "loss" in record and finite(record["loss"]) is None],
         "evals": _thinned(history.evals, _MAX_EVALUATIONS),
     }
-
-
-def _core_chart(history: RunHistory) -> Chart | None:
-    """Return a chart of CORE if it was evaluated several times."""
-    if len(history.core) < 2:
-        return None
-    curve = curve_of(history.core, "step", "core", label="")
-    return line_chart([curve], title="Mean centred accuracy", unit="share of right answers")
 
 
 def _rates(history: RunHistory) -> list[Chart]:
