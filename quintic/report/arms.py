@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quintic.errors import ConfigError
-from quintic.report.formatting import finite, flatten
+from quintic.report.formatting import finite
 from quintic.report.history import METRICS_FILE, RunHistory
 
 __all__ = ["Arm", "Evaluation", "final_difference", "load_arm", "median", "tokenizers_differ", "unit_of"]
@@ -46,6 +46,14 @@ class Arm:
     def steps(self) -> list[float | None]:
         """Return the number of steps of each run, including steps after its last evaluation."""
         return [history.steps for history in self.histories]
+
+    def newest(self, field: str) -> list[float | None]:
+        """Return a field of the final record, or else of the last training step, of each run."""
+        return [history.newest(field) for history in self.histories]
+
+    def matrix_speeds(self) -> list[float | None]:
+        """Return the operations per second at which each run's machine multiplied large matrices."""
+        return [finite(history.run["machine"].get("matrix_flops_per_second")) for history in self.histories]
 
     def shared(self) -> list[list[Evaluation]]:
         """Return the evaluations of all runs, for each step at which all of them were evaluated."""
@@ -82,37 +90,31 @@ def load_arm(name: str, folders: Sequence[str | Path]) -> Arm:
 
 def _check_seeds(name: str, runs: Sequence[str], histories: Sequence[RunHistory]) -> None:
     """Raise ConfigError unless the runs of one name differ in their seeds, and in no other setting that matters."""
-    options_of_runs = [dict(flatten(history.run.get("config") or {})) for history in histories]
-
-    def settings(history: RunHistory, options: Mapping[str, Any]) -> dict[str, str]:
-        # All settings as text, except the free ones, which are known by their names without the section.
-        kept = {key: str(value) for key, value in options.items() if key.split(".")[-1] not in _FREE_AMONG_SEEDS}
-        machine = history.run.get("machine") or {}
-        kept |= {name: str(machine[name]) for name in ("dtype", "fp8") if name in machine}
-        kept |= {"length": str(history.total_steps)} if history.lengthened else {}
-        text = _text_of(history)
-        return kept if text is None else kept | {"text and tokenizer": text}
-
-    of_runs = list(map(settings, histories, options_of_runs))
-    differences = []
-    for key in dict.fromkeys(key for entries in of_runs for key in entries):
-        values = dict.fromkeys(entries[key] for entries in of_runs if key in entries)
-        if len(values) > 1:
-            differences.append(f"{key} ({', '.join(values)})")
-    advice = "give each a name of its own (--runs A B), or leave some out"
-    if differences:
+    whose, advice = f"{name}={','.join(runs)}", "give each a name of its own (--runs A B), or leave some out"
+    # Setting -> values of the runs that have it.
+    values: dict[str, dict[str, None]] = {}
+    for history in histories:
+        settings = {key: value for key, value in history.options.items() if key.split(".")[-1] not in _FREE_AMONG_SEEDS}
+        settings |= {key: value for key, value in history.run["machine"].items() if key in ("dtype", "fp8")}
+        if history.lengthened:
+            settings["length"] = history.total_steps
+        if _text_of(history) is not None:
+            settings["text and tokenizer"] = _text_of(history)
+        for key, value in settings.items():
+            values.setdefault(key, {})[str(value)] = None
+    values = {key: of_runs for key, of_runs in values.items() if len(of_runs) > 1}
+    if values:
+        differences = "; ".join(f"{key} ({', '.join(of_runs)})" for key, of_runs in values.items())
         raise ConfigError(
-            f"{name}={','.join(runs)}: a median is that of runs which differ in their seeds only, and these differ in "
-            f"{'; '.join(differences)}: {advice}"
+            f"{whose}: a median is that of runs which differ in their seeds only, and these differ in {differences}: "
+            f"{advice}"
         )
-    of_seeds: dict[Any, list[str]] = {}
-    for run, history in zip(runs, histories, strict=True):
-        of_seeds.setdefault(_seed(history), []).append(run)
-    for seed, same in of_seeds.items():
-        if seed is not None and len(same) > 1:
+    for seed in {history.seed for history in histories} - {None}:
+        same = [run for run, history in zip(runs, histories, strict=True) if history.seed == seed]
+        if len(same) > 1:
             raise ConfigError(
-                f"{name}={','.join(runs)}: a median is that of runs with different seeds, and {' and '.join(same)} "
-                f"have the same (seed {seed}): {advice}"
+                f"{whose}: a median is that of runs with different seeds, and {' and '.join(same)} have the same "
+                f"(seed {seed}): {advice}"
             )
 
 
@@ -172,7 +174,7 @@ def final_difference(baseline: Arm, arm: Arm) -> tuple[float | None, float | Non
 
 def _seed_difference(baseline: Arm, arm: Arm) -> tuple[float, float] | None:
     """Return the mean difference of runs with the same seed, and its standard error; None if their seeds differ."""
-    first, other = ({_seed(h): finite(h.evals[-1].get("bpb")) for h in one.histories} for one in (baseline, arm))
+    first, other = ({h.seed: finite(h.evals[-1].get("bpb")) for h in one.histories} for one in (baseline, arm))
     if first.keys() != other.keys() or len(first) < 2 or None in first:
         return None
     pairs = [(first[seed], other[seed]) for seed in first]
@@ -180,11 +182,6 @@ def _seed_difference(baseline: Arm, arm: Arm) -> tuple[float, float] | None:
     if len(differences) < len(pairs):
         return None
     return statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
-
-
-def _seed(history: RunHistory) -> Any:
-    options = dict(flatten(history.run.get("config") or {}))
-    return next((value for key, value in options.items() if key.split(".")[-1] == "seed"), None)
 
 
 def _document_difference(first: RunHistory, other: RunHistory) -> tuple[float, float] | None:
@@ -209,10 +206,15 @@ def _document_difference(first: RunHistory, other: RunHistory) -> tuple[float, f
     return ratio, error
 
 
+def tokenizers_differ(arms: Sequence[Arm]) -> bool:
+    """Return whether the runs' tokens or texts differ, so that nats per token cannot be compared."""
+    return len({_text_of(history) for arm in arms for history in arm.histories} - {None}) > 1
+
+
 def _text_of(history: RunHistory) -> str | None:
     """Return an identity of a run's text and tokenizer: the key of prepared text, or else the source of its shards."""
-    data = history.run.get("data") or {}
-    return data.get("key") or data.get("source")
+    text: str | None = history.run["data"].get("key") or history.run["data"].get("source")
+    return text
 
 
 def _validated_on(history: RunHistory) -> tuple[Any, ...] | None:
@@ -221,12 +223,6 @@ def _validated_on(history: RunHistory) -> tuple[Any, ...] | None:
     The counts distinguish different fractions of one source. A speedrun has no counts, since its shards are divided
     differently.
     """
-    data = history.run.get("data") or {}
-    options = (history.run.get("config") or {}).get("data")
-    source = (options.get("val_data") if isinstance(options, Mapping) else None) or data.get("source")
+    data = history.run["data"]
+    source = history.options.get("data.val_data") or data.get("source")
     return (source, data.get("val_documents"), data.get("val_bytes")) if data else None
-
-
-def tokenizers_differ(arms: Sequence[Arm]) -> bool:
-    """Return whether the runs' tokens or texts differ, so that nats per token cannot be compared."""
-    return len({_text_of(history) for arm in arms for history in arm.histories} - {None}) > 1

@@ -21,20 +21,23 @@ from quintic.report.speed import unequal_speed
 __all__ = ["write_comparison"]
 
 Form = Callable[[float], str]
+Values = list[float | None]
 
-_ENDS: tuple[tuple[str, str, Form], ...] = (
-    ("tokens read", "tokens", large_number),
-    ("training time", "seconds", duration),
-    ("loss (nats per token)", "loss", "{:.4f}".format),
-    ("bits per byte", "bpb", "{:.4f}".format),
-    ("standard error over documents (bits per byte)", "bpb_stderr", "{:.4f}".format),
-)
-_MEASURED: tuple[tuple[str, str, Form], ...] = (
-    ("tokens per second", "tokens_per_second", large_number),
-    ("model FLOPs utilisation", "mfu", "{:.1%}".format),
-    ("floating-point operations", "flops", large_number),
-    ("most memory (GiB)", "peak_memory_bytes", lambda value: f"{value / 2**30:.3g}"),
-    ("least smoothed training loss (nats per token)", "least_loss", "{:.4f}".format),
+# The rows of the table of results: what, its format, and the values of each run of an arm.
+_ROWS: tuple[tuple[str, Form, Callable[[Arm], Values]], ...] = (
+    ("steps", "{:,.0f}".format, lambda arm: arm.steps()),
+    ("step of this evaluation", "{:,.0f}".format, lambda arm: arm.ends("step")),
+    ("tokens read", large_number, lambda arm: arm.ends("tokens")),
+    ("training time", duration, lambda arm: arm.ends("seconds")),
+    ("loss (nats per token)", "{:.4f}".format, lambda arm: arm.ends("loss")),
+    ("bits per byte", "{:.4f}".format, lambda arm: arm.ends("bpb")),
+    ("standard error over documents (bits per byte)", "{:.4f}".format, lambda arm: arm.ends("bpb_stderr")),
+    ("tokens per second", large_number, lambda arm: arm.newest("tokens_per_second")),
+    ("model FLOPs utilisation", "{:.1%}".format, lambda arm: arm.newest("mfu")),
+    ("floating-point operations", large_number, lambda arm: arm.newest("flops")),
+    ("most memory (GiB)", lambda value: f"{value / 2**30:.3g}", lambda arm: arm.newest("peak_memory_bytes")),
+    ("least smoothed training loss (nats per token)", "{:.4f}".format, lambda arm: arm.newest("least_loss")),
+    ("speed of plain matrix products at the start (operations per second)", large_number, Arm.matrix_speeds),
 )
 # Entries that differ between any two runs, and so are not settings.
 _NOT_SETTINGS = frozenset({"config.run.run", "config.run", "machine.matrix_flops_per_second"})
@@ -213,7 +216,7 @@ def _bar(arm: Arm, *, errors: bool) -> tuple[str, str, float, float, float] | No
 def _results(arms: Sequence[Arm]) -> list[list[str]]:
     """Return the rows of a table with the last finite evaluation and the measurements of each arm."""
 
-    def text(values: Sequence[float | None], form: Form) -> str:
+    def text(values: Values, form: Form) -> str:
         known = [value for value in values if value is not None]
         if not known:
             return "–"
@@ -221,29 +224,14 @@ def _results(arms: Sequence[Arm]) -> list[list[str]]:
         return middle if low == high else f"{middle} ({low} to {high})"
 
     warning = "; not comparable here" if tokenizers_differ(arms) else ""
-    rows: list[tuple[str, Form, list[list[float | None]]]] = [
-        ("steps", "{:,.0f}".format, [arm.steps() for arm in arms]),
-        ("step of this evaluation", "{:,.0f}".format, [arm.ends("step") for arm in arms]),
-    ]
-    # A run may have made steps after its last finite evaluation.
-    if rows[0][2] == rows[1][2]:
-        rows.pop()
-    rows += [
-        (label.replace("nats per token", f"nats per token{warning}"), form, [arm.ends(field) for arm in arms])
-        for label, field, form in _ENDS
-    ]
-    rows += [
-        (label, form, [[history.newest(field) for history in arm.histories] for arm in arms])
-        for label, field, form in _MEASURED
-    ]
-    machines = [[history.run.get("machine") or {} for history in arm.histories] for arm in arms]
-    rates = [[finite(machine.get("matrix_flops_per_second")) for machine in run] for run in machines]
-    rows.append(("speed of plain matrix products at the start (operations per second)", large_number, rates))
-    return [
-        [label, *(text(values, form) for values in of_arms)]
-        for label, form, of_arms in rows
-        if any(value is not None for values in of_arms for value in values)
-    ]
+    rows: list[list[str]] = []
+    for label, form, values_of in _ROWS:
+        texts = [text(values_of(arm), form) for arm in arms]
+        # A run may have made steps after its last finite evaluation.
+        is_repeated = label == "step of this evaluation" and texts == rows[0][1:]
+        if set(texts) != {"–"} and not is_repeated:
+            rows.append([label.replace("nats per token", f"nats per token{warning}"), *texts])
+    return rows
 
 
 def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Chart]]:
@@ -293,7 +281,7 @@ def _differences(arms: Sequence[Arm]) -> list[list[str]]:
     """Return the rows of a table with the settings in which the arms differ."""
 
     def settings(history: RunHistory) -> dict[str, Any]:
-        entries = dict(flatten({key: history.run.get(key) or {} for key in ("config", "machine", "versions")}))
+        entries = dict(flatten({key: history.run[key] for key in ("config", "machine", "versions")}))
         # An option may hold a value for each optimizer; the training records have the values that were used.
         return {key: value for key, value in entries.items() if key not in _NOT_SETTINGS} | _peak_rates(history)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from quintic.errors import ConfigError, DataError
-from quintic.report.formatting import finite
+from quintic.report.formatting import finite, flatten
 from quintic.report.records import wrong_in
 
 __all__ = ["METRICS_FILE", "SOURCE_FILE", "RunHistory", "read_metrics"]
@@ -22,6 +22,7 @@ SOURCE_FILE = "source.json"
 """The name of the file that describes the source code of a run; a .diff may accompany it."""
 
 
+_SETTINGS = ("config", "machine", "versions", "git", "model", "data")
 # Facts of a machine that do not matter for the result.
 _MEASURED_FACTS = ("memory_gb", "matrix_flops_per_second")
 
@@ -71,7 +72,7 @@ class RunHistory:
     """The records of one run by kind, one record per step, in the order of the steps.
 
     Attributes:
-        run: the ``run`` record; empty if the log has none.
+        run: the ``run`` record; settings that the log lacks are empty.
         train: the ``train`` records.
         evals: the evaluations on the validation text, including the ``final`` record if its step is later.
         core: the results of the tasks of CORE.
@@ -111,7 +112,7 @@ class RunHistory:
         kinds: dict[str, list[dict[str, Any]]] = {}
         for record in read_metrics(path):
             kinds.setdefault(str(record.get("kind")), []).append(record)
-        final = kinds.get("final", [{}])[-1]
+        run, final = kinds.get("run", [{}])[-1], kinds.get("final", [{}])[-1]
         train, evals = _by_step(kinds.get("train", [])), _by_step(kinds.get("eval", []))
         # A final evaluation without an `eval` record: `final` has no tokens, except in a speedrun.
         if final.get("loss") is not None and final.get("step", 0) > (evals[-1]["step"] if evals else 0):
@@ -121,7 +122,7 @@ class RunHistory:
         resumed = kinds.get("resume", [])
         sampled = [*_by_step(kinds.get("sample", [])), final]
         return cls(
-            run=kinds.get("run", [{}])[-1],
+            run={name: {} for name in _SETTINGS} | {name: value for name, value in run.items() if value is not None},
             train=train,
             evals=evals,
             core=_by_step(kinds.get("core", [])),
@@ -137,6 +138,16 @@ class RunHistory:
         )
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The options of the run: section.name -> value."""
+        return dict(flatten(self.run["config"]))
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the run; None if the log does not have it."""
+        return next((value for name, value in self.options.items() if name.split(".")[-1] == "seed"), None)
+
+    @property
     def ranks(self) -> int:
         """Number of processes that trained the run."""
         return self.run.get("ranks") or 1
@@ -147,13 +158,12 @@ class RunHistory:
 
         Such a run is not the one that its settings describe: other numbers of threads round a little differently.
         """
-        before = {**(self.run.get("machine") or {}), "ranks": self.ranks}
+        before = {**self.run["machine"], "ranks": self.ranks}
         found = []
         for record in self.resumed:
             now = {**before, **(record.get("machine") or {}), "ranks": record.get("ranks") or before["ranks"]}
-            changed = {name: (before[name], now[name]) for name in before if before[name] != now[name]}
-            for name in _MEASURED_FACTS:
-                changed.pop(name, None)
+            names = [name for name in before if before[name] != now[name] and name not in _MEASURED_FACTS]
+            changed = {name: (before[name], now[name]) for name in names}
             if changed:
                 found.append((int(record["step"]), changed))
             before = now

@@ -66,7 +66,7 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
 def _setup(history: RunHistory) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the tables of settings: title, and setting -> value."""
     for title, field in _SETUP_TABLES:
-        if history.run.get(field):
+        if history.run[field]:
             yield title, history.run[field]
         if field == "data" and len(history.final.get("epochs") or {}) > 1:
             yield "Times that each text was read", history.final["epochs"]
@@ -90,7 +90,7 @@ def _sources(folder: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
 def _facts(history: RunHistory) -> list[tuple[str, str]]:
     """Return the key figures: (value, what it is)."""
     last = (history.train or history.evals)[-1]
-    model, machine = history.run.get("model") or {}, history.run.get("machine") or {}
+    model, machine = history.run["model"], history.run["machine"]
     least = history.least if len(history.evals) > 1 else None
     tokens, parameters = finite(last.get("tokens")), finite(model.get("parameters"))
     # The parameters that --tokens-per-param counts.

@@ -42,7 +42,7 @@ def unequal_speed(runs: Sequence[RunHistory]) -> float | None:
     Returns:
         The ratio if it is above 1.5; None if it is less, the models differ, or the passes were not timed.
     """
-    if len({(history.run.get("model") or {}).get("flops_per_token") for history in runs}) > 1:
+    if len({history.run["model"].get("flops_per_token") for history in runs}) > 1:
         return None
     seconds = []
     for history in runs:
