@@ -26,9 +26,7 @@ _FREE_AMONG_SEEDS = frozenset(
 )  # fmt: skip
 
 
-# An evaluation with a finite loss, with the fields `_FIELDS`; any other field is None if the log has no finite number.
 Evaluation = Mapping[str, Any]
-_FIELDS = ("step", "loss", "bpb", "bpb_stderr", "tokens", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Arm:
 
     def ends(self, field: str) -> list[float | None]:
         """Return a field of the last finite evaluation of each run."""
-        return [points[-1][field] for points in self.curves]
+        return [points[-1].get(field) for points in self.curves]
 
     def steps(self) -> list[float | None]:
         """Return the number of steps of each run, including steps after its last evaluation."""
@@ -72,10 +70,7 @@ def load_arm(name: str, folders: Sequence[str | Path]) -> Arm:
         DataError: a log is damaged.
     """
     histories = [RunHistory.load(folder) for folder in folders]
-    curves = [
-        [{field: finite(r.get(field)) for field in _FIELDS} for r in history.evals if finite(r.get("loss")) is not None]
-        for history in histories
-    ]
+    curves = [[record for record in history.evals if record.get("loss") is not None] for history in histories]
     for folder, points in zip(folders, curves, strict=True):
         if not points:
             raise ConfigError(
@@ -133,7 +128,7 @@ def unit_of(baseline: Arm, arm: Arm) -> tuple[str, str]:
     if tokenizers_differ([baseline, arm]) and len(texts) > 1:
         advice = "`quintic eval --data FILE` scores each run on one text"
         return "", f"they were validated on different texts, and so their losses cannot be compared; {advice}"
-    if all(point["bpb"] is not None for one in (baseline, arm) for points in one.curves for point in points):
+    if all(point.get("bpb") is not None for one in (baseline, arm) for points in one.curves for point in points):
         return "bpb", ""
     if tokenizers_differ([baseline, arm]):
         return "", "their tokenizers differ and a log lacks bits per byte, and so their losses cannot be compared"
@@ -174,7 +169,7 @@ def final_difference(baseline: Arm, arm: Arm) -> tuple[float | None, float | Non
 
 def _seed_difference(baseline: Arm, arm: Arm) -> tuple[float, float] | None:
     """Return the mean difference of runs with the same seed, and its standard error; None if their seeds differ."""
-    first, other = ({h.seed: finite(h.evals[-1].get("bpb")) for h in one.histories} for one in (baseline, arm))
+    first, other = ({h.seed: h.evals[-1].get("bpb") for h in one.histories} for one in (baseline, arm))
     if first.keys() != other.keys() or len(first) < 2 or None in first:
         return None
     pairs = [(first[seed], other[seed]) for seed in first]
@@ -192,8 +187,7 @@ def _document_difference(first: RunHistory, other: RunHistory) -> tuple[float, f
     """
     ends = [history.evals[-1] if history.evals else {} for history in (first, other)]
     # Nats of each document in both runs, and their bytes.
-    nats = [[finite(value) for value in end.get("document_nats") or ()] for end in ends]
-    num_bytes = [[finite(value) for value in end.get("document_bytes") or ()] for end in ends]
+    nats, num_bytes = ([end.get(f"document_{what}") or [] for end in ends] for what in ("nats", "bytes"))
     sizes = [size for size in num_bytes[0] if size]
     if num_bytes[0] != num_bytes[1] or not len(nats[0]) == len(nats[1]) == len(sizes) > 1:
         return None

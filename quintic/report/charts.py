@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
-from quintic.report.formatting import finite
-
 __all__ = ["MAX_POINTS", "Chart", "Curve", "Point", "curve_of", "line_chart", "upper_edge"]
 
 MAX_POINTS = 200
@@ -222,7 +220,7 @@ def curve_of(records: Sequence[Mapping[str, Any]], x: str, y: str, *, divisor: f
     """
     points = []
     for record in records:
-        place, value, error = (finite(record.get(name)) for name in (x, y, f"{y}_stderr"))
+        place, value, error = (record.get(name) for name in (x, y, f"{y}_stderr"))
         if place is not None:
             value, error = (math.nan if number is None else number for number in (value, error))
             points.append(Point(place / divisor, value, value - error, value + error))

@@ -13,7 +13,7 @@ from typing import Any
 from quintic.errors import ConfigError
 from quintic.report.arms import Arm, Evaluation, final_difference, load_arm, median, tokenizers_differ, unit_of
 from quintic.report.charts import Chart, Curve, Point, line_chart, upper_edge
-from quintic.report.formatting import duration, finite, flatten, humanize, large_number
+from quintic.report.formatting import duration, flatten, humanize, large_number
 from quintic.report.history import RunHistory
 from quintic.report.page import learning_axes, write_page
 from quintic.report.speed import unequal_speed
@@ -91,7 +91,7 @@ def write_comparison(
         candidates=list(candidates.values()),
         bars=[bar for arm in arms if (bar := _bar(arm, errors=errors)) is not None],
         rows=_results(arms),
-        lost=[arm.name for arm in arms if any(finite(h.evals[-1].get("loss")) is None for h in arm.histories)],
+        lost=[arm.name for arm in arms if any(h.evals[-1].get("loss") is None for h in arm.histories)],
         unfinished=[arm.name for arm in arms if not all(history.final for history in arm.histories)],
         num_runs=[len(arm.histories) for arm in arms],
         tokenizers_differ=tokenizers_differ(arms),
@@ -128,14 +128,13 @@ def _reached(points: Sequence[Evaluation], loss: float, unit: str) -> tuple[floa
         return None, None
     after = points[index]
     if index == 0:
-        return after["step"], after["seconds"]
+        return after["step"], after.get("seconds")
     # On the line from the evaluation before.
     before = points[index - 1]
     fraction = (before[unit] - loss) / (before[unit] - after[unit])
     step = before["step"] + fraction * (after["step"] - before["step"])
-    if before["seconds"] is None or after["seconds"] is None:
-        return step, None
-    return step, before["seconds"] + fraction * (after["seconds"] - before["seconds"])
+    start, end = before.get("seconds"), after.get("seconds")
+    return step, None if start is None or end is None else start + fraction * (end - start)
 
 
 def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
@@ -192,13 +191,13 @@ def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float | None], step: floa
 
 def _point(x: float, runs: Sequence[Evaluation], field: str, *, errors: bool) -> Point:
     """Return the median and range of several runs; of a single one, with `errors`, bits per byte ± a standard error."""
-    values = [run[field] for run in runs if run[field] is not None]
+    values = [run[field] for run in runs if run.get(field) is not None]
     if len(values) < len(runs):
         return Point(x, math.nan)
     y = statistics.median(values)
     if len(runs) > 1:
         return Point(x, y, min(values), max(values))
-    error = runs[0]["bpb_stderr"] if errors and field == "bpb" else None
+    error = runs[0].get("bpb_stderr") if errors and field == "bpb" else None
     return Point(x, y) if error is None else Point(x, y, y - error, y + error)
 
 
@@ -249,10 +248,10 @@ def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Cha
         for look, (arm, rows) in enumerate(zip(arms, shared, strict=True)):
             seeds = f" (median and range of {len(arm.curves)} runs)" if len(arm.curves) > 1 else ""
             # The position of a point is the median over runs, for example of their training times.
-            placed = [(at, row) for row in rows if (at := median(point[x] for point in row)) is not None]
+            placed = [(at, row) for row in rows if (at := median(point.get(x) for point in row)) is not None]
             points = [_point(at / divisor, row, field, errors=errors) for at, row in placed]
             curves.append(Curve(label=arm.name + seeds, points=points, look=look))
-        values = [(p["step"], p[field]) for rows in shared for row in rows for p in row if p[field] is not None]
+        values = [(p["step"], p[field]) for rows in shared for row in rows for p in row if p.get(field) is not None]
         return line_chart(
             curves,
             title="Validation loss" if field == "loss" else "Validation text",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from quintic.errors import ConfigError, DataError
-from quintic.report.formatting import finite, flatten
+from quintic.report.formatting import flatten
 from quintic.report.records import wrong_in
 
 __all__ = ["METRICS_FILE", "SOURCE_FILE", "RunHistory", "read_metrics"]
@@ -195,14 +195,14 @@ class RunHistory:
     @property
     def least(self) -> Mapping[str, Any] | None:
         """The evaluation with the fewest bits per byte, the first of equal ones; None if no value is finite."""
-        scored = [record for record in self.evals if finite(record.get("bpb")) is not None]
+        scored = [record for record in self.evals if record.get("bpb") is not None]
         return min(scored, key=lambda record: float(record["bpb"]), default=None)
 
     def newest(self, field: str) -> float | None:
         """Return a number from the final record, or else from the last training step; None if neither has it."""
         for record in (self.final, *self.train[-1:]):
-            if (value := finite(record.get(field))) is not None:
-                return value
+            if record.get(field) is not None:
+                return float(record[field])
         return None
 
 

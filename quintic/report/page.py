@@ -68,7 +68,7 @@ def learning_axes(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, 
     Args:
         records: all records to draw, whose longest time decides the unit of time.
     """
-    longest = max((finite(record.get("seconds")) or 0.0 for record in records), default=0.0)
+    longest = max((record.get("seconds") or 0.0 for record in records), default=0.0)
     size, unit = (3600, "hours") if longest >= 7200 else (60, "minutes") if longest >= 120 else (1, "seconds")
     return {
         "by steps": ("step", "training steps", 1),

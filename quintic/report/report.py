@@ -92,7 +92,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
     last = (history.train or history.evals)[-1]
     model, machine = history.run["model"], history.run["machine"]
     least = history.least if len(history.evals) > 1 else None
-    tokens, parameters = finite(last.get("tokens")), finite(model.get("parameters"))
+    tokens, parameters = last.get("tokens"), finite(model.get("parameters"))
     # The parameters that --tokens-per-param counts.
     scaling = [finite(model.get(f"parameters_{part}")) for part in ("blocks", "head")]
     counted, of = (sum(filter(None, scaling)), " of matrices and head") if all(scaling) else (parameters, "")
@@ -103,7 +103,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
         (parameters, large_number, "parameters (numbers that were learnt)"),
         (tokens, large_number, "tokens read"),
         (tokens and counted and tokens / counted, "{:.3g}".format, f"tokens read per parameter{of}"),
-        (finite(history.final.get("seconds")) or finite(last.get("seconds")), duration, "of training"),
+        (history.final.get("seconds") or last.get("seconds"), duration, "of training"),
         (history.newest("flops"), large_number, "floating-point operations"),
         (history.newest("peak_memory_bytes"), lambda value: f"{value / 2**30:.3g}\u00a0GiB", "of memory at most"),
         (machine.get("device"), str, trained_on),
@@ -115,11 +115,11 @@ def _learning(history: RunHistory) -> dict[str, Any]:
     """Return charts of loss and bits per byte over steps, tokens and time, and what to say about them."""
     baselines = history.final.get("baselines") or {}
     named = (("xz -9", baselines.get("xz_bpb")), ("byte bigram", baselines.get("bigram_bpb")))
-    references = {f"{label}: {value:.2f}": value for label, bpb in named if (value := finite(bpb)) is not None}
+    references = {f"{label}: {bpb:.2f}": bpb for label, bpb in named if bpb is not None}
     records = [*history.train, *history.evals]
 
     def draw(field: str, title: str, unit: str, x: str, x_label: str, divisor: float) -> Chart:
-        points = [(float(r["step"]), value) for r in records if (value := finite(r.get(field))) is not None]
+        points = [(record["step"], record[field]) for record in records if record.get(field) is not None]
         return line_chart(
             [
                 curve_of(history.train, x, field, divisor=divisor, label="on the training text", noisy=True, look=1),
@@ -139,8 +139,8 @@ def _learning(history: RunHistory) -> dict[str, Any]:
         "is_cut": any(chart.is_cut for chart in panels["by steps"]),
         "is_thinned": len(history.train) > MAX_POINTS,
         "is_both": len(panels["by steps"][1].curves) == 2,
-        "has_errors": any(finite(record.get("bpb_stderr")) is not None for record in history.evals),
-        "lost": [record["step"] for record in records if "loss" in record and finite(record["loss"]) is None],
+        "has_errors": any(record.get("bpb_stderr") is not None for record in history.evals),
+        "lost": [record["step"] for record in records if "loss" in record and record["loss"] is None],
         "evals": _thinned(history.evals, _MAX_EVALUATIONS),
     }
 
@@ -189,7 +189,7 @@ def _layers(history: RunHistory) -> list[Chart]:
     for field, title, unit in fields:
         if curves := _by_kind(history.train, field):
             charts.append(line_chart(list(curves.values()), title=title, unit=unit, log_y=True))
-    norms = [record for record in history.train if finite(record.get("grad_norm")) is not None]
+    norms = [record for record in history.train if record.get("grad_norm") is not None]
     if norms:
         curve = curve_of(norms, "step", "grad_norm", label="", look=4)
         charts.append(line_chart([curve], title="Norm of the whole gradient", unit="nats per token", log_y=True))
@@ -209,7 +209,7 @@ def _by_kind(records: Records, field: str) -> dict[str, Curve]:
 def _last_score(history: RunHistory, field: str) -> float | None:
     """Return the field's value in the final record or else the last evaluation; None if that value is not finite."""
     records = [record for record in (*history.evals, history.final) if field in record]
-    return finite(records[-1][field]) if records else None
+    return records[-1][field] if records else None
 
 
 def _thinned(records: Records, most: int) -> Records:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quintic.report.charts import curve_of, line_chart
-from quintic.report.formatting import finite
 from quintic.report.history import RunHistory
 
 __all__ = ["about_speed", "unequal_speed"]
@@ -47,7 +46,7 @@ def unequal_speed(runs: Sequence[RunHistory]) -> float | None:
     seconds = []
     for history in runs:
         passes = [times["forward_backward"] for times in _times(history) if "forward_backward" in times]
-        tokens = finite(history.train[-1].get("tokens")) if history.train else None
+        tokens = history.train[-1].get("tokens") if history.train else None
         if not passes or not tokens:
             return None
         # The first step of a compiled run takes long for another reason.
@@ -59,7 +58,7 @@ def unequal_speed(runs: Sequence[RunHistory]) -> float | None:
 def _time_shares(history: RunHistory, times: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
     """Return the fraction of a step's time in each phase, from the final record or else from the steps so far."""
     breakdown = history.final.get("breakdown") or {}
-    shares = {name: finite(breakdown.get(f"{name}_frac")) for name in _PHASES}
+    shares = {name: breakdown.get(f"{name}_frac") for name in _PHASES}
     if not any(shares.values()):
         sums = {name: sum(phases.get(name, 0.0) for phases in times) for name in _PHASES}
         total = sum(sums.values())
@@ -73,4 +72,4 @@ def _time_shares(history: RunHistory, times: Sequence[Mapping[str, float]]) -> l
 def _times(history: RunHistory) -> list[Mapping[str, float]]:
     """Return the milliseconds of each phase, for the steps that have them all."""
     records = [record["times_ms"] for record in history.train if record.get("times_ms")]
-    return [times for times in records if all(finite(value) is not None for value in times.values())]
+    return [times for times in records if all(value is not None for value in times.values())]
