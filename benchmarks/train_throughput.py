@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.figures import ON_ANY_PAGE
 from benchmarks.common.results import (
     add_options,
     device_name,
@@ -238,17 +239,19 @@ def page(result: dict[str, Any], options: argparse.Namespace) -> str:
 
 def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     """Draw the validation curves."""
+    import matplotlib
     from matplotlib import pyplot
 
-    _, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for row, style in zip([row for row in rows if "error" not in row], ("-o", "--s", ":^", "-.v"), strict=False):
-        points = [(step, bpb) for step, bpb in row["evaluations"] if step > 0]
-        axes.plot(*zip(*points, strict=True), style, label=row["contestant"])
-    axes.set(xlabel="steps", ylabel="validation loss (bits per byte)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    pyplot.savefig(path)
-    pyplot.close()
+    with matplotlib.rc_context(ON_ANY_PAGE):
+        _, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+        for row, style in zip([row for row in rows if "error" not in row], ("-o", "--s", ":^", "-.v"), strict=False):
+            points = [(step, bpb) for step, bpb in row["evaluations"] if step > 0]
+            axes.plot(*zip(*points, strict=True), style, label=row["contestant"])
+        axes.set(xlabel="steps", ylabel="validation loss (bits per byte)")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        pyplot.savefig(path)
+        pyplot.close()
 
 
 if __name__ == "__main__":

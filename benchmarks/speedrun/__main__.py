@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.figures import ON_ANY_PAGE
 from benchmarks.common.results import (
     add_options,
     device_name,
@@ -298,17 +299,19 @@ def cells(row: dict[str, Any], result: dict[str, Any]) -> list[str]:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw the validation losses after the first over the time of training, a curve for each contestant and seed."""
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for row in result["rows"]:
-        losses = {int(step): loss for step, loss in row["losses"].items() if int(step)}
-        seconds = [row["score_ms"][step] / 1000 for step in row["score_ms"] if int(step)]
-        axes.plot(seconds, list(losses.values()), marker=".", label=f"{row['contestant']}, seed {row['seed']}")
-    axes.set(xlabel="training time (s)", ylabel="validation loss (nats per token)", title="The speedrun")
-    axes.legend()
-    figure.savefig(path, metadata={"Date": None})
+    with matplotlib.rc_context(ON_ANY_PAGE):
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        for row in result["rows"]:
+            losses = {int(step): loss for step, loss in row["losses"].items() if int(step)}
+            seconds = [row["score_ms"][step] / 1000 for step in row["score_ms"] if int(step)]
+            axes.plot(seconds, list(losses.values()), marker=".", label=f"{row['contestant']}, seed {row['seed']}")
+        axes.set(xlabel="training time (s)", ylabel="validation loss (nats per token)", title="The speedrun")
+        axes.legend()
+        figure.savefig(path, metadata={"Date": None})
 
 
 def against_peer(result: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.figures import ON_ANY_PAGE
 from benchmarks.common.results import table
 from benchmarks.training.baseline_page import computing, text_facts
 
@@ -170,7 +171,7 @@ def draw(path: Path, result: Mapping[str, Any]) -> None:
     if not studies:
         return
     rows = -(-len(studies) // 2)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem, "font.size": 11}):
+    with matplotlib.rc_context({**ON_ANY_PAGE, "svg.fonttype": "none", "svg.hashsalt": path.stem, "font.size": 11}):
         figure, grid = pyplot.subplots(
             rows, min(2, len(studies)), figsize=(9, 3.6 * rows), layout="constrained", squeeze=False
         )

@@ -80,8 +80,8 @@ def write_comparison(
     arms = [load_arm(name, [folders] if isinstance(folders, str | Path) else folders) for name, folders in runs.items()]
     baseline, *others = arms
     candidates = {arm.name: _against(baseline, arm) for arm in others}
-    # Next to the range of several runs, the standard error of a single one could be mistaken for a range.
-    errors = all(len(arm.curves) == 1 for arm in arms)
+    # Standard errors are shown only then: next to the range of several runs one could be mistaken for a range.
+    is_single = all(len(arm.curves) == 1 for arm in arms)
     histories = [(arm.name, history) for arm in arms for history in arm.histories]
     write_page(
         Path(out),
@@ -89,14 +89,14 @@ def write_comparison(
         title=title,
         names=list(runs),
         candidates=list(candidates.values()),
-        bars=[bar for arm in arms if (bar := _bar(arm, errors=errors)) is not None],
+        bars=[bar for arm in arms if (bar := _bar(arm, errors=is_single)) is not None],
         rows=_results(arms),
         lost=[arm.name for arm in arms if any(h.evals[-1].get("loss") is None for h in arm.histories)],
         unfinished=[arm.name for arm in arms if not all(history.final for history in arm.histories)],
-        num_runs=[len(arm.histories) for arm in arms],
+        is_single=is_single,
         tokenizers_differ=tokenizers_differ(arms),
-        has_errors=errors and any(arm.ends("bpb_stderr") != [None] for arm in arms),
-        panels=_learning_charts(arms, errors=errors),
+        has_errors=is_single and any(arm.ends("bpb_stderr") != [None] for arm in arms),
+        panels=_learning_charts(arms, errors=is_single),
         differences=_differences(arms),
         typed=list(dict.fromkeys(history.run["command"] for _, history in histories if history.run.get("command"))),
         repeats=[(name, history.repeat) for name, history in histories if history.repeat],
@@ -235,10 +235,10 @@ def _results(arms: Sequence[Arm]) -> list[list[str]]:
 
 def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Chart]]:
     """Return charts of validation loss and bits per byte of all arms: axis -> charts."""
-    units = {"loss": "nats per token", "bpb": "bits per byte"}
+    titles = {"loss": ("Validation loss", "nats per token"), "bpb": ("Validation bits per byte", "")}
     if tokenizers_differ(arms):
-        del units["loss"]
-    decisive = next(iter(units))
+        del titles["loss"]
+    decisive = next(iter(titles))
     is_comparable = not any(unit_of(arms[0], arm)[1] for arm in arms[1:])
     target = median(arms[0].ends(decisive)) if is_comparable else None
     shared = [arm.shared() for arm in arms]
@@ -254,15 +254,15 @@ def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Cha
         values = [(p["step"], p[field]) for rows in shared for row in rows for p in row if p.get(field) is not None]
         return line_chart(
             curves,
-            title="Validation loss" if field == "loss" else "Validation text",
-            unit=units[field],
+            title=titles[field][0],
+            unit=titles[field][1],
             x_label=x_label,
             references={f"{arms[0].name}'s final loss: {target:.3f}": target} if target and field == decisive else {},
             high=upper_edge(values),
         )
 
     axes = learning_axes([record for arm in arms for history in arm.histories for record in history.evals])
-    return {tab: [draw(field, *axis) for field in units] for tab, axis in axes.items()}
+    return {tab: [draw(field, *axis) for field in titles] for tab, axis in axes.items()}
 
 
 def _peak_rates(history: RunHistory) -> dict[str, str]:

@@ -1,9 +1,12 @@
 """The widths and the best rates of `benchmarks.training.transfer`, whose runs take minutes."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
+from benchmarks import train_throughput
 from benchmarks.training import transfer, transfer_page
 from benchmarks.training.workers import with_values
 from quintic.train.config import Config
@@ -41,3 +44,22 @@ def test_a_best_rate_at_the_end_of_the_grid_is_no_vertex() -> None:
     assert transfer_page.vertex({0.01: 4.0, 0.02: 3.0, 0.04: math.inf}) == 0.02
     assert transfer_page.rate_shown(0.0, rates) == "< 0.01"
     assert transfer_page.rate_shown(math.inf, rates) == "> 0.04"
+
+
+def test_the_figures_can_be_read_on_dark_pages(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    line = {
+        "study": "width",
+        "label": "width 64",
+        "rates": [0.01, 0.02],
+        "losses": {"0.01": {"1": 4.0}, "0.02": {"1": 3.5}},
+    }
+    transfer_page.draw(tmp_path / "transfer.svg", {"lines": [line]})
+    row = {"contestant": "quintic", "evaluations": [[50, 1.5], [100, 1.25]]}
+    train_throughput.draw(tmp_path / "throughput.svg", [row])
+    for path in tmp_path.glob("*.svg"):
+        drawing = path.read_text("utf-8")
+        # Nothing is filled with white behind the curves, and no text is black.
+        assert "#ffffff" not in drawing
+        assert "#7b818b" in drawing
+        assert not re.search(r"<text[^>]*(fill: #000000|style=\"(?!.*fill))", drawing)

@@ -171,7 +171,7 @@ def test_marks_say_what_they_stand_for() -> None:
     # Marks beyond an edge are not drawn, and the line is cut off by the inner drawing.
     figure = drawn(curve([9000.0, 3.0, 4.0]), high=4.0)
     assert titles(figure) == ["1: 3", "2: 4"]
-    assert f'<svg width="{WIDTH}" height="{HEIGHT}">' in figure
+    assert f'height="{HEIGHT}" viewBox="-8 0 {WIDTH + 16} {HEIGHT}">' in figure
     assert line_chart([curve([9000.0, 3.0, 4.0])], title="", high=4.0).is_cut
     assert not line_chart([curve([2.0, 3.0, 4.0])], title="").is_cut
 
