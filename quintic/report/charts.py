@@ -19,18 +19,6 @@ MAX_POINTS = 200
 _MOST_MARKS = 40
 _MOST_ROWS = 20
 
-_COLORS = 6
-_DASHES = ("", "14 6", "4 4", "18 6 4 6", "8 4", "18 6 4 6 4 6")
-# Paths around the origin.
-_MARKS = (
-    "M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0z",
-    "M-2.7-2.7h5.4v5.4h-5.4z",
-    "M0-3.8l3.8 6.8h-7.6z",
-    "M0-4l4 4l-4 4l-4-4z",
-    "M0 3.8l3.8-6.8h-7.6z",
-    "M-1-4h2v3h3v2h-3v3h-2v-3h-3v-2h3z",
-)
-
 
 class Point(NamedTuple):
     """A value and the ends of its error bar; NaN for what is missing or not finite."""
@@ -54,7 +42,7 @@ class Curve:
         label: name in the legend; without one the curve has no entry.
         points: the values in the order of x; a point whose y is NaN leaves a gap.
         noisy: whether values scatter from one point to the next, so that averages are shown with their range.
-        look: index of colour, dashes and mark; curves with different indices can be distinguished.
+        look: index of colour, dashes and mark, which ``templates/chart.html`` lists.
     """
 
     label: str
@@ -71,21 +59,6 @@ class Curve:
     def is_plain(self) -> bool:
         """Whether the line has neither dashes nor marks to tell it from others."""
         return self.noisy or not self.label
-
-    @property
-    def color(self) -> int:
-        """Index of the colour."""
-        return self.look % _COLORS
-
-    @property
-    def dashes(self) -> str:
-        """Lengths of dashes and gaps; after six curves colours and marks repeat, with other dashes."""
-        return "" if self.is_plain else _DASHES[(self.look + self.look // _COLORS) % len(_DASHES)]
-
-    @property
-    def mark(self) -> str:
-        """Path of the mark around the origin."""
-        return _MARKS[self.color]
 
     @property
     def pieces(self) -> list[list[Point]]:
