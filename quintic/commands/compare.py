@@ -110,13 +110,12 @@ def compare(
             discard_unstarted(folder)
             raise
     baseline, rule = runs
-    figures = write_comparison(runs, page, title=f"{rule} and {baseline} on the same model")
-    found = figures["candidates"][rule]
-    lines = [found["sentence"], *([] if found["ended"] is None else [found["ended"]])]
+    found = write_comparison(runs, page, title=f"{rule} and {baseline} on the same model")[rule]
+    lines = [found.sentence, *([] if found.ended is None else [found.ended])]
     if len(configs) == len(_OPTIMIZERS):
         lines.append("This is one seed. Another one gives other numbers; --seeds 3 shows by how much.")
-    if found["unequal_speed"] is not None:
-        slower = f"{found['unequal_speed']:.1f} times"
+    if found.unequal_speed is not None:
+        slower = f"{found.unequal_speed:.1f} times"
         lines.append(f"Their times cannot be compared: something beside the optimizers slowed one run {slower}.")
     return "\n".join(["", *lines, f"report: {page}"])
 

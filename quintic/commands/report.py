@@ -29,8 +29,8 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"--runs {' '.join(options.runs)}: give at least two groups of runs, and no run twice")
     folders = {label: [find(name) for name in runs] for label, runs in arms.items()}
     out = options.out if options.out is not None else options.runs_dir / "comparison.html"
-    figures = write_comparison(folders, out, title=f"{', '.join(arms)} compared")
-    for candidate in figures["candidates"].values():
-        print("\n".join(filter(None, (candidate["sentence"], candidate["ended"]))))
+    candidates = write_comparison(folders, out, title=f"{', '.join(arms)} compared")
+    for candidate in candidates.values():
+        print("\n".join(filter(None, (candidate.sentence, candidate.ended))))
     print(out)
     return 0

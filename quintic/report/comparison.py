@@ -7,6 +7,7 @@ compared, `charts` draws, and `report` makes the page of a single run.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from quintic.report.history import RunHistory
 from quintic.report.page import learning_axes, write_page
 from quintic.report.speed import unequal_speed
 
-__all__ = ["write_comparison"]
+__all__ = ["Candidate", "write_comparison"]
 
 Form = Callable[[float], str]
 Values = list[float | None]
@@ -43,10 +44,35 @@ _ROWS: tuple[tuple[str, Form, Callable[[Arm], Values]], ...] = (
 _NOT_SETTINGS = frozenset({"config.run.run", "config.run", "machine.matrix_flops_per_second"})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """What a comparison found about one arm.
+
+    Attributes:
+        sentence: the main result in words.
+        steps: the step at which it reached the baseline's last loss; None if it never did, or cannot be compared.
+        seconds: the training time until then, and None as well if it was not timed.
+        percent_of_seconds: that time in percent of the baseline's until its last evaluation.
+        difference: how many more bits per byte it needed at the end than the baseline.
+        difference_stderr: the standard error of the difference, None if it is not known.
+        ended: the difference in words, or why it has no error; None without bits per byte.
+        unequal_speed: see `quintic.report.speed.unequal_speed`.
+    """
+
+    sentence: str
+    steps: float | None
+    seconds: float | None
+    percent_of_seconds: float | None
+    difference: float | None
+    difference_stderr: float | None
+    ended: str | None
+    unequal_speed: float | None
+
+
 def write_comparison(
     runs: Mapping[str, str | Path | Sequence[str | Path]], out: str | Path, *, title: str
-) -> dict[str, Any]:
-    """Write a page with the validation curves of several runs, and return numbers that compare them with the first.
+) -> dict[str, Candidate]:
+    """Write a page with the validation curves of several runs, and return how each compares with the first.
 
     The main number of a candidate is the first step at which its validation loss is at or below the baseline's last
     one, interpolated linearly between evaluations. If a candidate is there at its first evaluation, that evaluation's
@@ -60,15 +86,6 @@ def write_comparison(
         runs: name -> run folder or folders; at least two names. The first is the baseline, the others are candidates.
         out: the HTML file to write, replaced by one rename.
         title: heading of the page.
-
-    Returns:
-        ``baseline``: its name. ``runs``: name -> ``steps`` made, ``tokens``, ``seconds``, ``loss`` and ``bpb`` of the
-        last evaluation, and the ``losses`` of each of its runs. ``candidates``: name -> ``steps_to_baseline_loss``,
-        ``percent_of_steps``, ``seconds_to_baseline_loss`` and ``percent_of_seconds``, each None if the loss was never
-        reached (or was not timed, or cannot be compared), ``steps_by_run``, and ``sentence``, a summary in words.
-        Percentages are relative to the baseline's run up to its last evaluation. ``difference`` is that of the final
-        bits per byte, ``difference_stderr`` its standard error, and ``ended`` both in words, or why there is no error;
-        None if there are no bits per byte. ``unequal_speed``: see `quintic.report.speed.unequal_speed`.
 
     Raises:
         ConfigError: there are fewer than two names, a run has no log or no finite validation loss, or the runs of one
@@ -101,18 +118,7 @@ def write_comparison(
         typed=list(dict.fromkeys(history.run["command"] for _, history in histories if history.run.get("command"))),
         repeats=[(name, history.repeat) for name, history in histories if history.repeat],
     )
-    return {
-        "baseline": baseline.name,
-        "runs": {
-            arm.name: {
-                "steps": int(median(arm.steps()) or 0),
-                **{field: median(arm.ends(field)) for field in ("tokens", "seconds", "loss", "bpb")},
-                "losses": arm.ends("loss"),
-            }
-            for arm in arms
-        },
-        "candidates": candidates,
-    }
+    return candidates
 
 
 def _reached(points: Sequence[Evaluation], loss: float, unit: str) -> tuple[float | None, float | None]:
@@ -137,8 +143,8 @@ def _reached(points: Sequence[Evaluation], loss: float, unit: str) -> tuple[floa
     return step, None if start is None or end is None else start + fraction * (end - start)
 
 
-def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
-    """Return the numbers of one candidate (see `write_comparison`)."""
+def _against(baseline: Arm, arm: Arm) -> Candidate:
+    """Compare one arm with the baseline."""
     unit, obstacle = unit_of(baseline, arm)
     target = None if obstacle else median(baseline.ends(unit))
     reached = [(None, None) if target is None else _reached(points, target, unit) for points in arm.curves]
@@ -146,22 +152,18 @@ def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
     steps = [step for step, _ in reached]
     step = median(steps, math.inf)
     seconds = None if step is None else median([second for _, second in reached], math.inf)
-    last, last_seconds = (median(baseline.ends(field)) for field in ("step", "seconds"))
-    percent = 100 * step / last if step is not None and last else None
+    total = median(baseline.ends("seconds"))
     difference, error, ended = (None, None, None) if obstacle else final_difference(baseline, arm)
-    sentence = f"{arm.name} and {baseline.name}: {obstacle}" if obstacle else _sentence(baseline, arm, steps, step)
-    return {
-        "steps_to_baseline_loss": step,
-        "percent_of_steps": percent,
-        "seconds_to_baseline_loss": seconds,
-        "percent_of_seconds": 100 * seconds / last_seconds if seconds and last_seconds and last_seconds > 0 else None,
-        "steps_by_run": steps,
-        "sentence": sentence,
-        "difference": difference,
-        "difference_stderr": error,
-        "ended": ended,
-        "unequal_speed": unequal_speed([*baseline.histories, *arm.histories]),
-    }
+    return Candidate(
+        sentence=f"{arm.name} and {baseline.name}: {obstacle}" if obstacle else _sentence(baseline, arm, steps, step),
+        steps=step,
+        seconds=seconds,
+        percent_of_seconds=100 * seconds / total if seconds and total and total > 0 else None,
+        difference=difference,
+        difference_stderr=error,
+        ended=ended,
+        unequal_speed=unequal_speed([*baseline.histories, *arm.histories]),
+    )
 
 
 def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float | None], step: float | None) -> str:

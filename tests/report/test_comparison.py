@@ -9,7 +9,7 @@ import pytest
 from report_pages import read, write_run
 
 from quintic.errors import ConfigError
-from quintic.report.comparison import write_comparison
+from quintic.report.comparison import Candidate, write_comparison
 from quintic.report.history import read_metrics
 from quintic.train.metrics import MetricsLog
 
@@ -35,44 +35,31 @@ def test_comparison_figures_by_hand(tmp_path: Path) -> None:
         "exact": write_curve(tmp_path / "e", {10: 7.0, 600: 3.0}, lr=0.02, seed=1),
     }
     out = tmp_path / "pages" / "comparison.html"
-    figures = write_comparison(runs, out, title="Race <1>")
-    assert figures["baseline"] == "AdamW"
-    assert figures["runs"]["Muon"] == {
-        "steps": 300,
-        "tokens": 3000.0,
-        "seconds": 600.0,
-        "loss": 2.25,
-        "bpb": 1.125,
-        "losses": [2.25],
-    }
-    candidates = figures["candidates"]
+    candidates = write_comparison(runs, out, title="Race <1>")
     assert list(candidates) == ["Muon", "slow", "early", "exact"]
-    assert candidates["Muon"] == {
-        "steps_to_baseline_loss": 150.0,
-        "percent_of_steps": 37.5,
-        "seconds_to_baseline_loss": 300.0,
-        "percent_of_seconds": 37.5,
-        "steps_by_run": [150.0],
-        "sentence": "Muon reached AdamW's final validation loss after 150 of 400 steps (37.5 %)",
-        "difference": -0.375,
-        "difference_stderr": None,
-        "ended": f"Muon ended 0.3750 bits per byte below AdamW; {UNKNOWN}",
-        "unequal_speed": None,
-    }
-    assert candidates["slow"] == {
-        "steps_to_baseline_loss": None,
-        "percent_of_steps": None,
-        "seconds_to_baseline_loss": None,
-        "percent_of_seconds": None,
-        "steps_by_run": [None],
-        "sentence": "slow never reached AdamW's final validation loss in its 500 steps",
-        "difference": 0.25,
-        "difference_stderr": None,
-        "ended": f"slow ended 0.2500 bits per byte above AdamW; {UNKNOWN}",
-        "unequal_speed": None,
-    }
-    assert candidates["early"]["steps_to_baseline_loss"] == 80.0
-    assert (candidates["exact"]["steps_to_baseline_loss"], candidates["exact"]["percent_of_steps"]) == (600.0, 150.0)
+    assert candidates["Muon"] == Candidate(
+        sentence="Muon reached AdamW's final validation loss after 150 of 400 steps (37.5 %)",
+        steps=150.0,
+        seconds=300.0,
+        percent_of_seconds=37.5,
+        difference=-0.375,
+        difference_stderr=None,
+        ended=f"Muon ended 0.3750 bits per byte below AdamW; {UNKNOWN}",
+        unequal_speed=None,
+    )
+    assert candidates["slow"] == Candidate(
+        sentence="slow never reached AdamW's final validation loss in its 500 steps",
+        steps=None,
+        seconds=None,
+        percent_of_seconds=None,
+        difference=0.25,
+        difference_stderr=None,
+        ended=f"slow ended 0.2500 bits per byte above AdamW; {UNKNOWN}",
+        unequal_speed=None,
+    )
+    assert candidates["early"].steps == 80.0
+    assert candidates["exact"].steps == 600.0
+    assert candidates["exact"].sentence.endswith("after 600 of 400 steps (150.0 %)")
     page = read(out)
     assert page.text.startswith("Race <1> The same task, trained in different ways. Who gets there sooner Muon reached")
     for words in (
@@ -101,12 +88,12 @@ def test_the_difference_of_two_runs_is_surer_than_each(tmp_path: Path) -> None:
     # Documents of 100 bytes that cost 100 to 300 bits, and in the other run 9 to 11 fewer.
     first = write_documents(tmp_path / "a", [100.0, 200.0, 300.0], [100, 100, 100])
     other = write_documents(tmp_path / "b", [91.0, 190.0, 289.0], [100, 100, 100])
-    found = write_comparison({"a": first, "b": other}, tmp_path / "page.html", title="")["candidates"]["b"]
+    found = write_comparison({"a": first, "b": other}, tmp_path / "page.html", title="")["b"]
     # The mean is 10 of 100, and sqrt(3 / 2 * (1 + 0 + 1)) / 300 its error; each run's own error is 0.5.
-    assert found["difference"] == pytest.approx(-0.1, abs=1e-9)
-    assert found["difference_stderr"] == pytest.approx(math.sqrt(3) / 300)
+    assert found.difference == pytest.approx(-0.1, abs=1e-9)
+    assert found.difference_stderr == pytest.approx(math.sqrt(3) / 300)
     words = "b ended 0.1000 bits per byte below a, ± 0.0058 over the documents, which both were scored on"
-    assert found["ended"] == words
+    assert found.ended == words
     text = read(tmp_path / "page.html").text
     assert words in text
     assert "What another seed would change is not in it." in text
@@ -116,9 +103,9 @@ def test_the_difference_of_two_runs_is_surer_than_each(tmp_path: Path) -> None:
         records = read_metrics(changed / "metrics.jsonl")
         records[1] |= {"loss": 1.9, "bpb": 1.9}
         (changed / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        found = write_comparison({"a": first, "c": changed}, tmp_path / "page.html", title="")["candidates"]["c"]
-        assert found["ended"].endswith(f"bits per byte below a; {UNKNOWN}")
-        assert found["difference_stderr"] is None
+        found = write_comparison({"a": first, "c": changed}, tmp_path / "page.html", title="")["c"]
+        assert found.ended.endswith(f"bits per byte below a; {UNKNOWN}")
+        assert found.difference_stderr is None
         text = read(tmp_path / "page.html").text
         assert UNKNOWN in text
         assert "A difference of more than two of them is hardly chance" not in text
@@ -130,14 +117,14 @@ def test_the_difference_of_several_seeds_is_that_of_pairs(tmp_path: Path) -> Non
 
     # Differences of the seeds: -0.25, -0.5 and -0.75, in whatever order the runs are named.
     arms = {"a": arm("a", {0: 1.0, 1: 2.0, 2: 3.0}), "b": arm("b", {2: 2.25, 1: 1.5, 0: 0.75})}
-    found = write_comparison(arms, tmp_path / "page.html", title="")["candidates"]["b"]
-    assert (found["difference"], found["difference_stderr"]) == (-0.5, pytest.approx(0.25 / math.sqrt(3)))
-    assert found["ended"] == "b ended 0.5000 bits per byte below a, ± 0.1443 over 3 seeds"
+    found = write_comparison(arms, tmp_path / "page.html", title="")["b"]
+    assert (found.difference, found.difference_stderr) == (-0.5, pytest.approx(0.25 / math.sqrt(3)))
+    assert found.ended == "b ended 0.5000 bits per byte below a, ± 0.1443 over 3 seeds"
     assert "What another seed" not in read(tmp_path / "page.html").text
     others = {"a": arms["a"], "c": arm("c", {0: 1.0, 1: 2.0, 7: 3.0})}
-    found = write_comparison(others, tmp_path / "page.html", title="")["candidates"]["c"]
-    assert (found["difference"], found["difference_stderr"]) == (0.0, None)
-    assert found["ended"].endswith("is not known: it takes two runs or more of each, with the same seeds")
+    found = write_comparison(others, tmp_path / "page.html", title="")["c"]
+    assert (found.difference, found.difference_stderr) == (0.0, None)
+    assert found.ended.endswith("is not known: it takes two runs or more of each, with the same seeds")
 
 
 @pytest.mark.parametrize(("slower", "flops", "is_said"), [(2.6, 1, True), (1.3, 1, False), (2.6, 2, False)])
@@ -153,8 +140,8 @@ def test_times_of_a_slowed_run_are_not_compared(slower: float, flops: int, is_sa
                 times = {"data": 0.0, "forward_backward": passes, "optimizer": 1.0 if name == "a" else 90.0}
                 log.write("train", step=step, tokens=64 * step, seconds=step * factor, loss=2.0, times_ms=times)
             log.write("eval", step=4, seconds=4 * factor, loss=2.0, bpb=1.0)
-    found = write_comparison(runs, tmp_path / "page.html", title="")["candidates"]["b"]
-    assert found["unequal_speed"] == (pytest.approx(slower) if is_said else None)
+    found = write_comparison(runs, tmp_path / "page.html", title="")["b"]
+    assert found.unequal_speed == (pytest.approx(slower) if is_said else None)
     text = read(tmp_path / "page.html").text
     assert ("Their times cannot be compared: the forward and backward passes" in text) is is_said
     assert ("and after 4 s of training" in text) is not is_said
@@ -167,9 +154,9 @@ def test_comparison_without_times_or_settings(tmp_path: Path) -> None:
             for step, loss in enumerate(losses, start=1):
                 log.write("eval", step=step, loss=loss)
         runs[name] = log.path.parent
-    figures = write_comparison(runs, tmp_path / "out.html", title="Two")
-    assert figures["candidates"]["<b>"]["steps_to_baseline_loss"] == 1.5
-    assert figures["candidates"]["<b>"]["percent_of_seconds"] is None
+    found = write_comparison(runs, tmp_path / "out.html", title="Two")
+    assert found["<b>"].steps == 1.5
+    assert found["<b>"].percent_of_seconds is None
     assert "not a finite number" not in read(tmp_path / "out.html").text
     with MetricsLog(tmp_path / "a" / "metrics.jsonl") as log:
         log.write("eval", step=3, loss=math.nan)
@@ -195,9 +182,9 @@ def test_bits_per_byte_decide_between_tokenizers(tmp_path: Path) -> None:
     good = write_text_curve(tmp_path / "good", {**TEXT, "key": "large"}, [(6.0, 2.25), (4.0, 1.5)])
     bad = write_text_curve(tmp_path / "bad", {**TEXT, "key": "bytes"}, [(3.0, 4.25), (2.0, 3.0)])
     out = tmp_path / "page.html"
-    found = write_comparison({"good": good, "bad": bad}, out, title="")["candidates"]["bad"]
-    assert found["sentence"] == "bad never reached good's final validation loss in bits per byte in its 20 steps"
-    assert (found["steps_to_baseline_loss"], found["steps_by_run"]) == (None, [None])
+    found = write_comparison({"good": good, "bad": bad}, out, title="")["bad"]
+    assert found.sentence == "bad never reached good's final validation loss in bits per byte in its 20 steps"
+    assert found.steps is None
     text = read(out).text
     assert "Bits per byte do not depend on the tokenizer, and decide here." in text
     assert "good's final loss: 1.500" in text
@@ -205,16 +192,14 @@ def test_bits_per_byte_decide_between_tokenizers(tmp_path: Path) -> None:
     assert "loss (nats per token; not comparable here) 4.0000 2.0000" in text
     # The other way round, in nats it would never get there: from 4.25 to 1.75 it passes 3.0 halfway.
     good = write_text_curve(tmp_path / "again", {**TEXT, "key": "large"}, [(6.0, 4.25), (4.0, 1.75)])
-    found = write_comparison({"bad": bad, "good": good}, out, title="")["candidates"]["good"]
-    assert found["sentence"] == (
-        "good reached bad's final validation loss in bits per byte after 15 of 20 steps (75.0 %)"
-    )
-    assert (found["steps_to_baseline_loss"], found["percent_of_seconds"]) == (15.0, 75.0)
+    found = write_comparison({"bad": bad, "good": good}, out, title="")["good"]
+    assert found.sentence == ("good reached bad's final validation loss in bits per byte after 15 of 20 steps (75.0 %)")
+    assert (found.steps, found.percent_of_seconds) == (15.0, 75.0)
     # One candidate with another tokenizer among several: each is measured in the unit that both have.
     same = write_text_curve(tmp_path / "same", {**TEXT, "key": "bytes"}, [(2.0, 3.0)])
-    found = write_comparison({"bad": bad, "good": good, "same": same}, out, title="")["candidates"]
-    assert found["same"]["sentence"] == "same reached bad's final validation loss after 10 of 20 steps (50.0 %)"
-    assert "in bits per byte" in found["good"]["sentence"]
+    found = write_comparison({"bad": bad, "good": good, "same": same}, out, title="")
+    assert found["same"].sentence == "same reached bad's final validation loss after 10 of 20 steps (50.0 %)"
+    assert "in bits per byte" in found["good"].sentence
 
 
 def test_medians_of_two_tokenizers_are_compared_in_bits_per_byte(tmp_path: Path) -> None:
@@ -228,17 +213,17 @@ def test_medians_of_two_tokenizers_are_compared_in_bits_per_byte(tmp_path: Path)
         return folders
 
     arms = {"a": runs("a", 4.0, (1.0, 1.25, 1.5)), "b": runs("b", 2.0, (1.125, 1.375, 1.625))}
-    found = write_comparison(arms, tmp_path / "page.html", title="")["candidates"]["b"]
-    assert found["steps_by_run"] == [100.0, None, None]  # the median to reach is 1.25 bits
-    assert found["sentence"] == "b reached a's median final validation loss in bits per byte in 1 of 3 runs only"
+    found = write_comparison(arms, tmp_path / "page.html", title="")["b"]
+    # The median to reach is 1.25 bits.
+    assert found.sentence == "b reached a's median final validation loss in bits per byte in 1 of 3 runs only"
 
 
 def test_losses_of_other_texts_or_without_bits_per_byte_are_said_not_to_compare(tmp_path: Path) -> None:
     def sentence(a: dict[str, Any] | None, b: dict[str, Any] | None, bpb: float | None = 1.0) -> str:
         number = len(list(tmp_path.iterdir()))
         folders = [write_text_curve(tmp_path / f"{number}-{i}", data, [(2.0, bpb)]) for i, data in enumerate((a, b))]
-        figures = write_comparison(dict(zip("ab", folders, strict=True)), tmp_path / "out.html", title="")
-        return str(figures["candidates"]["b"]["sentence"])
+        found = write_comparison(dict(zip("ab", folders, strict=True)), tmp_path / "out.html", title="")
+        return str(found["b"].sentence)
 
     reached = "b reached a's final validation loss after 10 of 10 steps (100.0 %)"
     one = {**TEXT, "key": "one"}
@@ -256,8 +241,8 @@ def test_losses_of_other_texts_or_without_bits_per_byte_are_said_not_to_compare(
         records = read_metrics(folder / "metrics.jsonl")
         records[0]["config"] = {"data": {"val_data": "held-out.txt"}}
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    figures = write_comparison(dict(zip("ab", with_own, strict=True)), tmp_path / "out.html", title="")
-    assert figures["candidates"]["b"]["sentence"].startswith("b reached a's final validation loss in bits per byte")
+    found = write_comparison(dict(zip("ab", with_own, strict=True)), tmp_path / "out.html", title="")
+    assert found["b"].sentence.startswith("b reached a's final validation loss in bits per byte")
     advice = "`quintic eval --data FILE` scores each run on one text"
     other = f"b and a: they were validated on different texts, and so their losses cannot be compared; {advice}"
     for changed in ({"source": "hf:a/b"}, {"val_bytes": 901}, {"val_documents": 5}):
@@ -306,14 +291,10 @@ def test_several_seeds_are_a_median_and_a_range(tmp_path: Path) -> None:
         ]
         for name, losses in ends.items()
     }
-    figures = write_comparison(runs, tmp_path / "page.html", title="Seeds")
-    assert figures["runs"]["a"]["loss"] == 3.0  # the median
-    assert figures["runs"]["a"]["losses"] == [3.0, 2.9, 3.4]
-    found = figures["candidates"]["b"]
+    found = write_comparison(runs, tmp_path / "page.html", title="Seeds")["b"]
     # From 4.0 down to the median 3.0: half of the way to 2.0, 1.0 / 1.4 of that to 2.6, never on that to 3.2.
-    assert found["steps_by_run"] == [150.0, pytest.approx(100 + 100 / 1.4), None]
-    assert found["steps_to_baseline_loss"] == pytest.approx(100 + 100 / 1.4)
-    assert found["sentence"] == (
+    assert found.steps == pytest.approx(100 + 100 / 1.4)
+    assert found.sentence == (
         "b reached a's median final validation loss after 171 of 200 steps (85.7 %); median of 3 runs, which took 150 "
         "to 171, never in 1"
     )
@@ -338,9 +319,9 @@ def test_several_seeds_are_a_median_and_a_range(tmp_path: Path) -> None:
 def test_most_seeds_must_reach_the_loss(tmp_path: Path) -> None:
     runs = {"a": [write_curve(tmp_path / "a", {10: 2.0})]}
     runs["b"] = [write_curve(tmp_path / f"b{end}", {10: end}) for end in (1.0, 3.0, 4.0)]
-    found = write_comparison(runs, tmp_path / "page.html", title="Seeds")["candidates"]["b"]
-    assert found["sentence"] == "b reached a's final validation loss in 1 of 3 runs only"
-    assert found["steps_to_baseline_loss"] is None
+    found = write_comparison(runs, tmp_path / "page.html", title="Seeds")["b"]
+    assert found.sentence == "b reached a's final validation loss in 1 of 3 runs only"
+    assert found.steps is None
     runs["b"].append(write_curve(tmp_path / "other", {7: 1.0}))
     with pytest.raises(ConfigError, match="b: its runs were never evaluated at the same step"):
         write_comparison(runs, tmp_path / "page.html", title="Seeds")
@@ -423,16 +404,14 @@ def test_steps_since_the_last_validation_count(tmp_path: Path) -> None:
                 if step in losses:
                     log.write("eval", step=step, loss=losses[step])
         runs[name] = log.path.parent
-    figures = write_comparison(runs, tmp_path / "page.html", title="Two")
-    assert {name: run["steps"] for name, run in figures["runs"].items()} == {"stopped": 11, "other": 11}
-    assert figures["candidates"]["other"]["sentence"] == (
+    found = write_comparison(runs, tmp_path / "page.html", title="Two")
+    assert found["other"].sentence == (
         "other reached stopped's final validation loss after 9.5 of 8 steps (118.8 %); stopped made 11 steps, and was "
         "last validated after 8"
     )
     text = read(tmp_path / "page.html").text
     assert "steps 11 11 step of this evaluation 8 11" in text
-    figures = write_comparison(dict(reversed(runs.items())), tmp_path / "page.html", title="Two")
-    found = figures["candidates"]["stopped"]["sentence"]
-    assert found == "stopped never reached other's final validation loss in its 11 steps"
+    found = write_comparison(dict(reversed(runs.items())), tmp_path / "page.html", title="Two")
+    assert found["stopped"].sentence == "stopped never reached other's final validation loss in its 11 steps"
     # A speedrun's name is an option of its own, and no setting.
     assert "setting other stopped seed 5 7" in read(tmp_path / "page.html").text
