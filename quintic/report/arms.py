@@ -142,8 +142,8 @@ def final_difference(baseline: Arm, arm: Arm) -> tuple[float | None, float | Non
     each has does not count for their difference. Several runs are paired by their seeds.
 
     Returns:
-        The difference, negative if `arm` needs fewer bits; its error, or None if the logs do not hold what it follows
-        from; and the words, which then say so. Without bits per byte all three are None.
+        The difference, negative if `arm` needs fewer bits; its error, None if the logs do not tell it; and the words,
+        which then say why. Without bits per byte all three are None.
     """
     if len(baseline.histories) == len(arm.histories) == 1:
         found = _document_difference(baseline.histories[0], arm.histories[0])

@@ -21,7 +21,7 @@ _MOST_ROWS = 20
 
 
 class Point(NamedTuple):
-    """A value and the ends of its error bar; NaN for what is missing or not finite."""
+    """A value and the ends of its error bar; NaN for missing values."""
 
     x: float
     y: float

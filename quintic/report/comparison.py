@@ -19,7 +19,7 @@ from quintic.report.history import RunHistory
 from quintic.report.page import learning_axes, write_page
 from quintic.report.speed import unequal_speed
 
-__all__ = ["Candidate", "write_comparison"]
+__all__ = ["ComparedArm", "write_comparison"]
 
 Form = Callable[[float], str]
 Values = list[float | None]
@@ -45,8 +45,8 @@ _NOT_SETTINGS = frozenset({"config.run.run", "config.run", "machine.matrix_flops
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """What a comparison found about one arm.
+class ComparedArm:
+    """The comparison of one arm with the baseline.
 
     Attributes:
         sentence: the main result in words.
@@ -71,7 +71,7 @@ class Candidate:
 
 def write_comparison(
     runs: Mapping[str, str | Path | Sequence[str | Path]], out: str | Path, *, title: str
-) -> dict[str, Candidate]:
+) -> dict[str, ComparedArm]:
     """Write a page with the validation curves of several runs, and return how each compares with the first.
 
     The main number of a candidate is the first step at which its validation loss is at or below the baseline's last
@@ -143,7 +143,7 @@ def _reached(points: Sequence[Evaluation], loss: float, unit: str) -> tuple[floa
     return step, None if start is None or end is None else start + fraction * (end - start)
 
 
-def _against(baseline: Arm, arm: Arm) -> Candidate:
+def _against(baseline: Arm, arm: Arm) -> ComparedArm:
     """Compare one arm with the baseline."""
     unit, obstacle = unit_of(baseline, arm)
     target = None if obstacle else median(baseline.ends(unit))
@@ -154,7 +154,7 @@ def _against(baseline: Arm, arm: Arm) -> Candidate:
     seconds = None if step is None else median([second for _, second in reached], math.inf)
     total = median(baseline.ends("seconds"))
     difference, error, ended = (None, None, None) if obstacle else final_difference(baseline, arm)
-    return Candidate(
+    return ComparedArm(
         sentence=f"{arm.name} and {baseline.name}: {obstacle}" if obstacle else _sentence(baseline, arm, steps, step),
         steps=step,
         seconds=seconds,

@@ -238,7 +238,7 @@ def _figures(record: Mapping[str, Any]) -> list[tuple[int, str]]:
 
 
 def _number(value: float | None, form: str) -> str:
-    """Format a number; a dash where there is none (yet, or because it was not finite)."""
+    """Format a number; None, for a number that is missing or was not finite, is a dash."""
     return "-" if value is None else format(value, form)
 
 

@@ -88,7 +88,7 @@ def _sources(folder: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _facts(history: RunHistory) -> list[tuple[str, str]]:
-    """Return the key figures: (value, what it is)."""
+    """Return the key figures: (value, description)."""
     last = (history.train or history.evals)[-1]
     model, machine = history.run["model"], history.run["machine"]
     least = history.least if len(history.evals) > 1 else None
@@ -213,6 +213,6 @@ def _last_score(history: RunHistory, field: str) -> float | None:
 
 
 def _thinned(records: Records, most: int) -> Records:
-    """Return at most so many records, evenly spaced, the last one among them."""
+    """Return at most ``most`` records, evenly spaced, the last one among them."""
     # Counted from the end, so that the last record is included.
     return records[::-1][:: max(1, -(-len(records) // most))][::-1]

@@ -9,7 +9,7 @@ import pytest
 from report_pages import read, write_run
 
 from quintic.errors import ConfigError
-from quintic.report.comparison import Candidate, write_comparison
+from quintic.report.comparison import ComparedArm, write_comparison
 from quintic.report.history import read_metrics
 from quintic.train.metrics import MetricsLog
 
@@ -37,7 +37,7 @@ def test_comparison_figures_by_hand(tmp_path: Path) -> None:
     out = tmp_path / "pages" / "comparison.html"
     candidates = write_comparison(runs, out, title="Race <1>")
     assert list(candidates) == ["Muon", "slow", "early", "exact"]
-    assert candidates["Muon"] == Candidate(
+    assert candidates["Muon"] == ComparedArm(
         sentence="Muon reached AdamW's final validation loss after 150 of 400 steps (37.5 %)",
         steps=150.0,
         seconds=300.0,
@@ -47,7 +47,7 @@ def test_comparison_figures_by_hand(tmp_path: Path) -> None:
         ended=f"Muon ended 0.3750 bits per byte below AdamW; {UNKNOWN}",
         unequal_speed=None,
     )
-    assert candidates["slow"] == Candidate(
+    assert candidates["slow"] == ComparedArm(
         sentence="slow never reached AdamW's final validation loss in its 500 steps",
         steps=None,
         seconds=None,
