@@ -145,6 +145,7 @@ def final_difference(baseline: Arm, arm: Arm) -> tuple[float | None, float | Non
         The difference, negative if `arm` needs fewer bits; its error, None if the logs do not tell it; and the words,
         which then say why. Without bits per byte all three are None.
     """
+    found: tuple[float, float | None] | None
     if len(baseline.histories) == len(arm.histories) == 1:
         found = _document_difference(baseline.histories[0], arm.histories[0])
         over = "over the documents, which both were scored on"
@@ -154,28 +155,24 @@ def final_difference(baseline: Arm, arm: Arm) -> tuple[float | None, float | Non
         over = f"over {len(arm.histories)} seeds"
         lacking = "it takes two runs or more of each, with the same seeds"
     ends = [median(one.ends("bpb")) for one in (baseline, arm)]
-    if found is not None:
-        difference: float = found[0]
-        error: float | None = found[1]
-        sure = f", ± {error:.4f} {over}"
-    elif ends[0] is not None and ends[1] is not None:
-        difference, error = ends[1] - ends[0], None
-        sure = f"; how sure that is, is not known: {lacking}"
-    else:
+    if found is None and ends[0] is not None and ends[1] is not None:
+        found = ends[1] - ends[0], None
+    if found is None:
         return None, None, None
+    difference, error = found
     side = "below" if difference < 0 else "above"
+    sure = f"; how sure that is, is not known: {lacking}" if error is None else f", ± {error:.4f} {over}"
     return difference, error, f"{arm.name} ended {abs(difference):.4f} bits per byte {side} {baseline.name}{sure}"
 
 
 def _seed_difference(baseline: Arm, arm: Arm) -> tuple[float, float] | None:
     """Return the mean difference of runs with the same seed, and its standard error; None if their seeds differ."""
-    first, other = ({h.seed: h.evals[-1].get("bpb") for h in one.histories} for one in (baseline, arm))
-    if first.keys() != other.keys() or len(first) < 2 or None in first:
+    # Seed -> final bits per byte, for each arm.
+    ends: list[dict[Any, Any]] = [{h.seed: h.evals[-1].get("bpb") for h in one.histories} for one in (baseline, arm)]
+    first, other = ends
+    if first.keys() != other.keys() or len(first) < 2 or None in {*first, *first.values(), *other.values()}:
         return None
-    pairs = [(first[seed], other[seed]) for seed in first]
-    differences = [b - a for a, b in pairs if a is not None and b is not None]
-    if len(differences) < len(pairs):
-        return None
+    differences = [other[seed] - first[seed] for seed in first]
     return statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
 
 
