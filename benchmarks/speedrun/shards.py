@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def documents(tokenizer: Tokenizer, path: Path, max_tokens: int | None) -> Iterator[npt.NDArray[np.uint16]]:
     """Yield the tokens of each document, which begin with that of a document's start, until there are enough."""
-    texts, count = (str(text, "utf-8") for text in read_documents(path)), 0
+    texts, count = (text.decode() for text in read_documents(path)), 0
     while batch := list(islice(texts, DOCUMENTS_AT_ONCE)):
         for ids in tokenizer.encode_batch(batch):
             yield np.array([tokenizer.bos_id, *ids], dtype=np.uint16)

@@ -122,9 +122,8 @@ def _batches_of(data: str, text_field: str, trained: TrainedModel, max_tokens: i
     source = open_source(data, cache_dir=config.data.data_dir / "cache", text_field=text_field)
     for note in source.notes:
         print(note, file=sys.stderr)
-    documents = (document for _, document in source.documents_from((0, 0)))
     batches = text_batches(
-        encoded(tokenizer, documents),
+        encoded(tokenizer, source.documents()),
         bos_id=tokenizer.bos_id,
         rows=config.schedule.rows,
         seq_len=config.model.seq_len,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from quintic.data.files.blocks import COMPRESSIONS, Utf8
+from quintic.data.files.blocks import COMPRESSIONS
 from quintic.data.files.documents import TEXT_FIELD, read_documents
 from quintic.data.source import Source, SourceFile, slug
 from quintic.durable import json_object, write_atomically
@@ -60,7 +60,7 @@ def open_hub(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD, endpoi
     names = _select(sorted(sizes), config, listing["configs"], spec)
 
     def source_file(name: str) -> SourceFile:
-        def read() -> Iterator[Utf8]:
+        def read() -> Iterator[bytes]:
             path = download(
                 repo, name, repo_type="dataset", revision=revision, cache_dir=cache_dir / "hub", endpoint=endpoint
             )

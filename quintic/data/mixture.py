@@ -17,10 +17,9 @@ from pathlib import Path
 from quintic.data.dataset import SplitName
 from quintic.data.open_source import open_source
 from quintic.data.source import Source, slug
-from quintic.data.survey import HASH_RANGE, Survey, limited_sample, survey, text_hash
 from quintic.errors import DataError
 
-__all__ = ["MixedSource", "joined", "open_sources", "parse_mixture", "survey_all"]
+__all__ = ["MixedSource", "joined", "open_sources", "parse_mixture"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,44 +119,3 @@ def joined(sources: Sequence[MixedSource], spec: str) -> Source:
         is_remote=any(source.is_remote for source in every),
         notes=tuple(note for source in every for note in source.notes),
     )
-
-
-def survey_all(
-    sources: Sequence[MixedSource], *, val_frac: float, max_bytes: int | None, sample_bytes: int
-) -> tuple[Survey, list[int]]:
-    """Survey each source, and return the text for the tokenizer and each source's threshold.
-
-    Args:
-        sources: the sources of one dataset.
-        val_frac: as for `survey`.
-        max_bytes: as for `survey`, per source.
-        sample_bytes: as for `survey`; divided among the sources by their weights.
-
-    Raises:
-        DataError: as `survey`.
-    """
-    if len(sources) == 1:
-        single = survey(sources[0].source, val_frac=val_frac, max_bytes=max_bytes, sample_bytes=sample_bytes)
-        return single, [single.threshold]
-    texts: list[bytes] = []
-    thresholds: list[int] = []
-    num_bytes = 0
-    for mixed in sources:
-        if mixed.side == "val":
-            if next(mixed.source.documents_from((0, 0)), None) is None:
-                raise DataError(f"--val-data {mixed.source.spec}: there is no text in it; give a source with text")
-            # Every hash is below it: all documents are validation text, and none is for the tokenizer.
-            thresholds.append(HASH_RANGE)
-            continue
-        result = survey(
-            mixed.source,
-            val_frac=val_frac if mixed.side is None else 0.0,
-            max_bytes=max_bytes,
-            sample_bytes=max(1, int(sample_bytes * mixed.weight)),
-        )
-        texts += result.texts
-        num_bytes += result.text_bytes
-        thresholds.append(result.threshold)
-    # Each sample is within the tokenizer's limits, but all samples together may exceed them.
-    texts = limited_sample([(text_hash(text), text) for text in texts])
-    return Survey(texts=texts, text_bytes=num_bytes, threshold=thresholds[0]), thresholds

@@ -13,9 +13,9 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from quintic.data.files.blocks import Utf8, uncompressed_name
+from quintic.data.files.blocks import uncompressed_name
 from quintic.data.files.documents import ENDINGS_ADVICE, TEXT_FIELD, is_supported, read_documents, stored_as_text
-from quintic.data.files.folders import list_folder, visible_files
+from quintic.data.files.folders import list_folder, walk
 from quintic.data.source import Source, SourceFile, slug
 from quintic.errors import DataError
 
@@ -109,9 +109,10 @@ def _python_source(root: Path) -> Source:
     Tests, files under 200 bytes, files that are not UTF-8, and tables (see `_is_table`) are left out.
     """
     names: list[str] = []
-    if root.is_dir():
-        visible = visible_files(root, _LEFT_OUT_FOLDERS)
-        names = [path.relative_to(root).as_posix() for path in visible if path.suffix == ".py"]
+    for folder, folders, inside in walk(root) if root.is_dir() else ():
+        folders[:] = [name for name in folders if name not in _LEFT_OUT_FOLDERS and not name.startswith(".")]
+        modules = [name for name in inside if name.endswith(".py") and not name.startswith(".")]
+        names += [(folder / name).relative_to(root).as_posix() for name in modules]
     # A zipped or stripped installation has a few build files in the folder, but no modules.
     if not {"os.py", "functools.py"} <= set(names):
         raise DataError(
@@ -129,17 +130,14 @@ def _module_file(path: Path, name: str) -> SourceFile:
     return SourceFile(name=name, size_bytes=path.stat().st_size, identity=str, read=lambda: read(path))
 
 
-def _read_module(path: Path) -> Iterator[Utf8]:
+def _read_module(path: Path) -> Iterator[bytes]:
     text = _source_text(path)
-    if text is not None and not _is_table(text):
+    if text and not _is_table(text):
         yield text.encode()
 
 
-def _read_topics(path: Path) -> Iterator[Utf8]:
-    source = _source_text(path)
-    if source is None:
-        return
-    for node in ast.parse(source).body:
+def _read_topics(path: Path) -> Iterator[bytes]:
+    for node in ast.parse(_source_text(path)).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             topics: dict[str, str] = ast.literal_eval(node.value)
             for topic in sorted(topics):
@@ -147,18 +145,15 @@ def _read_topics(path: Path) -> Iterator[Utf8]:
                     yield text
 
 
-def _source_text(path: Path) -> str | None:
+def _source_text(path: Path) -> str:
+    """Return the source of a module; "" for a very short one, and for the few that declare another encoding."""
     try:
         data = path.read_bytes()
+        return data.decode() if len(data) >= _SMALLEST_SOURCE_BYTES else ""
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if len(data) < _SMALLEST_SOURCE_BYTES:
-        return None
-    try:
-        return data.decode()
     except UnicodeDecodeError:
-        # A few modules declare another encoding.
-        return None
+        return ""
 
 
 def _is_table(text: str) -> bool:

@@ -10,11 +10,11 @@ Three phases, each of which depends only on the source and the settings:
    hash; of a download, or under `max_bytes`, the sample is the beginning.
 3. Tokens. Documents longer than 64 KiB are divided into sections at line ends, so that a single big file can be split,
    too; each section counts as a document in all phases. Documents are tokenized and appended to the shards of their
-   side, with checkpoints.
+   side.
 
 Everything is written to the dataset's folder, under a lock. The manifest, written last, makes the folder a dataset. A
-preparation that was stopped resumes at its last checkpoint. `quintic.data.dataset` reads datasets,
-`quintic.data.shard_writer` writes the shards.
+preparation that was stopped reads the sources again, but tokenizes only documents that are in no shard yet.
+`quintic.data.dataset` reads datasets.
 """
 
 import errno
@@ -23,18 +23,18 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quintic.data.dataset import FORMAT_VERSION, MANIFEST_NAME, TOKENIZER_NAME, Dataset, DocumentSplit, SplitName
 from quintic.data.files.documents import MAX_DOCUMENT_BYTES, TEXT_FIELD
-from quintic.data.mixture import MixedSource, joined, open_sources, survey_all
-from quintic.data.shard_writer import ShardWriter, exclusive
+from quintic.data.mixture import MixedSource, joined, open_sources
+from quintic.data.shard_writer import ShardWriter
 from quintic.data.source import Source
-from quintic.data.survey import sections_within, text_hash
+from quintic.data.survey import sections_within, survey_sources, text_hash
 from quintic.data.tokenizer import Tokenizer, lost_text
-from quintic.durable import flush, json_object, remove_unfinished, write_atomically
+from quintic.durable import flush, json_object, lock, remove_unfinished, write_atomically
 from quintic.errors import DataError
 
 __all__ = ["Dataset", "DocumentSplit", "Progress", "SplitName", "prepare", "prepare_command"]
@@ -48,25 +48,6 @@ _SAMPLE_BYTES = 32 << 20
 _BATCH_BYTES = 1 << 20
 # Larger downloads need a limit from the user.
 _MAX_REMOTE_BYTES = 50 << 30
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Plan:
-    """The arguments of one preparation, and values derived from them."""
-
-    sources: tuple[MixedSource, ...]
-    source: Source
-    """The documents of all sources, one after the other."""
-    asked: dict[str, str | None]
-    """The options that name the text, for the manifest."""
-    fingerprint: str
-    tokenizer: Tokenizer | None
-    tokenizer_name: str | None
-    settings: dict[str, Any]
-    key: str
-    folder: Path
-    command: str
-    progress: Progress
 
 
 def prepare(
@@ -138,21 +119,41 @@ def prepare(
     fingerprint = source.fingerprint()
     identity = json.dumps([FORMAT_VERSION, fingerprint, settings], sort_keys=True)
     key = hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()
-    plan = _Plan(
+    asked = {"spec": source.spec, "text_field": text_field, "val_data": val_data}
+    job = _Preparation(
         sources=sources,
         source=source,
-        asked={"spec": source.spec, "text_field": text_field, "val_data": val_data},
-        fingerprint=fingerprint,
-        tokenizer=given,
-        tokenizer_name=tokenizer,
-        settings=settings,
-        key=key,
+        given=given,
         folder=data_dir / f"{source.name}-{key}",
-        command=prepare_command(spec, data_dir, vocab_size, tokenizer, val_frac, max_bytes, text_field, val_data),
+        manifest={
+            "version": FORMAT_VERSION,
+            "key": key,
+            "source": {**asked, "name": source.name, "fingerprint": fingerprint},
+            "settings": settings,
+            "command": prepare_command(
+                spec, data_dir, vocab_size, tokenizer, val_frac, max_bytes, text_field, val_data
+            ),
+        },
+        lost=f"--tokenizer {tokenizer}",
         progress=progress or (lambda stage, done, total: None),
     )
-    finished = _open_finished(plan.folder, repair=repair)
-    return finished if finished is not None else _prepare_locked(plan)
+    finished = _open_finished(job.folder, repair=repair)
+    if finished is not None:
+        return finished
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        # The lock file is never deleted; closing it releases the lock.
+        with (data_dir / f".{job.folder.name}.lock").open("ab") as file:
+            lock(file.fileno(), wait=True)
+            # Another process may have prepared it while this one waited for the lock.
+            finished = _open_finished(job.folder)
+            if finished is None:
+                job.run()
+                finished = Dataset.open(job.folder)
+            return finished
+    except OSError as error:
+        place = error.filename if error.filename is not None else job.folder
+        raise DataError(f"{place}: cannot be written ({error.strerror or error}); use another --data-dir") from error
 
 
 def prepare_command(
@@ -187,226 +188,187 @@ def _open_finished(folder: Path, *, repair: bool = True) -> Dataset | None:
         return None
 
 
-def _prepare_locked(plan: _Plan) -> Dataset:
-    folder = plan.folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive(folder.parent / f".{folder.name}.lock"):
-            # Another process may have prepared it while this one waited for the lock.
-            finished = _open_finished(folder)
-            if finished is None:
-                _prepare(plan)
-                finished = Dataset.open(folder)
-            return finished
-    except OSError as error:
-        place = error.filename if error.filename is not None else folder
-        raise DataError(f"{place}: cannot be written ({error.strerror or error}); use another --data-dir") from error
+@dataclass(kw_only=True)
+class _Preparation:
+    """Makes one dataset: survey, tokenizer, one pass over the sources, and the manifest.
 
+    Attributes:
+        sources: the sources, in order.
+        source: the documents of all sources, one after the other.
+        given: the tokenizer to use; None to train one.
+        folder: the dataset's folder.
+        manifest: the manifest's entries that are known from the beginning.
+        lost: names the option of the tokenizer, for messages.
+        progress: as for `prepare`.
+    """
 
-def _prepare(plan: _Plan) -> None:
-    folder = plan.folder
-    job = _Tokenization(plan)
-    try:
-        state = {} if (folder / MANIFEST_NAME).exists() else json_object(folder / _PROGRESS_NAME)
-        # A damaged dataset, or a checkpoint that cannot be used: start from nothing.
-        if not (state and job.resume(state)):
-            job.abandon()
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            flush(folder.parent)
-            job = _Tokenization(plan)
-            job.begin()
-        job.run()
-    except DataError:
-        job.abandon()
-        # Corrected local text would be another dataset, with another folder, so this one is removed. A download may be
-        # tried again and resumes.
-        if not plan.source.is_remote:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    sources: tuple[MixedSource, ...]
+    source: Source
+    given: Tokenizer | None
+    folder: Path
+    manifest: dict[str, Any]
+    lost: str
+    progress: Progress
+    _writers: dict[SplitName, ShardWriter] = field(init=False, default_factory=dict)
+
+    def run(self) -> None:
+        """Prepare the dataset, or finish what a stopped preparation has left.
+
+        Raises:
+            DataError: as `prepare`.
+            OSError: a file cannot be written.
+        """
+        try:
+            if (self.folder / MANIFEST_NAME).exists() or not self._resume():
+                # A damaged dataset, or one of which nothing can be used: start from nothing.
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self.folder.mkdir()
+                flush(self.folder.parent)
+                self._begin()
+            self._publish(self._tokenize())
+        except DataError:
+            # Corrected local text would be another dataset, with another folder, so this one is removed. A download may
+            # be tried again and resumes.
+            if not self.source.is_remote:
+                shutil.rmtree(self.folder, ignore_errors=True)
             raise
-        job.abandon()
-        used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        total = plan.source.text_bytes or plan.settings["max_bytes"]
-        needed = f"about {_needed_bytes(used, job.text_bytes, total):,} bytes are needed" if total else "more is needed"
-        shutil.rmtree(folder, ignore_errors=True)
-        raise DataError(
-            f"{folder.parent}: no space left on the disk after {used:,} bytes of tokens, {needed}; what was written "
-            "is removed, free some space or use another --data-dir"
-        ) from error
-    finally:
-        job.abandon()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            used = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise DataError(
+                f"{self.folder.parent}: no space left on the disk after {used:,} bytes of tokens, "
+                f"{self._needed_space(used)}; what was written is removed, free some space or use another --data-dir"
+            ) from error
 
-
-def _needed_bytes(used: int, text_done: int, text_total: int) -> int:
-    """Return an estimate of the dataset's size from the text done so far; before any, the size of the text."""
-    return max(used, used * text_total // text_done) if text_done else text_total
-
-
-class _Tokenization:
-    """One preparation: survey, tokenizer, and one pass over the sources, with checkpoints."""
-
-    def __init__(self, plan: _Plan) -> None:
-        self._plan = plan
-        # The source that is being read, the cursor in it, and the bytes of text read from it.
-        self._number = 0
-        self._cursor = (0, 0)
-        self._source_bytes = 0
-        # Per source: bound of the hashes of validation text, and number of documents on each side up to its end.
-        self._thresholds: list[int] = []
-        self._ends: list[dict[str, int]] = []
-        self._writers: dict[str, ShardWriter] = {}
-        self.text_bytes = 0
-
-    def begin(self) -> None:
-        """Survey the sources, train or copy the tokenizer, and write the first checkpoint."""
-        plan = self._plan
-        plan.progress("survey", 0, plan.source.text_bytes)
-        settings = plan.settings
-        sample, self._thresholds = survey_all(
-            plan.sources,
+    def _begin(self) -> None:
+        """Survey the sources, and train or copy the tokenizer."""
+        self.progress("survey", 0, self.source.text_bytes)
+        settings = self.manifest["settings"]
+        texts, num_bytes, self._thresholds = survey_sources(
+            self.sources,
             val_frac=settings["val_frac"],
             max_bytes=settings["max_bytes"],
             sample_bytes=settings["sample_bytes"],
         )
-        tokenizer = plan.tokenizer
+        tokenizer = self.given
         if tokenizer is None:
-            plan.progress("tokenizer", sample.text_bytes, sample.text_bytes)
-            tokenizer = Tokenizer.train((text.decode() for text in sample.texts), settings["vocab_size"])
-        self._set_tokenizer(tokenizer)
-        write_atomically(plan.folder / TOKENIZER_NAME, tokenizer.definition)
+            self.progress("tokenizer", num_bytes, num_bytes)
+            tokenizer = Tokenizer.train((text.decode() for text in texts), settings["vocab_size"])
+        write_atomically(self.folder / TOKENIZER_NAME, tokenizer.definition)
+        self._continue_with(tokenizer, {"train": [], "val": []})
         self._checkpoint()
 
-    def resume(self, state: dict[str, Any]) -> bool:
-        """Resume a stopped preparation from its checkpoint; return whether the files on disk allow it."""
+    def _resume(self) -> bool:
+        """Take over the tokenizer and the shards of a stopped preparation; return whether there are any."""
+        state = json_object(self.folder / _PROGRESS_NAME)
         try:
-            tokenizer = Tokenizer.load(self._plan.folder / TOKENIZER_NAME)
-            if tokenizer.fingerprint() != state["tokenizer"]:
-                return False
-            self._set_tokenizer(tokenizer)
-            self._cursor = (int(state["cursor"][0]), int(state["cursor"][1]))
-            self._number, self._source_bytes = int(state["source"]), int(state["source_bytes"])
-            self._thresholds, self._ends = list(state["thresholds"]), list(state["ends"])
-            self.text_bytes = int(state["text_bytes"])
-            return all(writer.resume(state["splits"][name]) for name, writer in self._writers.items())
-        except (DataError, KeyError, TypeError, ValueError, IndexError):
+            tokenizer = Tokenizer.load(self.folder / TOKENIZER_NAME)
+            self._thresholds = [int(threshold) for threshold in state["thresholds"]]
+            self._continue_with(tokenizer, {name: state["splits"][name] for name in ("train", "val")})
+            for name, writer in self._writers.items():
+                DocumentSplit(name, self.folder, {"shards": writer.shards}, self._dtype, "")  # checks the files
+        # Nothing to resume, damaged files, or the progress of an older version.
+        except (DataError, KeyError, TypeError, ValueError):
             return False
+        return bool(tokenizer.fingerprint() == state["tokenizer"])
 
-    def run(self) -> None:
-        """Tokenize from the cursor to the end and write the manifest."""
-        while self._number < len(self._plan.sources):
-            self._run_source(self._plan.sources[self._number].source)
-            self._ends.append({name: writer.num_documents for name, writer in self._writers.items()})
-            self._number, self._cursor, self._source_bytes = self._number + 1, (0, 0), 0
-        self._publish()
-        self._plan.progress("done", self.text_bytes, self.text_bytes)
-
-    def _run_source(self, source: Source) -> None:
-        limit = self._plan.settings["max_bytes"]
-        total = self._plan.source.text_bytes if limit is None else limit * len(self._plan.sources)
-        pending: list[bytes] = []
-        pending_bytes = 0
-        checkpointed = self._num_closed()
-        self._plan.progress("tokens", self.text_bytes, total)
-        if limit is None or self._source_bytes < limit:
-            for cursor, document in source.documents_from(self._cursor):
-                for piece in sections_within(document, limit, self._source_bytes + pending_bytes):
-                    pending.append(piece)
-                    pending_bytes += len(piece)
-                    # Within the loop, because a document may have hundreds of sections.
-                    if pending_bytes >= _BATCH_BYTES:
-                        self._write(pending)
-                        pending, pending_bytes = [], 0
-                        self._plan.progress("tokens", self.text_bytes, total)
-                full = limit is not None and self._source_bytes + pending_bytes >= limit
-                if self._num_closed() > checkpointed:
-                    # A cursor points after a whole document, so everything up to there is written before a checkpoint.
-                    self._write(pending)
-                    pending, pending_bytes = [], 0
-                    self._cursor = cursor
-                    self._checkpoint()
-                    checkpointed = self._num_closed()
-                if full:
-                    break
-        self._write(pending)
-
-    def abandon(self) -> None:
-        """Close files that are still open."""
-        for writer in self._writers.values():
-            writer.abandon()
-
-    def _set_tokenizer(self, tokenizer: Tokenizer) -> None:
+    def _continue_with(self, tokenizer: Tokenizer, shards: dict[SplitName, list[dict[str, Any]]]) -> None:
         self._tokenizer = tokenizer
         self._dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        shard_tokens = self._plan.settings["shard_tokens"]
-        names: tuple[SplitName, ...] = ("train", "val")
-        self._writers = {name: ShardWriter(self._plan.folder, name, self._dtype, shard_tokens) for name in names}
-
-    def _num_closed(self) -> int:
-        return sum(writer.num_closed for writer in self._writers.values())
-
-    def _write(self, pieces: list[bytes]) -> None:
-        """Tokenize documents and append them to the shards of their sides."""
-        bos = self._tokenizer.bos_id
-        encoded = self._tokenizer.encode_batch([piece.decode() for piece in pieces])
-        for piece, ids in zip(pieces, encoded, strict=True):
-            # Tokenizers trained here keep every byte; others may lose text, which is checked document by document.
-            if self._plan.tokenizer is not None and (back := self._tokenizer.decode_bytes(ids)) != piece:
-                raise DataError(f"--tokenizer {self._plan.tokenizer_name}: {lost_text(piece, back)}")
-            side = "val" if text_hash(piece) < self._thresholds[self._number] else "train"
-            self._writers[side].add([bos, *ids], len(piece))
-            self.text_bytes += len(piece)
-            self._source_bytes += len(piece)
+        size = self.manifest["settings"]["shard_tokens"]
+        self._writers = {name: ShardWriter(self.folder, name, self._dtype, size, shards[name]) for name in shards}
 
     def _checkpoint(self) -> None:
         state = {
             "tokenizer": self._tokenizer.fingerprint(),
-            "cursor": self._cursor,
-            "source": self._number,
-            "source_bytes": self._source_bytes,
             "thresholds": self._thresholds,
-            "ends": self._ends,
-            "text_bytes": self.text_bytes,
-            "splits": {name: writer.checkpoint() for name, writer in self._writers.items()},
+            "splits": {name: writer.shards for name, writer in self._writers.items()},
         }
-        write_atomically(self._plan.folder / _PROGRESS_NAME, json.dumps(state))
+        write_atomically(self.folder / _PROGRESS_NAME, json.dumps(state))
 
-    def _source_entries(self) -> list[dict[str, Any]]:
-        """Return the manifest's entries of the sources, with the range of each source's documents on both sides."""
-        begins = [dict.fromkeys(self._writers, 0), *self._ends[:-1]]
-        places = [
-            {name: [begin[name], end[name]] for name in end} for begin, end in zip(begins, self._ends, strict=True)
-        ]
-        named = [{"source": mixed.source.spec, "weight": mixed.weight} for mixed in self._plan.sources]
-        return [fields | place for fields, place in zip(named, places, strict=True)]
+    def _sum_shards(self, entry: str) -> dict[SplitName, int]:
+        """Return the sum of an entry of the shards that are written, of each split."""
+        return {name: sum(shard[entry] for shard in writer.shards) for name, writer in self._writers.items()}
 
-    def _publish(self) -> None:
-        plan = self._plan
+    def _tokenize(self) -> list[dict[SplitName, list[int]]]:
+        """Tokenize the documents that are in no shard yet; return each source's range of documents in each split."""
+        limit = self.manifest["settings"]["max_bytes"]
+        total = self.source.text_bytes if limit is None else limit * len(self.sources)
+        done = sum(self._sum_shards("bytes").values())
+        written = self._sum_shards("documents")
+        counts: dict[SplitName, int] = dict.fromkeys(written, 0)
+        ranges = []
+        batch: list[tuple[SplitName, bytes]] = []
+        batch_bytes = 0
+        self.progress("tokens", done, total)
+        for mixed, threshold in zip(self.sources, self._thresholds, strict=True):
+            first = dict(counts)
+            for piece in sections_within(mixed.source.documents(), limit):
+                side: SplitName = "val" if text_hash(piece) < threshold else "train"
+                counts[side] += 1
+                if counts[side] <= written[side]:
+                    continue
+                batch.append((side, piece))
+                batch_bytes += len(piece)
+                if batch_bytes >= _BATCH_BYTES:
+                    self._write(batch)
+                    done += batch_bytes
+                    batch, batch_bytes = [], 0
+                    self.progress("tokens", done, total)
+            ranges.append({name: [first[name], counts[name]] for name in counts})
+        self._write(batch)
+        self.progress("done", done + batch_bytes, done + batch_bytes)
+        return ranges
+
+    def _write(self, batch: list[tuple[SplitName, bytes]]) -> None:
+        """Tokenize documents and append them to the shards of their sides."""
+        bos = self._tokenizer.bos_id
+        num_shards = sum(len(writer.shards) for writer in self._writers.values())
+        encoded = self._tokenizer.encode_batch([piece.decode() for _, piece in batch])
+        for (side, piece), ids in zip(batch, encoded, strict=True):
+            # Tokenizers trained here keep every byte; others may lose text, which is checked document by document.
+            if self.given is not None and (back := self._tokenizer.decode_bytes(ids)) != piece:
+                raise DataError(f"{self.lost}: {lost_text(piece, back)}")
+            self._writers[side].add([bos, *ids], len(piece))
+        if sum(len(writer.shards) for writer in self._writers.values()) > num_shards:
+            self._checkpoint()
+
+    def _publish(self, ranges: list[dict[SplitName, list[int]]]) -> None:
+        """Write the last shards, and the manifest."""
         for name, writer in self._writers.items():
-            if writer.num_documents == 0:
-                other = "raise" if name == "val" else "lower"
+            writer.finish()
+            if not writer.shards:
+                num_bytes = sum(self._sum_shards("bytes").values())
                 raise DataError(
-                    f"{plan.source.spec}: no document fell on the {name} side ({self.text_bytes:,} bytes of text); "
-                    f"{other} --val-frac ({plan.settings['val_frac']}) or give more text"
+                    f"{self.source.spec}: no document fell on the {name} side ({num_bytes:,} bytes of text); "
+                    f"{'raise' if name == 'val' else 'lower'} --val-frac "
+                    f"({self.manifest['settings']['val_frac']}) or give more text"
                 )
+        sources = [
+            {"source": mixed.source.spec, "weight": mixed.weight, **places}
+            for mixed, places in zip(self.sources, ranges, strict=True)
+        ]
         manifest = {
-            "version": FORMAT_VERSION,
-            "key": plan.key,
-            "source": {**plan.asked, "name": plan.source.name, "fingerprint": plan.fingerprint},
-            "settings": plan.settings,
-            "command": plan.command,
+            **self.manifest,
             "tokenizer": {"file": TOKENIZER_NAME, "fingerprint": self._tokenizer.fingerprint()},
             "dtype": self._dtype,
             "bos_id": self._tokenizer.bos_id,
             "vocab_size": self._tokenizer.vocab_size,
             "val_threshold": self._thresholds[0],
-            **({"sources": self._source_entries()} if len(plan.sources) > 1 else {}),
-            "splits": {name: {"shards": writer.finish()} for name, writer in self._writers.items()},
+            **({"sources": sources} if len(sources) > 1 else {}),
+            "splits": {name: {"shards": writer.shards} for name, writer in self._writers.items()},
         }
-        write_atomically(plan.folder / MANIFEST_NAME, json.dumps(manifest, indent=1))
-        # The manifest replaces the checkpoint; unfinished shards may be left from a stopped preparation.
-        for path in (plan.folder / _PROGRESS_NAME, *plan.folder.glob("*.part")):
-            path.unlink(missing_ok=True)
-        remove_unfinished(plan.folder)
+        write_atomically(self.folder / MANIFEST_NAME, json.dumps(manifest, indent=1))
+        # The manifest replaces the checkpoint; unfinished files may be left from a stopped preparation.
+        (self.folder / _PROGRESS_NAME).unlink(missing_ok=True)
+        remove_unfinished(self.folder)
+
+    def _needed_space(self, used: int) -> str:
+        """Say how many bytes the dataset needs, as far as the text done so far tells."""
+        total = self.source.text_bytes or self.manifest["settings"]["max_bytes"]
+        if not total:
+            return "more is needed"
+        done = sum(self._sum_shards("bytes").values())
+        return f"about {max(used, used * total // done) if done else total:,} bytes are needed"

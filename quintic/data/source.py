@@ -5,8 +5,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from quintic.data.files.blocks import Utf8
-
 __all__ = ["NAME_ERRORS", "Source", "SourceFile", "slug"]
 
 # How to encode file names: a name that is not UTF-8 has lone surrogates in Python.
@@ -27,12 +25,12 @@ class SourceFile:
     name: str
     size_bytes: int
     identity: Callable[[], str]
-    read: Callable[[], Iterator[Utf8]]
+    read: Callable[[], Iterator[bytes]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Documents in a fixed order, read file by file, so that reading can resume at any document.
+    """Documents in a fixed order, read file by file.
 
     Attributes:
         name: lower-case letters, digits and `-`; usable in a folder name.
@@ -68,30 +66,14 @@ class Source:
             digest.update(f"\0{file.name}\0{file.size_bytes}\0{file.identity()}".encode(errors=NAME_ERRORS))
         return digest.hexdigest()
 
-    def documents(self) -> Iterator[str]:
-        """Yield every document, in a fixed order.
+    def documents(self) -> Iterator[bytes]:
+        """Yield every document as UTF-8, in a fixed order.
 
         Raises:
             DataError: a file cannot be read, decoded or downloaded.
         """
-        for _, text in self.documents_from((0, 0)):
-            yield str(text, "utf-8")
-
-    def documents_from(self, cursor: tuple[int, int]) -> Iterator[tuple[tuple[int, int], Utf8]]:
-        """Yield `(cursor, UTF-8 of a document)` from a cursor on; each cursor points after its document.
-
-        Args:
-            cursor: (index of the file, number of its documents to skip). Earlier files are not opened; skipped
-                documents are read and discarded.
-
-        Raises:
-            DataError: a file cannot be read, decoded or downloaded.
-        """
-        first_file, skipped = cursor
-        for index in range(first_file, len(self.files)):
-            for count, text in enumerate(self.files[index].read()):
-                if index > first_file or count >= skipped:
-                    yield (index, count + 1), text
+        for file in self.files:
+            yield from file.read()
 
 
 def slug(name: str) -> str:

@@ -1,23 +1,20 @@
-"""`survey` reads a sample of a source, for the bound between validation and training text and for the tokenizer.
+"""`survey_sources` reads samples: for the bound between validation and training text, and for the tokenizer.
 
 `quintic.data.preparation`, which uses it, states the rules.
 """
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from quintic.data.files.blocks import Utf8
 from quintic.data.files.documents import MAX_DOCUMENT_BYTES, sections_of
+from quintic.data.mixture import MixedSource
 from quintic.data.source import NAME_ERRORS, Source
 from quintic.errors import DataError
 
-__all__ = ["HASH_RANGE", "Survey", "limited_sample", "sections_within", "survey", "text_hash"]
+__all__ = ["limited_sample", "sections_within", "survey_sources", "text_hash"]
 
-HASH_RANGE = 1 << 64
-"""Upper bound of `text_hash`."""
-
+_HASH_RANGE = 1 << 64
 # Limits of memory and time for training a tokenizer. Memory: about 130 bytes for each byte of different words. Time:
 # every merge visits all words that contain its pair, and a word takes part in about as many merges as it has bytes, so
 # its work is its length times the number of its merges, at about 10 nanoseconds. Ordinary text stays far below both:
@@ -30,79 +27,95 @@ _MERGES = 4096
 _RUNS = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Survey:
-    """The result of a survey.
-
-    Attributes:
-        texts: training text for the tokenizer, as UTF-8.
-        text_bytes: number of UTF-8 bytes in the sample.
-        threshold: documents with a `text_hash` below it are validation text.
-    """
-
-    texts: list[bytes]
-    text_bytes: int
-    threshold: int
-
-
 def text_hash(data: bytes) -> int:
     """Return the hash of a document's UTF-8 text, uniformly distributed from 0 to 2**64 - 1."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def sections_within(document: Utf8, max_bytes: int | None, before: int) -> Iterator[bytes]:
-    """Yield the sections of a document, up to the section that reaches the limit of the text.
+def sections_within(documents: Iterable[bytes], max_bytes: int | None) -> Iterator[bytes]:
+    """Yield the sections of documents, up to the section that reaches the limit of the text; None for no limit."""
+    num_bytes = 0
+    for document in documents:
+        for piece in sections_of(document):
+            num_bytes += len(piece)
+            yield piece
+            if max_bytes is not None and num_bytes >= max_bytes:
+                return
+
+
+def survey_sources(
+    sources: Sequence[MixedSource], *, val_frac: float, max_bytes: int | None, sample_bytes: int
+) -> tuple[list[bytes], int, list[int]]:
+    """Read a sample of each source.
 
     Args:
-        document: the document as UTF-8.
-        max_bytes: limit of the bytes of text of the whole source; None for no limit.
-        before: number of bytes of the documents before this one.
-    """
-    for piece in sections_of(document):
-        if max_bytes is not None and before >= max_bytes:
-            return
-        before += len(piece)
-        yield piece
+        sources: the sources of one dataset.
+        val_frac: fraction of the documents for validation, where the source has none of its own.
+        max_bytes: limit of the bytes of text of each source; None for no limit.
+        sample_bytes: approximate size of all samples, divided among the sources by their weights.
 
-
-def survey(source: Source, *, val_frac: float, max_bytes: int | None, sample_bytes: int) -> Survey:
-    """Read a sample of a source; if it is the whole source, move the threshold so that both sides get a document.
-
-    Args:
-        source: the text.
-        val_frac: fraction of the documents for validation; with 0 there are none, even in a small source.
-        max_bytes: limit of the bytes of text of the whole source; None for no limit.
-        sample_bytes: approximate size of the sample, at least 1.
+    Returns:
+        The training text for the tokenizer; the number of bytes in the samples; and for each source the threshold of
+        `text_hash` below which its documents are validation text.
 
     Raises:
-        DataError: there is no text, or all of it is one document.
+        DataError: a source has no text, or one document that would have to be divided.
     """
-    threshold = int(val_frac * HASH_RANGE)
-    in_order = source.is_remote or max_bytes is not None
+    texts: list[bytes] = []
+    thresholds: list[int] = []
+    num_bytes = 0
+    for mixed in sources:
+        if mixed.side == "val":
+            if next(mixed.source.documents(), None) is None:
+                raise DataError(f"--val-data {mixed.source.spec}: there is no text in it; give a source with text")
+            # Every hash is below it: all documents are validation text, and none is for the tokenizer.
+            thresholds.append(_HASH_RANGE)
+            continue
+        sample, sampled, threshold = _survey(
+            mixed.source,
+            val_frac=val_frac if mixed.side is None else 0.0,
+            max_bytes=max_bytes,
+            sample_bytes=max(1, int(sample_bytes * mixed.weight)),
+        )
+        texts += sample
+        num_bytes += sampled
+        thresholds.append(threshold)
+    # Each sample is within the tokenizer's limits, but all samples together may exceed them.
+    return limited_sample(texts) if len(sources) > 1 else texts, num_bytes, thresholds
+
+
+def _survey(
+    source: Source, *, val_frac: float, max_bytes: int | None, sample_bytes: int
+) -> tuple[list[bytes], int, int]:
+    """Survey one source; if the sample is all of it, move the threshold so that both sides get a document.
+
+    With `val_frac` 0 there is no validation text, even in a small source.
+    """
     budget = sample_bytes if max_bytes is None else min(sample_bytes, max_bytes)
     seen = sampled = 0
     complete = True
     hashes: list[int] = []
     first_bytes = 0
-    pieces: list[tuple[int, bytes]] = []
-    for document in _sample_documents(source, in_order=in_order):
+    pieces: list[bytes] = []
+    for document in _sample_documents(source, in_order=source.is_remote or max_bytes is not None):
         if seen >= budget:
             complete = max_bytes is not None and max_bytes <= sample_bytes
             break
+        rest = None if max_bytes is None else max_bytes - seen
         # Divided twice, for the sizes and for the sections: all sections of a long document at once would be a copy.
-        sizes = [len(piece) for piece in sections_within(document, max_bytes, seen)]
+        sizes = [len(piece) for piece in sections_within([document], rest)]
         first_bytes = first_bytes or sizes[0]
         # Of a document that is too large for the rest of the sample, every `stride`-th section is used.
         stride = -(-sum(sizes) // (sample_bytes - sampled))
-        for number, piece in enumerate(sections_within(document, max_bytes, seen)):
-            value = text_hash(piece)
-            hashes.append(value)
+        for number, piece in enumerate(sections_within([document], rest)):
+            hashes.append(text_hash(piece))
             if number % stride == 0:
-                pieces.append((value, piece))
+                pieces.append(piece)
         seen += sum(sizes)
         sampled = min(sampled + sum(sizes[::stride]), sample_bytes - 1)
     if not hashes:
         raise DataError(f"{source.spec}: there is no text in it; give a source with text")
+    threshold = int(val_frac * _HASH_RANGE)
     if complete and val_frac > 0:
         smallest, largest = min(hashes), max(hashes)
         if smallest == largest:
@@ -112,63 +125,47 @@ def survey(source: Source, *, val_frac: float, max_bytes: int | None, sample_byt
                 f"training and validation text; {advice if max_bytes is None else f'raise --max-bytes ({max_bytes:,})'}"
             )
         threshold = min(max(threshold, smallest + 1), largest)
-    return Survey(
-        texts=limited_sample([(value, piece) for value, piece in pieces if value >= threshold]),
-        text_bytes=sampled,
-        threshold=threshold,
-    )
+    return limited_sample([piece for piece in pieces if text_hash(piece) >= threshold]), sampled, threshold
 
 
-def limited_sample(pieces: list[tuple[int, bytes]]) -> list[bytes]:
+def _sample_documents(source: Source, *, in_order: bool) -> Iterator[bytes]:
+    files = source.files
+    if not in_order:
+        files = tuple(sorted(files, key=lambda file: text_hash(file.name.encode(errors=NAME_ERRORS))))
+    for file in files:
+        yield from file.read()
+
+
+def limited_sample(pieces: Sequence[bytes]) -> list[bytes]:
     """Return the sections that a tokenizer can be trained on in limited memory and time: all sections of ordinary text.
 
     Text without spaces (DNA), whose words are as long as its sections, and text whose words are all different (Chinese,
     hexadecimal numbers) exceed the limits; then sections are drawn by hash, at least one.
-
-    Args:
-        pieces: `text_hash` and UTF-8 of each section.
     """
     # A fast first check: strings between spaces contain the words, so if these strings are within the limits, so are
     # the words.
-    parts = set[bytes]()
-    num_bytes = work = 0
-    for _, piece in pieces:
-        new_parts = set(piece.split()) - parts
-        parts |= new_parts
-        num_bytes, work = _with_costs(num_bytes, work, new_parts)
-        if not _fits(num_bytes, work):
-            break
-    else:
-        return [piece for _, piece in pieces]
-    words = set[str]()
+    if len(_choose_within_limits(pieces, bytes.split)) == len(pieces):
+        return list(pieces)
+    by_hash = sorted(range(len(pieces)), key=lambda number: text_hash(pieces[number]))
+    chosen = _choose_within_limits([pieces[number] for number in by_hash], _words)
+    return [pieces[number] for number in sorted(by_hash[place] for place in chosen)]
+
+
+def _choose_within_limits(pieces: Sequence[bytes], words_of: Callable[[bytes], Iterable[bytes]]) -> list[int]:
+    """Return the indices of the first section, and of each later one whose new words are within the limits."""
+    words = set[bytes]()
     num_bytes = work = 0
     chosen: list[int] = []
-    for number, (_, piece) in sorted(enumerate(pieces), key=lambda numbered: numbered[1][0]):
-        new_words = set(_RUNS.findall(piece.decode())) - words
-        costs = _with_costs(num_bytes, work, (word.encode() for word in new_words))
-        if not chosen or _fits(*costs):
+    for number, piece in enumerate(pieces):
+        new_words = set(words_of(piece)) - words
+        bytes_with = num_bytes + sum(map(len, new_words))
+        work_with = work + sum(len(word) * min(len(word), _MERGES) for word in new_words)
+        if not chosen or (bytes_with <= _WORD_BYTES and work_with <= _WORD_WORK):
             words |= new_words
-            num_bytes, work = costs
+            num_bytes, work = bytes_with, work_with
             chosen.append(number)
-    return [pieces[number][1] for number in sorted(chosen)]
+    return chosen
 
 
-def _with_costs(num_bytes: int, work: int, words: Iterable[bytes]) -> tuple[int, int]:
-    """Return the bytes of different words, and the work of training on them, after adding more words."""
-    for word in words:
-        num_bytes += len(word)
-        work += len(word) * min(len(word), _MERGES)
-    return num_bytes, work
-
-
-def _fits(num_bytes: int, work: int) -> bool:
-    return num_bytes <= _WORD_BYTES and work <= _WORD_WORK
-
-
-def _sample_documents(source: Source, *, in_order: bool) -> Iterator[Utf8]:
-    if in_order:
-        for _, document in source.documents_from((0, 0)):
-            yield document
-    else:
-        for file in sorted(source.files, key=lambda file: text_hash(file.name.encode(errors=NAME_ERRORS))):
-            yield from file.read()
+def _words(piece: bytes) -> list[bytes]:
+    return [word.encode() for word in _RUNS.findall(piece.decode())]

@@ -8,7 +8,6 @@ from itertools import chain, islice
 
 import numpy as np
 
-from quintic.data.files.blocks import Utf8
 from quintic.data.files.documents import sections_of
 from quintic.data.loader import Batch, batch_of
 from quintic.data.tokenizer import Tokenizer
@@ -26,7 +25,7 @@ _ROWS_WITH_ROOM = 256
 _Row = list[tuple[int, int]]
 
 
-def encoded(tokenizer: Tokenizer, documents: Iterable[Utf8]) -> Iterator[Iterable[int]]:
+def encoded(tokenizer: Tokenizer, documents: Iterable[bytes]) -> Iterator[Iterable[int]]:
     """Yield the tokens of each document; a long document is encoded while its tokens are read.
 
     Args:
@@ -44,7 +43,7 @@ def encoded(tokenizer: Tokenizer, documents: Iterable[Utf8]) -> Iterator[Iterabl
             sections = (section.decode() for section in sections_of(document, _LONG_DOCUMENT))
             yield chain.from_iterable(tokenizer.encode_parts(sections))
         else:
-            waiting.append(str(document, "utf-8"))
+            waiting.append(document.decode())
             num_bytes += len(document)
     yield from tokenizer.encode_batch(waiting)
 

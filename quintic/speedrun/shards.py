@@ -185,8 +185,8 @@ def _bytes_of_python(data_dir: Path) -> Path:
     except OSError as error:
         raise DataError(f"{folder}: cannot be made ({error.strerror}); use another --data-dir") from error
     documents, size = list[Tokens](), 0
-    for text in filter(None, open_source("python", cache_dir=data_dir).documents()):
-        content = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+    for text in open_source("python", cache_dir=data_dir).documents():
+        content = np.frombuffer(text, np.uint8)
         documents.append(np.insert(content.astype(_TOKEN), 0, BYTES_BOS))
         size += len(content)
         if size >= _BYTES_OF_TEXT:

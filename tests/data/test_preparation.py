@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from durability import Synced, as_it_is, disk_events, durable_names
 from text_samples import data_error_of, make_text, write_folder
 
 import quintic.errors
-from quintic.data import mixture, preparation, shard_writer
+from quintic.data import mixture, preparation
 from quintic.data.files.documents import sections_of
 from quintic.data.preparation import Dataset, prepare
 from quintic.data.tokenizer import BOS, Tokenizer
@@ -334,10 +333,6 @@ def test_a_full_disk_says_what_is_needed_and_leaves_nothing(
         if written > allowed:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def append(file: BinaryIO, block: bytes) -> None:
-        count(block)
-        file.write(block)
-
     def write_bytes(path: Path, content: bytes) -> None:
         count(content)
         with path.open("wb") as file:
@@ -347,7 +342,6 @@ def test_a_full_disk_says_what_is_needed_and_leaves_nothing(
     source = str(write_folder(tmp_path / "text", 40))
     options = {"data_dir": tmp_path / "data", "vocab_size": 300, "val_frac": 0.3, "shard_tokens": 3000}
     with monkeypatch.context() as patch:
-        patch.setattr(shard_writer, "_append", append)
         patch.setattr(Path, "write_bytes", write_bytes)
         text = data_error_of(lambda: prepare(source, **options))
     assert text.startswith(f"{tmp_path / 'data'}: no space left on the disk after ")
@@ -368,21 +362,6 @@ def test_every_file_of_a_dataset_survives_a_crash(tmp_path: Path, monkeypatch: p
     assert names[-1] == "manifest.json"
     # The dataset's folder has a name, too.
     assert as_it_is(tmp_path / "data").identity in [event.identity for event in events if isinstance(event, Synced)]
-
-
-def test_what_a_checkpoint_says_of_an_unfinished_shard_is_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = shard_writer.ShardWriter(tmp_path, "train", "uint16", shard_tokens=100)
-    writer.add([1, 2, 3], num_bytes=5)
-    writer.add([4] * 7, num_bytes=20)
-    events = disk_events(monkeypatch)
-    description = writer.checkpoint()
-    part = tmp_path / "train_00000.bin.part"
-    assert description["open"]["tokens"] * 2 == part.stat().st_size
-    assert as_it_is(part) in events
-    assert durable_names(events) == ["train_00000.idx.part"]
-    writer.abandon()
 
 
 def run_python(code: str) -> "subprocess.CompletedProcess[str]":

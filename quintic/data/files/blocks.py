@@ -1,4 +1,4 @@
-"""Reads the bytes of a file in blocks or in lines, decompressed by its ending, and checks that they are UTF-8."""
+"""Reads the bytes of a file in blocks or in lines, decompressed by its ending, and decodes UTF-8."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -7,12 +7,9 @@ from typing import Any
 
 from quintic.errors import DataError
 
-__all__ = ["COMPRESSIONS", "Utf8", "blocks_of", "check_utf8", "cut", "lines_of", "uncompressed_name"]
+__all__ = ["COMPRESSIONS", "blocks_of", "decode_utf8", "lines_of", "uncompressed_name"]
 
 COMPRESSIONS = (".gz", ".zst")
-
-# Text as UTF-8, which takes less memory than a `str` with up to four bytes per character.
-Utf8 = bytes | bytearray | memoryview
 
 _BLOCK_BYTES = 1 << 20
 # Compressed bytes that are decompressed at a time: a small file can hold gigabytes of one character. Four bytes of
@@ -31,77 +28,51 @@ def uncompressed_name(name: str) -> str:
     return next((name.removesuffix(ending) for ending in COMPRESSIONS if name.endswith(ending)), name)
 
 
-def cut(data: Utf8, start: int, max_bytes: int) -> int:
-    """Return the end of a section of UTF-8 that begins at `start`: after its last line end, else between characters.
+def decode_utf8(data: bytes | bytearray, path: Path, offset: int) -> str:
+    """Return the text of some bytes of a file, without the byte order mark at the file's beginning.
 
     Args:
-        data: UTF-8 with more than `max_bytes` bytes from `start` on.
-        start: beginning of the section.
-        max_bytes: largest number of bytes of the section, at least 4.
-    """
-    if (length := bytes(data[start : start + max_bytes]).rfind(b"\n") + 1) > 0:
-        return start + length
-    end = start + max_bytes
-    # Within a character (its later bytes begin with the bits 10): go back to its first byte.
-    while end > start + 1 and data[end] & 0xC0 == 0x80:
-        end -= 1
-    return end
-
-
-def check_utf8(data: Utf8, name: str, offset: int = 0) -> None:
-    """Raise an error if bytes are not UTF-8; decodes in blocks, to need little memory.
-
-    Args:
-        data: the bytes.
-        name: name of the file, for the message.
-        offset: offset of the bytes in the file, for the message.
+        data: the bytes, whole characters.
+        path: the file, for the message.
+        offset: offset of the bytes in the file.
 
     Raises:
         DataError: the bytes are not UTF-8; the message has the offset of the first wrong byte.
     """
-    with memoryview(data) as view:
-        start = 0
-        while start < len(view):
-            # Blocks end between characters.
-            end = start + _BLOCK_BYTES
-            while start < end < len(view) and view[end] & 0xC0 == 0x80:
-                end -= 1
-            end = end if end > start else start + _BLOCK_BYTES
-            try:
-                str(view[start:end], "utf-8")
-            except UnicodeDecodeError as error:
-                place = start + error.start
-                raise DataError(
-                    f"{name}: not UTF-8 at byte offset {offset + place} (byte 0x{data[place]:02x}); convert the file "
-                    "to UTF-8"
-                ) from error
-            start = end
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: not UTF-8 at byte offset {offset + error.start} (byte 0x{data[error.start]:02x}); convert the "
+            "file to UTF-8"
+        ) from error
+    return text.removeprefix("\ufeff") if offset == 0 else text
 
 
-def lines_of(path: Path, max_bytes: int) -> Iterator[bytearray]:
+def lines_of(path: Path, max_bytes: int) -> Iterator[str]:
     """Yield the lines of a file with their line ends; at most one line and one block are in memory.
 
     Raises:
-        DataError: a line has more than `max_bytes` bytes, or the file is damaged.
+        DataError: a line has more than `max_bytes` bytes or is not UTF-8, or the file is damaged.
         OSError: it cannot be read.
     """
-    # The line so far, in a list: `pop` yields it without keeping a reference, so that the caller can free a long line.
-    held = [bytearray()]
+    offset = 0
+    line = bytearray()
     for block in blocks_of(path):
-        start = 0
-        while (end := block.find(b"\n", start) + 1) > 0:
-            held[0] += memoryview(block)[start:end]
-            start = end
-            yield held.pop()
-            held.append(bytearray())
-        held[0] += memoryview(block)[start:]
-        if len(held[0]) > max_bytes:
+        for part in block.splitlines(keepends=True):
+            line += part
+            # A carriage return alone ends no line.
+            if part.endswith(b"\n"):
+                yield decode_utf8(line, path, offset)
+                offset += len(line)
+                line.clear()
+        if len(line) > max_bytes:
             raise DataError(
                 f"{path}: a line of more than {max_bytes >> 20} MiB; write one record per line, each with a document "
                 "of a sensible size"
             )
-    if held[0]:
-        yield held.pop()
+    if line:
+        yield decode_utf8(line, path, offset)
 
 
 def blocks_of(path: Path) -> Iterator[bytes]:

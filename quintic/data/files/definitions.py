@@ -29,16 +29,25 @@ def read_definition(name: str, *, cache_dir: Path | None = None, endpoint: str |
             _GPT2_REPO, "tokenizer.json", repo_type="model", revision=None, cache_dir=cache_dir, endpoint=endpoint
         )
     if path.is_dir():
-        if (path / "tokenizer.json").is_file():
-            path = path / "tokenizer.json"
-        else:
+        if not (path / "tokenizer.json").is_file():
             return _from_gpt2_files(path)
+        path = path / "tokenizer.json"
     if path.name.endswith((".tiktoken", ".model", ".bpe")):
         raise DataError(
             f"{name}: cannot be read alone, it holds no complete byte-level BPE; give a tokenizer.json, or a folder "
             "with encoder.json and vocab.bpe"
         )
-    return _read_definition(path, name)
+    if not path.exists():
+        raise DataError(f"{name}: no such tokenizer; give a tokenizer.json, a folder with one, or 'gpt2'")
+    # Opening a pipe would wait for a writer.
+    if not path.is_file():
+        raise DataError(f"{name}: a pipe or a device, not a file; give a tokenizer.json")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: not a tokenizer.json (not UTF-8 at byte offset {error.start})") from error
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror or error})") from error
 
 
 def _from_gpt2_files(folder: Path) -> str:
@@ -58,17 +67,3 @@ def _from_gpt2_files(folder: Path) -> str:
             backend.decoder = decoders.ByteLevel()
             return str(backend.to_str())
     raise DataError(f"{folder}: no tokenizer.json in it, and no encoder.json with vocab.bpe")
-
-
-def _read_definition(path: Path, name: str) -> str:
-    if not path.exists():
-        raise DataError(f"{name}: no such tokenizer; give a tokenizer.json, a folder with one, or 'gpt2'")
-    # Opening a pipe would wait for a writer.
-    if not path.is_file():
-        raise DataError(f"{name}: a pipe or a device, not a file; give a tokenizer.json")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{name}: not a tokenizer.json (not UTF-8 at byte offset {error.start})") from error
-    except OSError as error:
-        raise DataError(f"{name}: cannot be read ({error.strerror or error})") from error

@@ -3,23 +3,24 @@
 A text file (`.txt`, `.md`, `.rst`) is one document, or one per 64 MiB if it is larger, so that files of any size can be
 read; JSON gives one document per object, CSV and Parquet one per row. Documents are bytes of UTF-8. `sections_of`
 divides long documents into sections. `quintic.data.open_source` decides which files make up a source, and their order.
-
-Memory. Reading a document takes at most twice its bytes; a document has at most 256 MiB.
 """
 
-from collections.abc import Iterator
+import csv
+import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from quintic.data.files.blocks import COMPRESSIONS, Utf8, blocks_of, check_utf8, cut, uncompressed_name
-from quintic.data.files.json_records import read_json, read_json_lines
-from quintic.data.files.tables import read_csv, read_parquet
+from quintic.data.files.blocks import COMPRESSIONS, blocks_of, decode_utf8, lines_of, uncompressed_name
 from quintic.errors import DataError
 
 __all__ = [
     "ENDINGS_ADVICE",
     "MAX_DOCUMENT_BYTES",
-    "SUPPORTED_ENDINGS",
     "TEXT_FIELD",
+    "MissingField",
     "has_fields",
     "is_supported",
     "read_documents",
@@ -33,7 +34,7 @@ TEXT_FIELD = "text"
 TEXT_ENDINGS = (".txt", ".md", ".rst")
 _JSON_LINES = (".jsonl", ".ndjson")
 _RECORDS = (*_JSON_LINES, ".json", ".csv")
-SUPPORTED_ENDINGS = (
+_SUPPORTED_ENDINGS = (
     *(ending + packed for ending in (*TEXT_ENDINGS, *_RECORDS) for packed in ("", *COMPRESSIONS)),
     ".parquet",
 )
@@ -43,11 +44,35 @@ ENDINGS_ADVICE = (
 )
 MAX_DOCUMENT_BYTES = 64 * 1024
 _MAX_TEXT_BYTES = 64 << 20
+_MAX_RECORD_BYTES = 256 << 20
+_MAX_CELL_BYTES = 32 << 20
+# Between the objects of a `.json` file: spaces, and the commas and brackets of an array.
+_BETWEEN_RECORDS = re.compile(r"[\s,\[\]\ufeff]*")
+# Number of fields that a message names.
+_NAMED_FIELDS = 20
+
+
+class MissingField(DataError):
+    """A record or a table lacks the field that should hold the text.
+
+    Attributes:
+        fields: names of its fields; None for a record that is not an object.
+    """
+
+    def __init__(self, place: str, field: str, fields: Iterable[str] | None) -> None:
+        """Make a message with the names of the fields, and the option that chooses one of them."""
+        self.fields = None if fields is None else tuple(fields)
+        if self.fields is None:
+            given = "the record is not an object"
+        else:
+            more = f" and {len(self.fields) - _NAMED_FIELDS} more" if len(self.fields) > _NAMED_FIELDS else ""
+            given = f"its fields are {', '.join(self.fields[:_NAMED_FIELDS]) or 'none'}{more}"
+        super().__init__(f"{place}: no field {field!r} ({given}); choose the one that holds the text with --text-field")
 
 
 def is_supported(name: str) -> bool:
     """Return whether a file can be read, judged by its ending (in upper or lower case)."""
-    return name.lower().endswith(SUPPORTED_ENDINGS)
+    return name.lower().endswith(_SUPPORTED_ENDINGS)
 
 
 def stored_as_text(name: str) -> bool:
@@ -63,14 +88,14 @@ def has_fields(name: str) -> bool:
     return uncompressed_name(name).endswith((".json", ".csv"))
 
 
-def read_documents(path: Path, field: str = TEXT_FIELD) -> Iterator[Utf8]:
+def read_documents(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
     """Yield the documents of one file as UTF-8 in stored order, except empty ones.
 
     A leading byte order mark is dropped; line ends are preserved. Lone halves of surrogate pairs, which JSON can
     contain but UTF-8 cannot, become U+FFFD.
 
     Args:
-        path: a file with one of `SUPPORTED_ENDINGS`.
+        path: a file with a supported ending.
         field: the key or column that holds the text; ignored for plain text.
 
     Raises:
@@ -81,46 +106,187 @@ def read_documents(path: Path, field: str = TEXT_FIELD) -> Iterator[Utf8]:
     if not is_supported(path.name):
         raise DataError(f"{path}: unknown ending; {ENDINGS_ADVICE}")
     name = uncompressed_name(path.name)
-    documents: Iterator[Utf8]
     try:
-        if name.endswith(".parquet"):
-            documents = read_parquet(path, field)
-        elif name.endswith(_JSON_LINES):
-            documents = read_json_lines(path, field)
-        elif name.endswith(".json"):
-            documents = read_json(path, field)
-        elif name.endswith(".csv"):
-            documents = read_csv(path, field)
-        else:
+        if name.endswith(TEXT_ENDINGS):
             documents = _read_text(path)
-        for text in documents:
-            if text:
-                yield text
+        elif name.endswith(_JSON_LINES):
+            documents = _read_json_lines(path, field)
+        elif name.endswith(".json"):
+            documents = _read_json(path, field)
+        elif name.endswith(".csv"):
+            documents = _read_csv(path, field)
+        else:
+            documents = _read_parquet(path, field)
+        yield from filter(None, documents)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def _read_text(path: Path) -> Iterator[Utf8]:
+def _read_text(path: Path) -> Iterator[bytes]:
     offset = 0
-    rest = bytearray()
+    held = bytearray()
     for block in blocks_of(path):
-        rest += block
-        while len(rest) > _MAX_TEXT_BYTES:
-            end = cut(rest, 0, _MAX_TEXT_BYTES)
-            yield _checked(rest[:end], path, offset)
-            del rest[:end]
+        held += block
+        while len(held) > _MAX_TEXT_BYTES:
+            end = _section_end(held, 0, _MAX_TEXT_BYTES)
+            yield decode_utf8(held[:end], path, offset).encode()
+            del held[:end]
             offset += end
-    yield _checked(rest, path, offset)
+    yield decode_utf8(held, path, offset).encode()
 
 
-def _checked(text: bytearray, path: Path, offset: int) -> Utf8:
-    check_utf8(text, str(path), offset)
-    if offset == 0 and text.startswith(b"\xef\xbb\xbf"):
-        del text[:3]
-    return text
+def _read_json_lines(path: Path, field: str) -> Iterator[bytes]:
+    for number, line in enumerate(lines_of(path, _MAX_RECORD_BYTES), start=1):
+        if line.isspace():
+            continue
+        place = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{place}: not a JSON object ({error}); expected one object per line") from error
+        yield _text_of(record, place, field)
 
 
-def sections_of(document: Utf8, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[bytes]:
+def _read_json(path: Path, field: str) -> Iterator[bytes]:
+    """Yield the texts of objects in an array, or one after the other, with or without line ends."""
+    decoder = json.JSONDecoder()
+    number = 1
+    held = ""  # the text from the next record on
+    tried = 0  # length of an incomplete record; it is parsed again when there is twice as much
+    for block in chain(_decoded_blocks(path), [""]):
+        held += block
+        is_last = not block
+        if len(held) < 2 * tried and not is_last:
+            continue
+        start = _skip_to_record(held, 0)
+        while start < len(held):
+            place = f"{path}: record {number}"
+            if held[start] != "{":
+                raise DataError(
+                    f"{place}: not a JSON object ({held[start : start + 20]!r}); expected an array of objects, or one "
+                    "object per line"
+                )
+            try:
+                record, end = decoder.raw_decode(held, start)
+            except (ValueError, RecursionError) as error:
+                if is_last:
+                    raise DataError(
+                        f"{place}: not a JSON object, or the file ends inside it ({error}); copy or write it again"
+                    ) from error
+                break
+            yield _text_of(record, place, field)
+            number, start = number + 1, _skip_to_record(held, end)
+        held = held[start:]
+        tried = len(held)
+        if tried > _MAX_RECORD_BYTES:
+            raise DataError(
+                f"{path}: record {number}: more than {_MAX_RECORD_BYTES >> 20} MiB, or not a JSON object; write one "
+                "object per line, each with a document of a sensible size"
+            )
+
+
+def _skip_to_record(text: str, start: int) -> int:
+    match = _BETWEEN_RECORDS.match(text, start)
+    return start if match is None else match.end()
+
+
+def _decoded_blocks(path: Path) -> Iterator[str]:
+    """Yield the text of a file in blocks that end between characters."""
+    offset = 0
+    held = b""
+    for block in chain(blocks_of(path), [b""]):
+        held += block
+        end = len(held)
+        # A last character of two to four bytes may go on in the next block: go back to its first byte. Its later bytes
+        # begin with the bits 10.
+        if block and block[-1] >= 0x80:
+            end -= 1
+            while len(held) - 4 < end and end > 0 and held[end] & 0xC0 == 0x80:
+                end -= 1
+        if end:
+            yield decode_utf8(held[:end], path, offset)
+        offset, held = offset + end, held[end:]
+
+
+def _text_of(record: Any, place: str, field: str) -> bytes:
+    """Return the text of a JSON record."""
+    if not isinstance(record, dict):
+        raise MissingField(place, field, None)
+    if field not in record:
+        raise MissingField(place, field, record)
+    text = record[field]
+    if not isinstance(text, str):
+        raise DataError(f"{place}: {field!r} is {json.dumps(text)[:40]}, not a string; leave such lines out")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # lone halves of surrogate pairs
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+
+
+def _read_csv(path: Path, field: str) -> Iterator[bytes]:
+    # Python's default limit is 128 KiB.
+    csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL_BYTES))
+    rows = csv.reader(lines_of(path, _MAX_CELL_BYTES), strict=True)
+    try:
+        names = next(rows, None)
+        if names is None:
+            return
+        column = _column(path, field, names)
+        for row in rows:
+            if not row:  # an empty line
+                continue
+            if len(row) <= column:
+                raise DataError(
+                    f"{path}:{rows.line_num}: {len(row)} cells, but {field!r} is column {column + 1} of {len(names)}; "
+                    "put quotes around cells with commas or line ends, or leave such rows out"
+                )
+            yield row[column].encode()
+    except csv.Error as error:
+        raise DataError(
+            f"{path}:{rows.line_num}: not a row of CSV with cells of at most {_MAX_CELL_BYTES >> 20} MiB ({error}); "
+            "write the file again"
+        ) from error
+
+
+def _column(path: Path, field: str, names: list[str]) -> int:
+    """Return the index of a table's column that holds the text."""
+    if field not in names:
+        raise MissingField(str(path), field, names)
+    if names.count(field) > 1:
+        raise DataError(
+            f"{path}: {names.count(field)} columns named {field!r}; rename all but the one that holds the text, or "
+            "choose another column with --text-field"
+        )
+    return names.index(field)
+
+
+def _read_parquet(path: Path, field: str) -> Iterator[bytes]:
+    """Yield the texts of a column; rows with a missing text are left out."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    try:
+        # With a buffer, because otherwise the whole column of a row group is read at once.
+        with parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as table:
+            schema = table.schema_arrow
+            kind = schema.field(_column(path, field, list(schema.names))).type
+            if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+                raise DataError(
+                    f"{path}: column {field!r} holds {kind}, not strings; write it as strings, or choose another "
+                    "column with --text-field"
+                )
+            # Few rows at a time, since a row may be long.
+            for batch in table.iter_batches(batch_size=64, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    yield b"" if text is None else text.encode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: column {field!r} is not UTF-8 ({error.reason}); write the file again") from error
+    except arrow.ArrowException as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"{path}: not a readable Parquet file ({reason}); write or download it again") from error
+
+
+def sections_of(document: bytes, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[bytes]:
     r"""Yield the sections of a document, divided at line ends, or between characters within a line that is too long.
 
     The sections join to the document. Division begins at the front, so that text appended to a file does not change the
@@ -138,7 +304,19 @@ def sections_of(document: Utf8, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator
     """
     start = 0
     while len(document) - start > max_bytes:
-        end = cut(document, start, max_bytes)
-        yield bytes(document[start:end])
+        end = _section_end(document, start, max_bytes)
+        yield document[start:end]
         start = end
-    yield bytes(document[start:]) if start else bytes(document)
+    yield document[start:]
+
+
+def _section_end(data: bytes | bytearray, start: int, max_bytes: int) -> int:
+    """Return the end of a section that begins at `start`: after its last line end, else between characters."""
+    end = data.rfind(b"\n", start, start + max_bytes) + 1
+    if end > 0:
+        return end
+    end = start + max_bytes
+    # Within a character (its later bytes begin with the bits 10): go back to its first byte.
+    while end > start + 1 and data[end] & 0xC0 == 0x80:
+        end -= 1
+    return end

@@ -8,16 +8,15 @@ prepared text, downloads), recognised by their content and not by their names; f
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from quintic.data.files.blocks import COMPRESSIONS
-from quintic.data.files.documents import ENDINGS_ADVICE, has_fields, is_supported, read_documents
-from quintic.data.files.fields import MissingField
+from quintic.data.files.documents import ENDINGS_ADVICE, MissingField, has_fields, is_supported, read_documents
 from quintic.durable import json_object
 from quintic.errors import DataError
 
-__all__ = ["list_folder", "visible_files"]
+__all__ = ["list_folder", "walk"]
 
 # Number of files or endings that a note names.
 _NAMED = 6
@@ -25,42 +24,6 @@ _NAMED = 6
 _FIRST_RECORD_BYTES = 1 << 16
 _COMPRESSED = (*COMPRESSIONS, ".bz2", ".xz", ".lz4", ".zip")
 _INSTALLED = frozenset({"node_modules", "site-packages", "dist-packages", "__pycache__"})
-
-
-class _LeftOut:
-    """Files and folders that were left out, by reason."""
-
-    def __init__(self) -> None:
-        self.endings: Counter[str] = Counter()
-        self.hidden: list[str] = []
-        self.installed: list[str] = []
-        self.own: list[str] = []
-        self.without_field: dict[str, tuple[str, ...]] = {}
-        """Path -> names of its fields."""
-
-    def notes(self, spec: str, text_field: str) -> Iterator[str]:
-        """Yield a message for users for each reason."""
-        if self.endings:
-            count = self.endings.total()
-            kinds = [f"{number:,} {ending}" for ending, number in self.endings.most_common()]
-            yield f"{spec}: {count:,} file{'s' * (count > 1)} left out for other endings ({_some(kinds)})"
-        if self.without_field:
-            count = len(self.without_field)
-            names = _some(self.without_field)
-            yield f"{spec}: {count:,} file{'s' * (count > 1)} left out without a field {text_field!r} ({names})"
-        for paths, what in (
-            (self.own, "written by Quintic"),
-            (self.installed, "of installed packages or caches"),
-            (self.hidden, "hidden"),
-        ):
-            if paths:
-                yield f"{spec}: left out as {what}: {_some(paths)}"
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def list_folder(root: Path, spec: str, *, cache_dir: Path, text_field: str) -> tuple[list[Path], tuple[str, ...]]:
@@ -75,46 +38,67 @@ def list_folder(root: Path, spec: str, *, cache_dir: Path, text_field: str) -> t
     Raises:
         DataError: no file is left, a folder cannot be read, or the folder itself was written by Quintic.
     """
-    kind = _own_kind(root, set(os.listdir(root)) if os.access(root, os.R_OK) else set())
-    if kind is not None:
-        raise DataError(f"{spec}: is {kind}, not a folder of text; name the text that it was made from")
-    left_out = _LeftOut()
-    found = sorted(
-        visible_files(root, _INSTALLED, left_out, cache_dir=cache_dir),
-        key=lambda path: path.relative_to(root).as_posix(),
-    )
-    files = []
-    for path in found:
-        if not is_supported(path.name):
-            left_out.endings[_ending(path.name)] += 1
-        elif has_fields(path.name) and (fields := _fields_without(path, text_field)) is not None:
-            left_out.without_field[path.relative_to(root).as_posix()] = fields
+    cache = os.path.realpath(cache_dir)
+    found: dict[str, Path] = {}
+    own: list[str] = []
+    installed: list[str] = []
+    hidden: list[str] = []
+    for folder, folders, names in walk(root):
+        place = folder.relative_to(root).as_posix()
+        kind = "downloads" if os.path.realpath(folder) == cache else _own_kind(folder, {*folders, *names})
+        if kind is not None and folder == root:
+            raise DataError(f"{spec}: is {kind}, not a folder of text; name the text that it was made from")
+        if kind is not None or "pyvenv.cfg" in names or "CACHEDIR.TAG" in names:
+            (own if kind else installed).append(f"{place}/ ({kind})" if kind else f"{place}/")
+            folders.clear()
+            continue
+        prefix = "" if place == "." else f"{place}/"
+        hidden += [f"{prefix}{name}/" for name in folders if name.startswith(".")]
+        hidden += [f"{prefix}{name}" for name in names if name.startswith(".") and is_supported(name)]
+        installed += [f"{prefix}{name}/" for name in folders if name in _INSTALLED]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSTALLED]
+        found |= {f"{prefix}{name}": folder / name for name in names if not name.startswith(".")}
+
+    files: list[Path] = []
+    endings: Counter[str] = Counter()
+    without_field: dict[str, tuple[str, ...]] = {}
+    for name, path in sorted(found.items()):
+        if not path.is_file():  # a pipe, or a link to nothing
+            continue
+        if not is_supported(name):
+            endings[_ending(path.name)] += 1
+        elif has_fields(name) and (fields := _fields_without(path, text_field)) is not None:
+            without_field[name] = fields
         else:
             files.append(path)
-    notes = tuple(left_out.notes(spec, text_field))
+
+    kinds = [f"{number:,} {ending}" for ending, number in endings.most_common()]
+    notes = []
+    if endings:
+        notes.append(f"{_count(endings.total())} left out for other endings ({_first(kinds)})")
+    if without_field:
+        names = list(without_field)
+        notes.append(f"{_count(len(names))} left out without a field {text_field!r} ({_first(names)})")
+    for paths, what in (
+        (own, "written by Quintic"),
+        (installed, "of installed packages or caches"),
+        (hidden, "hidden"),
+    ):
+        if paths:
+            notes.append(f"left out as {what}: {_first(paths)}")
+    if not files and without_field:
+        name, fields = next(iter(without_field.items()))
+        raise MissingField(f"{spec}: {name}", text_field, fields)
     if not files:
-        if left_out.without_field:
-            name, fields = next(iter(left_out.without_field.items()))
-            raise MissingField(f"{spec}: {name}", text_field, fields)
-        about = "; ".join(note.removeprefix(f"{spec}: ") for note in notes)
-        raise DataError(f"{spec}: no file with a supported ending{f' ({about})' if about else ''}; {ENDINGS_ADVICE}")
-    return files, notes
+        about = f" ({'; '.join(notes)})" if notes else ""
+        raise DataError(f"{spec}: no file with a supported ending{about}; {ENDINGS_ADVICE}")
+    return files, tuple(f"{spec}: {note}" for note in notes)
 
 
-def visible_files(
-    root: Path,
-    unwanted: frozenset[str] = frozenset(),
-    left_out: _LeftOut | None = None,
-    *,
-    cache_dir: Path | None = None,
-) -> Iterator[Path]:
-    """Yield the files of a folder, recursively, except hidden ones; links to folders are followed, each folder once.
+def walk(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Yield each folder under `root` with the sorted names of its folders and files, as `os.walk` does.
 
-    Args:
-        root: the folder.
-        unwanted: names of folders to skip.
-        left_out: record of skipped files; folders written by Quintic and environments are skipped only if it is given.
-        cache_dir: a folder to skip.
+    Links to folders are followed, but each folder is read once. Names removed from the list of folders are skipped.
 
     Raises:
         DataError: a folder cannot be read.
@@ -123,47 +107,36 @@ def visible_files(
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror or error})") from error
 
-    cache = None if cache_dir is None else os.path.realpath(cache_dir)
     read = set[str]()
     for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
-        # A link to a folder that was already read, or a cycle of links.
-        if (real := os.path.realpath(folder)) in read:
+        real = os.path.realpath(folder)
+        if real in read:
             folders.clear()
             continue
         read.add(real)
-        place = Path(folder).relative_to(root).as_posix()
-        if left_out is not None:
-            own = "downloads" if real == cache else _own_kind(Path(folder), {*folders, *files})
-            if own is not None or _is_installed(files):
-                names = left_out.installed if own is None else left_out.own
-                names.append(f"{place}/" if own is None else f"{place}/ ({own})")
-                folders.clear()
-                continue
-            prefix = "" if place == "." else f"{place}/"
-            left_out.hidden += [f"{prefix}{name}/" for name in sorted(folders) if name.startswith(".")]
-            left_out.hidden += [
-                f"{prefix}{name}" for name in sorted(files) if name.startswith(".") and is_supported(name)
-            ]
-            left_out.installed += [f"{prefix}{name}/" for name in sorted(folders) if name in unwanted]
-        # os.walk descends into the folders that are left in the list, in its order.
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in unwanted)
-        for name in files:
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                yield path
+        folders.sort()
+        yield Path(folder), folders, sorted(files)
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _count(number: int) -> str:
+    return f"{number:,} file{'s' * (number > 1)}"
 
 
 def _own_kind(folder: Path, names: set[str]) -> str | None:
     """Return what kind of folder it is if Quintic has written it, judged by its files; else None."""
-    if "manifest.json" in names and {"splits", "tokenizer", "dtype"} <= _fields(folder / "manifest.json"):
-        return "prepared text"
-    if "progress.json" in names and {"cursor", "splits"} <= _fields(folder / "progress.json"):
-        return "text that is being prepared"
-    if "metrics.jsonl" in names and _is_log(folder / "metrics.jsonl"):
-        return "a run"
-    if "config.json" in names and {"data", "model", "optim", "schedule", "run"} <= _fields(folder / "config.json"):
-        return "a run"
-    return None
+    for name, fields, kind in (
+        ("manifest.json", {"splits", "tokenizer", "dtype"}, "prepared text"),
+        ("progress.json", {"thresholds", "splits"}, "text that is being prepared"),
+        ("config.json", {"data", "model", "optim", "schedule", "run"}, "a run"),
+    ):
+        if name in names and fields <= set(json_object(folder / name)):
+            return kind
+    return "a run" if "metrics.jsonl" in names and _is_log(folder / "metrics.jsonl") else None
 
 
 def _is_log(path: Path) -> bool:
@@ -176,15 +149,6 @@ def _is_log(path: Path) -> bool:
     return isinstance(record, dict) and "kind" in record and "text" not in record
 
 
-def _fields(path: Path) -> set[str]:
-    return set(json_object(path))
-
-
-def _is_installed(files: list[str]) -> bool:
-    """Return whether files mark their folder as a Python environment or a cache."""
-    return "pyvenv.cfg" in files or "CACHEDIR.TAG" in files
-
-
 def _ending(name: str) -> str:
     """Return the ending of an unsupported file for a note, including the ending before that of a compression.
 
@@ -192,8 +156,7 @@ def _ending(name: str) -> str:
     ('.json.xz', 'without an ending')
     """
     packed = next((ending for ending in _COMPRESSED if name.lower().endswith(ending)), "")
-    stem = name[: len(name) - len(packed)]
-    _, dot, ending = stem.rpartition(".")
+    _, dot, ending = name[: len(name) - len(packed)].rpartition(".")
     if dot and 0 < len(ending) <= 10:
         return f".{ending.lower()}{packed}"
     return packed or "without an ending"
@@ -209,5 +172,5 @@ def _fields_without(path: Path, text_field: str) -> tuple[str, ...] | None:
     except MissingField as error:
         return error.fields or ()
     except DataError:
-        return None
+        pass
     return None
