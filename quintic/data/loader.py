@@ -26,9 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quintic.data.dataset import Dataset, SplitName
 from quintic.data.prefetch import Prefetcher
-from quintic.data.preparation import Dataset, SplitName
-from quintic.data.rows import ChunkIndex, MixedRows, PackedRows, RowPosition, RowStream
+from quintic.data.rows import ChunkIndex, MixedRows, PackedRows, Position, RowStream
 from quintic.errors import DataError
 
 __all__ = ["Batch", "Loader", "batch_of", "iterate_validation_rows", "numbered", "validation_rows"]
@@ -152,8 +152,10 @@ class Loader(Iterator[Batch]):
         _check_sizes(rows=rows, seq_len=seq_len, rank=rank, world_size=world_size)
         if buffer_documents < 1 or prefetch < 0:
             raise DataError(f"buffer_documents {buffer_documents} and prefetch {prefetch} must be at least 1 and 0")
-        tables = _tables(dataset, split, seq_len)
-        num_tokens = sum(table.num_tokens for table in tables)
+        self._stream, self._tokens = _row_stream(
+            dataset, split, seq_len, seed=seed, shuffle=shuffle, buffer_documents=buffer_documents
+        )
+        num_tokens = sum(self._tokens.values())
         if num_tokens < rows * (seq_len + 1) * world_size:
             raise _too_little_text(split, num_tokens, rows, seq_len, world_size)
         self._depth = prefetch
@@ -167,22 +169,12 @@ class Loader(Iterator[Batch]):
             "shuffle": shuffle,
             "buffer_documents": buffer_documents,
         }
-        self._sources = dataset.source_ranges(split)
-        self._tokens = [table.num_tokens for table in tables]
-        self._stream = MixedRows(
-            [
-                # Each source has a seed of its own; the first one's is that of a dataset with a single source.
-                RowStream(table, seed=seed + number * 2**32, shuffle=shuffle, buffer_documents=buffer_documents)
-                for number, table in enumerate(tables)
-            ],
-            [source.weight or 1.0 for source in self._sources],
-        )
         self._positions = self._stream.positions()
         # The thread holds no reference to this object, so that the loader can be collected, which ends the thread.
         self._make = functools.partial(
             _next_batch, self._stream, dataset, self._device, rows=rows, rank=rank, world_size=world_size
         )
-        self._prefetcher: Prefetcher[tuple[Batch, tuple[RowPosition, ...]]] | None = None
+        self._prefetcher: Prefetcher[tuple[Batch, list[Position]]] | None = None
         self._closed = False
 
     def __next__(self) -> Batch:
@@ -194,35 +186,30 @@ class Loader(Iterator[Batch]):
         """
         if self._closed:
             raise ValueError("the loader is closed")
-        if self._depth == 0:
-            batch, positions = self._make()
-        else:
-            if self._prefetcher is None:
-                self._prefetcher = Prefetcher(self._make, self._depth)
-            batch, positions = self._prefetcher.get()
-        self._positions = positions
+        if self._depth and self._prefetcher is None:
+            self._prefetcher = Prefetcher(self._make, self._depth)
+        batch, self._positions = self._prefetcher.get() if self._prefetcher is not None else self._make()
         return batch.to(self._device)
 
     @property
     def cropped_frac(self) -> float:
         """Fraction of the tokens that were dropped instead of served, over all batches returned so far."""
-        cropped = sum(position.cropped for position in self._positions)
-        return cropped / max(1, cropped + sum(position.served for position in self._positions))
+        cropped = sum(position["cropped"] for position in self._positions)
+        return float(cropped / max(1, cropped + sum(position["served"] for position in self._positions)))
 
     @property
     def epochs(self) -> dict[str, float]:
         """Number of times that each source was read: source -> tokens served or dropped / its number of tokens."""
         return {
-            source.source: (position.served + position.cropped) / max(1, tokens)
-            for source, position, tokens in zip(self._sources, self._positions, self._tokens, strict=True)
+            source: (position["served"] + position["cropped"]) / max(1, tokens)
+            for (source, tokens), position in zip(self._tokens.items(), self._positions, strict=True)
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch returned, as JSON values; batches made ahead do not count."""
-        positions = [position.to_json() for position in self._positions]
-        if len(positions) == 1:
-            return {**self._identity, "position": positions[0]}
-        return {**self._identity, "positions": positions}
+        if len(self._positions) == 1:
+            return {**self._identity, "position": self._positions[0]}
+        return {**self._identity, "positions": self._positions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position: the next batch begins with the rows that followed it.
@@ -246,16 +233,15 @@ class Loader(Iterator[Batch]):
         saved = state.get("positions", [state.get("position")])
         if not isinstance(saved, list) or not all(isinstance(position, dict) for position in saved):
             raise DataError("the saved data state has no 'position'; it was not made by this loader")
-        positions = tuple(map(RowPosition.from_json, saved))
         # The thread must not read the stream while it is restored.
         self._stop()
         try:
-            self._stream.restore(positions)
+            self._stream.restore(saved)
         except DataError:
             # The loader stays usable at its former position.
             self._stream.restore(self._positions)
             raise
-        self._positions = positions
+        self._positions = saved
 
     def close(self) -> None:
         """Stop the thread; there are no more batches. May be called twice."""
@@ -296,32 +282,50 @@ def iterate_validation_rows(
         DataError: a number is out of range, or there is too little text for one batch.
     """
     _check_sizes(rows=rows, seq_len=seq_len, rank=0, world_size=1)
-    tables = _tables(dataset, "val", seq_len)
     wanted = None if max_tokens is None else max(1, max_tokens // (rows * seq_len))
-    stream = MixedRows(
-        [
-            RowStream(table, seed=0, shuffle=False, buffer_documents=_VALIDATION_BUFFER, max_epochs=1)
-            for table in tables
-        ],
-        [source.weight or 1.0 for source in dataset.source_ranges("val")],
+    stream, tokens = _row_stream(
+        dataset, "val", seq_len, seed=0, shuffle=False, buffer_documents=_VALIDATION_BUFFER, max_epochs=1
     )
     count = 0
     while (wanted is None or count < wanted) and (block := stream.next_rows(rows)) is not None:
         yield _to_batch(block, dataset, numbered=True)
         count += 1
     if not count:
-        raise _too_little_text("val", sum(table.num_tokens for table in tables), rows, seq_len, 1)
+        raise _too_little_text("val", sum(tokens.values()), rows, seq_len, 1)
 
 
-def _tables(dataset: Dataset, split: SplitName, seq_len: int) -> list[ChunkIndex]:
-    """Return the index of the chunks of each source's documents in a split."""
+def _row_stream(
+    dataset: Dataset,
+    split: SplitName,
+    seq_len: int,
+    *,
+    seed: int,
+    shuffle: bool,
+    buffer_documents: int,
+    max_epochs: int | None = None,
+) -> tuple[MixedRows, dict[str, int]]:
+    """Return the rows of a split, and for each source its number of tokens."""
     documents, sources = dataset.split(split), dataset.source_ranges(split)
-    return [ChunkIndex(documents, dataset.bos_id, seq_len + 1, (source.first, source.last)) for source in sources]
+    tables = [ChunkIndex(documents, dataset.bos_id, seq_len + 1, source.first, source.last) for source in sources]
+    streams = [
+        # Each source has a seed of its own; the first one's is that of a dataset with a single source.
+        RowStream(
+            table,
+            seed=seed + number * 2**32,
+            shuffle=shuffle,
+            buffer_documents=buffer_documents,
+            max_epochs=max_epochs,
+        )
+        for number, table in enumerate(tables)
+    ]
+    # A source of validation text has weight 0, and is then the only one of its split.
+    rows = MixedRows(streams, [source.weight or 1.0 for source in sources])
+    return rows, {source.source: table.num_tokens for source, table in zip(sources, tables, strict=True)}
 
 
 def _next_batch(
     stream: MixedRows, dataset: Dataset, device: torch.device, *, rows: int, rank: int, world_size: int
-) -> tuple[Batch, tuple[RowPosition, ...]]:
+) -> tuple[Batch, list[Position]]:
     block = stream.next_rows(rows, rank=rank, world_size=world_size)
     assert block is not None  # a stream without max_epochs does not end
     return _to_batch(block, dataset).pinned(device), stream.positions()

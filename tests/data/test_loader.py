@@ -292,26 +292,28 @@ def test_unusable_numbers_are_named(dataset: Dataset, changes: dict[str, Any], m
         load(dataset, **changes)
 
 
-def running() -> int:
-    return sum(thread.name == "quintic-prefetch" for thread in threading.enumerate())
+def prefetching() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("quintic-prefetch")}
 
 
 def test_the_thread_ends_with_the_loader(dataset: Dataset) -> None:
-    before = running()
+    before = prefetching()
     loader = load(dataset, prefetch=1)
-    assert running() == before  # not before the first batch
+    assert prefetching() == before  # not before the first batch
     next(loader)
-    assert running() == before + 1
+    assert len(prefetching() - before) == 1
     loader.close()
     loader.close()
-    assert running() == before
+    assert prefetching() == before
     with pytest.raises(ValueError, match="the loader is closed"):
         next(loader)
     forgotten = load(dataset, prefetch=1)
     next(forgotten)
+    (thread,) = prefetching() - before
     del forgotten
     gc.collect()
-    assert running() == before
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def test_the_tokens_of_training_have_the_shares(mixed: Dataset, specs: dict[str,
     count = 100
     for _ in range(count):
         next(loader)
-    served = [position.served for position in loader._positions]
+    served = [position["served"] for position in loader._positions]
     assert served == [count * 65, 3 * count * 65]  # 400 rows, a quarter and three quarters
     tokens = [
         sum(len(mixed.split("train").document(n)) for n in range(s.first, s.last)) for s in mixed.source_ranges("train")
