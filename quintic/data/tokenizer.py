@@ -5,12 +5,11 @@ of bytes of each token (for bits per byte), and encoding that never mistakes tex
 other origin (a `tokenizer.json`, GPT-2's two files, GPT-2 from the Hub) are found by `read_definition`.
 """
 
-import contextlib
 import hashlib
+import itertools
 import json
-import queue
+import re
 import threading
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +25,7 @@ from quintic.errors import DataError
 __all__ = ["BOS", "Tokenizer", "byte_alphabet", "lost_text"]
 
 BOS = "<|bos|>"
-_OTHER_DOCUMENT_STARTS = ("<|endoftext|>",)
+_END_OF_TEXT = "<|endoftext|>"
 _PROBE = "Text  with\ttabs, 12345 numbers;\r\n\n  e\u0301\u00e9 \u6f22\U0001f642\x00 <|bos|>end "
 # 256 bytes, and the token that starts a document.
 _MIN_VOCAB = 257
@@ -38,11 +37,10 @@ _LOSSY_STAGES = frozenset(
     {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit", "Metaspace", "Delimiter"}
 )
 
-# Number of characters after which `encode_parts` encodes text that cannot be divided safely; longer words are divided
-# anywhere.
+# Number of characters at which `encode_parts` divides text without a place between two words.
 _MOST_AT_ONCE = 1 << 20
-# Number of characters that a word pattern may look at after a sequence of characters of one kind.
-_LOOK_AHEAD = 16
+# A text up to its last place between two words: behind a letter or digit, before a space and the next letter or digit.
+_UP_TO_LAST_WORD = re.compile(r".*[^\W_](?=\s[^\W_])", re.DOTALL)
 # Seconds between two checks for Ctrl-C.
 _PATIENCE = 0.2
 
@@ -101,7 +99,7 @@ class Tokenizer:
                 )
         added = [token | dict.fromkeys(_STRIPPING, False) for token in added]
         names = {token["content"] for token in added}
-        bos = next((name for name in (BOS, *_OTHER_DOCUMENT_STARTS) if name in names or name in vocab), BOS)
+        bos = next((name for name in (BOS, _END_OF_TEXT) if name in names or name in vocab), BOS)
         added = [token | {"special": True} if token["content"] == bos else token for token in added]
         if bos not in names:
             bos_id = vocab.get(bos, 1 + max([*vocab.values(), *(token["id"] for token in added)]))
@@ -214,32 +212,20 @@ class Tokenizer:
     def encode_parts(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Yield the ids of one text that arrives as several strings; together they are the ids of the whole text.
 
-        Memory is needed for a string, not for the text. The text is divided between words, at positions where later
-        text cannot change the words. A word of more than a million characters, as in DNA, is divided at that length.
+        Memory is needed for a few strings, not for the text. The text is divided between two words, where no tokens of
+        byte-level BPE reach across. Text without such a place in a million characters, as in DNA, is divided there.
 
         Args:
             texts: strings that join to the text, divided anywhere between characters.
         """
-        margin = max(
-            [_LOOK_AHEAD, *(len(token.content) for token in self._backend.get_added_tokens_decoder().values())]
-        )
         rest = ""
-        # Length of `rest` when it last had no safe position; it is tried again when it has doubled.
-        tried = 0
         for text in texts:
             rest += text
-            if len(rest) < 2 * tried:
-                continue
-            encoding = self._backend.encode(rest, add_special_tokens=False)
-            first_kept = _last_safe_token(rest, encoding.offsets, encoding.word_ids, margin)
-            if first_kept is not None:
-                yield encoding.ids[:first_kept]
-                rest, tried = rest[encoding.offsets[first_kept][0] :], 0
-            elif len(rest) >= _MOST_AT_ONCE:
-                yield encoding.ids
-                rest, tried = "", 0
-            else:
-                tried = len(rest)
+            match = _UP_TO_LAST_WORD.match(rest)
+            end = match.end() if match else len(rest) if len(rest) >= _MOST_AT_ONCE else 0
+            if end:
+                yield self.encode(rest[:end])
+                rest = rest[end:]
         yield self.encode(rest)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -311,56 +297,20 @@ def _interruptibly(work: Callable[[], object]) -> None:
 
     After an interruption the thread continues until its work is done or the process ends.
     """
-    errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
             work()
-            errors.put(None)
         except BaseException as error:
-            errors.put(error)
+            errors.append(error)
 
-    threading.Thread(target=run, name="quintic-tokenizer", daemon=True).start()
-    while True:
-        with contextlib.suppress(queue.Empty):
-            error = errors.get(timeout=_PATIENCE)
-            break
-    if error is not None:
-        raise error
-
-
-def _last_safe_token(
-    text: str, offsets: Sequence[tuple[int, int]], words: Sequence[int | None], margin: int
-) -> int | None:
-    """Return the index of the last token before which a text may be divided, for any continuation; None without one.
-
-    Such a token begins a word, and its first character is of another kind (letter, digit, space, other) than the
-    character before it. Within a sequence of one kind, spaces for example, a word pattern may look at the whole
-    sequence to divide it; beyond its end it looks at a few more characters only.
-
-    Args:
-        text: the text so far.
-        offsets: (first character, one past the last character) of each token.
-        words: index of each token's word.
-        margin: number of characters at the end of the text at which it is never divided.
-    """
-    for token in range(len(offsets) - 1, 0, -1):
-        start = offsets[token][0]
-        if (
-            0 < start <= len(text) - margin
-            and words[token] != words[token - 1]
-            and offsets[token - 1][1] == start
-            and _kind(text[start - 1]) != _kind(text[start])
-        ):
-            return token
-    return None
-
-
-def _kind(character: str) -> str:
-    if character.isspace():
-        return "space"
-    category = unicodedata.category(character)[0]
-    return {"L": "letter", "M": "letter", "N": "digit"}.get(category, "other")
+    thread = threading.Thread(target=run, name="quintic-tokenizer", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_PATIENCE)
+    if errors:
+        raise errors[0]
 
 
 def byte_alphabet() -> tuple[str, ...]:
@@ -369,15 +319,8 @@ def byte_alphabet() -> tuple[str, ...]:
     Printable Latin-1 characters represent themselves; the other bytes are represented by U+0100 and so on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    symbols = []
-    others = 0
-    for byte in range(256):
-        if byte in printable:
-            symbols.append(chr(byte))
-        else:
-            symbols.append(chr(0x100 + others))
-            others += 1
-    return tuple(symbols)
+    others = itertools.count(0x100)
+    return tuple(chr(byte if byte in printable else next(others)) for byte in range(256))
 
 
 def _stages(stage: dict[str, Any] | None) -> list[dict[str, Any]]:
