@@ -33,12 +33,12 @@ from quintic.errors import DataError
 __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_NAME",
+    "SPLITS",
     "TOKENIZER_NAME",
     "Dataset",
     "DocumentSplit",
     "SourceRange",
     "SplitName",
-    "checksum",
 ]
 
 FORMAT_VERSION = 1
@@ -46,6 +46,7 @@ MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
 
 SplitName = Literal["train", "val"]
+SPLITS: tuple[SplitName, ...] = ("train", "val")
 _READ_BYTES = 1 << 24
 
 
@@ -158,19 +159,12 @@ class Dataset:
         """Map the shards of a folder with this manifest; use `Dataset.open` instead."""
         self.path = path
         self.manifest = manifest
-        self._splits: dict[str, DocumentSplit] = {}
-        try:
-            for name in ("train", "val"):
-                fields = manifest["splits"][name]
-                self._splits[name] = DocumentSplit(name, path, fields, manifest["dtype"], manifest["command"])
-            self.bos_id = int(manifest["bos_id"])
-            self.vocab_size = int(manifest["vocab_size"])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(
-                f"{path / MANIFEST_NAME}: damaged ({error}); delete the folder and prepare again"
-            ) from error
+        self._splits = {
+            name: DocumentSplit(name, path, manifest["splits"][name], manifest["dtype"], manifest["command"])
+            for name in SPLITS
+        }
+        self.bos_id = int(manifest["bos_id"])
+        self.vocab_size = int(manifest["vocab_size"])
 
     @classmethod
     def open(cls, path: str | Path) -> "Dataset":
@@ -184,19 +178,21 @@ class Dataset:
         manifest_path = folder / MANIFEST_NAME
         try:
             manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+            version = manifest.get("version") if isinstance(manifest, dict) else None
+            if version != FORMAT_VERSION:
+                raise DataError(
+                    f"{manifest_path}: format version {version}, this program reads {FORMAT_VERSION}; prepare again"
+                )
+            return cls(folder, manifest)
         except FileNotFoundError as error:
             state = "is not a finished dataset" if folder.is_dir() else "does not exist"
             raise DataError(f"{folder}: {state} (no {MANIFEST_NAME}); run `quintic prepare` first") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{manifest_path}: damaged ({error}); delete the folder and prepare again") from error
         except OSError as error:
             raise DataError(f"{manifest_path}: cannot be read ({error.strerror or error})") from error
-        if not isinstance(manifest, dict) or manifest.get("version") != FORMAT_VERSION:
-            version = manifest.get("version") if isinstance(manifest, dict) else None
-            raise DataError(
-                f"{manifest_path}: format version {version}, this program reads {FORMAT_VERSION}; prepare again"
-            )
-        return cls(folder, manifest)
+        except DataError:
+            raise
+        except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
+            raise DataError(f"{manifest_path}: damaged ({error}); delete the folder and prepare again") from error
 
     @property
     def key(self) -> str:
@@ -276,39 +272,44 @@ class Dataset:
                 f"{self.path / MANIFEST_NAME}: does not go with {TOKENIZER_NAME}, which has {ids} ids and starts "
                 f"documents with {bos}; delete the folder and prepare again"
             )
-        marks = self._marks()
-        known = json_object(marks)
-        shards = [
-            (split, number, fields)
+        folder = self.path.resolve()
+        record = folder.parent / "cache" / "verified" / f"{folder.name}-{slug(platform.node())}.json"
+        recorded = json_object(record)
+        shards = {
+            fields["file"]: (split, number, fields)
             for name, split in self._splits.items()
             for number, fields in enumerate(self.manifest["splits"][name]["shards"])
-        ]
-        # Recorded states are from before reading: a file that changes during it is read again next time.
-        states = {fields["file"]: self._state(fields) for _, _, fields in shards}
-        due = [shard for shard in shards if not once or known.get(shard[2]["file"]) != states[shard[2]["file"]]]
-        unread = {fields["file"] for _, _, fields in due}
+        }
+        # States are from before reading: a file that changes during it is read again next time.
+        states = {file: self._state(fields) for file, (_, _, fields) in shards.items()}
+        due = [file for file in shards if not once or recorded.get(file) != states[file]]
         if due and begin is not None:
-            begin(sum(states[file][0] for file in unread))
+            begin(sum(states[file][0] for file in due))
+        verified = {file: state for file, state in states.items() if file not in due}
         try:
-            for split, number, fields in due:
-                self._verify_shard(split, number, fields)
-                unread.remove(fields["file"])
+            for file in due:
+                self._verify_shard(*shards[file])
+                verified[file] = states[file]
         finally:
             # Also after an error: the shards before the wrong one need not be read again.
-            whole = {file: state for file, state in states.items() if file not in unread}
-            if whole != known:
+            if verified != recorded:
                 with contextlib.suppress(OSError):
-                    marks.parent.mkdir(parents=True, exist_ok=True)
-                    write_atomically(marks, json.dumps(whole))
+                    record.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomically(record, json.dumps(verified))
 
     def _verify_shard(self, split: DocumentSplit, number: int, fields: dict[str, Any]) -> None:
         path = self.path / fields["file"]
         mend = f"delete it and run again: {self.manifest['command']}"
+        crc, largest = 0, 0
+        dtype = split.shards[number].dtype
         try:
-            crc, largest = _scan(path, split.shards[number].dtype)
+            with path.open("rb") as file:
+                while block := file.read(_READ_BYTES):
+                    crc = zlib.crc32(block, crc)
+                    largest = max(largest, int(np.frombuffer(block, dtype).max()))
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error}); {mend}") from error
-        if crc != fields.get("crc32"):
+        if f"{crc:08x}" != fields.get("crc32"):
             raise DataError(f"{path}: damaged, wrong checksum; {mend}")
         if largest >= self.vocab_size:
             raise DataError(f"{path}: token id {largest} is outside the vocabulary of {self.vocab_size}; {mend}")
@@ -327,31 +328,6 @@ class Dataset:
             raise DataError(f"{path}: missing; run again: {self.manifest['command']}") from error
         files = [value for stat in stats for value in (stat.st_size, stat.st_mtime_ns)]
         return [*files, fields.get("crc32"), self.vocab_size, self.bos_id]
-
-    def _marks(self) -> Path:
-        """Return the path of the record of verified shards."""
-        folder = self.path.resolve()
-        return folder.parent / "cache" / "verified" / f"{folder.name}-{slug(platform.node())}.json"
-
-
-def _scan(path: Path, dtype: np.dtype[Any]) -> tuple[str, int]:
-    """Return the CRC-32 of a shard, as 8 hex digits, and its largest token id."""
-    crc, largest = 0, 0
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            crc = zlib.crc32(block, crc)
-            tokens = np.frombuffer(block, dtype, count=len(block) // dtype.itemsize)
-            largest = max(largest, int(tokens.max(initial=0)))
-    return f"{crc:08x}", largest
-
-
-def checksum(path: Path) -> str:
-    """Return the CRC-32 of a file: 8 hex digits.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    return _scan(path, np.dtype(np.uint8))[0]
 
 
 def _check_size(path: Path, expected: int, repair: str) -> None:

@@ -27,7 +27,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quintic.data.dataset import FORMAT_VERSION, MANIFEST_NAME, TOKENIZER_NAME, Dataset, DocumentSplit, SplitName
+from quintic.data.dataset import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    SPLITS,
+    TOKENIZER_NAME,
+    Dataset,
+    DocumentSplit,
+    SplitName,
+)
 from quintic.data.files.documents import MAX_DOCUMENT_BYTES, TEXT_FIELD
 from quintic.data.mixture import MixedSource, joined, open_sources
 from quintic.data.shard_writer import ShardWriter
@@ -257,7 +265,7 @@ class _Preparation:
             self.progress("tokenizer", num_bytes, num_bytes)
             tokenizer = Tokenizer.train((text.decode() for text in texts), settings["vocab_size"])
         write_atomically(self.folder / TOKENIZER_NAME, tokenizer.definition)
-        self._continue_with(tokenizer, {"train": [], "val": []})
+        self._continue_with(tokenizer, {name: [] for name in SPLITS})
         self._checkpoint()
 
     def _resume(self) -> bool:
@@ -266,7 +274,7 @@ class _Preparation:
         try:
             tokenizer = Tokenizer.load(self.folder / TOKENIZER_NAME)
             self._thresholds = [int(threshold) for threshold in state["thresholds"]]
-            self._continue_with(tokenizer, {name: state["splits"][name] for name in ("train", "val")})
+            self._continue_with(tokenizer, {name: state["splits"][name] for name in SPLITS})
             for name, writer in self._writers.items():
                 DocumentSplit(name, self.folder, {"shards": writer.shards}, self._dtype, "")  # checks the files
         # Nothing to resume, damaged files, or the progress of an older version.
