@@ -306,7 +306,8 @@ class Dataset:
             with path.open("rb") as file:
                 while block := file.read(_READ_BYTES):
                     crc = zlib.crc32(block, crc)
-                    largest = max(largest, int(np.frombuffer(block, dtype).max()))
+                    tokens = np.frombuffer(block, dtype, count=len(block) // dtype.itemsize)
+                    largest = max(largest, int(tokens.max(initial=0)))
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error}); {mend}") from error
         if f"{crc:08x}" != fields.get("crc32"):

@@ -6,7 +6,6 @@ files is stored with the downloads, so that a machine without a network can use 
 
 import errno
 import json
-import queue
 import re
 import threading
 import time
@@ -14,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from quintic.data.files.blocks import COMPRESSIONS
-from quintic.data.files.documents import TEXT_FIELD, read_documents
+from quintic.data.files.documents import RECORD_ENDINGS, TEXT_FIELD, has_fields, holds_records, read_documents
 from quintic.data.source import Source, SourceFile, slug
 from quintic.durable import json_object, write_atomically
 from quintic.errors import DataError
@@ -29,9 +27,6 @@ _ANSWER_SECONDS = 60.0
 # Seconds between attempts.
 _WAITS = (1.0, 2.0, 4.0)
 
-_ENDINGS = (".parquet", *(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", *COMPRESSIONS)))
-# Endings that are used only if no file has one of the others: they may be settings or statistics of the data set.
-_OTHER_ENDINGS = tuple(f"{kind}{packed}" for kind in (".json", ".csv") for packed in ("", *COMPRESSIONS))
 _STATISTICS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
@@ -121,24 +116,23 @@ def _reach(endpoint: str | None, *, waits: Sequence[float] = ()) -> None:
     from huggingface_hub.utils import get_session
 
     address = endpoint or ENDPOINT
-    answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+    outcome: list[Exception | None] = []
 
     def ask() -> None:
         for wait in (*waits, None):
             try:
                 get_session().head(address, timeout=_PATIENCE)
-                return answers.put(None)
+                return outcome.append(None)
             except Exception as error:
                 if wait is None or isinstance(error, OfflineModeIsEnabled):
-                    return answers.put(error)
+                    return outcome.append(error)
                 time.sleep(wait)
 
     # In a thread, which may be left running: the client's timeout applies to each address of a host name separately.
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        error = answers.get(timeout=_PATIENCE)
-    except queue.Empty:
-        error = TimeoutError(f"nothing from {address} within {_PATIENCE:g} seconds")
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    error = outcome[0] if outcome else TimeoutError(f"nothing from {address} within {_PATIENCE:g} seconds")
     if error is not None:
         raise error
 
@@ -179,33 +173,26 @@ def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, A
 
 def _select(names: list[str], config: str | None, configs: list[dict[str, Any]], spec: str) -> list[str]:
     """Return the names of the training files of a configuration."""
-    every = [
-        name
-        for name in names
-        if name.lower().endswith((*_ENDINGS, *_OTHER_ENDINGS)) and name.rpartition("/")[2].lower() not in _STATISTICS
-    ]
-    entry = next((entry for entry in configs if _is_wanted(entry, config)), None)
-    if entry is not None and entry.get("data_files"):
-        patterns = _train_patterns(entry["data_files"])
+    every = [name for name in names if holds_records(name) and name.rpartition("/")[2].lower() not in _STATISTICS]
+    if config is None:
+        of_config = [entry for entry in configs if entry.get("default") or entry.get("config_name") == "default"]
+    else:
+        of_config = [entry for entry in configs if entry.get("config_name") == config]
+    if of_config and of_config[0].get("data_files"):
+        patterns = _train_patterns(of_config[0]["data_files"])
         chosen = [name for name in every if any(pattern.fullmatch(name) for pattern in patterns)]
     else:
         folder = f"/{config}/" if config else "/"
         inside = [name for name in every if folder in f"/{name}"]
-        chosen = [name for name in inside if name.lower().endswith(_ENDINGS)] or inside
+        # JSON and CSV may be settings or statistics of the data set.
+        chosen = [name for name in inside if not has_fields(name)] or inside
         train = [name for name in chosen if re.search(r"(?:^|[/._-])train(?:[/._-]|$)", name)]
         chosen = train or chosen
     if not chosen:
         listed = ", ".join(sorted(str(entry["config_name"]) for entry in configs if "config_name" in entry))
-        hint = (
-            f"its configurations are {listed}" if listed else f"readable are {', '.join((*_ENDINGS, *_OTHER_ENDINGS))}"
-        )
+        hint = f"its configurations are {listed}" if listed else f"readable are {', '.join(RECORD_ENDINGS)}"
         raise DataError(f"{spec}: no file to read there among {len(names)}; {hint}")
     return chosen
-
-
-def _is_wanted(entry: dict[str, Any], config: str | None) -> bool:
-    name = entry.get("config_name")
-    return name == config if config else bool(entry.get("default")) or name == "default"
 
 
 def _train_patterns(data_files: Any) -> list[re.Pattern[str]]:

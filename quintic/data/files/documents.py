@@ -19,9 +19,11 @@ from quintic.errors import DataError
 __all__ = [
     "ENDINGS_ADVICE",
     "MAX_DOCUMENT_BYTES",
+    "RECORD_ENDINGS",
     "TEXT_FIELD",
     "MissingField",
     "has_fields",
+    "holds_records",
     "is_supported",
     "read_documents",
     "sections_of",
@@ -31,16 +33,12 @@ __all__ = [
 TEXT_FIELD = "text"
 """Default name of the field of JSON, CSV and Parquet that holds the text."""
 
-TEXT_ENDINGS = (".txt", ".md", ".rst")
+_TEXT_ENDINGS = (".txt", ".md", ".rst")
 _JSON_LINES = (".jsonl", ".ndjson")
-_RECORDS = (*_JSON_LINES, ".json", ".csv")
-_SUPPORTED_ENDINGS = (
-    *(ending + packed for ending in (*TEXT_ENDINGS, *_RECORDS) for packed in ("", *COMPRESSIONS)),
-    ".parquet",
-)
+RECORD_ENDINGS = (".parquet", *_JSON_LINES, ".json", ".csv")
 ENDINGS_ADVICE = (
-    f"supported are {', '.join((*TEXT_ENDINGS, *_RECORDS))}, these also with {' or '.join(COMPRESSIONS)} behind, and "
-    ".parquet; copy other plain text, source code for example, to names in .txt"
+    f"supported are {', '.join((*_TEXT_ENDINGS, *RECORD_ENDINGS[1:]))}, these also with {' or '.join(COMPRESSIONS)} "
+    "behind, and .parquet; copy other plain text, source code for example, to names in .txt"
 )
 MAX_DOCUMENT_BYTES = 64 * 1024
 _MAX_TEXT_BYTES = 64 << 20
@@ -72,12 +70,17 @@ class MissingField(DataError):
 
 def is_supported(name: str) -> bool:
     """Return whether a file can be read, judged by its ending (in upper or lower case)."""
-    return name.lower().endswith(_SUPPORTED_ENDINGS)
+    return holds_records(name) or uncompressed_name(name).endswith(_TEXT_ENDINGS)
+
+
+def holds_records(name: str) -> bool:
+    """Return whether a file has records with fields, and not plain text."""
+    return name.lower().endswith(".parquet") or uncompressed_name(name).endswith(RECORD_ENDINGS[1:])
 
 
 def stored_as_text(name: str) -> bool:
     """Return whether the size of a file is the size of its text: true for uncompressed plain text."""
-    return name.lower().endswith(TEXT_ENDINGS)
+    return name.lower().endswith(_TEXT_ENDINGS)
 
 
 def has_fields(name: str) -> bool:
@@ -107,7 +110,7 @@ def read_documents(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
         raise DataError(f"{path}: unknown ending; {ENDINGS_ADVICE}")
     name = uncompressed_name(path.name)
     try:
-        if name.endswith(TEXT_ENDINGS):
+        if name.endswith(_TEXT_ENDINGS):
             documents = _read_text(path)
         elif name.endswith(_JSON_LINES):
             documents = _read_json_lines(path, field)
