@@ -116,13 +116,7 @@ class DocumentSplit:
         return self.num_bytes / max(1, self.num_tokens - self.num_documents)
 
     def document(self, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """Return the tokens of a document, bos first: (length,) uint16 or uint32, a read-only view of the file.
-
-        Raises:
-            IndexError: the split has no document of this index.
-        """
-        if not 0 <= index < self.num_documents:
-            raise IndexError(f"document {index} of {self.num_documents} in split {self.name}")
+        """Return the tokens of a document, bos first: (length,) uint16 or uint32, a read-only view of the file."""
         start, end = int(self.offsets[index]), int(self.offsets[index + 1])
         shard = int(np.searchsorted(self.shard_offsets, start, side="right")) - 1
         base = int(self.shard_offsets[shard])
@@ -224,13 +218,7 @@ class Dataset:
         return [entry for entry in found if entry.first < entry.last] or [everything]
 
     def split(self, name: SplitName) -> DocumentSplit:
-        """Return the `train` or the `val` split.
-
-        Raises:
-            DataError: the name is neither of them.
-        """
-        if name not in self._splits:
-            raise DataError(f"no split {name!r}; there are {', '.join(self._splits)}")
+        """Return the `train` or the `val` split."""
         return self._splits[name]
 
     def summary(self) -> dict[str, Any]:

@@ -147,11 +147,8 @@ class Loader(Iterator[Batch]):
             device: device of inputs and targets; copies to a CUDA device go through pinned memory without waiting.
 
         Raises:
-            DataError: a number is out of range, or the split has too little text for one batch on every rank.
+            DataError: the split has too little text for one batch on every rank.
         """
-        _check_sizes(rows=rows, seq_len=seq_len, rank=rank, world_size=world_size)
-        if buffer_documents < 1 or prefetch < 0:
-            raise DataError(f"buffer_documents {buffer_documents} and prefetch {prefetch} must be at least 1 and 0")
         self._stream, self._tokens = _row_stream(
             dataset, split, seq_len, seed=seed, shuffle=shuffle, buffer_documents=buffer_documents
         )
@@ -235,12 +232,7 @@ class Loader(Iterator[Batch]):
             raise DataError("the saved data state has no 'position'; it was not made by this loader")
         # The thread must not read the stream while it is restored.
         self._stop()
-        try:
-            self._stream.restore(saved)
-        except DataError:
-            # The loader stays usable at its former position.
-            self._stream.restore(self._positions)
-            raise
+        self._stream.restore(saved)
         self._positions = saved
 
     def close(self) -> None:
@@ -279,9 +271,8 @@ def iterate_validation_rows(
         max_tokens: limit of the number of inputs, rounded down to whole batches but to one at least; None for no limit.
 
     Raises:
-        DataError: a number is out of range, or there is too little text for one batch.
+        DataError: there is too little text for one batch.
     """
-    _check_sizes(rows=rows, seq_len=seq_len, rank=0, world_size=1)
     wanted = None if max_tokens is None else max(1, max_tokens // (rows * seq_len))
     stream, tokens = _row_stream(
         dataset, "val", seq_len, seed=0, shuffle=False, buffer_documents=_VALIDATION_BUFFER, max_epochs=1
@@ -342,14 +333,6 @@ def _to_batch(block: PackedRows, dataset: Dataset, *, numbered: bool = False) ->
         )
     documents = block.documents if numbered else None
     return batch_of(block.tokens, dataset.bos_id, documents=documents, epoch=block.epoch)
-
-
-def _check_sizes(*, rows: int, seq_len: int, rank: int, world_size: int) -> None:
-    for name, value in (("rows", rows), ("seq_len", seq_len), ("world_size", world_size)):
-        if value < 1:
-            raise DataError(f"{name} is {value}; it must be at least 1")
-    if not 0 <= rank < world_size:
-        raise DataError(f"rank is {rank}; it must be between 0 and {world_size - 1}")
 
 
 def _too_little_text(split: str, tokens: int, rows: int, seq_len: int, world_size: int) -> DataError:

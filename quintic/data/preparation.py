@@ -95,17 +95,9 @@ def prepare(
         note: called with a message for users about each kind of files that is left out.
 
     Raises:
-        DataError: the source, the tokenizer or a setting cannot be used; one side would have no text; the disk is full
+        DataError: the source or the tokenizer cannot be used; one side would have no text; the disk is full
             (everything written is removed) or cannot be written.
     """
-    if not 0 < val_frac < 1:
-        raise DataError(f"--val-frac {val_frac}: must lie strictly between 0 and 1")
-    if tokenizer is None and vocab_size < 257:
-        raise DataError(f"--vocab-size {vocab_size} is too small; 256 bytes and <|bos|> need 257 or more")
-    for name, value in (("max_bytes", max_bytes), ("shard_tokens", shard_tokens)):
-        if value is not None and value < 1:
-            raise DataError(f"{name} is {value}; it must be at least 1")
-    data_dir = Path(data_dir)
     sources = open_sources(spec, val_data, cache_dir=data_dir / "cache", text_field=text_field)
     source = joined(sources, spec)
     if note is not None:

@@ -27,9 +27,6 @@ __all__ = ["BOS", "Tokenizer", "byte_alphabet", "lost_text"]
 BOS = "<|bos|>"
 _END_OF_TEXT = "<|endoftext|>"
 _PROBE = "Text  with\ttabs, 12345 numbers;\r\n\n  e\u0301\u00e9 \u6f22\U0001f642\x00 <|bos|>end "
-# 256 bytes, and the token that starts a document.
-_MIN_VOCAB = 257
-
 # Properties of added tokens that remove the spaces before or after them.
 _STRIPPING = ("lstrip", "rstrip")
 # Pre-tokenizers that remove or replace the characters at which they split.
@@ -135,17 +132,12 @@ class Tokenizer:
 
         Args:
             texts: the documents; they are read once, and only word counts are kept in memory.
-            vocab_size: requested number of ids, including `<|bos|>` and the 256 bytes. Texts with too few different
-                words give fewer; the attribute `vocab_size` has the actual number.
-
-        Raises:
-            DataError: `vocab_size` is below 257.
+            vocab_size: requested number of ids, 257 or more: `<|bos|>` and the 256 bytes are among them. Texts with too
+                few different words give fewer; the attribute `vocab_size` has the actual number.
         """
         from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as Backend
 
-        if vocab_size < _MIN_VOCAB:
-            raise DataError(f"vocab_size {vocab_size} is too small; 256 bytes and {BOS} need {_MIN_VOCAB} or more")
         backend = Backend(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [

@@ -225,9 +225,9 @@ def test_ranks_deal_out_the_rows_of_one_stream(
         assert torch.equal(found, torch.cat([next(whole).inputs for _ in range(other_size * rows)]))
 
 
-def test_a_damaged_state_is_refused_and_changes_nothing(dataset: Dataset) -> None:
-    with load(dataset) as loader, load(dataset) as untouched:
-        next(loader), next(untouched)
+def test_a_damaged_state_is_refused(dataset: Dataset) -> None:
+    with load(dataset) as loader:
+        next(loader)
         good = loader.state_dict()
         position = good["position"]
         for bad, message in [
@@ -240,7 +240,6 @@ def test_a_damaged_state_is_refused_and_changes_nothing(dataset: Dataset) -> Non
         ]:
             with pytest.raises(DataError, match=message):
                 loader.load_state_dict(bad)
-        assert equal(next(loader), next(untouched))
 
 
 def test_the_number_of_rows_may_change_on_resuming(dataset: Dataset) -> None:
@@ -272,24 +271,6 @@ def test_text_that_fills_no_row_is_an_error_where_the_batch_is_asked_for(tmp_pat
             for _ in range(2):  # again on every later call
                 with pytest.raises(DataError, match="an epoch does not fill one row of 1000000 tokens"):
                     next(loader)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rows": 0}, "rows is 0; it must be at least 1"),
-        ({"seq_len": 0}, "seq_len is 0"),
-        ({"world_size": 0}, "world_size is 0"),
-        ({"rank": 1}, "rank is 1; it must be between 0 and 0"),
-        ({"rank": -1}, "rank is -1"),
-        ({"buffer_documents": 0}, "buffer_documents 0 and prefetch 0 must be at least 1 and 0"),
-        ({"prefetch": -1}, "prefetch -1"),
-        ({"split": "test"}, "no split 'test'"),
-    ],
-)
-def test_unusable_numbers_are_named(dataset: Dataset, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        load(dataset, **changes)
 
 
 def prefetching() -> set[threading.Thread]:

@@ -73,12 +73,6 @@ def test_an_id_outside_the_vocabulary_is_named(tokenizer: Tokenizer) -> None:
         tokenizer.decode([380])
 
 
-@pytest.mark.parametrize("size", [0, 256])
-def test_too_small_a_vocabulary_is_refused(size: int) -> None:
-    with pytest.raises(DataError, match=f"vocab_size {size} is too small.*257"):
-        Tokenizer.train(["text"], size)
-
-
 def test_only_the_bytes_when_that_is_asked() -> None:
     tokenizer = Tokenizer.train([make_text(0, 100)], 257)
     assert tokenizer.vocab_size == 257
