@@ -25,7 +25,6 @@ LINE_LIMIT = 400
 # Files that hold one class or one algorithm may be longer.
 LONG_LINE_LIMIT = 700
 LONG_FILES = {
-    "data.preparation",
     "grouping.forward.flow",
     "kernels.products.hopper_program",
     "optim.muon",

@@ -26,9 +26,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quintic.data.dataset import Dataset, SplitName
+from quintic.data.dataset import Dataset
 from quintic.data.prefetch import Prefetcher
-from quintic.data.rows import ChunkIndex, MixedRows, PackedRows, Position, RowStream
+from quintic.data.rows import ChunkIndex, MixedRows, Position, RowStream
+from quintic.data.source import SplitName
 from quintic.errors import DataError
 
 __all__ = ["Batch", "Loader", "batch_of", "iterate_validation_rows", "numbered", "validation_rows"]
@@ -169,7 +170,7 @@ class Loader(Iterator[Batch]):
         self._positions = self._stream.positions()
         # The thread holds no reference to this object, so that the loader can be collected, which ends the thread.
         self._make = functools.partial(
-            _next_batch, self._stream, dataset, self._device, rows=rows, rank=rank, world_size=world_size
+            _next_batch, self._stream, dataset.bos_id, self._device, rows=rows, rank=rank, world_size=world_size
         )
         self._prefetcher: Prefetcher[tuple[Batch, list[Position]]] | None = None
         self._closed = False
@@ -178,7 +179,7 @@ class Loader(Iterator[Batch]):
         """Return the next batch.
 
         Raises:
-            DataError: the text does not fill a row, or has an id outside of the vocabulary.
+            DataError: the text does not fill a row.
             ValueError: the loader is closed.
         """
         if self._closed:
@@ -187,12 +188,6 @@ class Loader(Iterator[Batch]):
             self._prefetcher = Prefetcher(self._make, self._depth)
         batch, self._positions = self._prefetcher.get() if self._prefetcher is not None else self._make()
         return batch.to(self._device)
-
-    @property
-    def cropped_frac(self) -> float:
-        """Fraction of the tokens that were dropped instead of served, over all batches returned so far."""
-        cropped = sum(position["cropped"] for position in self._positions)
-        return float(cropped / max(1, cropped + sum(position["served"] for position in self._positions)))
 
     @property
     def epochs(self) -> dict[str, float]:
@@ -279,7 +274,7 @@ def iterate_validation_rows(
     )
     count = 0
     while (wanted is None or count < wanted) and (block := stream.next_rows(rows)) is not None:
-        yield _to_batch(block, dataset, numbered=True)
+        yield batch_of(block.tokens, dataset.bos_id, documents=block.documents, epoch=block.epoch)
         count += 1
     if not count:
         raise _too_little_text("val", sum(tokens.values()), rows, seq_len, 1)
@@ -315,24 +310,11 @@ def _row_stream(
 
 
 def _next_batch(
-    stream: MixedRows, dataset: Dataset, device: torch.device, *, rows: int, rank: int, world_size: int
+    stream: MixedRows, bos_id: int, device: torch.device, *, rows: int, rank: int, world_size: int
 ) -> tuple[Batch, list[Position]]:
     block = stream.next_rows(rows, rank=rank, world_size=world_size)
     assert block is not None  # a stream without max_epochs does not end
-    return _to_batch(block, dataset).pinned(device), stream.positions()
-
-
-def _to_batch(block: PackedRows, dataset: Dataset, *, numbered: bool = False) -> Batch:
-    # The file may have changed since it was verified, and on a GPU an id outside of the vocabulary would abort the
-    # process without a message.
-    largest = int(block.tokens.max())
-    if largest >= dataset.vocab_size:
-        raise DataError(
-            f"{dataset.path}: token id {largest} is outside the vocabulary of {dataset.vocab_size}; find the wrong "
-            f"file with: {dataset.manifest['command']} --verify"
-        )
-    documents = block.documents if numbered else None
-    return batch_of(block.tokens, dataset.bos_id, documents=documents, epoch=block.epoch)
+    return batch_of(block.tokens, bos_id, epoch=block.epoch).pinned(device), stream.positions()
 
 
 def _too_little_text(split: str, tokens: int, rows: int, seq_len: int, world_size: int) -> DataError:

@@ -11,30 +11,14 @@ in proportion to their weights.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-from quintic.data.dataset import SplitName
 from quintic.data.open_source import open_source
-from quintic.data.source import Source, slug
+from quintic.data.source import Source, SplitName, slug
 from quintic.errors import DataError
 
-__all__ = ["MixedSource", "joined", "open_sources", "parse_mixture"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MixedSource:
-    """One source of a dataset, with its role.
-
-    Attributes:
-        source: the documents.
-        weight: fraction of the training tokens; 0 for validation text.
-        side: the split of all of its documents; None to divide them by hash.
-    """
-
-    source: Source
-    weight: float
-    side: SplitName | None
+__all__ = ["joined", "open_sources", "parse_mixture"]
 
 
 def parse_mixture(spec: str) -> list[tuple[str, float]] | None:
@@ -67,7 +51,7 @@ def parse_mixture(spec: str) -> list[tuple[str, float]] | None:
     return found
 
 
-def open_sources(spec: str, val_data: str | None, *, cache_dir: Path, text_field: str) -> tuple[MixedSource, ...]:
+def open_sources(spec: str, val_data: str | None, *, cache_dir: Path, text_field: str) -> tuple[Source, ...]:
     """Open the sources of a dataset: the training sources, followed by the validation source if there is one.
 
     Args:
@@ -90,32 +74,27 @@ def open_sources(spec: str, val_data: str | None, *, cache_dir: Path, text_field
             )
     total = sum(weight for _, weight in words)
     side: SplitName | None = None if val_data is None else "train"
+    opened = [open_source(name, cache_dir=cache_dir, text_field=text_field) for name, _ in words]
     sources = [
-        MixedSource(
-            source=open_source(name, cache_dir=cache_dir, text_field=text_field), weight=weight / total, side=side
-        )
-        for name, weight in words
+        replace(source, weight=weight / total, side=side) for source, (_, weight) in zip(opened, words, strict=True)
     ]
     if val_data is not None:
         held_back = open_source(val_data, cache_dir=cache_dir, text_field=text_field)
-        sources.append(MixedSource(source=held_back, weight=0.0, side="val"))
+        sources.append(replace(held_back, weight=0.0, side="val"))
     return tuple(sources)
 
 
-def joined(sources: Sequence[MixedSource], spec: str) -> Source:
+def joined(sources: Sequence[Source], spec: str) -> Source:
     """Return one source with the documents of all sources, one after the other."""
     if len(sources) == 1:
-        return sources[0].source
-    every = [mixed.source for mixed in sources]
-    sizes = [source.text_bytes for source in every]
+        return sources[0]
+    sizes = [source.text_bytes for source in sources]
     return Source(
-        name=slug("-".join(source.name for source in every)),
+        name=slug("-".join(source.name for source in sources)),
         spec=spec,
-        files=tuple(part for source in every for part in source.files),
-        identity=json.dumps(
-            [[mixed.weight, mixed.side, mixed.source.identity, len(mixed.source.files)] for mixed in sources]
-        ),
+        files=tuple(file for source in sources for file in source.files),
+        identity=json.dumps([[source.weight, source.side, source.identity, len(source.files)] for source in sources]),
         text_bytes=sum(size for size in sizes if size is not None) if None not in sizes else None,
-        is_remote=any(source.is_remote for source in every),
-        notes=tuple(note for source in every for note in source.notes),
+        is_remote=any(source.is_remote for source in sources),
+        notes=tuple(note for source in sources for note in source.notes),
     )

@@ -30,22 +30,20 @@ from typing import Any
 from quintic.data.dataset import (
     FORMAT_VERSION,
     MANIFEST_NAME,
-    SPLITS,
     TOKENIZER_NAME,
     Dataset,
     DocumentSplit,
-    SplitName,
 )
 from quintic.data.files.documents import MAX_DOCUMENT_BYTES, TEXT_FIELD
-from quintic.data.mixture import MixedSource, joined, open_sources
+from quintic.data.mixture import joined, open_sources
 from quintic.data.shard_writer import ShardWriter
-from quintic.data.source import Source
+from quintic.data.source import SPLITS, Source, SplitName
 from quintic.data.survey import sections_within, survey_sources, text_hash
 from quintic.data.tokenizer import Tokenizer, lost_text
 from quintic.durable import flush, json_object, lock, remove_unfinished, write_atomically
 from quintic.errors import DataError
 
-__all__ = ["Dataset", "DocumentSplit", "Progress", "SplitName", "prepare", "prepare_command"]
+__all__ = ["Progress", "prepare", "prepare_command"]
 
 Progress = Callable[[str, int, int | None], None]
 """Called with the stage, the bytes of text done, and the total bytes of text (None if unknown)."""
@@ -202,7 +200,7 @@ class _Preparation:
         progress: as for `prepare`.
     """
 
-    sources: tuple[MixedSource, ...]
+    sources: tuple[Source, ...]
     source: Source
     given: Tokenizer | None
     folder: Path
@@ -303,9 +301,9 @@ class _Preparation:
         batch: list[tuple[SplitName, bytes]] = []
         batch_bytes = 0
         self.progress("tokens", done, total)
-        for mixed, threshold in zip(self.sources, self._thresholds, strict=True):
+        for source, threshold in zip(self.sources, self._thresholds, strict=True):
             first = dict(counts)
-            for piece in sections_within(mixed.source.documents(), limit):
+            for piece in sections_within(source.documents(), limit):
                 side: SplitName = "val" if text_hash(piece) < threshold else "train"
                 counts[side] += 1
                 if counts[side] <= written[side]:
@@ -347,8 +345,8 @@ class _Preparation:
                     f"({self.manifest['settings']['val_frac']}) or give more text"
                 )
         sources = [
-            {"source": mixed.source.spec, "weight": mixed.weight, **places}
-            for mixed, places in zip(self.sources, ranges, strict=True)
+            {"source": source.spec, "weight": source.weight, **places}
+            for source, places in zip(self.sources, ranges, strict=True)
         ]
         manifest = {
             **self.manifest,

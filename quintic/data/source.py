@@ -4,8 +4,12 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["NAME_ERRORS", "Source", "SourceFile", "slug"]
+__all__ = ["NAME_ERRORS", "SPLITS", "Source", "SourceFile", "SplitName", "slug"]
+
+SplitName = Literal["train", "val"]
+SPLITS: tuple[SplitName, ...] = ("train", "val")
 
 # How to encode file names: a name that is not UTF-8 has lone surrogates in Python.
 NAME_ERRORS = "backslashreplace"
@@ -40,6 +44,8 @@ class Source:
         text_bytes: UTF-8 bytes of all documents if the file sizes tell, else None.
         is_remote: whether reading downloads files.
         notes: messages for users about files that were left out.
+        weight: fraction of the training tokens, if there are several sources; 0 for validation text.
+        side: the split of all of its documents; None to divide them by hash.
     """
 
     name: str
@@ -49,6 +55,8 @@ class Source:
     text_bytes: int | None = None
     is_remote: bool = False
     notes: tuple[str, ...] = ()
+    weight: float = 1.0
+    side: SplitName | None = None
 
     @property
     def size_bytes(self) -> int:

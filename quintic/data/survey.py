@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from quintic.data.files.documents import MAX_DOCUMENT_BYTES, sections_of
-from quintic.data.mixture import MixedSource
 from quintic.data.source import NAME_ERRORS, Source
 from quintic.errors import DataError
 
@@ -44,7 +43,7 @@ def sections_within(documents: Iterable[bytes], max_bytes: int | None) -> Iterat
 
 
 def survey_sources(
-    sources: Sequence[MixedSource], *, val_frac: float, max_bytes: int | None, sample_bytes: int
+    sources: Sequence[Source], *, val_frac: float, max_bytes: int | None, sample_bytes: int
 ) -> tuple[list[bytes], int, list[int]]:
     """Read a sample of each source.
 
@@ -64,18 +63,18 @@ def survey_sources(
     texts: list[bytes] = []
     thresholds: list[int] = []
     num_bytes = 0
-    for mixed in sources:
-        if mixed.side == "val":
-            if next(mixed.source.documents(), None) is None:
-                raise DataError(f"--val-data {mixed.source.spec}: there is no text in it; give a source with text")
+    for source in sources:
+        if source.side == "val":
+            if next(source.documents(), None) is None:
+                raise DataError(f"--val-data {source.spec}: there is no text in it; give a source with text")
             # Every hash is below it: all documents are validation text, and none is for the tokenizer.
             thresholds.append(_HASH_RANGE)
             continue
         sample, sampled, threshold = _survey(
-            mixed.source,
-            val_frac=val_frac if mixed.side is None else 0.0,
+            source,
+            val_frac=val_frac if source.side is None else 0.0,
             max_bytes=max_bytes,
-            sample_bytes=max(1, int(sample_bytes * mixed.weight)),
+            sample_bytes=max(1, int(sample_bytes * source.weight)),
         )
         texts += sample
         num_bytes += sampled

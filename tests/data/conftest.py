@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 from text_samples import write_folder
 
-from quintic.data.preparation import Dataset, prepare
+from quintic.data.dataset import Dataset
+from quintic.data.preparation import prepare
 
 
 @pytest.fixture(scope="session")

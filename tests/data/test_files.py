@@ -18,10 +18,11 @@ from text_samples import data_error_of, make_text, write_folder
 
 import quintic.errors
 from quintic.data import preparation, survey
+from quintic.data.dataset import Dataset
 from quintic.data.files import blocks
 from quintic.data.files.documents import read_documents
 from quintic.data.open_source import open_source
-from quintic.data.preparation import Dataset, prepare
+from quintic.data.preparation import prepare
 from quintic.data.source import Source
 from quintic.data.survey import limited_sample
 from quintic.data.tokenizer import Tokenizer

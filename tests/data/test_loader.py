@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from text_samples import make_text
 
 import quintic.errors
+from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, Loader, validation_rows
-from quintic.data.preparation import Dataset, prepare
+from quintic.data.preparation import prepare
 from quintic.errors import DataError
 
 ROOT = Path(quintic.errors.__file__).parents[1]
@@ -71,14 +72,14 @@ def test_every_text_token_is_served_once_per_epoch(dataset: Dataset) -> None:
             tokens = torch.cat([batch.inputs[:, :1], batch.targets], dim=1)
             count += np.bincount(tokens.reshape(-1).numpy(), minlength=dataset.vocab_size)
             served += tokens.numel()
-            cropped = loader.cropped_frac
+            position = loader.state_dict()["position"]
     stored = np.bincount(
         np.concatenate([split.document(index) for index in range(split.num_documents)]), minlength=dataset.vocab_size
     )
     count[dataset.bos_id] = stored[dataset.bos_id] = 0
     assert (count <= stored).all()
     assert count.sum() > 0.9 * stored.sum()
-    assert 0 < cropped < 0.1
+    assert 0 < position["cropped"] < 0.1 * position["served"]
     assert served > 10_000
 
 
@@ -122,7 +123,6 @@ def test_a_saved_state_resumes_exactly(
             for _ in range(4):
                 assert equal(next(loader), next(other))
             assert loader.state_dict() == other.state_dict()
-            assert loader.cropped_frac == other.cropped_frac
 
 
 def test_epochs_and_seeds_differ(dataset: Dataset) -> None:
@@ -214,7 +214,6 @@ def test_ranks_deal_out_the_rows_of_one_stream(
             assert {batch.epoch for batch in batches} == {expected[0].epoch}
         states = [rank.state_dict() for rank in ranks]
         assert all(state == whole.state_dict() for state in states)
-        assert all(rank.cropped_frac == whole.cropped_frac for rank in ranks)
         others = [
             stack.enter_context(load(dataset, rows=rows, rank=rank, world_size=other_size))
             for rank in range(other_size)
@@ -301,7 +300,7 @@ def test_the_thread_ends_with_the_loader(dataset: Dataset) -> None:
 def test_a_process_ends_without_closing(dataset: Dataset) -> None:
     code = f"""
 from quintic.data.loader import Loader
-from quintic.data.preparation import Dataset
+from quintic.data.dataset import Dataset
 loader = Loader(Dataset.open({str(dataset.path)!r}), "train", rows=3, seq_len=32)
 next(loader)
 print("end")

@@ -10,9 +10,10 @@ import torch
 from text_samples import data_error_of, make_text
 
 from quintic.data import preparation
+from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, Loader, validation_rows
 from quintic.data.mixture import parse_mixture
-from quintic.data.preparation import Dataset, prepare
+from quintic.data.preparation import prepare
 from quintic.data.tokenizer import Tokenizer
 
 

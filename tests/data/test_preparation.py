@@ -15,8 +15,10 @@ from text_samples import data_error_of, make_text, write_folder
 
 import quintic.errors
 from quintic.data import mixture, preparation
+from quintic.data.dataset import Dataset
 from quintic.data.files.documents import sections_of
-from quintic.data.preparation import Dataset, prepare
+from quintic.data.preparation import prepare
+from quintic.data.source import Source
 from quintic.data.tokenizer import BOS, Tokenizer
 from quintic.errors import DataError
 
@@ -254,7 +256,7 @@ def test_the_sample_of_one_big_document_is_bounded(tmp_path: Path, monkeypatch: 
 def test_a_download_of_terabytes_needs_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = mixture.open_source(str(folder_of(tmp_path / "text", ["a"])), cache_dir=tmp_path).files[0]
     huge = type(part)(name=part.name, size_bytes=10**13, identity=str, read=part.read)
-    source = preparation.Source(name="huge", spec="hf:me/huge", files=(huge,), is_remote=True)
+    source = Source(name="huge", spec="hf:me/huge", files=(huge,), is_remote=True)
     monkeypatch.setattr(mixture, "open_source", lambda spec, **options: source)
     text = data_error_of(lambda: prepare("hf:me/huge", data_dir=tmp_path / "data"))
     assert text == "hf:me/huge: a download of 10000 GB; limit the text with --max-bytes"
@@ -352,7 +354,7 @@ def test_every_file_of_a_dataset_survives_a_crash(tmp_path: Path, monkeypatch: p
 
 def run_python(code: str) -> "subprocess.CompletedProcess[str]":
     prelude = "import os, signal, sys, hashlib\nfrom pathlib import Path\nfrom quintic.data import preparation\n"
-    prelude += "from quintic.data.preparation import Dataset, prepare\npreparation._BATCH_BYTES = 8192\n"
+    prelude += "from quintic.data.preparation import prepare\npreparation._BATCH_BYTES = 8192\n"
     return subprocess.run(
         [sys.executable, "-c", prelude + code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=100
     )

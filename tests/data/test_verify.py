@@ -1,11 +1,9 @@
 """Content of prepared data against its checksums: what is found, what is read again, and what is remembered."""
 
-import itertools
 import json
 import os
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +11,8 @@ import pytest
 from text_samples import write_folder
 
 import quintic.errors
-from quintic.data.loader import Loader, validation_rows
-from quintic.data.preparation import Dataset, prepare
+from quintic.data.dataset import Dataset
+from quintic.data.preparation import prepare
 from quintic.data.tokenizer import Tokenizer
 from quintic.errors import DataError
 
@@ -94,40 +92,6 @@ def test_an_index_that_points_elsewhere(made: Dataset) -> None:
     offsets.tofile(path)
     text = damage_found(Dataset.open(made.path), once=True)
     assert text.startswith(f"{path}: damaged, not the starts of documents; delete it and run again: quintic prepare")
-
-
-def with_wrong_id(made: Dataset, name: str) -> Dataset:
-    """Give the last token of a shard an id that no token has, and the manifest its checksum."""
-    path = made.path / name
-    tokens = np.fromfile(path, dtype="<u2")
-    tokens[-1] = 300
-    tokens.tofile(path)
-    manifest = json.loads((made.path / "manifest.json").read_text())
-    for split in manifest["splits"].values():
-        for shard in split["shards"]:
-            if shard["file"] == name:
-                shard["crc32"] = f"{zlib.crc32(path.read_bytes()):08x}"
-    (made.path / "manifest.json").write_text(json.dumps(manifest))
-    return Dataset.open(made.path)
-
-
-def test_an_id_outside_the_vocabulary_is_found_when_checked(made: Dataset) -> None:
-    opened = with_wrong_id(made, "train_00000.bin")
-    text = damage_found(opened, once=True)
-    assert text.startswith(f"{made.path}/train_00000.bin: token id 300 is outside the vocabulary of 300; delete it")
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_id_outside_the_vocabulary_is_found_when_packed(made: Dataset, prefetch: int) -> None:
-    opened = with_wrong_id(made, "val_00000.bin")
-    expected = rf"{opened.path}: token id 300 is outside the vocabulary of 300; find the wrong file with: quintic prep"
-    with (
-        Loader(opened, "val", rows=1, seq_len=16, prefetch=prefetch) as loader,
-        pytest.raises(DataError, match=expected),
-    ):
-        list(itertools.islice(loader, 10_000))
-    with pytest.raises(DataError, match=expected):
-        validation_rows(opened, rows=1, seq_len=16)
 
 
 def test_a_vocabulary_that_is_not_the_tokenizers(made: Dataset) -> None:
