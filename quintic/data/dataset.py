@@ -50,19 +50,17 @@ class DocumentSplit:
     """The documents of one side, training or validation, numbered from 0 across all shards.
 
     Attributes:
-        name: `train` or `val`.
         num_bytes: UTF-8 bytes of the text.
-        offsets: (num_documents + 1,) int64, read-only: first token of each document, counted across all shards, and the
-            total number of tokens.
+        offsets: (num_documents + 1,) int64: first token of each document, counted across all shards, and the total
+            number of tokens.
         shards: tokens of each shard, memory-mapped and read-only; every document lies in one shard.
-        shard_offsets: (num_shards + 1,) int64, read-only: number of tokens before each shard, and in total.
+        shard_offsets: (num_shards + 1,) int64: number of tokens before each shard, and in total.
     """
 
-    def __init__(self, name: SplitName, folder: Path, fields: dict[str, Any], dtype: str, repair: str) -> None:
+    def __init__(self, folder: Path, fields: dict[str, Any], dtype: str, repair: str) -> None:
         """Map the shards that a manifest lists.
 
         Args:
-            name: `train` or `val`.
             folder: the dataset's folder.
             fields: the split's entry in the manifest.
             dtype: `uint16` or `uint32`.
@@ -71,29 +69,28 @@ class DocumentSplit:
         Raises:
             DataError: a shard is missing, or its size differs from the manifest's.
         """
-        self.name = name
         little_endian = np.dtype(dtype).newbyteorder("<")
         self.shards: list[npt.NDArray[np.unsignedinteger[Any]]] = []
         starts = []
-        first_documents = [0]
         first_tokens = [0]
         for shard in fields["shards"]:
             tokens, documents = int(shard["tokens"]), int(shard["documents"])
             path = folder / shard["file"]
             index = path.with_suffix(".idx")
-            _check_size(path, tokens * little_endian.itemsize, repair)
-            _check_size(index, (documents + 1) * 8, repair)
+            for file, expected in ((path, tokens * little_endian.itemsize), (index, (documents + 1) * 8)):
+                if not file.exists():
+                    raise DataError(f"{file}: missing; run again: {repair}")
+                if (size := file.stat().st_size) != expected:
+                    raise DataError(f"{file}: damaged, {size} bytes instead of {expected}; run again: {repair}")
             offsets = np.fromfile(index, dtype="<i8").astype(np.int64)
             if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 1).any():
                 raise DataError(f"{index}: damaged, its offsets do not ascend to {tokens}; run again: {repair}")
             # A plain array over the mapping: slicing an np.memmap takes several times longer.
             self.shards.append(np.asarray(np.memmap(path, dtype=little_endian, mode="r")))
             starts.append(offsets[:-1] + first_tokens[-1])
-            first_documents.append(first_documents[-1] + documents)
             first_tokens.append(first_tokens[-1] + tokens)
         self.shard_offsets = np.array(first_tokens, dtype=np.int64)
         self.offsets = np.concatenate([*starts, self.shard_offsets[-1:]])
-        self.offsets.flags.writeable = self.shard_offsets.flags.writeable = False
         self.num_bytes = sum(int(shard["bytes"]) for shard in fields["shards"])
 
     @property
@@ -150,7 +147,7 @@ class Dataset:
         self.path = path
         self.manifest = manifest
         self._splits = {
-            name: DocumentSplit(name, path, manifest["splits"][name], manifest["dtype"], manifest["command"])
+            name: DocumentSplit(path, manifest["splits"][name], manifest["dtype"], manifest["command"])
             for name in SPLITS
         }
         self.bos_id = int(manifest["bos_id"])
@@ -302,18 +299,6 @@ class Dataset:
     def _state(self, fields: dict[str, Any]) -> list[Any]:
         """Return the state of a shard for the record: sizes and times of its files, checksum, vocabulary and bos."""
         path = self.path / fields["file"]
-        try:
-            stats = [path.stat(), path.with_suffix(".idx").stat()]
-        except OSError as error:
-            raise DataError(f"{path}: missing; run again: {self.manifest['command']}") from error
+        stats = [path.stat(), path.with_suffix(".idx").stat()]
         files = [value for stat in stats for value in (stat.st_size, stat.st_mtime_ns)]
         return [*files, fields.get("crc32"), self.vocab_size, self.bos_id]
-
-
-def _check_size(path: Path, expected: int, repair: str) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: missing; run again: {repair}") from error
-    if size != expected:
-        raise DataError(f"{path}: damaged, {size} bytes instead of {expected}; run again: {repair}")

@@ -223,8 +223,6 @@ class Loader(Iterator[Batch]):
                     f"the {name} of the saved run, or start a new one"
                 )
         saved = state.get("positions", [state.get("position")])
-        if not isinstance(saved, list) or not all(isinstance(position, dict) for position in saved):
-            raise DataError("the saved data state has no 'position'; it was not made by this loader")
         # The thread must not read the stream while it is restored.
         self._stop()
         self._stream.restore(saved)

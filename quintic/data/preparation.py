@@ -265,8 +265,8 @@ class _Preparation:
             tokenizer = Tokenizer.load(self.folder / TOKENIZER_NAME)
             self._thresholds = [int(threshold) for threshold in state["thresholds"]]
             self._continue_with(tokenizer, {name: state["splits"][name] for name in SPLITS})
-            for name, writer in self._writers.items():
-                DocumentSplit(name, self.folder, {"shards": writer.shards}, self._dtype, "")  # checks the files
+            for writer in self._writers.values():
+                DocumentSplit(self.folder, {"shards": writer.shards}, self._dtype, "")  # checks the files
         # Nothing to resume, damaged files, or the progress of an older version.
         except (DataError, KeyError, TypeError, ValueError):
             return False
@@ -335,8 +335,9 @@ class _Preparation:
 
     def _publish(self, ranges: list[dict[SplitName, list[int]]]) -> None:
         """Write the last shards, and the manifest."""
-        for name, writer in self._writers.items():
+        for writer in self._writers.values():
             writer.finish()
+        for name, writer in self._writers.items():
             if not writer.shards:
                 num_bytes = sum(self._sum_shards("bytes").values())
                 raise DataError(

@@ -163,21 +163,15 @@ class RowStream:
         """Go to a position: the next row is the row that followed it.
 
         Raises:
-            DataError: the position is damaged, or lies beyond the end of the epoch.
+            DataError: the position is damaged, or belongs to other text.
         """
         try:
-            epoch, next_index, served, cropped = (
-                int(position[name]) for name in ("epoch", "next_place", "served", "cropped")
-            )
-            buffered = [int(index) for index in position["waiting"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"the saved data position is damaged ({type(error).__name__}: {error})") from error
-        if min(epoch, next_index, served, cropped, *buffered) < 0:
-            raise DataError("the saved data position is damaged (a negative number)")
-        if max(next_index, *(index + 1 for index in buffered), 0) > len(self._table.lengths):
-            raise DataError("the saved data position lies beyond the end of the text; it was made from other text")
-        self._begin_epoch(epoch, next_index, buffered)
-        self._served, self._cropped = served, cropped
+            self._begin_epoch(position["epoch"], position["next_place"], position["waiting"])
+            self._served, self._cropped = int(position["served"]), int(position["cropped"])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise DataError(
+                f"the saved data position is damaged or belongs to other text ({type(error).__name__}: {error})"
+            ) from error
 
     def position(self) -> Position:
         """Return the position before the next row."""
@@ -226,7 +220,7 @@ class RowStream:
     def _next_chunk(self) -> tuple[int, int] | None:
         """Return the next chunk as (index in the order, length); None at the end of the epoch."""
         index = self._next_index
-        if index == len(self._order):
+        if index >= len(self._order):
             return None
         self._next_index = index + 1
         return index, int(self._table.lengths[self._order[index]])

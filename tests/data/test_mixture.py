@@ -152,9 +152,9 @@ def test_a_state_of_other_text_is_refused(mixed: Dataset) -> None:
     fewer = {**state, "positions": state["positions"][:1]}
     assert "has 1 sources, the text has 2" in data_error_of(lambda: loader.load_state_dict(fewer))
     damaged = {**state, "positions": [1, 2]}
-    assert "has no 'position'" in data_error_of(lambda: loader.load_state_dict(damaged))
+    assert "position is damaged" in data_error_of(lambda: loader.load_state_dict(damaged))
     del state["positions"]
-    assert "has no 'position'" in data_error_of(lambda: loader.load_state_dict(state))
+    assert "has 1 sources, the text has 2" in data_error_of(lambda: loader.load_state_dict(state))
 
 
 def test_validation_text_of_ones_own(specs: dict[str, str], tmp_path: Path) -> None:
