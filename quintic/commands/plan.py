@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> int:
     if simulation is not None:
         if is_on_hub(simulation.model):
             # Fetch the file first: if the Hub does not answer, this fails at once, transformers after minutes.
-            download(simulation.model, "config.json", repo_type="model", revision=None, cache_dir=None, endpoint=None)
+            download(simulation.model, "config.json", repo_type="model")
         print(simulation_text(simulation) if simulation.memory is None else memory_text(simulation))
         return 0
     start = training_options(arguments, "plan")

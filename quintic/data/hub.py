@@ -30,7 +30,7 @@ _WAITS = (1.0, 2.0, 4.0)
 _STATISTICS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
-def open_hub(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD, endpoint: str | None = None) -> Source:
+def open_hub(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD) -> Source:
     """Return a data set of the Hub as a source; requests its list of files, but downloads none.
 
     Args:
@@ -39,7 +39,6 @@ def open_hub(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD, endpoi
             default is used, or else every file. If file names contain a split, only training files are used.
         cache_dir: folder for the list and the files.
         text_field: the field that holds the text.
-        endpoint: address of the Hub; None for the client's default.
 
     Raises:
         DataError: the spec is malformed, the data set does not exist or may not be read, it has no usable file, or
@@ -49,16 +48,14 @@ def open_hub(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD, endpoi
     if match is None:
         raise DataError(f"{spec}: not a data set name; write hf:owner/name or hf:owner/name/config")
     repo, config = match.group(1), match.group(2)
-    listing = _listing(repo, cache_dir=cache_dir, endpoint=endpoint)
+    listing = _listing(repo, cache_dir)
     revision = str(listing["revision"])
     sizes: dict[str, int] = listing["files"]
     names = _select(sorted(sizes), config, listing["configs"], spec)
 
     def source_file(name: str) -> SourceFile:
         def read() -> Iterator[bytes]:
-            path = download(
-                repo, name, repo_type="dataset", revision=revision, cache_dir=cache_dir / "hub", endpoint=endpoint
-            )
+            path = download(repo, name, repo_type="dataset", revision=revision, cache_dir=cache_dir / "hub")
             yield from read_documents(path, text_field)
 
         # The source's identity contains the revision, which determines the content of every file.
@@ -74,7 +71,7 @@ def open_hub(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD, endpoi
 
 
 def download(
-    repo: str, name: str, *, repo_type: str, revision: str | None, cache_dir: Path | None, endpoint: str | None
+    repo: str, name: str, *, repo_type: str, revision: str | None = None, cache_dir: Path | None = None
 ) -> Path:
     """Return the local path of one file of the Hub, which is downloaded if it is not in the cache.
 
@@ -84,7 +81,6 @@ def download(
         repo_type: `model` or `dataset`.
         revision: commit or branch; None for the main branch.
         cache_dir: folder of the cache; None for the client's own cache.
-        endpoint: address of the Hub; None for the client's default.
 
     Raises:
         DataError: the file cannot be downloaded.
@@ -92,20 +88,20 @@ def download(
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    where = {"repo_type": repo_type, "revision": revision, "cache_dir": cache_dir, "endpoint": endpoint}
+    where = {"repo_type": repo_type, "revision": revision, "cache_dir": cache_dir}
     try:
         # The cache first, since the Hub may not answer.
         try:
             return Path(hf_hub_download(repo, name, local_files_only=True, **where))
         except LocalEntryNotFoundError:
-            _reach(endpoint, waits=_WAITS)
+            _reach(waits=_WAITS)
             return Path(hf_hub_download(repo, name, **where))
     # The client raises exceptions of its HTTP library, which differs between versions of the client.
     except Exception as error:
         raise DataError(f"hf:{repo}: {name} cannot be downloaded ({_first_line(error)}); {_advice(error)}") from error
 
 
-def _reach(endpoint: str | None, *, waits: Sequence[float] = ()) -> None:
+def _reach(waits: Sequence[float] = ()) -> None:
     """Wait until the Hub gives any answer, for at most `_PATIENCE` seconds; failed attempts are repeated after `waits`.
 
     Raises:
@@ -115,13 +111,12 @@ def _reach(endpoint: str | None, *, waits: Sequence[float] = ()) -> None:
     from huggingface_hub.errors import OfflineModeIsEnabled
     from huggingface_hub.utils import get_session
 
-    address = endpoint or ENDPOINT
     outcome: list[Exception | None] = []
 
     def ask() -> None:
         for wait in (*waits, None):
             try:
-                get_session().head(address, timeout=_PATIENCE)
+                get_session().head(ENDPOINT, timeout=_PATIENCE)
                 return outcome.append(None)
             except Exception as error:
                 if wait is None or isinstance(error, OfflineModeIsEnabled):
@@ -132,19 +127,19 @@ def _reach(endpoint: str | None, *, waits: Sequence[float] = ()) -> None:
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_PATIENCE)
-    error = outcome[0] if outcome else TimeoutError(f"nothing from {address} within {_PATIENCE:g} seconds")
+    error = outcome[0] if outcome else TimeoutError(f"nothing from {ENDPOINT} within {_PATIENCE:g} seconds")
     if error is not None:
         raise error
 
 
-def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, Any]:
+def _listing(repo: str, cache_dir: Path) -> dict[str, Any]:
     """Return `revision`, `files` (name -> bytes) and `configs` of a data set; without a network, the stored copy."""
     from huggingface_hub import HfApi
 
     kept = cache_dir / "hub-listings" / f"{slug(repo)}.json"
     try:
-        _reach(endpoint)
-        info = HfApi(endpoint=endpoint).dataset_info(repo, files_metadata=True, timeout=_ANSWER_SECONDS)
+        _reach()
+        info = HfApi().dataset_info(repo, files_metadata=True, timeout=_ANSWER_SECONDS)
     # Without an answer the client raises exceptions of its HTTP library, which differs between versions of the client.
     except Exception as error:
         if _is_refusal(error):

@@ -126,7 +126,6 @@ class Loader(Iterator[Batch]):
         rank: int = 0,
         world_size: int = 1,
         seed: int = 1337,
-        shuffle: bool = True,
         buffer_documents: int = 1000,
         prefetch: int = 2,
         device: torch.device | str = "cpu",
@@ -141,7 +140,6 @@ class Loader(Iterator[Batch]):
             rank: index of this process among the processes that divide the rows.
             world_size: number of these processes.
             seed: seed of the permutations.
-            shuffle: whether each epoch is permuted; False keeps the stored order.
             buffer_documents: number of chunks that the packer chooses from; more chunks mean less cropping and a longer
                 state.
             prefetch: number of batches made ahead; 0 makes each when it is needed, without a thread.
@@ -150,9 +148,7 @@ class Loader(Iterator[Batch]):
         Raises:
             DataError: the split has too little text for one batch on every rank.
         """
-        self._stream, self._tokens = _row_stream(
-            dataset, split, seq_len, seed=seed, shuffle=shuffle, buffer_documents=buffer_documents
-        )
+        self._stream, self._tokens = _row_stream(dataset, split, seq_len, seed=seed, buffer_documents=buffer_documents)
         num_tokens = sum(self._tokens.values())
         if num_tokens < rows * (seq_len + 1) * world_size:
             raise _too_little_text(split, num_tokens, rows, seq_len, world_size)
@@ -164,7 +160,7 @@ class Loader(Iterator[Batch]):
             "split": split,
             "seq_len": seq_len,
             "seed": seed,
-            "shuffle": shuffle,
+            "shuffle": True,
             "buffer_documents": buffer_documents,
         }
         self._positions = self._stream.positions()
@@ -267,9 +263,7 @@ def iterate_validation_rows(
         DataError: there is too little text for one batch.
     """
     wanted = None if max_tokens is None else max(1, max_tokens // (rows * seq_len))
-    stream, tokens = _row_stream(
-        dataset, "val", seq_len, seed=0, shuffle=False, buffer_documents=_VALIDATION_BUFFER, max_epochs=1
-    )
+    stream, tokens = _row_stream(dataset, "val", seq_len, seed=None, buffer_documents=_VALIDATION_BUFFER)
     count = 0
     while (wanted is None or count < wanted) and (block := stream.next_rows(rows)) is not None:
         yield batch_of(block.tokens, dataset.bos_id, documents=block.documents, epoch=block.epoch)
@@ -279,28 +273,16 @@ def iterate_validation_rows(
 
 
 def _row_stream(
-    dataset: Dataset,
-    split: SplitName,
-    seq_len: int,
-    *,
-    seed: int,
-    shuffle: bool,
-    buffer_documents: int,
-    max_epochs: int | None = None,
+    dataset: Dataset, split: SplitName, seq_len: int, *, seed: int | None, buffer_documents: int
 ) -> tuple[MixedRows, dict[str, int]]:
-    """Return the rows of a split, and for each source its number of tokens."""
+    """Return the rows of a split, without end or (`seed` None) once, and for each source its number of tokens."""
     documents, sources = dataset.split(split), dataset.source_ranges(split)
     tables = [ChunkIndex(documents, dataset.bos_id, seq_len + 1, source.first, source.last) for source in sources]
+    # Each source has a seed of its own; the first one's is that of a dataset with a single source.
+    seeds = [None if seed is None else seed + number * 2**32 for number in range(len(sources))]
     streams = [
-        # Each source has a seed of its own; the first one's is that of a dataset with a single source.
-        RowStream(
-            table,
-            seed=seed + number * 2**32,
-            shuffle=shuffle,
-            buffer_documents=buffer_documents,
-            max_epochs=max_epochs,
-        )
-        for number, table in enumerate(tables)
+        RowStream(table, seed=own_seed, buffer_documents=buffer_documents)
+        for table, own_seed in zip(tables, seeds, strict=True)
     ]
     # A source of validation text has weight 0, and is then the only one of its split.
     rows = MixedRows(streams, [source.weight or 1.0 for source in sources])
@@ -311,7 +293,7 @@ def _next_batch(
     stream: MixedRows, bos_id: int, device: torch.device, *, rows: int, rank: int, world_size: int
 ) -> tuple[Batch, list[Position]]:
     block = stream.next_rows(rows, rank=rank, world_size=world_size)
-    assert block is not None  # a stream without max_epochs does not end
+    assert block is not None  # shuffled rows do not end
     return batch_of(block.tokens, bos_id, epoch=block.epoch).pinned(device), stream.positions()
 
 

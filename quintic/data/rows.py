@@ -134,28 +134,17 @@ class RowStream:
     _next_index: int
     _order: Int64s
 
-    def __init__(
-        self,
-        table: ChunkIndex,
-        *,
-        seed: int,
-        shuffle: bool,
-        buffer_documents: int,
-        max_epochs: int | None = None,
-    ) -> None:
+    def __init__(self, table: ChunkIndex, *, seed: int | None, buffer_documents: int) -> None:
         """Start at the beginning of epoch 0.
 
         Args:
             table: the chunks.
-            seed: seed of the permutations.
-            shuffle: whether the chunks are permuted.
+            seed: seed of the permutations, one for each epoch without end; None for one epoch in stored order.
             buffer_documents: number of chunks that the packer chooses from.
-            max_epochs: number of epochs after which to stop; None to never stop.
         """
         self._table = table
-        self._seed, self._shuffle = seed, shuffle
+        self._seed = seed
         self._buffer_documents = buffer_documents
-        self._max_epochs = max_epochs
         self._served = self._cropped = 0
         self._begin_epoch(0)
 
@@ -190,11 +179,11 @@ class RowStream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last epoch is over."""
-        return self.epoch == self._max_epochs
+        """Whether the only epoch is over."""
+        return self._seed is None and self.epoch > 0
 
     def pack_row(self) -> _Row | None:
-        """Pack the next row without reading its tokens; None at the end of the last epoch.
+        """Pack the next row without reading its tokens; None at the end of the only epoch.
 
         Raises:
             DataError: several successive epochs did not fill a single row.
@@ -230,7 +219,7 @@ class RowStream:
         self._next_index = next_index
         count = len(self._table.lengths)
         self._order = np.arange(count)
-        if self._shuffle:
+        if self._seed is not None:
             # Sorting raw random bits gives the same order in every version of numpy. `Generator.permutation` need not,
             # and a run that is resumed after an upgrade would silently see other text.
             key = np.array([self._seed % 2**64, epoch], dtype=np.uint64)

@@ -169,7 +169,7 @@ def _downloaded(source: str, cache_dir: Path, num_shards: int) -> tuple[list[Pat
 
     def get(split: str, number: int) -> Path:
         name = f"fineweb_{split}_{number:06d}.bin"
-        return download(match[1], name, repo_type="dataset", revision=None, cache_dir=cache_dir, endpoint=None)
+        return download(match[1], name, repo_type="dataset", cache_dir=cache_dir)
 
     validation = [get("val", 0)]
     return [get("train", number) for number in range(1, num_shards + 1)], validation

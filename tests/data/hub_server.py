@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -22,6 +24,13 @@ class Hub:
     gated: set[str] = field(default_factory=set)
     fails: bool = False
     downloads: list[str] = field(default_factory=list)
+
+
+def use_endpoint(endpoint: str, patch: pytest.MonkeyPatch) -> None:
+    """Let the Hub client ask this address, as HF_ENDPOINT does when it is set before the client is imported."""
+    patch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    patch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 @contextmanager

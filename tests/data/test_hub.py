@@ -1,7 +1,6 @@
 """Data sets of the Hub, with the real client against a local server."""
 
 import errno
-import functools
 import gzip
 import io
 import json
@@ -12,10 +11,10 @@ import pyarrow as arrow
 import pyarrow.parquet
 import pytest
 from durability import disk_events, durable_names
-from hub_server import Hub, serve
+from hub_server import Hub, serve, use_endpoint
 from text_samples import data_error_of, make_text
 
-from quintic.data import mixture, preparation
+from quintic.data import preparation
 from quintic.data.files.definitions import read_definition
 from quintic.data.hub import open_hub
 from quintic.data.preparation import prepare
@@ -24,8 +23,9 @@ from quintic.errors import DataError
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with serve() as server:
+        use_endpoint(server.endpoint, monkeypatch)
         yield server
 
 
@@ -46,7 +46,7 @@ def test_files_are_downloaded_as_they_are_reached(hub: Hub, tmp_path: Path) -> N
         "data/train-1.jsonl.gz": gzip.compress(jsonl_bytes(["three"])),
         "data/test-0.parquet": parquet_bytes(["held out"]),
     }
-    source = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
+    source = open_hub("hf:me/web", cache_dir=tmp_path)
     assert (source.name, source.is_remote) == ("web", True)
     assert source.size_bytes == sum(len(hub.files["me/web"][part.name]) for part in source.files)
     documents = source.documents()
@@ -83,16 +83,19 @@ def test_a_configuration_chooses_files(hub: Hub, tmp_path: Path, config: str | N
         ]
     }
     spec = "hf:me/web" + (f"/{config}" if config else "")
-    source = open_hub(spec, cache_dir=tmp_path, endpoint=hub.endpoint)
+    source = open_hub(spec, cache_dir=tmp_path)
     assert [part.name for part in source.files] == expected
     assert [text.decode() for text in source.documents()] == expected
 
 
-def test_without_network_a_known_data_set_goes_on(hub: Hub, tmp_path: Path, closed_endpoint: str) -> None:
+def test_without_network_a_known_data_set_goes_on(
+    hub: Hub, tmp_path: Path, closed_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.files["me/web"] = {"a.jsonl": jsonl_bytes(["kept"]), "b.jsonl": jsonl_bytes(["never read"])}
-    online = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
+    online = open_hub("hf:me/web", cache_dir=tmp_path)
     assert next(online.documents()) == b"kept"
-    offline = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=closed_endpoint)
+    use_endpoint(closed_endpoint, monkeypatch)
+    offline = open_hub("hf:me/web", cache_dir=tmp_path)
     assert offline.fingerprint() == online.fingerprint()
     documents = offline.documents()
     assert next(documents) == b"kept"
@@ -105,14 +108,17 @@ def test_what_is_known_of_a_data_set_survives_a_crash(
 ) -> None:
     hub.files["me/web"] = {"a.jsonl": jsonl_bytes(["kept"])}
     events = disk_events(monkeypatch)
-    open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
+    open_hub("hf:me/web", cache_dir=tmp_path)
     (name,) = durable_names(events)
     assert [path.name for path in (tmp_path / "hub-listings").iterdir()] == [name]
 
 
-def test_without_network_and_unknown_it_says_so(tmp_path: Path, closed_endpoint: str) -> None:
+def test_without_network_and_unknown_it_says_so(
+    tmp_path: Path, closed_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_endpoint(closed_endpoint, monkeypatch)
     with pytest.raises(DataError, match=r"hf:me/web: no answer from the Hub .*check the network"):
-        open_hub("hf:me/web", cache_dir=tmp_path, endpoint=closed_endpoint)
+        open_hub("hf:me/web", cache_dir=tmp_path)
 
 
 def test_a_hub_that_is_silent_is_not_waited_for(
@@ -120,21 +126,19 @@ def test_a_hub_that_is_silent_is_not_waited_for(
 ) -> None:
     """A firewall that drops packets, or a server that takes them and never answers."""
     hub.files["me/web"] = {"a.jsonl": jsonl_bytes(["kept"])}
-    impatient = functools.partial(monkeypatch.setattr, "quintic.data.hub._PATIENCE", 0.2)
-    impatient()
+    open_hub("hf:me/web", cache_dir=tmp_path / "known")
+    monkeypatch.setattr("quintic.data.hub._PATIENCE", 0.2)
+    use_endpoint(silent_endpoint, monkeypatch)
     with pytest.raises(DataError, match=r"hf:me/web: no answer from the Hub \(.*[Tt]ime"):
-        open_hub("hf:me/web", cache_dir=tmp_path, endpoint=silent_endpoint)
-    monkeypatch.undo()  # the real one may take its time
-    open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
-    impatient()
-    known = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=silent_endpoint)
+        open_hub("hf:me/web", cache_dir=tmp_path)
+    known = open_hub("hf:me/web", cache_dir=tmp_path / "known")
     with pytest.raises(DataError, match=r"hf:me/web: a.jsonl cannot be downloaded \(.*[Tt]ime.*; check the network"):
         list(known.documents())
 
 
 def test_a_network_that_comes_back_is_waited_for(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.files["me/web"] = {"a.jsonl": jsonl_bytes(["text"])}
-    source = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
+    source = open_hub("hf:me/web", cache_dir=tmp_path)
     asked, waits = [OSError("no route"), OSError("no route"), None], []
 
     class Session:
@@ -150,7 +154,7 @@ def test_a_network_that_comes_back_is_waited_for(hub: Hub, tmp_path: Path, monke
 
 def test_what_the_hub_refuses_is_named(hub: Hub, tmp_path: Path) -> None:
     def message(spec: str) -> str:
-        return data_error_of(lambda: open_hub(spec, cache_dir=tmp_path, endpoint=hub.endpoint))
+        return data_error_of(lambda: open_hub(spec, cache_dir=tmp_path))
 
     assert message("hf:me/none").startswith("hf:me/none: RepositoryNotFoundError")
     assert message("hf:me/none").endswith("check the name, or log in with `hf auth login` if it is private")
@@ -167,11 +171,11 @@ def test_a_hub_that_fails_is_as_one_that_is_away(hub: Hub, tmp_path: Path) -> No
     hub.files["me/web"] = {"a.jsonl": jsonl_bytes(["kept"])}
     hub.fails = True
     with pytest.raises(DataError, match=r"hf:me/web: no answer from the Hub .HfHubHTTPError"):
-        open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
+        open_hub("hf:me/web", cache_dir=tmp_path)
     hub.fails = False
-    list(open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint).documents())
+    list(open_hub("hf:me/web", cache_dir=tmp_path).documents())
     hub.fails = True
-    assert list(open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint).documents()) == [b"kept"]
+    assert list(open_hub("hf:me/web", cache_dir=tmp_path).documents()) == [b"kept"]
 
 
 def test_a_full_disk_is_told_from_a_lost_network(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +183,7 @@ def test_a_full_disk_is_told_from_a_lost_network(hub: Hub, tmp_path: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     hub.files["me/web"] = {"a.jsonl": jsonl_bytes(["text"])}
-    source = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
+    source = open_hub("hf:me/web", cache_dir=tmp_path)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", full)
     with pytest.raises(DataError, match=r"a.jsonl cannot be downloaded .*No space left.*; free some space"):
         list(source.documents())
@@ -190,11 +194,6 @@ def test_a_preparation_goes_on_after_a_lost_network(hub: Hub, tmp_path: Path, mo
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client's waits between its attempts
     monkeypatch.setattr(preparation, "_SAMPLE_BYTES", 5000)
     monkeypatch.setattr(preparation, "_BATCH_BYTES", 5000)
-    monkeypatch.setattr(
-        mixture,
-        "open_source",
-        lambda spec, cache_dir, text_field: open_hub(spec, cache_dir=cache_dir, endpoint=hub.endpoint),
-    )
     places: list[tuple[str, int]] = []
 
     def lose(stage: str, done: int, total: int | None) -> None:
@@ -221,6 +220,6 @@ def test_the_gpt2_tokenizer_comes_from_the_hub(hub: Hub, tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)  # where no file has that name
     Tokenizer.train(["some text"], 257).save("made.json")
     hub.files["openai-community/gpt2"] = {"tokenizer.json": Path("made.json").read_bytes()}
-    definition = read_definition("gpt2", cache_dir=tmp_path / "cache", endpoint=hub.endpoint)
+    definition = read_definition("gpt2", cache_dir=tmp_path / "cache")
     assert BOS in definition
     assert Tokenizer(definition).vocab_size == 257

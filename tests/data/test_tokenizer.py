@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from durability import disk_events, durable_names
+from hub_server import use_endpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from text_samples import make_text
@@ -245,8 +246,9 @@ def test_a_folder_that_cannot_be_written_is_named(tokenizer: Tokenizer, tmp_path
 
 def test_gpt2_without_network_says_so(tmp_path: Path, closed_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    use_endpoint(closed_endpoint, monkeypatch)
     with pytest.raises(DataError, match=r"hf:openai-community/gpt2: tokenizer.json cannot be downloaded.*network"):
-        read_definition("gpt2", cache_dir=tmp_path, endpoint=closed_endpoint)
+        read_definition("gpt2", cache_dir=tmp_path)
 
 
 def with_changes(tokenizer: Tokenizer, **changes: object) -> str:

@@ -10,13 +10,12 @@ _GPT2_REPO = "openai-community/gpt2"
 _GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 
 
-def read_definition(name: str, *, cache_dir: Path | None = None, endpoint: str | None = None) -> str:
+def read_definition(name: str, *, cache_dir: Path | None = None) -> str:
     """Return the content of a `tokenizer.json` for a path or the name `gpt2`.
 
     Args:
         name: a file, a folder (see `Tokenizer.load`), or `gpt2` unless a file or folder has that name.
         cache_dir: folder for the download; None for the Hub client's cache.
-        endpoint: address of the Hub; None for the client's default.
 
     Raises:
         DataError: the file does not exist, cannot be read, or cannot be downloaded.
@@ -25,9 +24,7 @@ def read_definition(name: str, *, cache_dir: Path | None = None, endpoint: str |
     if name == "gpt2" and not path.exists():
         from quintic.data.hub import download
 
-        path = download(
-            _GPT2_REPO, "tokenizer.json", repo_type="model", revision=None, cache_dir=cache_dir, endpoint=endpoint
-        )
+        path = download(_GPT2_REPO, "tokenizer.json", repo_type="model", cache_dir=cache_dir)
     if path.is_dir():
         if not (path / "tokenizer.json").is_file():
             return _from_gpt2_files(path)
