@@ -1,7 +1,8 @@
 """Reads the bytes of a file in blocks or in lines, decompressed by its ending, and decodes UTF-8."""
 
+import gzip
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,8 @@ __all__ = ["COMPRESSIONS", "blocks_of", "decode_utf8", "lines_of", "uncompressed
 COMPRESSIONS = (".gz", ".zst")
 
 _BLOCK_BYTES = 1 << 20
-# Compressed bytes that are decompressed at a time: a small file can hold gigabytes of one character. Four bytes of
-# Zstandard can become 128 KiB, one byte of gzip about 1 KiB: with these sizes at most 64 MiB result.
+# Compressed bytes that are decompressed at a time: four bytes of Zstandard can become 128 KiB, so these at most 64 MiB.
 _ZSTD_PIECE_BYTES = 2 << 10
-_GZIP_PIECE_BYTES = 64 << 10
 
 
 def uncompressed_name(name: str) -> str:
@@ -83,49 +82,44 @@ def blocks_of(path: Path) -> Iterator[bytes]:
         OSError: the file cannot be read.
     """
     name = path.name.lower()
-    if name.endswith(".gz"):
-        yield from _decompressed(path, lambda: zlib.decompressobj(wbits=31), zlib.error, _GZIP_PIECE_BYTES)
-    elif name.endswith(".zst"):
-        import zstandard
-
-        def frame() -> Any:
-            # Frames of `zstd --long=31` need a larger window than the library's default.
-            return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
-
-        yield from _decompressed(path, frame, zstandard.ZstdError, _ZSTD_PIECE_BYTES)
-    else:
-        with path.open("rb") as file:
+    truncated = f"{path}: truncated, the compressed data stops early; copy or download it again"
+    if name.endswith(COMPRESSIONS) and path.stat().st_size == 0:
+        raise DataError(truncated)
+    if name.endswith(".zst"):
+        yield from _zstandard_blocks(path, truncated)
+        return
+    try:
+        with gzip.open(path) if name.endswith(".gz") else path.open("rb") as file:
             while block := file.read(_BLOCK_BYTES):
                 yield block
+    except EOFError as error:
+        raise DataError(truncated) from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: damaged or not compressed as its ending says ({error})") from error
 
 
-def _decompressed(
-    path: Path, start_frame: Callable[[], Any], broken: type[Exception], piece_bytes: int
-) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file of one or more frames, reading `piece_bytes` at a time.
+def _zstandard_blocks(path: Path, truncated: str) -> Iterator[bytes]:
+    """Yield the bytes of a file of one or more Zstandard frames; one that ends within a frame is an error.
 
-    `start_frame` returns a decompression object of `zlib` or `zstandard`, which have the same methods; `broken` is the
-    exception that it raises for damaged data. A file that ends within a frame is an error.
+    The library's own stream reader takes such a file for complete.
     """
+    import zstandard
+
+    # Frames of `zstd --long=31` need a larger window than the library's default.
+    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
+    frame: Any = None
     with path.open("rb", buffering=_BLOCK_BYTES) as file:
-        # Started before anything is read, so that an empty file counts as truncated.
-        frame = start_frame()
-        while block := file.read(piece_bytes):
-            while block:
-                if frame is None:
-                    # gzip allows padding with zeros between and after its members.
-                    block = block.lstrip(b"\0")
-                    if not block:
-                        break
-                    frame = start_frame()
+        while piece := file.read(_ZSTD_PIECE_BYTES):
+            while piece:
+                frame = frame or decompressor.decompressobj()
                 try:
-                    data = frame.decompress(block)
-                except broken as error:
+                    block = frame.decompress(piece)
+                except zstandard.ZstdError as error:
                     raise DataError(f"{path}: damaged or not compressed as its ending says ({error})") from error
-                if data:
-                    yield data
-                block = b""
+                if block:
+                    yield block
+                piece = b""
                 if frame.eof:
-                    block, frame = frame.unused_data, None
-        if frame is not None:
-            raise DataError(f"{path}: truncated, the compressed data stops early; copy or download it again")
+                    piece, frame = frame.unused_data, None
+    if frame is not None:
+        raise DataError(truncated)
