@@ -28,7 +28,7 @@ from torch import Tensor
 
 from quintic.data.dataset import Dataset
 from quintic.data.prefetch import Prefetcher
-from quintic.data.rows import ChunkIndex, MixedRows, Position, RowStream
+from quintic.data.rows import MixedRows, Position
 from quintic.data.source import SplitName
 from quintic.errors import DataError
 
@@ -148,10 +148,9 @@ class Loader(Iterator[Batch]):
         Raises:
             DataError: the split has too little text for one batch on every rank.
         """
-        self._stream, self._tokens = _row_stream(dataset, split, seq_len, seed=seed, buffer_documents=buffer_documents)
-        num_tokens = sum(self._tokens.values())
-        if num_tokens < rows * (seq_len + 1) * world_size:
-            raise _too_little_text(split, num_tokens, rows, seq_len, world_size)
+        self._stream = MixedRows(dataset, split, seq_len + 1, seed=seed, buffer_documents=buffer_documents)
+        if sum(self._stream.num_tokens.values()) < rows * (seq_len + 1) * world_size:
+            raise _too_little_text(split, self._stream, rows, seq_len, world_size)
         self._depth = prefetch
         self._device = numbered(device)
         self._identity = {
@@ -190,7 +189,7 @@ class Loader(Iterator[Batch]):
         """Number of times that each source was read: source -> tokens served or dropped / its number of tokens."""
         return {
             source: (position["served"] + position["cropped"]) / max(1, tokens)
-            for (source, tokens), position in zip(self._tokens.items(), self._positions, strict=True)
+            for (source, tokens), position in zip(self._stream.num_tokens.items(), self._positions, strict=True)
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,30 +262,13 @@ def iterate_validation_rows(
         DataError: there is too little text for one batch.
     """
     wanted = None if max_tokens is None else max(1, max_tokens // (rows * seq_len))
-    stream, tokens = _row_stream(dataset, "val", seq_len, seed=None, buffer_documents=_VALIDATION_BUFFER)
+    stream = MixedRows(dataset, "val", seq_len + 1, seed=None, buffer_documents=_VALIDATION_BUFFER)
     count = 0
     while (wanted is None or count < wanted) and (block := stream.next_rows(rows)) is not None:
         yield batch_of(block.tokens, dataset.bos_id, documents=block.documents, epoch=block.epoch)
         count += 1
     if not count:
-        raise _too_little_text("val", sum(tokens.values()), rows, seq_len, 1)
-
-
-def _row_stream(
-    dataset: Dataset, split: SplitName, seq_len: int, *, seed: int | None, buffer_documents: int
-) -> tuple[MixedRows, dict[str, int]]:
-    """Return the rows of a split, without end or (`seed` None) once, and for each source its number of tokens."""
-    documents, sources = dataset.split(split), dataset.source_ranges(split)
-    tables = [ChunkIndex(documents, dataset.bos_id, seq_len + 1, source.first, source.last) for source in sources]
-    # Each source has a seed of its own; the first one's is that of a dataset with a single source.
-    seeds = [None if seed is None else seed + number * 2**32 for number in range(len(sources))]
-    streams = [
-        RowStream(table, seed=own_seed, buffer_documents=buffer_documents)
-        for table, own_seed in zip(tables, seeds, strict=True)
-    ]
-    # A source of validation text has weight 0, and is then the only one of its split.
-    rows = MixedRows(streams, [source.weight or 1.0 for source in sources])
-    return rows, {source.source: table.num_tokens for source, table in zip(sources, tables, strict=True)}
+        raise _too_little_text("val", stream, rows, seq_len, 1)
 
 
 def _next_batch(
@@ -297,7 +279,8 @@ def _next_batch(
     return batch_of(block.tokens, bos_id, epoch=block.epoch).pinned(device), stream.positions()
 
 
-def _too_little_text(split: str, tokens: int, rows: int, seq_len: int, world_size: int) -> DataError:
+def _too_little_text(split: str, stream: MixedRows, rows: int, seq_len: int, world_size: int) -> DataError:
+    tokens = sum(stream.num_tokens.values())
     ranks = f" on {world_size} ranks" if world_size > 1 else ""
     advice = "raise --val-frac or give more text" if split == "val" else "give more text"
     return DataError(

@@ -2,7 +2,7 @@
 
     ChunkIndex   documents -> chunks of at most one row, and their tokens
     RowStream    an epoch's permutation of the chunks -> packed rows, one stream per source
-    MixedRows    several streams -> rows in proportion to their weights
+    MixedRows    the streams of all sources -> rows in proportion to their weights
 
 A position in the text is a few numbers: the epoch, the next index of its order, and the chunks in the packer's buffer.
 Tokens are read last, and only for the rows that a rank needs. `quintic.data.loader` explains chunks and order, and adds
@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quintic.data.dataset import DocumentSplit
+from quintic.data.dataset import Dataset, DocumentSplit
 from quintic.data.packing import BestFitPacker
+from quintic.data.source import SplitName
 from quintic.errors import DataError
 
-__all__ = ["ChunkIndex", "MixedRows", "PackedRows", "Position", "RowStream"]
+__all__ = ["MixedRows", "PackedRows", "Position"]
 
 # One epoch without a full row can be an unlucky permutation of very little text. After this number of such epochs in a
 # row, there is too little text.
@@ -230,22 +231,38 @@ class RowStream:
 
 
 class MixedRows:
-    """Mixes the rows of several streams in proportion to their weights.
+    """Packs the rows of a split, from its sources in proportion to their weights.
 
     The next row comes from the stream that is furthest behind its fraction of all rows so far (the first one of
     several). So the order depends only on the numbers of rows, and after n rows each stream has contributed its
     fraction to within a row or two.
     """
 
-    def __init__(self, streams: Sequence[RowStream], weights: Sequence[float]) -> None:
-        """Start at the beginning of each stream.
+    def __init__(
+        self, dataset: Dataset, split: SplitName, row_tokens: int, *, seed: int | None, buffer_documents: int
+    ) -> None:
+        """Start at the beginning of each source.
 
         Args:
-            streams: one stream for each source, with rows of one length.
-            weights: weight of each stream, above 0.
+            dataset: the prepared text.
+            split: `train` or `val`.
+            row_tokens: length of a row, at least 2.
+            seed: seed of the permutations, for rows without end; None for one pass in stored order.
+            buffer_documents: number of chunks that the packer chooses from.
         """
-        self._streams = list(streams)
-        self._weights = [weight / sum(weights) for weight in weights]
+        self.num_tokens: dict[str, int] = {}
+        """Number of tokens of each source."""
+        self._streams: list[RowStream] = []
+        sources = dataset.source_ranges(split)
+        for number, source in enumerate(sources):
+            table = ChunkIndex(dataset.split(split), dataset.bos_id, row_tokens, source.first, source.last)
+            self.num_tokens[source.source] = table.num_tokens
+            # Each source has a seed of its own; the first one's is that of a dataset with a single source.
+            own_seed = None if seed is None else seed + number * 2**32
+            self._streams.append(RowStream(table, seed=own_seed, buffer_documents=buffer_documents))
+        # A source of validation text has weight 0, and is then the only one of its split.
+        total = sum(source.weight for source in sources)
+        self._weights = [source.weight / total if total else 1.0 for source in sources]
 
     def restore(self, positions: Sequence[Position]) -> None:
         """Go to the positions that `positions` returned: the next row is the row that followed them.

@@ -6,6 +6,7 @@
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from quintic.data.files.documents import MAX_DOCUMENT_BYTES, sections_of
 from quintic.data.source import NAME_ERRORS, Source
@@ -96,7 +97,10 @@ def _survey(
     hashes: list[int] = []
     first_bytes = 0
     pieces: list[bytes] = []
-    for document in _sample_documents(source, in_order=source.is_remote or max_bytes is not None):
+    files = source.files
+    if not source.is_remote and max_bytes is None:
+        files = tuple(sorted(files, key=lambda file: text_hash(file.name.encode(errors=NAME_ERRORS))))
+    for document in chain.from_iterable(file.read() for file in files):
         if seen >= budget:
             complete = max_bytes is not None and max_bytes <= sample_bytes
             break
@@ -125,14 +129,6 @@ def _survey(
             )
         threshold = min(max(threshold, smallest + 1), largest)
     return limited_sample([piece for piece in pieces if text_hash(piece) >= threshold]), sampled, threshold
-
-
-def _sample_documents(source: Source, *, in_order: bool) -> Iterator[bytes]:
-    files = source.files
-    if not in_order:
-        files = tuple(sorted(files, key=lambda file: text_hash(file.name.encode(errors=NAME_ERRORS))))
-    for file in files:
-        yield from file.read()
 
 
 def limited_sample(pieces: Sequence[bytes]) -> list[bytes]:
