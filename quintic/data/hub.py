@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from quintic.data.files.documents import RECORD_ENDINGS, TEXT_FIELD, has_fields, holds_records, read_documents
+from quintic.data.files.documents import RECORD_ENDINGS, TEXT_FIELD, format_of, read_documents
 from quintic.data.source import Source, SourceFile, slug
 from quintic.durable import json_object, write_atomically
 from quintic.errors import DataError
@@ -168,7 +168,11 @@ def _listing(repo: str, cache_dir: Path) -> dict[str, Any]:
 
 def _select(names: list[str], config: str | None, configs: list[dict[str, Any]], spec: str) -> list[str]:
     """Return the names of the training files of a configuration."""
-    every = [name for name in names if holds_records(name) and name.rpartition("/")[2].lower() not in _STATISTICS]
+    every = [
+        name
+        for name in names
+        if format_of(name) in RECORD_ENDINGS and name.rpartition("/")[2].lower() not in _STATISTICS
+    ]
     if config is None:
         of_config = [entry for entry in configs if entry.get("default") or entry.get("config_name") == "default"]
     else:
@@ -180,7 +184,7 @@ def _select(names: list[str], config: str | None, configs: list[dict[str, Any]],
         folder = f"/{config}/" if config else "/"
         inside = [name for name in every if folder in f"/{name}"]
         # JSON and CSV may be settings or statistics of the data set.
-        chosen = [name for name in inside if not has_fields(name)] or inside
+        chosen = [name for name in inside if format_of(name) not in (".json", ".csv")] or inside
         train = [name for name in chosen if re.search(r"(?:^|[/._-])train(?:[/._-]|$)", name)]
         chosen = train or chosen
     if not chosen:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quintic.data.files.blocks import uncompressed_name
-from quintic.data.files.documents import ENDINGS_ADVICE, TEXT_FIELD, is_supported, read_documents, stored_as_text
+from quintic.data.files.documents import ENDINGS_ADVICE, TEXT_ENDINGS, TEXT_FIELD, format_of, read_documents
 from quintic.data.files.folders import list_folder, walk
 from quintic.data.source import Source, SourceFile, slug
 from quintic.errors import DataError
@@ -66,22 +66,22 @@ def _path_source(spec: str, cache_dir: Path, text_field: str) -> Source:
         files = tuple(_source_file(path, path.relative_to(root).as_posix(), text_field) for path in paths)
         name = slug(root.resolve().name)
     else:
-        if not is_supported(root.name):
+        if format_of(root.name) is None:
             raise DataError(f"{spec}: unknown ending; {ENDINGS_ADVICE}")
         # Text is read more than once, and a pipe can be read only once.
         if not root.is_file():
             raise DataError(f"{spec}: a pipe or a device, not a file; write its text to a file first")
         files, notes = (_source_file(root, root.name, text_field),), ()
         name = slug(uncompressed_name(root.name).rpartition(".")[0])
-    plain = all(stored_as_text(file.name) for file in files)
-    total = sum(file.size_bytes for file in files)
+    # The size of uncompressed plain text is the size of its file.
+    plain = all(file.name.lower().endswith(TEXT_ENDINGS) for file in files)
     return Source(
         name=name,
         spec=spec,
         files=files,
         # The default field is not part of the identity, so that text prepared by versions without the option is found.
         identity="files" if text_field == TEXT_FIELD else f"files, field {text_field}",
-        text_bytes=total if plain else None,
+        text_bytes=sum(file.size_bytes for file in files) if plain else None,
         notes=notes,
     )
 

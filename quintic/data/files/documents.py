@@ -20,24 +20,21 @@ __all__ = [
     "ENDINGS_ADVICE",
     "MAX_DOCUMENT_BYTES",
     "RECORD_ENDINGS",
+    "TEXT_ENDINGS",
     "TEXT_FIELD",
     "MissingField",
-    "has_fields",
-    "holds_records",
-    "is_supported",
+    "format_of",
     "read_documents",
     "sections_of",
-    "stored_as_text",
 ]
 
 TEXT_FIELD = "text"
 """Default name of the field of JSON, CSV and Parquet that holds the text."""
 
-_TEXT_ENDINGS = (".txt", ".md", ".rst")
-_JSON_LINES = (".jsonl", ".ndjson")
-RECORD_ENDINGS = (".parquet", *_JSON_LINES, ".json", ".csv")
+TEXT_ENDINGS = (".txt", ".md", ".rst")
+RECORD_ENDINGS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv")
 ENDINGS_ADVICE = (
-    f"supported are {', '.join((*_TEXT_ENDINGS, *RECORD_ENDINGS[1:]))}, these also with {' or '.join(COMPRESSIONS)} "
+    f"supported are {', '.join((*TEXT_ENDINGS, *RECORD_ENDINGS[1:]))}, these also with {' or '.join(COMPRESSIONS)} "
     "behind, and .parquet; copy other plain text, source code for example, to names in .txt"
 )
 MAX_DOCUMENT_BYTES = 64 * 1024
@@ -54,41 +51,27 @@ class MissingField(DataError):
     """A record or a table lacks the field that should hold the text.
 
     Attributes:
-        fields: names of its fields; None for a record that is not an object.
+        fields: names of its fields.
     """
 
-    def __init__(self, place: str, field: str, fields: Iterable[str] | None) -> None:
+    def __init__(self, place: str, field: str, fields: Iterable[str]) -> None:
         """Make a message with the names of the fields, and the option that chooses one of them."""
-        self.fields = None if fields is None else tuple(fields)
-        if self.fields is None:
-            given = "the record is not an object"
-        else:
-            more = f" and {len(self.fields) - _NAMED_FIELDS} more" if len(self.fields) > _NAMED_FIELDS else ""
-            given = f"its fields are {', '.join(self.fields[:_NAMED_FIELDS]) or 'none'}{more}"
+        self.fields = tuple(fields)
+        more = f" and {len(self.fields) - _NAMED_FIELDS} more" if len(self.fields) > _NAMED_FIELDS else ""
+        given = f"its fields are {', '.join(self.fields[:_NAMED_FIELDS]) or 'none'}{more}"
         super().__init__(f"{place}: no field {field!r} ({given}); choose the one that holds the text with --text-field")
 
 
-def is_supported(name: str) -> bool:
-    """Return whether a file can be read, judged by its ending (in upper or lower case)."""
-    return holds_records(name) or uncompressed_name(name).endswith(_TEXT_ENDINGS)
+def format_of(name: str) -> str | None:
+    """Return the ending that says how a file is read, without that of a compression; None if it cannot be read.
 
-
-def holds_records(name: str) -> bool:
-    """Return whether a file has records with fields, and not plain text."""
-    return name.lower().endswith(".parquet") or uncompressed_name(name).endswith(RECORD_ENDINGS[1:])
-
-
-def stored_as_text(name: str) -> bool:
-    """Return whether the size of a file is the size of its text: true for uncompressed plain text."""
-    return name.lower().endswith(_TEXT_ENDINGS)
-
-
-def has_fields(name: str) -> bool:
-    """Return whether a file is JSON or CSV, which may hold something else than documents, for example settings.
-
-    Files of JSON lines and Parquet always count as documents.
+    >>> format_of("a.JSON.gz"), format_of("a.parquet.gz")
+    ('.json', None)
     """
-    return uncompressed_name(name).endswith((".json", ".csv"))
+    plain = uncompressed_name(name)
+    if plain.endswith(".parquet") and plain != name.lower():
+        return None
+    return next((ending for ending in (*TEXT_ENDINGS, *RECORD_ENDINGS) if plain.endswith(ending)), None)
 
 
 def read_documents(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
@@ -106,20 +89,20 @@ def read_documents(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
         DataError: the file cannot be opened, is damaged, is not UTF-8, or has a record without text or of more than
             256 MiB (CSV: 32 MiB).
     """
-    if not is_supported(path.name):
-        raise DataError(f"{path}: unknown ending; {ENDINGS_ADVICE}")
-    name = uncompressed_name(path.name)
+    ending = format_of(path.name)
     try:
-        if name.endswith(_TEXT_ENDINGS):
+        if ending in TEXT_ENDINGS:
             documents = _read_text(path)
-        elif name.endswith(_JSON_LINES):
+        elif ending in (".jsonl", ".ndjson"):
             documents = _read_json_lines(path, field)
-        elif name.endswith(".json"):
+        elif ending == ".json":
             documents = _read_json(path, field)
-        elif name.endswith(".csv"):
+        elif ending == ".csv":
             documents = _read_csv(path, field)
-        else:
+        elif ending == ".parquet":
             documents = _read_parquet(path, field)
+        else:
+            raise DataError(f"{path}: unknown ending; {ENDINGS_ADVICE}")
         yield from filter(None, documents)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
@@ -214,7 +197,7 @@ def _decoded_blocks(path: Path) -> Iterator[str]:
 def _text_of(record: Any, place: str, field: str) -> bytes:
     """Return the text of a JSON record."""
     if not isinstance(record, dict):
-        raise MissingField(place, field, None)
+        raise DataError(f"{place}: no field {field!r} (the record is not an object); leave such lines out")
     if field not in record:
         raise MissingField(place, field, record)
     text = record[field]

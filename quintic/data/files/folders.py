@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quintic.data.files.blocks import COMPRESSIONS
-from quintic.data.files.documents import ENDINGS_ADVICE, MissingField, has_fields, is_supported, read_documents
+from quintic.data.files.documents import ENDINGS_ADVICE, MissingField, format_of, read_documents
 from quintic.durable import json_object
 from quintic.errors import DataError
 
@@ -54,7 +54,7 @@ def list_folder(root: Path, spec: str, *, cache_dir: Path, text_field: str) -> t
             continue
         prefix = "" if place == "." else f"{place}/"
         hidden += [f"{prefix}{name}/" for name in folders if name.startswith(".")]
-        hidden += [f"{prefix}{name}" for name in names if name.startswith(".") and is_supported(name)]
+        hidden += [f"{prefix}{name}" for name in names if name.startswith(".") and format_of(name)]
         installed += [f"{prefix}{name}/" for name in folders if name in _INSTALLED]
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSTALLED]
         found |= {f"{prefix}{name}": folder / name for name in names if not name.startswith(".")}
@@ -65,9 +65,10 @@ def list_folder(root: Path, spec: str, *, cache_dir: Path, text_field: str) -> t
     for name, path in sorted(found.items()):
         if not path.is_file():  # a pipe, or a link to nothing
             continue
-        if not is_supported(name):
+        ending = format_of(name)
+        if ending is None:
             endings[_ending(path.name)] += 1
-        elif has_fields(name) and (fields := _fields_without(path, text_field)) is not None:
+        elif ending in (".json", ".csv") and (fields := _fields_without(path, text_field)) is not None:
             without_field[name] = fields
         else:
             files.append(path)
@@ -170,7 +171,7 @@ def _fields_without(path: Path, text_field: str) -> tuple[str, ...] | None:
     try:
         next(read_documents(path, text_field), None)
     except MissingField as error:
-        return error.fields or ()
+        return error.fields
     except DataError:
         pass
     return None
