@@ -174,7 +174,6 @@ class Loader(Iterator[Batch]):
         """Return the next batch.
 
         Raises:
-            DataError: the text does not fill a row.
             ValueError: the loader is closed.
         """
         if self._closed:

@@ -101,8 +101,9 @@ def prepare(
     if note is not None:
         for line in source.notes:
             note(line)
-    if source.is_remote and max_bytes is None and source.size_bytes > _MAX_REMOTE_BYTES:
-        raise DataError(f"{spec}: a download of {source.size_bytes / 1e9:.0f} GB; limit the text with --max-bytes")
+    size = sum(file.size_bytes for file in source.files)
+    if source.is_remote and max_bytes is None and size > _MAX_REMOTE_BYTES:
+        raise DataError(f"{spec}: a download of {size / 1e9:.0f} GB; limit the text with --max-bytes")
     given = Tokenizer.load(tokenizer, cache_dir=data_dir / "cache" / "hub") if tokenizer is not None else None
     settings = {
         "vocab_size": vocab_size if given is None else None,

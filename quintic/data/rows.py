@@ -22,10 +22,6 @@ from quintic.errors import DataError
 
 __all__ = ["MixedRows", "PackedRows", "Position"]
 
-# One epoch without a full row can be an unlucky permutation of very little text. After this number of such epochs in a
-# row, there is too little text.
-_EMPTY_EPOCHS = 8
-
 Int64s = npt.NDArray[np.int64]
 Position = dict[str, Any]
 """The position of a stream after a row, as JSON values by the names that saved states use.
@@ -184,14 +180,8 @@ class RowStream:
         return self._seed is None and self.epoch > 0
 
     def pack_row(self) -> _Row | None:
-        """Pack the next row without reading its tokens; None at the end of the only epoch.
-
-        Raises:
-            DataError: several successive epochs did not fill a single row.
-        """
-        for _ in range(_EMPTY_EPOCHS):
-            if self.has_ended:
-                return None
+        """Pack the next row without reading its tokens; None at the end of the only epoch."""
+        while not self.has_ended:
             packed = self._packer.pack_row(self._next_chunk)
             if packed is not None:
                 chunks = self._order[[index for index, _ in packed]]
@@ -202,10 +192,7 @@ class RowStream:
             # The end of the epoch: chunks that no longer fill a row are dropped.
             self._cropped += self._packer.buffered_tokens
             self._begin_epoch(self.epoch + 1)
-        raise DataError(
-            f"too little text: an epoch does not fill one row of {self._table.row_tokens} tokens; use a smaller "
-            "--seq-len or more text"
-        )
+        return None
 
     def _next_chunk(self) -> tuple[int, int] | None:
         """Return the next chunk as (index in the order, length); None at the end of the epoch."""
@@ -249,6 +236,9 @@ class MixedRows:
             row_tokens: length of a row, at least 2.
             seed: seed of the permutations, for rows without end; None for one pass in stored order.
             buffer_documents: number of chunks that the packer chooses from.
+
+        Raises:
+            DataError: a source does not fill one row, so that its epochs would be empty.
         """
         self.num_tokens: dict[str, int] = {}
         """Number of tokens of each source."""
@@ -257,6 +247,11 @@ class MixedRows:
         for number, source in enumerate(sources):
             table = ChunkIndex(dataset.split(split), dataset.bos_id, row_tokens, source.first, source.last)
             self.num_tokens[source.source] = table.num_tokens
+            if seed is not None and table.num_tokens < row_tokens:
+                raise DataError(
+                    f"too little text: {source.source} does not fill one row of {row_tokens} tokens; use a smaller "
+                    "--seq-len or more text"
+                )
             # Each source has a seed of its own; the first one's is that of a dataset with a single source.
             own_seed = None if seed is None else seed + number * 2**32
             self._streams.append(RowStream(table, seed=own_seed, buffer_documents=buffer_documents))
@@ -289,9 +284,6 @@ class MixedRows:
             rows: number of rows per rank.
             rank: the rank whose rows are returned; only their tokens are read.
             world_size: number of ranks.
-
-        Raises:
-            DataError: several successive epochs of a source did not fill a single row.
         """
         packed: list[_Row] = []
         while len(packed) < world_size * rows:

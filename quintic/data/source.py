@@ -58,11 +58,6 @@ class Source:
     weight: float = 1.0
     side: SplitName | None = None
 
-    @property
-    def size_bytes(self) -> int:
-        """Total size of the stored files."""
-        return sum(file.size_bytes for file in self.files)
-
     def fingerprint(self) -> str:
         """Return 32 hex digits that change if a file is added, removed, renamed or changed.
 

@@ -234,14 +234,11 @@ class Tokenizer:
         Raises:
             DataError: an id is outside the vocabulary.
         """
-        table = self._bytes
-        size = len(table)
-        pieces = []
+        ids = list(ids)
         for index in ids:
-            if not 0 <= index < size:
-                raise DataError(f"token id {index} is outside the vocabulary of {size}")
-            pieces.append(table[index])
-        return b"".join(pieces)
+            if not 0 <= index < self.vocab_size:
+                raise DataError(f"token id {index} is outside the vocabulary of {self.vocab_size}")
+        return b"".join([self._bytes[index] for index in ids])
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
         """Return the number of bytes of each token: (vocab_size,) int32, 0 for special tokens."""

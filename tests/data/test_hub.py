@@ -48,7 +48,7 @@ def test_files_are_downloaded_as_they_are_reached(hub: Hub, tmp_path: Path) -> N
     }
     source = open_hub("hf:me/web", cache_dir=tmp_path)
     assert (source.name, source.is_remote) == ("web", True)
-    assert source.size_bytes == sum(len(hub.files["me/web"][part.name]) for part in source.files)
+    assert all(part.size_bytes == len(hub.files["me/web"][part.name]) for part in source.files)
     documents = source.documents()
     assert [next(documents), next(documents)] == [b"one", b"two"]
     assert hub.downloads == ["data/train-0.parquet"]

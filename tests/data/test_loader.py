@@ -249,18 +249,14 @@ def test_too_little_text_for_a_batch(dataset: Dataset, prefetch: int) -> None:
         load(dataset, rows=1000, seq_len=100, world_size=4)
 
 
-def test_text_that_fills_no_row_is_an_error_where_the_batch_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
-    for index in range(3):
-        (tmp_path / "text" / f"{index}.txt").write_text(make_text(index, 2000))
-    dataset = prepare(str(tmp_path / "text"), data_dir=tmp_path, vocab_size=300, val_frac=0.01)
-    for prefetch in (0, 2):
-        with load(dataset, rows=1, prefetch=prefetch) as loader:
-            loader._stream._streams[0]._table.row_tokens = 10**6  # more than there is: a check of the sizes let it pass
-            loader._stream.restore(loader._stream.positions())
-            for _ in range(2):  # again on every later call
-                with pytest.raises(DataError, match="an epoch does not fill one row of 1000000 tokens"):
-                    next(loader)
+def test_a_source_that_fills_no_row_is_named(tmp_path: Path) -> None:
+    (tmp_path / "small.txt").write_text("too few words")
+    (tmp_path / "large.txt").write_text(make_text(1, 50_000))
+    (tmp_path / "held.txt").write_text(make_text(2, 1000))
+    spec = f"{tmp_path}/small.txt=1 {tmp_path}/large.txt=1"
+    dataset = prepare(spec, data_dir=tmp_path, vocab_size=300, val_data=str(tmp_path / "held.txt"), max_bytes=10**6)
+    with pytest.raises(DataError, match=f"too little text: {tmp_path}/small.txt does not fill one row of 101 tokens"):
+        load(dataset, rows=1, seq_len=100)
 
 
 def prefetching() -> set[threading.Thread]:
