@@ -38,19 +38,6 @@ def prepared(data: DataConfig, *, repair: bool = True) -> Dataset:
     Raises:
         QuinticError: the source or the prepared data cannot be used.
     """
-    shown = ""
-    messages = {
-        "survey": "reading the text",
-        "tokenizer": "making a tokenizer from it",
-        "tokens": "turning it into tokens",
-    }
-
-    def progress(stage: str, done: int, total: int | None) -> None:
-        nonlocal shown
-        if stage != shown and stage in messages:
-            print(f"Preparing data: {messages[stage]} ...", flush=True)
-        shown = stage
-
     dataset = prepare(
         data.data,
         data_dir=data.data_dir,
@@ -59,10 +46,9 @@ def prepared(data: DataConfig, *, repair: bool = True) -> Dataset:
         val_frac=data.val_frac,
         max_bytes=data.max_bytes,
         repair=repair,
-        progress=progress,
         text_field=data.text_field,
         val_data=data.val_data,
-        note=lambda line: print(f"Preparing data: {line}", flush=True),
+        say=lambda line: print(f"Preparing data: {line}", flush=True),
     )
     verify(dataset, again=data.verify)
     return dataset

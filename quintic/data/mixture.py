@@ -88,13 +88,11 @@ def joined(sources: Sequence[Source], spec: str) -> Source:
     """Return one source with the documents of all sources, one after the other."""
     if len(sources) == 1:
         return sources[0]
-    sizes = [source.text_bytes for source in sources]
     return Source(
         name=slug("-".join(source.name for source in sources)),
         spec=spec,
         files=tuple(file for source in sources for file in source.files),
         identity=json.dumps([[source.weight, source.side, source.identity, len(source.files)] for source in sources]),
-        text_bytes=sum(size for size in sizes if size is not None) if None not in sizes else None,
         is_remote=any(source.is_remote for source in sources),
         notes=tuple(note for source in sources for note in source.notes),
     )

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quintic.data.files.blocks import uncompressed_name
-from quintic.data.files.documents import ENDINGS_ADVICE, TEXT_ENDINGS, TEXT_FIELD, format_of, read_documents
+from quintic.data.files.documents import ENDINGS_ADVICE, TEXT_FIELD, format_of, read_documents
 from quintic.data.files.folders import list_folder, walk
 from quintic.data.source import Source, SourceFile, slug
 from quintic.errors import DataError
@@ -73,15 +73,12 @@ def _path_source(spec: str, cache_dir: Path, text_field: str) -> Source:
             raise DataError(f"{spec}: a pipe or a device, not a file; write its text to a file first")
         files, notes = (_source_file(root, root.name, text_field),), ()
         name = slug(uncompressed_name(root.name).rpartition(".")[0])
-    # The size of uncompressed plain text is the size of its file.
-    plain = all(file.name.lower().endswith(TEXT_ENDINGS) for file in files)
     return Source(
         name=name,
         spec=spec,
         files=files,
         # The default field is not part of the identity, so that text prepared by versions without the option is found.
         identity="files" if text_field == TEXT_FIELD else f"files, field {text_field}",
-        text_bytes=sum(file.size_bytes for file in files) if plain else None,
         notes=notes,
     )
 
@@ -120,7 +117,6 @@ def _python_source(root: Path) -> Source:
             "give a text file or folder instead"
         )
     files = tuple(_module_file(root / name, name) for name in sorted(names))
-    # text_bytes is unknown, since reading leaves out tables.
     return Source(name="python", spec="python", files=files, identity=f"python {platform.python_version()}")
 
 

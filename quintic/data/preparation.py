@@ -43,10 +43,7 @@ from quintic.data.tokenizer import Tokenizer, lost_text
 from quintic.durable import flush, json_object, lock, remove_unfinished, write_atomically
 from quintic.errors import DataError
 
-__all__ = ["Progress", "prepare", "prepare_command"]
-
-Progress = Callable[[str, int, int | None], None]
-"""Called with the stage, the bytes of text done, and the total bytes of text (None if unknown)."""
+__all__ = ["prepare", "prepare_command"]
 
 _PROGRESS_NAME = "progress.json"
 _SAMPLE_BYTES = 32 << 20
@@ -66,10 +63,9 @@ def prepare(
     max_bytes: int | None = None,
     shard_tokens: int = 2**24,
     repair: bool = True,
-    progress: Progress | None = None,
     text_field: str = TEXT_FIELD,
     val_data: str | None = None,
-    note: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Dataset:
     """Tokenize a text source into the folder `data_dir/<name>-<key>` and open it; a finished folder is only opened.
 
@@ -87,10 +83,9 @@ def prepare(
         shard_tokens: number of tokens at which a shard is closed.
         repair: whether to prepare a finished folder again if a file is missing or has the wrong size; False raises an
             error instead.
-        progress: called from time to time, from this thread.
         text_field: the field of JSON, CSV and Parquet that holds the text.
         val_data: source of the validation text; None to hold back documents of `spec`.
-        note: called with a message for users about each kind of files that is left out.
+        say: called with a line for users about each kind of files that is left out, and when a phase begins.
 
     Raises:
         DataError: the source or the tokenizer cannot be used; one side would have no text; the disk is full
@@ -98,9 +93,8 @@ def prepare(
     """
     sources = open_sources(spec, val_data, cache_dir=data_dir / "cache", text_field=text_field)
     source = joined(sources, spec)
-    if note is not None:
-        for line in source.notes:
-            note(line)
+    for line in source.notes:
+        say(line)
     size = sum(file.size_bytes for file in source.files)
     if source.is_remote and max_bytes is None and size > _MAX_REMOTE_BYTES:
         raise DataError(f"{spec}: a download of {size / 1e9:.0f} GB; limit the text with --max-bytes")
@@ -134,7 +128,7 @@ def prepare(
             ),
         },
         lost=f"--tokenizer {tokenizer}",
-        progress=progress or (lambda stage, done, total: None),
+        say=say,
     )
     finished = _open_finished(job.folder, repair=repair)
     if finished is not None:
@@ -198,7 +192,7 @@ class _Preparation:
         folder: the dataset's folder.
         manifest: the manifest's entries that are known from the beginning.
         lost: names the option of the tokenizer, for messages.
-        progress: as for `prepare`.
+        say: as for `prepare`.
     """
 
     sources: tuple[Source, ...]
@@ -207,7 +201,7 @@ class _Preparation:
     folder: Path
     manifest: dict[str, Any]
     lost: str
-    progress: Progress
+    say: Callable[[str], None]
     _writers: dict[SplitName, ShardWriter] = field(init=False, default_factory=dict)
 
     def run(self) -> None:
@@ -237,15 +231,15 @@ class _Preparation:
             used = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
             shutil.rmtree(self.folder, ignore_errors=True)
             raise DataError(
-                f"{self.folder.parent}: no space left on the disk after {used:,} bytes of tokens, "
-                f"{self._needed_space(used)}; what was written is removed, free some space or use another --data-dir"
+                f"{self.folder.parent}: no space left on the disk after {used:,} bytes of tokens; what was written is "
+                "removed, free some space or use another --data-dir"
             ) from error
 
     def _begin(self) -> None:
         """Survey the sources, and train or copy the tokenizer."""
-        self.progress("survey", 0, self.source.text_bytes)
+        self.say("reading the text ...")
         settings = self.manifest["settings"]
-        texts, num_bytes, self._thresholds = survey_sources(
+        texts, self._thresholds = survey_sources(
             self.sources,
             val_frac=settings["val_frac"],
             max_bytes=settings["max_bytes"],
@@ -253,7 +247,7 @@ class _Preparation:
         )
         tokenizer = self.given
         if tokenizer is None:
-            self.progress("tokenizer", num_bytes, num_bytes)
+            self.say("making a tokenizer from it ...")
             tokenizer = Tokenizer.train((text.decode() for text in texts), settings["vocab_size"])
         write_atomically(self.folder / TOKENIZER_NAME, tokenizer.definition)
         self._continue_with(tokenizer, {name: [] for name in SPLITS})
@@ -287,21 +281,15 @@ class _Preparation:
         }
         write_atomically(self.folder / _PROGRESS_NAME, json.dumps(state))
 
-    def _sum_shards(self, entry: str) -> dict[SplitName, int]:
-        """Return the sum of an entry of the shards that are written, of each split."""
-        return {name: sum(shard[entry] for shard in writer.shards) for name, writer in self._writers.items()}
-
     def _tokenize(self) -> list[dict[SplitName, list[int]]]:
         """Tokenize the documents that are in no shard yet; return each source's range of documents in each split."""
         limit = self.manifest["settings"]["max_bytes"]
-        total = self.source.text_bytes if limit is None else limit * len(self.sources)
-        done = sum(self._sum_shards("bytes").values())
-        written = self._sum_shards("documents")
+        written = {name: sum(shard["documents"] for shard in writer.shards) for name, writer in self._writers.items()}
         counts: dict[SplitName, int] = dict.fromkeys(written, 0)
         ranges = []
         batch: list[tuple[SplitName, bytes]] = []
         batch_bytes = 0
-        self.progress("tokens", done, total)
+        self.say("turning it into tokens ...")
         for source, threshold in zip(self.sources, self._thresholds, strict=True):
             first = dict(counts)
             for piece in sections_within(source.documents(), limit):
@@ -313,12 +301,9 @@ class _Preparation:
                 batch_bytes += len(piece)
                 if batch_bytes >= _BATCH_BYTES:
                     self._write(batch)
-                    done += batch_bytes
                     batch, batch_bytes = [], 0
-                    self.progress("tokens", done, total)
             ranges.append({name: [first[name], counts[name]] for name in counts})
         self._write(batch)
-        self.progress("done", done + batch_bytes, done + batch_bytes)
         return ranges
 
     def _write(self, batch: list[tuple[SplitName, bytes]]) -> None:
@@ -340,10 +325,9 @@ class _Preparation:
             writer.finish()
         for name, writer in self._writers.items():
             if not writer.shards:
-                num_bytes = sum(self._sum_shards("bytes").values())
+                other = "raise" if name == "val" else "lower"
                 raise DataError(
-                    f"{self.source.spec}: no document fell on the {name} side ({num_bytes:,} bytes of text); "
-                    f"{'raise' if name == 'val' else 'lower'} --val-frac "
+                    f"{self.source.spec}: no document fell on the {name} side; {other} --val-frac "
                     f"({self.manifest['settings']['val_frac']}) or give more text"
                 )
         sources = [
@@ -364,11 +348,3 @@ class _Preparation:
         # The manifest replaces the checkpoint; unfinished files may be left from a stopped preparation.
         (self.folder / _PROGRESS_NAME).unlink(missing_ok=True)
         remove_unfinished(self.folder)
-
-    def _needed_space(self, used: int) -> str:
-        """Say how many bytes the dataset needs, as far as the text done so far tells."""
-        total = self.source.text_bytes or self.manifest["settings"]["max_bytes"]
-        if not total:
-            return "more is needed"
-        done = sum(self._sum_shards("bytes").values())
-        return f"about {max(used, used * total // done) if done else total:,} bytes are needed"

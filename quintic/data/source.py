@@ -41,7 +41,6 @@ class Source:
         spec: the string that names the source.
         files: the files in reading order.
         identity: identity of the source in addition to its files, for example a version.
-        text_bytes: UTF-8 bytes of all documents if the file sizes tell, else None.
         is_remote: whether reading downloads files.
         notes: messages for users about files that were left out.
         weight: fraction of the training tokens, if there are several sources; 0 for validation text.
@@ -52,7 +51,6 @@ class Source:
     spec: str
     files: tuple[SourceFile, ...]
     identity: str = ""
-    text_bytes: int | None = None
     is_remote: bool = False
     notes: tuple[str, ...] = ()
     weight: float = 1.0

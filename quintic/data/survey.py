@@ -45,7 +45,7 @@ def sections_within(documents: Iterable[bytes], max_bytes: int | None) -> Iterat
 
 def survey_sources(
     sources: Sequence[Source], *, val_frac: float, max_bytes: int | None, sample_bytes: int
-) -> tuple[list[bytes], int, list[int]]:
+) -> tuple[list[bytes], list[int]]:
     """Read a sample of each source.
 
     Args:
@@ -55,15 +55,14 @@ def survey_sources(
         sample_bytes: approximate size of all samples, divided among the sources by their weights.
 
     Returns:
-        The training text for the tokenizer; the number of bytes in the samples; and for each source the threshold of
-        `text_hash` below which its documents are validation text.
+        The training text for the tokenizer, and for each source the threshold of `text_hash` below which its documents
+        are validation text.
 
     Raises:
         DataError: a source has no text, or one document that would have to be divided.
     """
     texts: list[bytes] = []
     thresholds: list[int] = []
-    num_bytes = 0
     for source in sources:
         if source.side == "val":
             if next(source.documents(), None) is None:
@@ -71,22 +70,19 @@ def survey_sources(
             # Every hash is below it: all documents are validation text, and none is for the tokenizer.
             thresholds.append(_HASH_RANGE)
             continue
-        sample, sampled, threshold = _survey(
+        sample, threshold = _survey(
             source,
             val_frac=val_frac if source.side is None else 0.0,
             max_bytes=max_bytes,
             sample_bytes=max(1, int(sample_bytes * source.weight)),
         )
         texts += sample
-        num_bytes += sampled
         thresholds.append(threshold)
     # Each sample is within the tokenizer's limits, but all samples together may exceed them.
-    return limited_sample(texts) if len(sources) > 1 else texts, num_bytes, thresholds
+    return limited_sample(texts) if len(sources) > 1 else texts, thresholds
 
 
-def _survey(
-    source: Source, *, val_frac: float, max_bytes: int | None, sample_bytes: int
-) -> tuple[list[bytes], int, int]:
+def _survey(source: Source, *, val_frac: float, max_bytes: int | None, sample_bytes: int) -> tuple[list[bytes], int]:
     """Survey one source; if the sample is all of it, move the threshold so that both sides get a document.
 
     With `val_frac` 0 there is no validation text, even in a small source.
@@ -105,17 +101,15 @@ def _survey(
             complete = max_bytes is not None and max_bytes <= sample_bytes
             break
         rest = None if max_bytes is None else max_bytes - seen
-        # Divided twice, for the sizes and for the sections: all sections of a long document at once would be a copy.
-        sizes = [len(piece) for piece in sections_within([document], rest)]
-        first_bytes = first_bytes or sizes[0]
+        sections = list(sections_within([document], rest))
+        size = sum(map(len, sections))
+        first_bytes = first_bytes or len(sections[0])
         # Of a document that is too large for the rest of the sample, every `stride`-th section is used.
-        stride = -(-sum(sizes) // (sample_bytes - sampled))
-        for number, piece in enumerate(sections_within([document], rest)):
-            hashes.append(text_hash(piece))
-            if number % stride == 0:
-                pieces.append(piece)
-        seen += sum(sizes)
-        sampled = min(sampled + sum(sizes[::stride]), sample_bytes - 1)
+        stride = -(-size // (sample_bytes - sampled))
+        hashes += map(text_hash, sections)
+        pieces += sections[::stride]
+        seen += size
+        sampled = min(sampled + sum(map(len, sections[::stride])), sample_bytes - 1)
     if not hashes:
         raise DataError(f"{source.spec}: there is no text in it; give a source with text")
     threshold = int(val_frac * _HASH_RANGE)
@@ -128,7 +122,7 @@ def _survey(
                 f"training and validation text; {advice if max_bytes is None else f'raise --max-bytes ({max_bytes:,})'}"
             )
         threshold = min(max(threshold, smallest + 1), largest)
-    return limited_sample([piece for piece in pieces if text_hash(piece) >= threshold]), sampled, threshold
+    return limited_sample([piece for piece in pieces if text_hash(piece) >= threshold]), threshold
 
 
 def limited_sample(pieces: Sequence[bytes]) -> list[bytes]:

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from durability import disk_events, durable_names
 from hub_server import Hub, serve, use_endpoint
-from text_samples import data_error_of, make_text
+from text_samples import act_after, data_error_of, make_text
 
 from quintic.data import preparation
 from quintic.data.files.definitions import read_definition
@@ -194,18 +194,21 @@ def test_a_preparation_goes_on_after_a_lost_network(hub: Hub, tmp_path: Path, mo
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client's waits between its attempts
     monkeypatch.setattr(preparation, "_SAMPLE_BYTES", 5000)
     monkeypatch.setattr(preparation, "_BATCH_BYTES", 5000)
-    places: list[tuple[str, int]] = []
 
-    def lose(stage: str, done: int, total: int | None) -> None:
-        hub.fails = stage == "tokens" and done > 20_000
+    def lose() -> None:
+        hub.fails = True
 
     options = {"data_dir": tmp_path, "vocab_size": 300, "val_frac": 0.4, "shard_tokens": 2000}
-    with pytest.raises(DataError, match=r"hf:me/web: \d.jsonl cannot be downloaded .*check the network"):
-        prepare("hf:me/web", **options, progress=lose)
+    with monkeypatch.context() as patch:
+        act_after(patch, 20_000, lose)
+        with pytest.raises(DataError, match=r"hf:me/web: \d.jsonl cannot be downloaded .*check the network"):
+            prepare("hf:me/web", **options)
     hub.fails = False
-    dataset = prepare("hf:me/web", **options, progress=lambda stage, done, _: places.append((stage, done)))
-    assert places[0][0] == "tokens"
-    assert places[0][1] > 10_000
+    encoded = act_after(monkeypatch, 10**9, lose)
+    said: list[str] = []
+    dataset = prepare("hf:me/web", **options, say=said.append)
+    assert said == ["turning it into tokens ..."]  # no survey, no tokenizer
+    assert sum(encoded) < dataset.split("train").num_bytes + dataset.split("val").num_bytes - 10_000
     dataset.verify()
     assert dataset.split("train").num_documents + dataset.split("val").num_documents == 24
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from text_samples import data_error_of, make_text
+from text_samples import act_after, data_error_of, make_text
 
 from quintic.data import preparation
 from quintic.data.dataset import Dataset
@@ -206,6 +206,10 @@ def test_weights_make_another_dataset_and_sources_alone_do_not(specs: dict[str, 
     assert len(set(keys)) == 3
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_mixture_goes_on_after_a_stop_in_any_source(
     specs: dict[str, str], mixed: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,18 +217,14 @@ def test_a_mixture_goes_on_after_a_stop_in_any_source(
     spec = f"{specs['large']}=0.5 {specs['small']}=1.5"
     total = mixed.split("train").num_bytes + mixed.split("val").num_bytes
     for place in (0.3, 0.9, 0.97):
-        resumed_at: list[int] = []
-
-        def stop(stage: str, done: int, size: int | None, limit: float = place * total) -> None:
-            if stage == "tokens" and done > limit:
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            prepare(spec, data_dir=tmp_path / str(place), progress=stop, **OPTIONS)
-        dataset = prepare(
-            spec, data_dir=tmp_path / str(place), progress=lambda _, done, __, to=resumed_at: to.append(done), **OPTIONS
-        )
-        assert resumed_at[0] > 0.5 * place * total
+        with monkeypatch.context() as patch:
+            act_after(patch, int(place * total), interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(spec, data_dir=tmp_path / str(place), **OPTIONS)
+        with monkeypatch.context() as patch:
+            encoded = act_after(patch, 10**9, interrupt)
+            dataset = prepare(spec, data_dir=tmp_path / str(place), **OPTIONS)
+        assert sum(encoded) < total - 0.5 * place * total
         assert dataset.key == mixed.key
         assert dataset.manifest["splits"] == mixed.manifest["splits"]
         assert dataset.manifest["sources"] == mixed.manifest["sources"]

@@ -96,7 +96,6 @@ def test_a_folder_is_walked_in_sorted_order(tmp_path: Path) -> None:
     source = opened(root)
     assert source.name == "my-corpus"
     assert documents_of(source) == ["é", "b", "c", "d1", "d2", "e", "f", "g", "h"]
-    assert source.text_bytes is None
 
 
 def test_a_file_is_one_source(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from durability import Synced, as_it_is, disk_events, durable_names
-from text_samples import data_error_of, make_text, write_folder
+from text_samples import act_after, data_error_of, make_text, write_folder
 
 import quintic.errors
 from quintic.data import mixture, preparation
@@ -89,16 +89,14 @@ def test_the_summary_and_the_manifest_say_what_there_is(dataset: Dataset) -> Non
 
 def test_a_finished_dataset_is_opened_without_work(tmp_path: Path) -> None:
     source = str(write_folder(tmp_path / "text", 20))
-    stages: list[str] = []
+    said: list[str] = []
     options = {"data_dir": tmp_path / "data", "vocab_size": 300, "val_frac": 0.3}
-    first = prepare(source, **options, progress=lambda stage, done, total: stages.append(stage))
-    assert stages[0] == "survey"
-    assert {"tokenizer", "tokens"} <= set(stages)
-    assert stages[-1] == "done"
+    first = prepare(source, **options, say=said.append)
+    assert said == ["reading the text ...", "making a tokenizer from it ...", "turning it into tokens ..."]
     before = digest(first.path)
-    stages.clear()
-    again = prepare(source, **options, progress=lambda stage, done, total: stages.append(stage))
-    assert stages == []
+    said.clear()
+    again = prepare(source, **options, say=said.append)
+    assert said == []
     assert (again.path, digest(again.path)) == (first.path, before)
 
 
@@ -333,7 +331,7 @@ def test_a_full_disk_says_what_is_needed_and_leaves_nothing(
         patch.setattr(Path, "write_bytes", write_bytes)
         text = data_error_of(lambda: prepare(source, **options))
     assert text.startswith(f"{tmp_path / 'data'}: no space left on the disk after ")
-    assert " bytes are needed; what was written is removed" in text
+    assert text.endswith(" bytes of tokens; what was written is removed, free some space or use another --data-dir")
     assert [path.name for path in (tmp_path / "data").iterdir() if not path.name.startswith(".")] == []
     prepare(source, **options).verify()
 
@@ -433,11 +431,13 @@ def test_a_kill_at_any_write_leaves_what_can_be_finished(tmp_path: Path) -> None
 def test_what_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = str(write_folder(tmp_path / "text", 60))
     options = {"vocab_size": 300, "val_frac": 0.3, "shard_tokens": 5000}
+    total = sum(path.stat().st_size for path in Path(source).iterdir())
     code = f"""
-def stop(stage, done, total):
-    if stage == "tokens" and done > total // 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-prepare({source!r}, data_dir=Path({str(tmp_path / "data")!r}), progress=stop, **{options})
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import pytest
+from text_samples import act_after
+act_after(pytest.MonkeyPatch(), {total // 2}, lambda: os.kill(os.getpid(), signal.SIGKILL))
+prepare({source!r}, data_dir=Path({str(tmp_path / "data")!r}), **{options})
 """
     with pytest.raises(subprocess.CalledProcessError) as killed:
         run_python(code)
@@ -445,14 +445,12 @@ prepare({source!r}, data_dir=Path({str(tmp_path / "data")!r}), progress=stop, **
     (folder,) = (tmp_path / "data").glob("text-*")
     with pytest.raises(DataError, match="is not a finished dataset"):
         Dataset.open(folder)
-    calls: list[tuple[str, int]] = []
     monkeypatch.setattr(preparation, "_BATCH_BYTES", 8192)
-    dataset = prepare(
-        source, data_dir=tmp_path / "data", **options, progress=lambda stage, done, _: calls.append((stage, done))
-    )
-    total = sum(path.stat().st_size for path in Path(source).iterdir())
-    assert calls[0][0] == "tokens"  # no survey, no tokenizer
-    assert calls[0][1] > total // 3
+    encoded = act_after(monkeypatch, total, lambda: None)
+    said: list[str] = []
+    dataset = prepare(source, data_dir=tmp_path / "data", **options, say=said.append)
+    assert said == ["turning it into tokens ..."]  # no survey, no tokenizer
+    assert sum(encoded) < total - total // 3
     dataset.verify()
     assert dataset.split("train").num_bytes + dataset.split("val").num_bytes == total
 

@@ -1,11 +1,12 @@
 """Reproducible text to prepare datasets from, and the messages of text that cannot be used."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from quintic.data.tokenizer import Tokenizer
 from quintic.errors import DataError
 
 _TEXT = (
@@ -38,3 +39,18 @@ def data_error_of(act: Callable[[], object]) -> str:
         act()
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def act_after(patch: pytest.MonkeyPatch, limit: int, act: Callable[[], object]) -> list[int]:
+    """Call `act` before texts beyond so many bytes are encoded; return a list of the bytes of each batch of texts."""
+    encode_batch = Tokenizer.encode_batch
+    sizes: list[int] = []
+
+    def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+        sizes.append(sum(len(text.encode()) for text in texts))
+        if sum(sizes) > limit:
+            act()
+        return encode_batch(tokenizer, texts)
+
+    patch.setattr(Tokenizer, "encode_batch", encode)
+    return sizes

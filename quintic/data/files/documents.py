@@ -20,7 +20,6 @@ __all__ = [
     "ENDINGS_ADVICE",
     "MAX_DOCUMENT_BYTES",
     "RECORD_ENDINGS",
-    "TEXT_ENDINGS",
     "TEXT_FIELD",
     "MissingField",
     "format_of",
@@ -31,10 +30,10 @@ __all__ = [
 TEXT_FIELD = "text"
 """Default name of the field of JSON, CSV and Parquet that holds the text."""
 
-TEXT_ENDINGS = (".txt", ".md", ".rst")
+_TEXT_ENDINGS = (".txt", ".md", ".rst")
 RECORD_ENDINGS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv")
 ENDINGS_ADVICE = (
-    f"supported are {', '.join((*TEXT_ENDINGS, *RECORD_ENDINGS[1:]))}, these also with {' or '.join(COMPRESSIONS)} "
+    f"supported are {', '.join((*_TEXT_ENDINGS, *RECORD_ENDINGS[1:]))}, these also with {' or '.join(COMPRESSIONS)} "
     "behind, and .parquet; copy other plain text, source code for example, to names in .txt"
 )
 MAX_DOCUMENT_BYTES = 64 * 1024
@@ -71,7 +70,7 @@ def format_of(name: str) -> str | None:
     plain = uncompressed_name(name)
     if plain.endswith(".parquet") and plain != name.lower():
         return None
-    return next((ending for ending in (*TEXT_ENDINGS, *RECORD_ENDINGS) if plain.endswith(ending)), None)
+    return next((ending for ending in (*_TEXT_ENDINGS, *RECORD_ENDINGS) if plain.endswith(ending)), None)
 
 
 def read_documents(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
@@ -91,7 +90,7 @@ def read_documents(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
     """
     ending = format_of(path.name)
     try:
-        if ending in TEXT_ENDINGS:
+        if ending in _TEXT_ENDINGS:
             documents = _read_text(path)
         elif ending in (".jsonl", ".ndjson"):
             documents = _read_json_lines(path, field)
