@@ -221,22 +221,20 @@ def _first_line(error: Exception) -> str:
 
 def _is_refusal(error: Exception) -> bool:
     """Return whether the Hub answered with a refusal, as opposed to no answer."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError
 
-    if isinstance(error, HfHubHTTPError):
-        return error.response is not None and bool(400 <= error.response.status_code < 500)
-    return isinstance(error, HFValidationError)
+    if not isinstance(error, HfHubHTTPError) or error.response is None:
+        return False
+    return bool(400 <= error.response.status_code < 500)
 
 
 def _advice(error: Exception) -> str:
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):
         return "accept its terms on the Hub and log in with `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):
         return "check the name, or log in with `hf auth login` if it is private"
-    if isinstance(error, HFValidationError):
-        return "write hf:owner/name"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "free some space, or use another --data-dir"
     return "check the network, or give local files"
