@@ -204,8 +204,9 @@ class Tokenizer:
     def encode_parts(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Yield the ids of one text that arrives as several strings; together they are the ids of the whole text.
 
-        Memory is needed for a few strings, not for the text. The text is divided between two words, where no tokens of
-        byte-level BPE reach across. Text without such a place in a million characters, as in DNA, is divided there.
+        Memory is needed for a few strings, not for the text. The text is divided between two words, where the tokens of
+        usual tokenizers end: few tokenizers have words that go on behind a space. Text without such a place in a
+        million characters, DNA for example, is divided there.
 
         Args:
             texts: strings that join to the text, divided anywhere between characters.
@@ -234,11 +235,11 @@ class Tokenizer:
         Raises:
             DataError: an id is outside the vocabulary.
         """
-        ids = list(ids)
-        for index in ids:
-            if not 0 <= index < self.vocab_size:
-                raise DataError(f"token id {index} is outside the vocabulary of {self.vocab_size}")
-        return b"".join([self._bytes[index] for index in ids])
+        ids, table = list(ids), self._bytes
+        wrong = [index for index in ids if not 0 <= index < len(table)]
+        if wrong:
+            raise DataError(f"token id {wrong[0]} is outside the vocabulary of {len(table)}")
+        return b"".join([table[index] for index in ids])
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
         """Return the number of bytes of each token: (vocab_size,) int32, 0 for special tokens."""
