@@ -17,7 +17,6 @@ preparation that was stopped reads the sources again, but tokenizes only documen
 `quintic.data.dataset` reads datasets.
 """
 
-import errno
 import hashlib
 import json
 import shlex
@@ -89,7 +88,7 @@ def prepare(
 
     Raises:
         DataError: the source or the tokenizer cannot be used; one side would have no text; the disk is full
-            (everything written is removed) or cannot be written.
+            or cannot be written (unfinished data is removed).
     """
     sources = open_sources(spec, val_data, cache_dir=data_dir / "cache", text_field=text_field)
     source = joined(sources, spec)
@@ -146,7 +145,10 @@ def prepare(
             return finished
     except OSError as error:
         place = error.filename if error.filename is not None else job.folder
-        raise DataError(f"{place}: cannot be written ({error.strerror or error}); use another --data-dir") from error
+        raise DataError(
+            f"{place}: cannot be written ({error.strerror or error}); unfinished data is removed, free some space or use "
+            "another --data-dir"
+        ) from error
 
 
 def prepare_command(
@@ -219,21 +221,12 @@ class _Preparation:
                 flush(self.folder.parent)
                 self._begin()
             self._publish(self._tokenize())
-        except DataError:
-            # Corrected local text would be another dataset, with another folder, so this one is removed. A download may
-            # be tried again and resumes.
-            if not self.source.is_remote:
+        except (DataError, OSError) as error:
+            # A full disk needs the space, and corrected local text would be another dataset, with another folder. A
+            # download may be tried again and resumes.
+            if isinstance(error, OSError) or not self.source.is_remote:
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            used = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-            shutil.rmtree(self.folder, ignore_errors=True)
-            raise DataError(
-                f"{self.folder.parent}: no space left on the disk after {used:,} bytes of tokens; what was written is "
-                "removed, free some space or use another --data-dir"
-            ) from error
 
     def _begin(self) -> None:
         """Survey the sources, and train or copy the tokenizer."""

@@ -308,7 +308,7 @@ def test_what_is_no_dataset_is_named(tmp_path: Path, content: str | None, expect
 
 
 @pytest.mark.parametrize("allowed", [0, 5000, 30_000])
-def test_a_full_disk_says_what_is_needed_and_leaves_nothing(
+def test_a_full_disk_is_named_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
 ) -> None:
     written = 0
@@ -330,8 +330,11 @@ def test_a_full_disk_says_what_is_needed_and_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", write_bytes)
         text = data_error_of(lambda: prepare(source, **options))
-    assert text.startswith(f"{tmp_path / 'data'}: no space left on the disk after ")
-    assert text.endswith(" bytes of tokens; what was written is removed, free some space or use another --data-dir")
+    assert text.startswith(f"{tmp_path / 'data'}/text-")
+    assert text.endswith(
+        ": cannot be written (No space left on device); unfinished data is removed, free some space or use another "
+        "--data-dir"
+    )
     assert [path.name for path in (tmp_path / "data").iterdir() if not path.name.startswith(".")] == []
     prepare(source, **options).verify()
 
