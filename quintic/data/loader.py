@@ -168,16 +168,9 @@ class Loader(Iterator[Batch]):
             _next_batch, self._stream, dataset.bos_id, self._device, rows=rows, rank=rank, world_size=world_size
         )
         self._prefetcher: Prefetcher[tuple[Batch, list[Position]]] | None = None
-        self._closed = False
 
     def __next__(self) -> Batch:
-        """Return the next batch.
-
-        Raises:
-            ValueError: the loader is closed.
-        """
-        if self._closed:
-            raise ValueError("the loader is closed")
+        """Return the next batch."""
         if self._depth and self._prefetcher is None:
             self._prefetcher = Prefetcher(self._make, self._depth)
         batch, self._positions = self._prefetcher.get() if self._prefetcher is not None else self._make()
@@ -187,7 +180,7 @@ class Loader(Iterator[Batch]):
     def epochs(self) -> dict[str, float]:
         """Number of times that each source was read: source -> tokens served or dropped / its number of tokens."""
         return {
-            source: (position["served"] + position["cropped"]) / max(1, tokens)
+            source: (position["served"] + position["cropped"]) / tokens
             for (source, tokens), position in zip(self._stream.num_tokens.items(), self._positions, strict=True)
         }
 
@@ -209,34 +202,29 @@ class Loader(Iterator[Batch]):
         if state.get("version") == _ONE_RANK_VERSION and state.get("world_size") == 1:
             state = {**state, "version": _STATE_VERSION}
         for name, value in self._identity.items():
-            if name not in state:
-                raise DataError(f"the saved data state has no {name!r}; it was not made by this loader")
-            if state[name] != value:
+            before = state.get(name)
+            if before != value:
                 raise DataError(
-                    f"the saved data state was made with {name} {state[name]!r}, this run has {value!r}; resume with "
-                    f"the {name} of the saved run, or start a new one"
+                    f"the saved data state was made with {name} {before!r}, this run has {value!r}; resume with the "
+                    f"{name} of the saved run, or start a new one"
                 )
         saved = state.get("positions", [state.get("position")])
         # The thread must not read the stream while it is restored.
-        self._stop()
+        self.close()
         self._stream.restore(saved)
         self._positions = saved
 
     def close(self) -> None:
-        """Stop the thread; there are no more batches. May be called twice."""
-        self._closed = True
-        self._stop()
+        """Stop the thread; batches made ahead are lost, so go on only after `load_state_dict`. May be called twice."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
 
     def __enter__(self) -> "Loader":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _stop(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-            self._prefetcher = None
 
 
 def validation_rows(dataset: Dataset, *, rows: int, seq_len: int, max_tokens: int | None = None) -> list[Batch]:

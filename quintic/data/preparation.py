@@ -146,8 +146,8 @@ def prepare(
     except OSError as error:
         place = error.filename if error.filename is not None else job.folder
         raise DataError(
-            f"{place}: cannot be written ({error.strerror or error}); unfinished data is removed, free some space or use "
-            "another --data-dir"
+            f"{place}: cannot be written ({error.strerror or error}); unfinished data is removed, free some space or "
+            "use another --data-dir"
         ) from error
 
 
