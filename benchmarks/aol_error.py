@@ -247,7 +247,7 @@ def final_loss(name: str, rate: float, seed: int, config: Config, dataset: Path)
     """Return the validation loss of a run; today's orthogonalisation is the library's own."""
     optim, run = dataclasses.replace(config.optim, muon_lr=rate), dataclasses.replace(config.run, seed=seed)
     own = None if name == "five" else lambda step, x: VARIANTS[name].orthogonalize(x)
-    loss = train(dataclasses.replace(config, optim=optim, run=run), Dataset.open(dataset), own).last_score().loss
+    loss = train(dataclasses.replace(config, optim=optim, run=run), Dataset.open(dataset), own).score.loss
     print(f"{name} {rate:g} seed {seed}: {loss:.4f}", file=sys.stderr, flush=True)
     return loss
 
