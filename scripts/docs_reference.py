@@ -98,10 +98,10 @@ def configuration() -> str:
 
 def options() -> Iterator[Option]:
     """Yield every option of `quintic train` that the configuration has, in its order."""
-    from quintic.commands.presets import PRESETS
+    from quintic.commands.presets import PRESETS, preset
     from quintic.train.config import Config
 
-    presets = [kind() for kind in PRESETS.values()]
+    presets = [preset(name) for name in PRESETS]
     for section in dataclasses.fields(Config):
         kind = typing.cast(type[Any], section.default_factory)
         hints, meanings = typing.get_type_hints(kind), _meanings(kind)

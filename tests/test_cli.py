@@ -18,11 +18,12 @@ import torch
 from tiny_runs import ROOT, error_of, final_weights, start, tiny_config, tiny_options
 
 from quintic.cli import main
-from quintic.commands.options import EvalOptions, ExportOptions, ReportOptions, SampleOptions
+from quintic.commands.options import EvalOptions, ExportOptions, SampleOptions
 from quintic.data.dataset import Dataset
 from quintic.data.loader import validation_rows
 from quintic.eval.baselines import reference_scores
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
+from quintic.report.options import ReportOptions
 from quintic.simulate.options import RatesOptions
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
@@ -76,7 +77,7 @@ def test_help_lists_every_option_with_its_default(command: str, capsys: pytest.C
     if section in TRAINING and command != "prepare":
         assert " --config {None}|PATH " in text
         assert " --preset {None}|STR " in text
-        assert (" --resume, --no-resume " in text) == (command in ("train", "compare"))
+        assert " --resume, --no-resume " in text
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,13 +185,13 @@ def test_paths_of_text_are_kept_whole(elsewhere: Path) -> None:
 
 def test_the_preset_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from quintic.commands.options import training_options
-    from quintic.commands.presets import gpu_preset, gpu_small_preset
+    from quintic.commands.presets import preset
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     here = dataclasses.replace(Config().data, data_dir=Path.cwd() / "data")
     gpu, small = (
         dataclasses.replace(config, data=dataclasses.replace(config.data, data_dir=here.data_dir))
-        for config in (gpu_preset(), gpu_small_preset())
+        for config in (preset("gpu"), preset("gpu-small"))
     )
     on_text = dataclasses.replace(gpu, data=dataclasses.replace(gpu.data, data="texts"))
     on_cpu = Config(data=here, run=RunConfig(device="cpu"))

@@ -59,7 +59,7 @@ def test_a_current_folder_that_is_gone(
         ("train --device tpu", "--device tpu: give auto or cpu or cuda"),
         ("train --normalize row", "--normalize row: give neuron or element or None"),
         ("train --compile maybe", "--compile maybe: give True or False or None"),
-        ("train --no-compile True", "--compile takes one value, but 'True' follows it"),
+        ("train --no-compile True", "--no-compile takes no value, but 'True' follows it"),
         ("train --no-comple", "unknown option --no-comple: did you mean --no-compile?"),
         ("train --tensorboard yes", "--tensorboard takes no value, but 'yes' follows it"),
         ("train 12", "'12' is not an option; options begin with -- (see quintic train --help)"),
@@ -426,7 +426,7 @@ def test_one_process_however_it_is_said(
 
 def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tyro", None)
-    assert f"'tyro' is missing: run {install_command('train')}" in error_of(capsys, "report")
+    assert f"'tyro' is missing: run {install_command('train')}" in error_of(capsys, "report", "--help")
 
 
 def test_a_bug_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

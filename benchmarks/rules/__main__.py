@@ -43,7 +43,7 @@ from benchmarks.rules.candidates import (
 from benchmarks.rules.page import Study, page
 from benchmarks.rules.text import PYTORCH, text_of
 from benchmarks.training.workers import Pool, Runs, given_values, with_values
-from quintic.commands.presets import gpu_small_preset
+from quintic.commands.presets import preset
 from quintic.commands.text import prepared
 from quintic.data.dataset import Dataset
 from quintic.train.config import Config
@@ -60,13 +60,13 @@ _SMALL = {
     "steps": 96, "momentum_warmup_steps": 30, "muon_lr": 0.02, "adamw_lr": 0.006, "eval_tokens": 8192,
     "dtype": "float32",
 }  # fmt: skip
-# Size -> the configuration that it changes, and the changes.
-SIZES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
-    "tiny": (Config, {**_SMALL, "depth": 1, "steps": 20, "eval_tokens": 512}),
-    "depth4": (Config, _SMALL),
-    "depth8": (gpu_small_preset, {}),
+# Size -> the preset that it changes, and the changes.
+SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "tiny": ("cpu", {**_SMALL, "depth": 1, "steps": 20, "eval_tokens": 512}),
+    "depth4": ("cpu", _SMALL),
+    "depth8": ("gpu-small", {}),
     "depth12": (
-        gpu_small_preset,
+        "gpu-small",
         {"depth": 12, "batch_tokens": 32_768, "rows": 16, "steps": 600, "vocab_size": 8192, "weight_decay": 0.6},
     ),
 }
@@ -213,12 +213,12 @@ def devices_of(options: argparse.Namespace) -> list[str]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Train everything and return it."""
     start = time.time()
-    make, changes = SIZES[options.size]
+    name, changes = SIZES[options.size]
     kind = "cuda" if options.gpus else "cpu"
     values = {**changes, **given_values(options.set)}
     fixed = {"device": kind, "compile": False, "rms_every": 0, "save_every": 0, "threads": options.threads}
     text = text_of(options.data, options.data_dir)
-    base = with_values(make(), {"data": text, "data_dir": str(options.data_dir), **values, **fixed})
+    base = with_values(preset(name), {"data": text, "data_dir": str(options.data_dir), **values, **fixed})
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     dataset = prepared(base.data)
     print(f"text ready after {time.time() - start:.0f} s", flush=True)

@@ -34,6 +34,7 @@ from benchmarks.rules.text import PYTORCH, text_of
 from benchmarks.state_bytes.page import page
 from benchmarks.state_bytes.run import BASELINE, SETTINGS
 from benchmarks.training.workers import Pool, Runs, given_values, with_values
+from quintic.commands.presets import preset
 from quintic.commands.text import prepared
 from quintic.train.saved_config import to_dict
 
@@ -50,12 +51,12 @@ _KEPT = {"cell", "loss", "training_seconds", "bytes"}
 def measure_losses(options: argparse.Namespace) -> dict[str, Any]:
     """Train what is missing of a size, and return all of its runs."""
     start = time.time()
-    make, changes = SIZES[options.size]
+    name, changes = SIZES[options.size]
     values = {**changes, **given_values(options.set)}
     kind = "cuda" if options.gpus else "cpu"
     fixed = {"device": kind, "compile": False, "rms_every": 0, "save_every": 0, "threads": options.threads}
     text = text_of(options.data or (PYTORCH if options.size == "depth12" else "python"), options.data_dir)
-    base = with_values(make(), {"data": text, "data_dir": str(options.data_dir), **values, **fixed})
+    base = with_values(preset(name), {"data": text, "data_dir": str(options.data_dir), **values, **fixed})
     dataset = prepared(base.data)
     deadline = start + 60 * options.minutes
     jobs = []

@@ -13,7 +13,6 @@ from typing import Literal
 
 from quintic.commands.inputs import check_options, check_text, text_to_resume
 from quintic.commands.options import training_options
-from quintic.commands.parsing import pop_option
 from quintic.commands.text import prepared
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
@@ -127,7 +126,7 @@ def run(arguments: list[str]) -> int:
     config, resumed = start.config, start.resumed is not None
     for note in [*start.notes, *check_options(config)]:
         say(note)
-    if (every := pop_option(arguments, "--eval-every")[0]) is not None and not 0 < int(every) <= _EVAL_EVERY:
+    if not 0 < (every := start.given.get("eval_every", _EVAL_EVERY)) <= _EVAL_EVERY:
         say(f"--eval-every {every} has no effect: a comparison evaluates every {_EVAL_EVERY} steps")
     command = shlex.join(["quintic", "compare", *arguments])
     runs_dir, name = config.run.runs_dir, config.run.run or f"compare-{datetime.now():%Y%m%d-%H%M%S}"

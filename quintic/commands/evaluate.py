@@ -10,7 +10,8 @@ from itertools import chain
 import torch
 
 from quintic.commands.inputs import RaceText, TrainedModel, trained_model
-from quintic.commands.options import eval_options
+from quintic.commands.options import EvalOptions
+from quintic.commands.parsing import parse
 from quintic.commands.text import verify
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, iterate_validation_rows
@@ -33,7 +34,7 @@ __all__ = ["run"]
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     # Tasks and model first: they may be missing, and that should not show only after scoring.
-    options = eval_options(arguments)
+    options = parse(EvalOptions, arguments, "eval")
     suite = None if options.core is None else load_core(options.core)
     trained = trained_model(options.runs_dir, options.run, options.device, step=options.step, threads=options.threads)
     if isinstance(trained.dataset, Dataset):

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from quintic.commands.presets import gpu_small_preset
+from quintic.commands.presets import preset
 from quintic.commands.text import prepared, verify
 from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.data.loader import Loader, validation_rows
@@ -129,7 +129,7 @@ def check_text(config: Config, dataset: Dataset) -> None:
         validation_rows(dataset, rows=rows, seq_len=seq_len, max_tokens=rows * seq_len)
     except DataError as error:
         # Would the small preset have a batch of training text, and one of validation text, of this size of text?
-        small = gpu_small_preset()
+        small = preset("gpu-small")
         needed = small.schedule.rows * (small.model.seq_len + 1)
         held_back = float(dataset.split("val").num_tokens)
         if config.data.val_data is None:

@@ -8,19 +8,29 @@ quickly.
 """
 
 import dataclasses
+import itertools
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
-from quintic.commands.parsing import options_of, parse, pop_option, validate_args
+from quintic.commands.parsing import asks_help, options_of, parse, print_help, read_options
 from quintic.commands.presets import check_initial, preset, suitable_preset, unused_options, with_initial, with_recipe
 from quintic.errors import ConfigError
 from quintic.report.options import ReportOptions
 from quintic.simulate.options import RatesOptions, SimulationOptions, size_in_bytes
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
 from quintic.speedrun.presets import preset as speedrun_preset
-from quintic.train.config import Config, DataConfig, check_at_least, check_samples
+from quintic.train.config import (
+    Config,
+    DataConfig,
+    RunConfig,
+    check_at_least,
+    check_at_most,
+    check_samples,
+    with_options,
+)
 from quintic.train.runs import CONFIG_FILE, find_comparison, find_run
 from quintic.train.saved_config import check_resumed, load_config
 
@@ -28,23 +38,17 @@ __all__ = [
     "ComparisonOptions",
     "EvalOptions",
     "ExportOptions",
-    "ReportOptions",
+    "PlanOptions",
     "SampleOptions",
     "Start",
+    "StartOptions",
     "answer_early",
-    "eval_options",
     "export_options",
     "prepare_options",
-    "rates_options",
-    "report_options",
-    "sample_options",
     "simulation_options",
     "speedrun_options",
     "training_options",
 ]
-
-# Seeds of one comparison. Each trains a pair of runs.
-_MOST_SEEDS = 1000
 
 _DESCRIPTIONS = {
     "train": "Train a GPT: prepare data if needed, train, evaluate, sample, write a report.",
@@ -85,13 +89,28 @@ class ComparisonOptions(FileOptions):
     seeds: int = 1
     """Number of seeds to train with, counting up from --seed; the report compares medians over them."""
 
+    def __post_init__(self) -> None:
+        """Reject numbers out of range."""
+        check_at_least(1, seeds=self.seeds)
+        check_at_most(1000, seeds=self.seeds)  # each seed trains a pair of runs
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(FileOptions):
     """Source of the default options, and the memory to plan for."""
 
+    resume: bool = False
+    """Plan the run named by --run, or the one started last, as it would be continued."""
     memory: str | None = None
     """Memory of the device, such as 16GiB: also names the cheapest settings that fit into it."""
+
+    def __post_init__(self) -> None:
+        """Reject a text that is no size."""
+        if self.memory is not None:
+            size_in_bytes(self.memory)
+
+
+_START_OPTIONS: Mapping[str, Any] = {"train": StartOptions, "compare": ComparisonOptions, "plan": PlanOptions}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +118,7 @@ class Start:
     """The result of reading a training command's options."""
 
     config: Config
-    resumed: Path | None
+    resumed: Path | None = None
     """Folder of the run to continue, or file of the comparison; None for a new one."""
     resume_step: int | None = None
     """Step to continue from; None for the newest checkpoint."""
@@ -111,11 +130,13 @@ class Start:
     """Lines for the user about options that others override."""
     memory: int | None = None
     """Bytes of the device that `quintic plan` fits a run into."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """The options on the command line, by the names of their fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions:
-    """Score a trained model in bits per byte, and on the tasks of CORE."""
+class TrainedOptions:
+    """The checkpoint of a trained model."""
 
     run: str | None = None
     """Name of the run; by default the one started last."""
@@ -123,6 +144,12 @@ class EvalOptions:
     """Folder of all runs."""
     step: int | None = None
     """Step of the checkpoint to take, which the run must have kept; by default the newest good one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(TrainedOptions):
+    """Score a trained model in bits per byte, and on the tasks of CORE."""
+
     data: str | None = None
     """Other text to score on, all of it: one source as in `quintic train`; by default the run's validation text."""
     text_field: str = "text"
@@ -146,15 +173,11 @@ class EvalOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(TrainedOptions):
     """Write a trained model as a folder for other libraries."""
 
     run: str | None = None
     """Name of the run, which may also come first without `--run`; by default the one started last."""
-    runs_dir: Path = Path("runs")
-    """Folder of all runs."""
-    step: int | None = None
-    """Step of the checkpoint to take, which the run must have kept; by default the newest good one."""
     to: Literal["hf"] = "hf"
     """Format: 'hf' is a folder that transformers loads with trust_remote_code=True."""
     out: Path | None = None
@@ -162,15 +185,9 @@ class ExportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleOptions:
+class SampleOptions(TrainedOptions):
     """Let a trained model write."""
 
-    run: str | None = None
-    """Name of the run; by default the one started last."""
-    runs_dir: Path = Path("runs")
-    """Folder of all runs."""
-    step: int | None = None
-    """Step of the checkpoint to take, which the run must have kept; by default the newest good one."""
     prompts: tuple[str, ...] = ("",)
     """Beginnings to continue; the empty one starts a new document."""
     interactive: bool = False
@@ -203,10 +220,18 @@ def answer_early(command: str, arguments: list[str]) -> None:
         ConfigError: an option is wrong, as the command itself would report it.
         SystemExit: after `--help`.
     """
-    readers = {"prepare": prepare_options, "sample": sample_options, "eval": eval_options, "report": report_options}
-    readers |= {"export": export_options, "rates": rates_options}
-    if command in readers:
-        readers[command](arguments)
+    kinds: Mapping[str, Any] = {
+        "sample": SampleOptions,
+        "eval": EvalOptions,
+        "report": ReportOptions,
+        "rates": RatesOptions,
+    }
+    if command in kinds:
+        parse(kinds[command], arguments, command)
+    elif command == "prepare":
+        prepare_options(arguments)
+    elif command == "export":
+        export_options(arguments)
     elif command == "train" and speedrun_options(arguments) is not None:
         return
     elif command != "plan" or simulation_options(arguments) is None:
@@ -216,26 +241,6 @@ def answer_early(command: str, arguments: list[str]) -> None:
 def prepare_options(arguments: list[str]) -> DataConfig:
     """Read the options of `quintic prepare`."""
     return _absolute(parse(DataConfig, arguments, "prepare", "Turn text into tokens."))
-
-
-def sample_options(arguments: list[str]) -> SampleOptions:
-    """Read the options of `quintic sample`."""
-    return parse(SampleOptions, arguments, "sample")
-
-
-def eval_options(arguments: list[str]) -> EvalOptions:
-    """Read the options of `quintic eval`."""
-    return parse(EvalOptions, arguments, "eval")
-
-
-def report_options(arguments: list[str]) -> ReportOptions:
-    """Read the options of `quintic report`."""
-    return parse(ReportOptions, arguments, "report")
-
-
-def rates_options(arguments: list[str]) -> RatesOptions:
-    """Read the options of `quintic rates`."""
-    return parse(RatesOptions, arguments, "rates")
 
 
 def export_options(arguments: list[str]) -> ExportOptions:
@@ -265,25 +270,29 @@ def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None
     Raises:
         ConfigError: an option is wrong, or belongs to ordinary runs.
     """
-    preset_name, rest = pop_option(arguments, "--preset")
-    if preset_name is None or not preset_name.startswith("speedrun"):
+    # The preset decides which options there are, so it is looked for before the others are read.
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    name = next((value for option, value in itertools.pairwise(words) if option == "--preset"), "")
+    if not name.startswith("speedrun"):
         return None
-    chosen = speedrun_preset(preset_name)
-    others = {name for kind in (Config, StartOptions) for name, _ in options_of(kind)}
-    others -= {name for name, _ in options_of(SpeedrunOptions)}
-    for argument in rest:
+    chosen = speedrun_preset(name)
+    own = {"--preset": str, **dict(options_of(SpeedrunOptions))}
+    others = {name for kind in (Config, StartOptions) for name, _ in options_of(kind)} - own.keys()
+    for argument in arguments:
         if (option := argument.partition("=")[0].replace("_", "-")) in others:
             raise ConfigError(
-                f"{option} does not work with --preset {preset_name}, whose model and schedule are fixed; leave it "
-                f"out (quintic train --preset {preset_name} --help lists its options)"
+                f"{option} does not work with --preset {name}, whose model and schedule are fixed; leave it "
+                f"out (quintic train --preset {name} --help lists its options)"
             )
-    description = f"Run the speedrun. Features that can be left out (--without): {', '.join(switches())}."
-    options = parse(SpeedrunOptions, rest, f"train --preset {preset_name}", description, default=chosen.options)
+    command = f"train --preset {name}"
+    if asks_help(arguments):
+        description = f"Run the speedrun. Features that can be left out (--without): {', '.join(switches())}."
+        print_help(SpeedrunOptions, command, description, chosen.options)
+    given = read_options(own, arguments, command)
+    options = dataclasses.replace(chosen.options, **{name: given[name] for name in given.keys() - {"preset"}})
     if options.tokenizer is not None and chosen.model.bos_id == BYTES_BOS:
-        raise ConfigError(
-            f"--tokenizer does not work with --preset {preset_name}, whose tokens are bytes; leave it out"
-        )
-    return preset_name, options
+        raise ConfigError(f"--tokenizer does not work with --preset {name}, whose tokens are bytes; leave it out")
+    return name, options
 
 
 def training_options(arguments: list[str], command: str) -> Start:
@@ -295,76 +304,72 @@ def training_options(arguments: list[str], command: str) -> Start:
     Raises:
         ConfigError: an option is wrong, does not fit the others, or cannot change when a run is resumed.
     """
-    # First the options that decide about the defaults, then the rest.
-    resume, rest = "--resume" in arguments, [argument for argument in arguments if argument != "--resume"]
-    step, rest = pop_option(rest, "--resume-step")
-    resume = resume or step is not None
-    asks_help = any(argument in ("-h", "--help") for argument in rest)
-    seeds, rest = pop_option(rest, "--seeds") if command == "compare" else (None, rest)
-    memory, rest = pop_option(rest, "--memory") if command == "plan" and not asks_help else (None, rest)
-    size = None if memory is None else size_in_bytes(memory)
-    if seeds is not None and not (seeds.isdecimal() and 0 < int(seeds) <= _MOST_SEEDS):
-        raise ConfigError(f"--seeds {seeds}: needs a whole number of seeds from 1 to {_MOST_SEEDS:,}")
-    path, rest = pop_option(rest, "--config")
-    name, rest = pop_option(rest, "--preset")
-    if path is not None and name is not None:
-        raise ConfigError(f"--preset {name}: the options come from --config; give one of the two")
-    if not asks_help:
-        validate_args(Config, rest, command)  # before choosing a preset, which may import PyTorch
-    if resume and not asks_help:
-        if path is not None or name is not None:
-            option = "--preset" if path is None else "--config"
-            raise ConfigError(f"{option}: a resumed run keeps its own configuration; leave {option} out")
-        name, _ = pop_option(rest, "--run")
-        given, _ = pop_option(rest, "--runs-dir")
-        runs_dir = Path(Config().run.runs_dir if given is None else given)
-        if command == "compare":
-            for option, value in (("--resume-step", step), ("--seeds", seeds)):
-                if value is not None:
-                    raise ConfigError(f"{option}: a resumed comparison continues its own runs; leave {option} out")
-            comparison = find_comparison(runs_dir, name)
-            config = _resumed(comparison.path, comparison.config, rest, command)
-            return Start(config=config, resumed=comparison.path, seeds=comparison.seeds)
-        run_dir = find_run(runs_dir, name)
-        if step is not None and not step.isdecimal():
-            raise ConfigError(f"--resume-step {step}: needs a whole number of steps")
-        return Start(
-            config=_resumed(run_dir / CONFIG_FILE, load_config(run_dir / CONFIG_FILE), rest, command),
-            resumed=run_dir,
-            resume_step=None if step is None else int(step),
-            memory=size,
-        )
-    if path is not None:
-        default = load_config(Path(path))
+    kind, shows_help = _START_OPTIONS[command], asks_help(arguments)
+    options = dict([*options_of(Config), *options_of(kind)])
+    given = read_options(options, [word for word in arguments if word not in ("-h", "--help")], command)
+    values = {name: value for name, value in given.items() if name not in {f.name for f in dataclasses.fields(kind)}}
+    start = kind(**{name: value for name, value in given.items() if name not in values})
+    resume_step = given.get("resume_step")
+    is_resumed = (start.resume or resume_step is not None) and not shows_help
+    sources = [f"--{name}" for name in ("config", "preset") if getattr(start, name) is not None]
+    if len(sources) > 1:
+        raise ConfigError(f"--preset {start.preset}: the options come from --config; give one of the two")
+    if is_resumed and sources:
+        raise ConfigError(f"{sources[0]}: a resumed run keeps its own configuration; leave {sources[0]} out")
+    memory = None if given.get("memory") is None else size_in_bytes(given["memory"])
+    if is_resumed and command == "compare":
+        if "seeds" in given:
+            raise ConfigError("--seeds: a resumed comparison continues its own runs; leave --seeds out")
+        comparison = find_comparison(values.get("runs_dir", RunConfig.runs_dir), values.get("run"))
+        config = _resumed(comparison.path, comparison.config, values, is_comparison=True)
+        return Start(config=config, resumed=comparison.path, seeds=comparison.seeds, given=given)
+    if is_resumed:
+        run_dir = find_run(values.get("runs_dir", RunConfig.runs_dir), values.get("run"))
+        config = _resumed(run_dir / CONFIG_FILE, load_config(run_dir / CONFIG_FILE), values, is_comparison=False)
+        return Start(config=config, resumed=run_dir, resume_step=resume_step, memory=memory, given=given)
+    name = start.preset
+    if start.config is not None:
+        default, origin = load_config(start.config), f"of {start.config}"
     else:
-        device, _ = pop_option(rest, "--device")
-        data, _ = pop_option(rest, "--data")
-        name = name if name is not None else suitable_preset(device, data, guess=asks_help)
-        default = preset(name)
-    recipe, _ = pop_option(rest, "--recipe")
-    if recipe is not None:
-        default = with_recipe(default, recipe)
-    source, rest = pop_option(rest, "--init-from") if not asks_help else (None, rest)
+        name = name or suitable_preset(values.get("device"), values.get("data"), guess=shows_help)
+        default, origin = preset(name), f"of --preset {name}"
+    if "recipe" in values:
+        default = with_recipe(default, values["recipe"])
+    if shows_help:
+        _print_training_help(kind, command, default, origin)
+    source = values.pop("init_from", None)
     if source is not None:
-        default = with_initial(default, source, Path(pop_option(rest, "--runs-dir")[0] or default.run.runs_dir))
-    kind: type[Config] = Config  # with the options that were read above only for `--help`
-    if asks_help:
-        start = {"train": StartOptions, "compare": ComparisonOptions, "plan": PlanOptions}[command]
-        section = ("start", start, dataclasses.field(default_factory=start))
-        kind = dataclasses.make_dataclass("_Help", [section], bases=(Config,), frozen=True, kw_only=True)
+        default = with_initial(default, source, values.get("runs_dir", default.run.runs_dir))
+    config = with_options(default, **values)
+    if config.run.init_from is not None:
+        check_initial(default, config)
+    notes = unused_options(default, config, both_optimizers=command == "compare")
+    config = dataclasses.replace(config, data=_absolute(config.data))
+    seeds = given.get("seeds", 1)
+    return Start(config=config, preset=name, seeds=seeds, notes=tuple(notes), memory=memory, given=given)
+
+
+def _print_training_help(kind: Any, command: str, default: Config, origin: str) -> NoReturn:
+    """Print the options of a training command, those about the start as a section beside the configuration's."""
+    section = ("start", kind, field(default_factory=kind))
+    shown = dataclasses.make_dataclass("_Help", [section], bases=(Config,), frozen=True, kw_only=True)
     sections = {section.name: getattr(default, section.name) for section in dataclasses.fields(Config)}
-    origin = f"of {path}" if path is not None else f"of --preset {name}"
     description = (
         f"{_DESCRIPTIONS[command]}\n\nThe defaults shown are those {origin}. Without --preset they suit machine "
         "and text: 'cpu' is a small model, 'gpu-small' one for a GPU and the text of your Python installation, 'gpu' "
         "one of depth 12 for --data."
     )
-    config = parse(kind, rest, command, description, default=kind(**sections))
-    if config.run.init_from is not None:
-        check_initial(default, config)
-    notes = unused_options(default, config, both_optimizers=command == "compare")
-    config = dataclasses.replace(config, data=_absolute(config.data))
-    return Start(config=config, resumed=None, preset=name, seeds=int(seeds or 1), notes=tuple(notes), memory=size)
+    print_help(shown, command, description, shown(**sections))
+
+
+def _resumed(path: Path, saved: Config, values: Mapping[str, Any], *, is_comparison: bool) -> Config:
+    """Return the configuration saved in `path`, of a run or comparison to continue, with the options given now."""
+    saved, asked = (
+        dataclasses.replace(config, data=_absolute(config.data)) for config in (saved, with_options(saved, **values))
+    )
+    check_resumed(saved, asked, path, is_comparison=is_comparison)
+    unused_options(saved, asked)
+    return asked
 
 
 def _absolute(data: DataConfig) -> DataConfig:
@@ -387,14 +392,3 @@ def _absolute_source(source: str) -> str:
     if len(words) < 2 or not all(sign and name for name, sign, _ in words):
         return source
     return " ".join(f"{_absolute_source(name)}={weight}" for name, _, weight in words)
-
-
-def _resumed(path: Path, saved: Config, arguments: list[str], command: str) -> Config:
-    """Return the configuration saved in `path`, of a run or comparison to continue, with the options given now."""
-    saved, asked = (
-        dataclasses.replace(config, data=_absolute(config.data))
-        for config in (saved, parse(Config, arguments, command, "", default=saved))
-    )
-    check_resumed(saved, asked, path, is_comparison=command == "compare")
-    unused_options(saved, asked)
-    return asked

@@ -11,8 +11,6 @@ import torch
 
 from quintic.commands.inputs import duration_lines
 from quintic.commands.options import simulation_options, training_options
-from quintic.commands.parsing import pop_option
-from quintic.commands.presets import GPU_PRESETS
 from quintic.data.dataset import MANIFEST_NAME
 from quintic.data.files.documents import TEXT_FIELD
 from quintic.data.hub import download
@@ -61,9 +59,9 @@ def run(arguments: list[str]) -> int:
         return 0
     start = training_options(arguments, "plan")
     config = start.config
-    if start.resumed is None and pop_option(arguments, "--run")[0] is not None:
+    if start.resumed is None and start.given.get("run") is not None:
         check_new_run(config)  # else the user might take this for the plan of an existing run of that name
-    on_gpu = start.preset in GPU_PRESETS or (torch.cuda.is_available() and config.run.device != "cpu")
+    on_gpu = start.preset in ("gpu-small", "gpu") or (torch.cuda.is_available() and config.run.device != "cpu")
     # The model on the meta device and its optimizer; nothing below allocates weights.
     dtype, why = _dtype(config, on_gpu)
     vocab_size, origin = planned_vocabulary(config.data)

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,12 @@ from quintic.durable import json_object
 from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE
 from quintic.speedrun import presets as speedrun
-from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
+from quintic.train.config import Config, DataConfig, ModelConfig, option_of, with_options
 from quintic.train.saved_config import changed_fields, load_config
 
 __all__ = [
-    "GPU_PRESETS",
     "PRESETS",
     "check_initial",
-    "gpu_preset",
-    "gpu_small_preset",
     "preset",
     "suitable_preset",
     "unused_options",
@@ -37,49 +34,28 @@ __all__ = [
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/kfd", "/dev/dxg")
 
 
-def gpu_small_preset() -> Config:
-    """Return the defaults for a GPU and a few megabytes of text, such as the text of a Python installation.
-
-    Depth 8 at 2048 tokens, 500 steps: about three passes through that text. With more passes or a larger model, it is
-    only memorised. Rates and decay were tuned at these sizes. Not compiled, because compiling takes longer than the
-    steps do.
-    """
-    return Config(
-        model=ModelConfig(depth=8, head_dim=128, seq_len=2048),
-        optim=OptimConfig(embedding_lr=0.2, head_lr=0.002, weight_decay=1.2, adamw_lr=0.003, adamw_head_lr=0.008),
-        schedule=ScheduleConfig(steps=500, batch_tokens=16_384, rows=8),
-        run=RunConfig(compile=False),
-    )
-
-
-def gpu_preset() -> Config:
-    """Return the defaults for one GPU and text of your own: depth 12 at 2048 tokens.
-
-    Context and the AdamW learning rates follow nanochat's depth-12 recipe; batch and rates scale with the model.
-    """
-    return Config(
-        data=DataConfig(vocab_size=32_768, val_frac=0.01),
-        model=ModelConfig(depth=12, head_dim=128, seq_len=2048),
-        optim=OptimConfig(
-            scale_rates=True,
-            muon_lr=0.02,
-            adamw_lr=0.002,
-            embedding_lr=0.5,
-            head_lr=0.007,
-            adamw_head_lr=0.007,
-            scalar_lr=0.1,
-            weight_decay=0.2,
-            momentum_warmup_steps=300,
-        ),
-        schedule=ScheduleConfig(steps=None, batch_tokens=None, rows=32, warmup_frac=0.0),
-        run=RunConfig(eval_every=250, eval_tokens=2**21, save_every=1000),
-    )
-
-
-PRESETS: Mapping[str, Callable[[], Config]] = {"cpu": Config, "gpu-small": gpu_small_preset, "gpu": gpu_preset}
-"""Name -> the defaults of all options."""
-
-GPU_PRESETS = frozenset({"gpu-small", "gpu"})
+# Preset -> the options in which it differs from the defaults of the dataclasses, which are those for a CPU.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "cpu": {},
+    # For a few megabytes of text, such as that of a Python installation: about three passes in 500 steps. With more
+    # passes or a larger model, it is only memorised. Rates and decay were tuned at these sizes. Not compiled, because
+    # compiling takes longer than the steps do.
+    "gpu-small": {
+        "depth": 8, "head_dim": 128, "seq_len": 2048,
+        "adamw_lr": 0.003, "embedding_lr": 0.2, "head_lr": 0.002, "adamw_head_lr": 0.008, "weight_decay": 1.2,
+        "steps": 500, "batch_tokens": 16_384, "rows": 8, "compile": False,
+    },
+    # For text of your own. Context and the AdamW learning rates follow nanochat's depth-12 recipe; batch and rates
+    # scale with the model.
+    "gpu": {
+        "vocab_size": 32_768, "val_frac": 0.01,
+        "depth": 12, "head_dim": 128, "seq_len": 2048,
+        "scale_rates": True, "muon_lr": 0.02, "adamw_lr": 0.002, "embedding_lr": 0.5, "head_lr": 0.007,
+        "adamw_head_lr": 0.007, "scalar_lr": 0.1, "weight_decay": 0.2, "momentum_warmup_steps": 300,
+        "steps": None, "batch_tokens": None, "rows": 32, "warmup_frac": 0.0,
+        "eval_every": 250, "eval_tokens": 2**21, "save_every": 1000,
+    },
+}  # fmt: skip
 
 
 def preset(name: str) -> Config:
@@ -92,7 +68,7 @@ def preset(name: str) -> Config:
         races = ", ".join(speedrun.PRESETS)
         *first, last = PRESETS
         raise ConfigError(f"--preset {name}: unknown; choose {', '.join(first)} or {last} (for train also {races})")
-    return PRESETS[name]()
+    return with_options(Config(), **PRESETS[name])
 
 
 def suitable_preset(device: str | None, data: str | None, *, guess: bool) -> str:
@@ -129,54 +105,29 @@ def _is_torch_for_gpus() -> bool:
         return False
     if spec is None or spec.origin is None:
         return False
-    try:
-        version = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
-        return True
     # version.py has lines such as `cuda: Optional[str] = '12.8'`; None for a build without.
+    version = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     built_with = re.findall(r"^(?:cuda|hip)\b[^=\n]*= *(.+)", version, re.MULTILINE)
     return not built_with or any(value.strip() != "None" for value in built_with)
 
 
 # At width 768, batches of 2^19 tokens and depth 12. Constants that are not options are in `train/recipe.py`.
 _EARLY_NANOCHAT: Mapping[str, Any] = {
-    "scale_rates": True,
-    "muon_lr": 0.02,
-    "embedding_lr": 0.3,
-    "head_lr": 0.004,
-    "scalar_lr": 0.5,
-    "momentum": 0.95,
-    "momentum_start": 0.85,
-    "momentum_warmup_steps": 300,
-    "momentum_end": None,
-    "normalize": "neuron",
-    "weight_decay": 0.2,
-    "decay_shape": "linear",
-    "beta1": 0.8,
-    "beta2": 0.95,
-    "tokens_per_param": 10.5,
-    "warmup_frac": 0.0,
-    "warmup_steps": None,
-    "warmdown_frac": 0.5,
-    "final_lr_frac": 0.0,
+    "scale_rates": True, "muon_lr": 0.02, "embedding_lr": 0.3, "head_lr": 0.004, "scalar_lr": 0.5,
+    "momentum": 0.95, "momentum_start": 0.85, "momentum_warmup_steps": 300, "momentum_end": None,
+    "normalize": "neuron", "weight_decay": 0.2, "decay_shape": "linear", "beta1": 0.8, "beta2": 0.95,
+    "tokens_per_param": 10.5, "warmup_frac": 0.0, "warmup_steps": None, "warmdown_frac": 0.5, "final_lr_frac": 0.0,
     "short_window": 0.25,
-}
+}  # fmt: skip
 _RECIPES: Mapping[str, Mapping[str, Any]] = {
     "seed": _EARLY_NANOCHAT,
     "nanochat": {
         **_EARLY_NANOCHAT,
-        "head_lr": 0.008,
-        "momentum": 0.97,
-        "momentum_warmup_steps": 400,
-        "momentum_end": 0.90,
-        "weight_decay": 0.28,
-        "decay_shape": "cosine",
-        "tokens_per_param": 12.0,
-        "warmup_steps": 40,
-        "warmdown_frac": 0.65,
-        "final_lr_frac": 0.05,
+        "head_lr": 0.008, "momentum": 0.97, "momentum_warmup_steps": 400, "momentum_end": 0.90,
+        "weight_decay": 0.28, "decay_shape": "cosine",
+        "tokens_per_param": 12.0, "warmup_steps": 40, "warmdown_frac": 0.65, "final_lr_frac": 0.05,
     },
-}
+}  # fmt: skip
 
 
 def with_recipe(config: Config, name: str) -> Config:
@@ -185,21 +136,13 @@ def with_recipe(config: Config, name: str) -> Config:
     Sizes, batch and number of steps stay, because they depend on the machine.
 
     Raises:
-        ConfigError: there is no recipe of that name, or it is "quintic" but the configuration has another recipe.
+        ConfigError: the recipe is "quintic", but the configuration has another one.
     """
     if name == config.optim.recipe:
         return config
-    if name not in _RECIPES:
-        if name != "quintic":
-            raise ConfigError(f"--recipe {name}: unknown; choose quintic, {' or '.join(_RECIPES)}")
+    if name == "quintic":
         raise ConfigError(f"--recipe quintic: --config has the recipe {config.optim.recipe}; leave one of the two out")
-    # Each constant goes to the section that has a field of its name.
-    values = {**_RECIPES[name], "recipe": name}
-    sections = {}
-    for section in ("model", "optim", "schedule"):
-        old = getattr(config, section)
-        sections[section] = replace(old, **{key: value for key, value in values.items() if hasattr(old, key)})
-    return replace(config, **sections)
+    return with_options(config, recipe=name, **_RECIPES[name])
 
 
 _RACE_ONLY = "its weights fit no other model; give a run of another --preset, or the export of one"
@@ -243,14 +186,9 @@ def with_initial(config: Config, name: str, runs_dir: Path) -> Config:
     if kind not in (None, "quintic"):
         why = _RACE_ONLY if kind == "quintic_speedrun" else "only runs of quintic train and their exports can be used"
         raise ConfigError(f"--init-from {folder}: is a model of the kind {kind!r}, but {why}")
-    is_export = kind == "quintic"
-    model = _exported_sizes(values, folder) if is_export else load_config(folder / "config.json").model
-    return replace(
-        config,
-        model=model,
-        data=replace(config.data, tokenizer=str(folder / "tokenizer.json")),
-        run=replace(config.run, init_from=str(folder)),
-    )
+    model = load_config(folder / "config.json").model if kind is None else _exported_sizes(values, folder)
+    data = replace(config.data, tokenizer=str(folder / "tokenizer.json"))
+    return replace(config, model=model, data=data, run=replace(config.run, init_from=str(folder)))
 
 
 def check_initial(config: Config, given: Config) -> None:
@@ -267,7 +205,7 @@ def check_initial(config: Config, given: Config) -> None:
     free = ("model.seq_len", "model.window_pattern", "model.short_window")
     for name, (old, new) in changed_fields(config, given).items():
         if name.startswith("model.") and name not in free:
-            option = "--" + name.partition(".")[2].replace("_", "-")
+            option = option_of(name.partition(".")[2])
             raise ConfigError(
                 f"{option} {new}: the weights of --init-from {config.run.init_from} need {option} {old}; leave it out"
             )
@@ -296,32 +234,28 @@ def _exported_sizes(values: Mapping[str, Any], folder: Path) -> ModelConfig:
         raise ConfigError(f"--init-from {folder}: its config.json is not from an export ({error!r})") from None
 
 
-# Options -> the option that they need to have an effect, and a test for it. Giving them without it is an error.
-_NEEDS: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
-    ("core_every", "core_items"): ("--core FOLDER", lambda config: config.run.core is not None),
-    ("l3_embeddings", "l3_d_up", "l3_k_max", "l3_tied"): (
-        "--l3-layers",
-        lambda config: config.model.l3_layers is not None,
-    ),
-    ("fp8_recipe",): ("--fp8", lambda config: config.run.fp8),
-    ("shard_ranks",): ("--parallel hsdp", lambda config: config.run.parallel == "hsdp"),
-}
-# Options -> an option that overrides them, and a test for it. Giving both only prints a note, so that one command line
+# (Options, the option that they need to have an effect, whether it is there.) Giving them without it is an error.
+_NEEDS: Sequence[tuple[tuple[str, ...], str, Callable[[Config], bool]]] = (
+    (("core_every", "core_items"), "--core FOLDER", lambda config: config.run.core is not None),
+    (("l3_embeddings", "l3_d_up", "l3_k_max", "l3_tied"), "--l3-layers", lambda c: c.model.l3_layers is not None),
+    (("fp8_recipe",), "--fp8", lambda config: config.run.fp8),
+    (("shard_ranks",), "--parallel hsdp", lambda config: config.run.parallel == "hsdp"),
+)
+_OF_MUON = (
+    "muon_lr", "head_lr", "weight_decay", "momentum", "momentum_start", "momentum_warmup_steps", "momentum_end",
+    "orthogonalizer", "update_rule", "normalize",
+)  # fmt: skip
+_OF_ADAMW = ("adamw_lr", "adamw_head_lr", "adamw_weight_decay")
+# (Options, an option that overrides them, whether it does.) Giving both only prints a note, so that one command line
 # can be used with either choice.
-_OVERRIDDEN: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
-    ("vocab_size",): ("--tokenizer", lambda config: config.data.tokenizer is not None),
-    ("val_frac",): ("--val-data", lambda config: config.data.val_data is not None),
-    ("warmup_frac",): ("--warmup-steps", lambda config: config.schedule.warmup_steps is not None),
-    ("normalize",): ("--update-rule", lambda config: config.optim.update_rule is not None),
-    ("adamw_lr", "adamw_head_lr", "adamw_weight_decay"): (
-        "--optimizer muon",
-        lambda config: config.optim.optimizer == "muon",
-    ),
-    (
-        "muon_lr", "head_lr", "weight_decay", "momentum", "momentum_start", "momentum_warmup_steps", "momentum_end",
-        "orthogonalizer", "update_rule", "normalize",
-    ): ("--optimizer adamw", lambda config: config.optim.optimizer == "adamw"),
-}  # fmt: skip
+_OVERRIDDEN: Sequence[tuple[tuple[str, ...], str, Callable[[Config], bool]]] = (
+    (("vocab_size",), "--tokenizer", lambda config: config.data.tokenizer is not None),
+    (("val_frac",), "--val-data", lambda config: config.data.val_data is not None),
+    (("warmup_frac",), "--warmup-steps", lambda config: config.schedule.warmup_steps is not None),
+    (("normalize",), "--update-rule", lambda config: config.optim.update_rule is not None),
+    (_OF_ADAMW, "--optimizer muon", lambda config: config.optim.optimizer == "muon"),
+    (_OF_MUON, "--optimizer adamw", lambda config: config.optim.optimizer == "adamw"),
+)
 
 
 def unused_options(default: Config, config: Config, *, both_optimizers: bool = False) -> list[str]:
@@ -336,19 +270,14 @@ def unused_options(default: Config, config: Config, *, both_optimizers: bool = F
         ConfigError: an option was given without the one that it needs.
     """
     given = {name.partition(".")[2] for name in changed_fields(default, config)}
-
-    def options_among(names: tuple[str, ...]) -> list[str]:
-        return [f"--{name.replace('_', '-')}" for name in names if name in given]
-
     if both_optimizers and "optimizer" in given:
         raise ConfigError("--optimizer: a comparison trains with both optimizers; leave it out")
-    for names, (needed, is_there) in _NEEDS.items():
-        for option in options_among(names):
-            if not is_there(config):
-                raise ConfigError(f"{option} has no effect without {needed}: add {needed}, or leave {option} out")
+    for names, needed, is_there in _NEEDS:
+        for option in (option_of(name) for name in names if name in given and not is_there(config)):
+            raise ConfigError(f"{option} has no effect without {needed}: add {needed}, or leave {option} out")
     return [
-        f"{option} has no effect with {other}"
-        for names, (other, overrides) in _OVERRIDDEN.items()
-        for option in options_among(names)
-        if overrides(config) and not (both_optimizers and other.startswith("--optimizer"))
+        f"{option_of(name)} has no effect with {other}"
+        for names, other, overrides in _OVERRIDDEN
+        for name in names
+        if name in given and overrides(config) and not (both_optimizers and other.startswith("--optimizer"))
     ]

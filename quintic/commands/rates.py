@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from quintic.commands.options import rates_options
-from quintic.commands.presets import gpu_preset
+from quintic.commands.parsing import parse
+from quintic.commands.presets import preset
 from quintic.grouping.param_groups import param_groups
 from quintic.optim.muon import Muon
 from quintic.optim.state.placement import state_bytes
@@ -64,7 +64,7 @@ class StartingPoint:
 
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = rates_options(arguments)
+    options = parse(RatesOptions, arguments, "rates")
     with naming_options(options.model):
         groups = param_groups(planned_model(options.model, torch.bfloat16))
     kinds = {"muon": 0, "adamw": 0}
@@ -92,7 +92,7 @@ def run(arguments: list[str]) -> int:
 
 def start_of(options: RatesOptions, parameters: int) -> StartingPoint:
     """Return the settings that a model of this size begins with."""
-    config = gpu_preset()
+    config = preset("gpu")
     sizes = model_config(config, vocab_size=config.data.vocab_size, bos_id=0)
     reference_tokens = scale_of(config, empty_model(sizes, dtype=torch.float32, attention="sdpa")).reference_tokens
     tokens = int(options.tokens or TOKENS_PER_PARAMETER * parameters)

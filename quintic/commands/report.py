@@ -2,9 +2,10 @@
 
 from functools import partial
 
-from quintic.commands.options import report_options
+from quintic.commands.parsing import parse
 from quintic.errors import ConfigError
 from quintic.report.comparison import write_comparison
+from quintic.report.options import ReportOptions
 from quintic.report.report import write_report
 from quintic.train.runs import find_run
 
@@ -13,7 +14,7 @@ __all__ = ["run"]
 
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = report_options(arguments)
+    options = parse(ReportOptions, arguments, "report")
     find = partial(find_run, options.runs_dir, allow_speedrun=True)
     if not options.runs:
         print(write_report(find(options.run), options.out))

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Iterator
 
 from quintic.commands.inputs import trained_model
-from quintic.commands.options import sample_options
+from quintic.commands.options import SampleOptions
+from quintic.commands.parsing import parse
 from quintic.errors import ConfigError
 from quintic.eval.generate import sample_text
 from quintic.train.config import check_samples, in_options
@@ -15,7 +16,7 @@ __all__ = ["run"]
 
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = sample_options(arguments)
+    options = parse(SampleOptions, arguments, "sample")
     trained = trained_model(options.runs_dir, options.run, step=options.step, threads=options.threads)
 
     def write(prompts: tuple[str, ...], seed: int) -> None:

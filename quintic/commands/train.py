@@ -15,7 +15,6 @@ import torch
 
 from quintic.commands.inputs import check_options, check_text, text_to_resume
 from quintic.commands.options import Start, speedrun_options, training_options
-from quintic.commands.parsing import pop_option
 from quintic.commands.text import prepared
 from quintic.errors import CheckpointError, ConfigError, DivergedError
 from quintic.launch import Launch, hint, launched
@@ -60,7 +59,7 @@ def run(arguments: list[str]) -> int:
 def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
     start = ranks.run_on_all(lambda: _start(arguments, launch))
     config, run_dir = start.config, start.resumed
-    if run_dir is not None and (note := ranks.from_rank0(lambda: _finished_note(start, arguments))) is not None:
+    if run_dir is not None and (note := ranks.from_rank0(lambda: _finished_note(start))) is not None:
         say(note)
         return 0
     for note in [*start.notes, *ranks.run_on_all(lambda: check_options(config, ranks=ranks.size))]:
@@ -124,13 +123,12 @@ def _start(arguments: list[str], launch: Launch) -> Start:
     return dataclasses.replace(start, config=config)
 
 
-def _finished_note(start: Start, arguments: list[str]) -> str | None:
+def _finished_note(start: Start) -> str | None:
     """Return what to say in place of continuing a run that is finished and whole; None if there is something to do."""
-    run_dir, rest = start.resumed, [argument for argument in arguments if argument != "--resume"]
-    for option in ("--run", "--runs-dir", "--threads"):
-        _, rest = pop_option(rest, option)
+    run_dir = start.resumed
     # Other options ask for more: steps, tasks of CORE, another interval of checkpoints.
-    if run_dir is None or rest or not is_finished(run_dir):
+    asks_more = start.given.keys() - {"resume", "run", "runs_dir", "threads"}
+    if run_dir is None or asks_more or not is_finished(run_dir):
         return None
     with contextlib.suppress(CheckpointError):  # of a damaged checkpoint the steps are made again
         step = int(newest_checkpoint(run_dir, message=lambda text: None).state()["step"])

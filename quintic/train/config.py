@@ -9,7 +9,7 @@ construction, which names the option.
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,8 @@ __all__ = [
     "check_at_most",
     "check_samples",
     "in_options",
+    "option_of",
+    "with_options",
 ]
 
 ParallelName = Literal["sharded", "ddp", "fsdp", "hsdp", "tp"]
@@ -187,14 +189,14 @@ class OptimConfig:
         averages = _values(self, "momentum", "momentum_start", "momentum_end", "beta1", "beta2")
         for name, value in averages.items():
             if not 0 <= value < 1:
-                raise ConfigError(f"{_option(name)} {value}: must be at least 0 and below 1")
+                raise ConfigError(f"{option_of(name)} {value}: must be at least 0 and below 1")
         if self.state_dtype is not None:
             from quintic.optim.numeric.bf16_state import MAX_BF16_BETA
 
             for name, value in averages.items():
                 if value > MAX_BF16_BETA:
                     limit = f"must be at most {MAX_BF16_BETA} with --state-dtype {self.state_dtype}"
-                    raise ConfigError(f"{_option(name)} {value}: {limit}")
+                    raise ConfigError(f"{option_of(name)} {value}: {limit}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +233,7 @@ class ScheduleConfig:
             raise ConfigError(f"--target-flops {self.target_flops}: must be above 0 and finite")
         for name, value in _values(self, "warmup_frac", "warmdown_frac", "final_lr_frac").items():
             if not 0 <= value <= 1:
-                raise ConfigError(f"{_option(name)} {value}: must lie between 0 and 1")
+                raise ConfigError(f"{option_of(name)} {value}: must lie between 0 and 1")
         if self.warmup_steps is None and self.warmup_frac + self.warmdown_frac > 1:
             raise ConfigError("--warmup-frac and --warmdown-frac add up to more than 1: shorten one of them")
 
@@ -347,6 +349,21 @@ class Config:
             )
 
 
+def with_options(config: Config, **values: Any) -> Config:
+    """Return the configuration with other values of some fields, whatever their sections.
+
+    Raises:
+        ConfigError: a value is out of range, or the values do not fit each other.
+    """
+    sections = {}
+    for section in fields(Config):
+        old = getattr(config, section.name)
+        sections[section.name] = replace(old, **{f.name: values.pop(f.name) for f in fields(old) if f.name in values})
+    if values:
+        raise TypeError(f"no such option: {', '.join(values)}")
+    return Config(**sections)
+
+
 # Bytes of a prompt. The attention mask of a prompt grows with the square of its length.
 _LONGEST_PROMPT = 2**14
 
@@ -376,13 +393,14 @@ def _values(section: object, *names: str) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(section, name)) is not None}
 
 
-def _option(name: str) -> str:
+def option_of(name: str) -> str:
+    """Return the option of a field."""
     return "--" + name.replace("_", "-")
 
 
 def in_options(error: ValueError) -> str:
     """Return a library's message with arguments written as options: "top_k=0: ..." becomes "--top-k 0: ..."."""
-    return re.sub(r"\b([a-z]\w*)=(?:'([^']+)')?", lambda match: f"{_option(match[1])} {match[2] or ''}", str(error))
+    return re.sub(r"\b([a-z]\w*)=(?:'([^']+)')?", lambda match: f"{option_of(match[1])} {match[2] or ''}", str(error))
 
 
 def check_at_least(least: int, **values: float | None) -> None:
@@ -390,11 +408,11 @@ def check_at_least(least: int, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not least <= value < math.inf:
             finite = "" if math.isfinite(value) else " and finite"
-            raise ConfigError(f"{_option(name)} {value}: must be at least {least}{finite}")
+            raise ConfigError(f"{option_of(name)} {value}: must be at least {least}{finite}")
 
 
 def check_at_most(most: int, **values: float) -> None:
     """Raise a ConfigError that names the option if a number is above `most`."""
     for name, value in values.items():
         if value > most:
-            raise ConfigError(f"{_option(name)} {value}: must be at most {most:,}")
+            raise ConfigError(f"{option_of(name)} {value}: must be at most {most:,}")

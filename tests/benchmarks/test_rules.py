@@ -13,6 +13,7 @@ from benchmarks.rules import candidates, evidence, run
 from benchmarks.rules.__main__ import SIZES
 from benchmarks.rules.page import Study, page
 from benchmarks.training.workers import with_values
+from quintic.commands.presets import preset
 from quintic.data.dataset import Dataset
 from quintic.optim.rules.library.muoneq import Equalize
 from quintic.optim.rules.library.normuon import NeuronSecondMoment
@@ -29,8 +30,8 @@ def test_every_candidate_has_settings_that_are_tried(name: str) -> None:
     assert len({(setting.rule, str(setting.values)) for setting in found.settings.values()}) == len(found.settings)
     if name in RULES:
         assert found.settings[""].rule == RULES[name]
-    for size, (make, changes) in SIZES.items():
-        base = with_values(make(), changes)
+    for size, (name, changes) in SIZES.items():
+        base = with_values(preset(name), changes)
         for label in found.settings:
             values = found.values(label, found.center(base), 2.0, base)
             config = with_values(base, values)

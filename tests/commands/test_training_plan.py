@@ -15,7 +15,7 @@ from tiny_runs import tiny_config
 
 from quintic.cli import main
 from quintic.commands.plan import planned_vocabulary, prepared_text, training_memory
-from quintic.commands.presets import gpu_preset
+from quintic.commands.presets import preset
 from quintic.commands.text import prepared
 from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.errors import DataError
@@ -154,7 +154,7 @@ def test_weights_gradients_and_state_are_predicted_to_the_byte(optim: dict[str, 
 @pytest.mark.parametrize(("depth", "gib"), [(12, 23.0), (6, 6.17)])
 def test_the_peak_of_a_gpu_is_predicted_within_a_tenth(depth: int, gib: float) -> None:
     # Measured on one NVIDIA H200: benchmarks/results/2026-11-23-h200-train-throughput.md and -variants.md.
-    config = gpu_preset()
+    config = preset("gpu")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, depth=depth))
     sizes = model_config(config, vocab_size=32_768, bos_id=0)
     model = empty_model(sizes, dtype=torch.bfloat16, attention="sdpa")

@@ -22,23 +22,9 @@ from torch import nn
 
 import quintic
 from quintic.cli import OPTION_ALIASES
-from quintic.commands.options import (
-    ComparisonOptions,
-    EvalOptions,
-    ExportOptions,
-    ReportOptions,
-    SampleOptions,
-    eval_options,
-    export_options,
-    prepare_options,
-    rates_options,
-    report_options,
-    sample_options,
-    simulation_options,
-    speedrun_options,
-    training_options,
-)
+from quintic.commands.options import ComparisonOptions, EvalOptions, ExportOptions, SampleOptions, answer_early
 from quintic.errors import ConfigError
+from quintic.report.options import ReportOptions
 from quintic.simulate.options import RatesOptions, SimulationOptions
 from quintic.train.config import Config
 
@@ -217,20 +203,6 @@ def test_commands_and_options_exist(page):
             assert option in options | own.get(command, set()), f"{name(page)}: quintic {command} {option}"
 
 
-READERS = {
-    "train": lambda given: speedrun_options(given) or training_options(given, "train"),
-    "compare": lambda given: training_options(given, "compare"),
-    "prepare": prepare_options,
-    "plan": lambda given: simulation_options(given) or training_options(given, "plan"),
-    "sample": sample_options,
-    "eval": eval_options,
-    "export": export_options,
-    "rates": rates_options,
-    "report": report_options,
-}
-"""Command -> the function that reads its options."""
-
-
 def commands_of(page):
     """The commands of a page's shell blocks that can be read without a run, as (command, options)."""
     for block in blocks(page):
@@ -250,12 +222,12 @@ def test_the_options_of_commands_can_be_read(page, tmp_path, monkeypatch):
         given = [OPTION_ALIASES.get(word, word) for word in given]
         if "--resume" in given:
             with pytest.raises(ConfigError, match=r"no run|is not a run"):
-                READERS[command](given)
+                answer_early(command, given)
         elif "--init-from" in given:
             with pytest.raises(ConfigError, match="is neither a run in"):
-                READERS[command](given)
+                answer_early(command, given)
         elif "--help" not in given:
-            READERS[command](given)
+            answer_early(command, given)
 
 
 @pytest.mark.parametrize("page", [page for page in MANUAL if page.name != "LOG.md"], ids=name)

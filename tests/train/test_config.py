@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quintic.commands.options import training_options
-from quintic.commands.presets import gpu_preset
+from quintic.commands.presets import preset
 from quintic.errors import ConfigError
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
 from quintic.train.saved_config import changed_fields, from_dict, load_config, repeat_command, to_dict
@@ -74,8 +74,8 @@ def test_fields_that_are_missing_in_a_file_keep_their_defaults() -> None:
 
 
 def test_the_presets_can_be_saved() -> None:
-    assert from_dict(to_dict(gpu_preset()), origin="x") == gpu_preset()
-    assert gpu_preset().model.depth == 12
+    assert from_dict(to_dict(preset("gpu")), origin="x") == preset("gpu")
+    assert preset("gpu").model.depth == 12
 
 
 @pytest.mark.parametrize(
