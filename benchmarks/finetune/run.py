@@ -23,7 +23,7 @@ def train(job: Mapping[str, Any]) -> dict[str, Any]:
 
     from benchmarks.common.results import versions
     from quintic.data.loader import Loader
-    from quintic.train.config import RunConfig
+    from quintic.train.config import RunConfig, ScheduleConfig
     from quintic.train.hardware import choose_hardware, machine_facts
 
     begin = time.perf_counter()
@@ -39,12 +39,13 @@ def train(job: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = make_optimizer(model, job["optimizer"], job["rate"])
     peaks = [group["lr"] for group in optimizer.param_groups]
     sizes = {"rows": job["rows"], "seq_len": job["sizes"]["seq_len"]}
+    schedule = ScheduleConfig(warmup_frac=0.05, warmdown_frac=0.95)
     before = held_out_loss(model, text, job)
     with Loader(text, "train", seed=job["seed"], device=hardware.device, **sizes) as loader:
         for step in range(job["steps"]):
             if time.time() > job["deadline"]:
                 return {"cut": f"at step {step} of {job['steps']}, when the time was over"}
-            factor = lr_multiplier(step, job["steps"], warmup_frac=0.05, warmdown_frac=0.95, final_frac=0.0)
+            factor = lr_multiplier(schedule, step, job["steps"])
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
             batch = next(loader)

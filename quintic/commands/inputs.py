@@ -19,7 +19,7 @@ from quintic.data.tokenizer import Tokenizer
 from quintic.errors import CheckpointError, ConfigError, DataError, QuinticError
 from quintic.eval.core_tasks import load_core
 from quintic.eval.row_models import BatchedSpeedrun, LanguageModel
-from quintic.model.gpt import GPT
+from quintic.model.sizes import GPTConfig
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.report.formatting import duration
 from quintic.report.history import RunHistory
@@ -34,10 +34,10 @@ from quintic.train.checkpoint import (
 from quintic.train.config import Config, DataConfig, ModelConfig, RunConfig
 from quintic.train.hardware import Hardware, choose_hardware, matrix_rate
 from quintic.train.metrics import check_trackers
-from quintic.train.recipe import build_model, empty_model, model_config, scale_of
+from quintic.train.recipe import build_model, model_config
 from quintic.train.runs import CONFIG_FILE, TOKENIZER_FILE, find_run
 from quintic.train.saved_config import load_config
-from quintic.train.schedule import Scale
+from quintic.train.schedule import scale_of
 
 __all__ = [
     "RaceText",
@@ -90,23 +90,23 @@ def check_options(config: Config, *, ranks: int = 1) -> list[str]:
     if config.run.core is not None:
         load_core(config.run.core)
     sizes = model_config(config, vocab_size=config.data.vocab_size, bos_id=0)
-    model = empty_model(sizes, dtype=hardware.dtype, attention=hardware.attention)
-    return duration_lines(model, scale_of(config, model), hardware, ranks=ranks)
+    return duration_lines(config, sizes, hardware, ranks=ranks)
 
 
-def duration_lines(model: GPT, scale: Scale, hardware: Hardware, *, ranks: int = 1) -> list[str]:
+def duration_lines(config: Config, sizes: GPTConfig, hardware: Hardware, *, ranks: int = 1) -> list[str]:
     """Return a line with a lower bound of a run's duration if that is more than an hour, else an empty list.
 
     The bound assumes that all operations run at the speed of a large matrix product, measured now.
 
     Args:
-        model: on any device, including the meta device.
-        scale: the run's batch and number of steps.
+        config: the run's configuration.
+        sizes: of its model.
         hardware: of each rank.
         ranks: number of devices that share the work.
     """
     # Operations of the run over the rate of all devices. Loading data, evaluations and small kernels only add to it.
-    operations = model.flops_per_token() * scale.steps * scale.batch_tokens
+    scale = scale_of(config, sizes)
+    operations = sizes.flops_per_token() * scale.steps * scale.batch_tokens
     rate = matrix_rate(hardware) * ranks
     if operations / rate < _LONG_SECONDS:
         return []

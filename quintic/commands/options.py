@@ -22,17 +22,9 @@ from quintic.report.options import ReportOptions
 from quintic.simulate.options import RatesOptions, SimulationOptions, size_in_bytes
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
 from quintic.speedrun.presets import preset as speedrun_preset
-from quintic.train.config import (
-    Config,
-    DataConfig,
-    RunConfig,
-    check_at_least,
-    check_at_most,
-    check_samples,
-    with_options,
-)
+from quintic.train.config import Config, DataConfig, RunConfig, check_at_least, check_at_most, check_samples
 from quintic.train.runs import CONFIG_FILE, find_comparison, find_run
-from quintic.train.saved_config import check_resumed, load_config
+from quintic.train.saved_config import check_resumed, load_config, with_options
 
 __all__ = [
     "ComparisonOptions",

@@ -26,9 +26,9 @@ from quintic.streams import say
 from quintic.tables import output_width, with_name
 from quintic.train.config import Config, DataConfig
 from quintic.train.hardware import choose_hardware
-from quintic.train.recipe import build_optimizer, empty_model, model_config, scale_lines, scale_of
+from quintic.train.recipe import build_optimizer, empty_model, model_config, scale_lines
 from quintic.train.runs import check_new_run
-from quintic.train.schedule import reading_lines
+from quintic.train.schedule import reading_lines, scale_of
 
 __all__ = ["run", "training_memory"]
 
@@ -77,12 +77,12 @@ def run(arguments: list[str]) -> int:
     say(f"Vocabulary: {vocab_size:,} tokens, {origin}")
     for line in scale_lines(config, vocab_size=vocab_size):
         say(line)
-    scale = scale_of(config, model)
+    scale = scale_of(config, sizes)
     if (text := prepared_text(config.data)) is not None:
         passes, *warnings = reading_lines(scale.steps * scale.batch_tokens, text.train_tokens)
         say("\n".join([f"Reading: {passes} as it was prepared in {text.folder}", *warnings]))
     if torch.cuda.is_available() or not on_gpu or config.run.device == "cpu":  # else speed cannot be measured
-        for line in duration_lines(model, scale, choose_hardware(config.run)):
+        for line in duration_lines(config, sizes, choose_hardware(config.run)):
             say(line)
     # Precision and memory, then a line for each group, then the optimizer's plan.
     more_bits = {"float32": 0, "mantissa": 16, "8bit": 8}[config.optim.weights]

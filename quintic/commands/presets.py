@@ -17,8 +17,8 @@ from quintic.durable import json_object
 from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE
 from quintic.speedrun import presets as speedrun
-from quintic.train.config import Config, DataConfig, ModelConfig, option_of, with_options
-from quintic.train.saved_config import changed_fields, load_config
+from quintic.train.config import Config, DataConfig, ModelConfig, option_of
+from quintic.train.saved_config import changed_fields, load_config, with_options
 
 __all__ = [
     "PRESETS",

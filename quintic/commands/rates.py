@@ -19,8 +19,8 @@ from quintic.simulate.options import RatesOptions
 from quintic.simulate.planned_models import planned_model
 from quintic.simulate.table import naming_options
 from quintic.tables import aligned
-from quintic.train.recipe import empty_model, model_config, scale_of
-from quintic.train.schedule import Scale, automatic_batch
+from quintic.train.recipe import model_config
+from quintic.train.schedule import Scale, automatic_batch, scale_of
 
 __all__ = ["StartingPoint", "bytes_by_option", "run", "start_of"]
 
@@ -94,7 +94,7 @@ def start_of(options: RatesOptions, parameters: int) -> StartingPoint:
     """Return the settings that a model of this size begins with."""
     config = preset("gpu")
     sizes = model_config(config, vocab_size=config.data.vocab_size, bos_id=0)
-    reference_tokens = scale_of(config, empty_model(sizes, dtype=torch.float32, attention="sdpa")).reference_tokens
+    reference_tokens = scale_of(config, sizes).reference_tokens
     tokens = int(options.tokens or TOKENS_PER_PARAMETER * parameters)
     batch = options.batch_tokens or automatic_batch(tokens, reference_tokens)
     scale = Scale(

@@ -18,8 +18,8 @@ from quintic.durable import json_object, new_folder, save_tensors
 from quintic.errors import ConfigError
 from quintic.eval.row_models import BatchedSpeedrun, LanguageModel
 from quintic.model.gpt import GPT
-from quintic.model.layers import GATE_CHANNELS, QK_GAIN
-from quintic.model.sizes import VARIANTS
+from quintic.model.layers import QK_GAIN
+from quintic.model.sizes import GATE_CHANNELS, VARIANTS
 from quintic.model.speedrun_layers import TokenCoefficients
 
 __all__ = ["export_hf"]

@@ -30,12 +30,9 @@ from quintic.model.cache import KVCache
 from quintic.model.fp8 import FP8_BOTH, FP8_FORWARD, Fp8Recipe, head_scales, obstacle_to_fp8_layer
 from quintic.model.layers import Block, Linear, distribute_like, learns, rms_norm, rotary_tables
 from quintic.model.lookup import LookupLayer
-from quintic.model.sizes import VARIANTS, GPTConfig
+from quintic.model.sizes import SMEAR_CHANNELS, VARIANTS, GPTConfig
 
 __all__ = ["GPT", "GPTConfig"]
-
-# Leading channels of an embedding that the smear gate reads.
-_SMEAR_CHANNELS = 24
 
 
 class GPT(nn.Module):
@@ -91,7 +88,7 @@ class GPT(nn.Module):
         self.head = Linear(width, config.vocab_size)
         self.residual_scales = nn.Parameter(torch.empty(config.depth))
         self.x0_scales = nn.Parameter(torch.empty(config.depth))
-        self.smear_gate = Linear(min(_SMEAR_CHANNELS, width), 1)
+        self.smear_gate = Linear(min(SMEAR_CHANNELS, width), 1)
         self.smear_scale = nn.Parameter(torch.empty(1))
         self.backout_scale = nn.Parameter(torch.empty(1))
 
@@ -273,18 +270,9 @@ class GPT(nn.Module):
         return parts
 
     def flops_per_token(self) -> int:
-        """Return the floating-point operations of the forward and backward pass per token.
-
-        6 for each weight of a matrix product; 12 x width x window for each attention layer (PaLM, arXiv 2204.02311,
-        appendix B), counting the full window as is usual, although causal queries near a row's start see less of it;
-        12 x width x mean rows per token for each lookup layer, whose rows multiply as keys and as values.
-        """
-        matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
-        visible = sum(12 * self.config.width * window for window in self.config.windows)
-        rows = self.config.l3_embeddings / self.config.vocab_size
-        if self.lookups and not self.lookup_mean_rows.is_meta:
-            rows = float(self.lookup_mean_rows)
-        return 6 * matmul + visible + round(12 * self.config.width * rows * len(self.lookups))
+        """Return the floating-point operations per token of the sizes, with the rows of lookup layers as allocated."""
+        known = bool(self.lookups) and not self.lookup_mean_rows.is_meta
+        return self.config.flops_per_token(float(self.lookup_mean_rows) if known else None)
 
     def _lookups(self) -> Iterator[LookupLayer]:
         for lookup in self.lookups.values():

@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from quintic.kernels.attention.attention import DocumentMask, attention
 from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.model.fp8 import Fp8Scaling, dynamic_fp8_linear
+from quintic.model.sizes import GATE_CHANNELS
 
 __all__ = ["MLP", "Attention", "Block", "Linear", "distribute_like", "learns", "rms_norm", "rotary_tables", "rotate"]
 
-# Leading channels of the stream that the gate of value embeddings reads: enough to decide, and cheap.
-GATE_CHANNELS = 12
 
 # `KVCache.attend` of a layer: queries (B, T, H, D), keys and values (B, T, G, D), and the window -> (B, T, H, D).
 CachedAttention = Callable[[Tensor, Tensor, Tensor, int], Tensor]

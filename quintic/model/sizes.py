@@ -5,7 +5,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-__all__ = ["VARIANTS", "GPTConfig", "Variant", "VariantName"]
+__all__ = ["GATE_CHANNELS", "SMEAR_CHANNELS", "VARIANTS", "GPTConfig", "Variant", "VariantName"]
+
+GATE_CHANNELS = 12
+"""Leading channels of the stream that the gate of value embeddings reads: enough to decide, and cheap."""
+SMEAR_CHANNELS = 24
+"""Leading channels of an embedding that the smear gate reads."""
 
 VariantName: TypeAlias = Literal["quintic", "nanochat"]
 
@@ -125,3 +130,28 @@ class GPTConfig:
     def has_value_embedding(self, layer: int) -> bool:
         """Return whether a layer has a value embedding: every second one, the last included."""
         return (self.depth - 1 - layer) % 2 == 0
+
+    def matrix_weights(self) -> int:
+        """Return the number of weights of the matrices in blocks, lookup layers and head."""
+        kv_width = self.num_kv_heads * self.head_dim
+        block = 2 * self.width * (self.width + kv_width) + 8 * self.width**2  # attention and MLP
+        gate = min(GATE_CHANNELS, self.width) * self.num_kv_heads
+        gates = gate * sum(self.has_value_embedding(layer) for layer in range(self.depth))
+        raised = self.l3_d_up or 4 * self.width
+        lookup = self.width * raised + (raised + self.width) * self.width
+        return self.depth * block + gates + len(self.l3_layers) * lookup + self.vocab_size * self.width
+
+    def flops_per_token(self, lookup_rows: float | None = None) -> int:
+        """Return the floating-point operations of the forward and backward pass per token.
+
+        6 for each weight of a matrix product; 12 x width x window for each attention layer (PaLM, arXiv 2204.02311,
+        appendix B), counting the full window as is usual, although causal queries near a row's start see less of it;
+        12 x width x mean rows per token for each lookup layer, whose rows multiply as keys and as values.
+
+        Args:
+            lookup_rows: mean rows of a token in a lookup layer; by default as if all tokens had equally many.
+        """
+        weights = self.matrix_weights() + min(SMEAR_CHANNELS, self.width)
+        visible = sum(12 * self.width * window for window in self.windows)
+        rows = self.l3_embeddings / self.vocab_size if lookup_rows is None else lookup_rows
+        return 6 * weights + visible + round(12 * self.width * rows * len(self.l3_layers))

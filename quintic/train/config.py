@@ -9,7 +9,7 @@ construction, which names the option.
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,6 @@ __all__ = [
     "check_samples",
     "in_options",
     "option_of",
-    "with_options",
 ]
 
 ParallelName = Literal["sharded", "ddp", "fsdp", "hsdp", "tp"]
@@ -349,31 +348,12 @@ class Config:
             )
 
 
-def with_options(config: Config, **values: Any) -> Config:
-    """Return the configuration with other values of some fields, whatever their sections.
-
-    Raises:
-        ConfigError: a value is out of range, or the values do not fit each other.
-    """
-    sections = {}
-    for section in fields(Config):
-        old = getattr(config, section.name)
-        sections[section.name] = replace(old, **{f.name: values.pop(f.name) for f in fields(old) if f.name in values})
-    if values:
-        raise TypeError(f"no such option: {', '.join(values)}")
-    return Config(**sections)
-
-
 # Bytes of a prompt. The attention mask of a prompt grows with the square of its length.
 _LONGEST_PROMPT = 2**14
 
 
 def check_samples(prompts: Iterable[str], **tokens: int) -> None:
-    """Check that prompts are UTF-8, and that prompts and samples fit into memory.
-
-    Args:
-        prompts: beginnings of texts, as typed on the command line.
-        **tokens: name of an option -> its number of tokens per sample.
+    """Check that prompts are UTF-8, and that prompts and samples, with these numbers of tokens, fit into memory.
 
     Raises:
         ConfigError: a prompt is not UTF-8 or is too long, or the number of tokens is too high.

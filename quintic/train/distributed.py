@@ -338,7 +338,7 @@ def micro_batch_rows(config: Config, data_ranks: int) -> int:
         ConfigError: the batch is not a multiple of rows x seq_len x data_ranks tokens.
     """
     batch, seq_len = config.schedule.batch_tokens, config.model.seq_len
-    assert batch is not None  # set by `recipe.with_batch`
+    assert batch is not None  # set by the trainer
     rows = min(config.schedule.rows, max(1, batch // (seq_len * data_ranks)))
     step = rows * seq_len * data_ranks
     if batch % step:

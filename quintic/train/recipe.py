@@ -1,12 +1,11 @@
 """The recipe: builds a run's model and optimizer from its configuration, and sets the rates of each step.
 
-Phases: `model_config` and `build_model` make the model, `scale_of` derives tokens, batch and steps from its size,
-`build_optimizer` makes the groups with their peak rates, and `apply_schedule` sets the rates before each step. Muon (or
-AdamW, for comparison) updates the matrices of the blocks. Embeddings, head, gates and scalars are groups under AdamW
-with separate learning rates, because their gradients differ by orders of magnitude.
+Phases: `model_config` and `build_model` make the model, `build_optimizer` makes the groups with their peak rates, and
+`apply_schedule` sets the rates before each step. Muon (or AdamW, for comparison) updates the matrices of the blocks.
+Embeddings, head, gates and scalars are groups under AdamW with separate learning rates, because their gradients differ
+by orders of magnitude.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,18 +19,12 @@ from quintic.kernels.attention.attention import AttentionName
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.rules.table import orthogonalizes, rule_of
-from quintic.train.config import Config, ScheduleConfig, WeightsName, in_options
+from quintic.train.config import Config, WeightsName, in_options
 from quintic.train.distributed import Parallelism, micro_batch_rows
 from quintic.train.hardware import check_memory
 from quintic.train.lookups import with_lookups
-from quintic.train.schedule import (
-    REFERENCE_DEPTH,
-    Scale,
-    automatic_batch,
-    lr_multiplier,
-    momentum_at,
-    weight_decay_multiplier,
-)
+from quintic.train.saved_config import with_options
+from quintic.train.schedule import lengths, lr_multiplier, momentum_at, scale_of, weight_decay_multiplier
 
 __all__ = [
     "apply_schedule",
@@ -40,8 +33,6 @@ __all__ = [
     "empty_model",
     "model_config",
     "scale_lines",
-    "scale_of",
-    "with_batch",
 ]
 
 
@@ -99,9 +90,6 @@ _CONSTANTS = {
 # initial entries: 1 in the embedding, width^-0.5 in a table.
 _LOOKUP_FRAC = 0.5
 
-# At a thousand steps per second, a run of this length takes eleven days.
-_MOST_STEPS = 10**9
-
 
 def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
     """Return the sizes of the configured model for a vocabulary.
@@ -110,17 +98,8 @@ def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
         ConfigError: the sizes do not fit each other.
     """
     try:
-        sizes = GPTConfig.from_depth(
-            config.model.depth,
-            vocab_size=vocab_size,
-            seq_len=config.model.seq_len,
-            bos_id=bos_id,
-            head_dim=config.model.head_dim,
-            kv_ratio=config.model.kv_ratio,
-            aspect_ratio=config.model.aspect_ratio,
-            window_pattern=config.model.window_pattern,
-            short_window=config.model.short_window,
-        )
+        given = {name: value for name, value in vars(config.model).items() if not name.startswith("l3_")}
+        sizes = GPTConfig.from_depth(**given, vocab_size=vocab_size, bos_id=bos_id)
         return with_lookups(sizes, config.model)
     except ValueError as error:
         raise ConfigError(f"{in_options(error)}; change one of the model's sizes") from None
@@ -181,7 +160,7 @@ def build_optimizer(
         comms: the optimizer's option of this name, see `Parallelism.comms`.
     """
     optim, constants = config.optim, _CONSTANTS[config.optim.recipe]
-    scale = scale_of(config, model)
+    scale = scale_of(config, model.config)
     lr_factor, decay_factor = (scale.lr_factor, scale.decay_factor) if optim.scale_rates else (1.0, 1.0)
     by_width = (model.config.width / constants.lr_width) ** -0.5
     # These rates were tuned separately for Muon and AdamW; everything below is common to both.
@@ -246,65 +225,6 @@ def build_optimizer(
     return optimizer
 
 
-def scale_of(config: Config, model: GPT) -> Scale:
-    """Return tokens, batch and steps of a run, and the factors by which its rates differ from depth 12.
-
-    The length comes from --steps if it is given, else from --target-flops, else from --tokens-per-param.
-
-    Args:
-        config: only the sections `model` and `schedule` are read.
-        model: built from `config`, on any device, including the meta device.
-
-    Raises:
-        ConfigError: the run would have more than a billion steps.
-    """
-    schedule, sizes = config.schedule, model.config
-    reference = GPTConfig.from_depth(
-        REFERENCE_DEPTH,
-        vocab_size=sizes.vocab_size,
-        seq_len=sizes.seq_len,
-        bos_id=sizes.bos_id,
-        head_dim=sizes.head_dim,
-        aspect_ratio=config.model.aspect_ratio,
-    )
-    with torch.device("meta"):
-        tokens, reference_tokens = (
-            int(schedule.tokens_per_param * _scaling_parameters(m)) for m in (model, GPT(reference))
-        )
-    batch = schedule.batch_tokens
-    if batch is None:
-        batch = automatic_batch(tokens, reference_tokens)
-    option, value = _lengths(schedule)[0]
-    if option == "--steps":
-        steps = int(value)
-    elif option == "--target-flops":
-        steps = round(value / (model.flops_per_token() * batch))
-    else:
-        steps = tokens // batch
-    if steps > _MOST_STEPS:
-        raise ConfigError(f"{option} {value:g}: gives {steps:.4g} steps, must be at most {_MOST_STEPS:,}; lower it")
-    return Scale(tokens=tokens, reference_tokens=reference_tokens, batch_tokens=batch, steps=max(1, steps))
-
-
-def _lengths(schedule: ScheduleConfig) -> list[tuple[str, float]]:
-    """Return the options that set the run's length and have a value; the first one decides."""
-    values = {
-        "--steps": schedule.steps,
-        "--target-flops": schedule.target_flops,
-        "--tokens-per-param": schedule.tokens_per_param,
-    }
-    return [(option, value) for option, value in values.items() if value is not None]
-
-
-def with_batch(config: Config, scale: Scale) -> Config:
-    """Return the configuration with `batch_tokens` set to the number that `scale` has.
-
-    Raises:
-        ConfigError: the automatic batch is not a multiple of rows x sequence length.
-    """
-    return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, batch_tokens=scale.batch_tokens))
-
-
 def scale_lines(config: Config, *, vocab_size: int, data_ranks: int = 1) -> list[str]:
     """Describe a run's model, length, batch, rates and rule in lines for the user, without allocating anything.
 
@@ -316,76 +236,49 @@ def scale_lines(config: Config, *, vocab_size: int, data_ranks: int = 1) -> list
     Raises:
         ConfigError: sizes, or batch and rows, do not fit each other.
     """
-    with torch.device("meta"):
-        model = GPT(model_config(config, vocab_size=vocab_size, bos_id=0))
-    scale = scale_of(config, model)
-    batch_is_given = config.schedule.batch_tokens is not None
-    config = with_batch(config, scale)
-    schedule, sizes, parts = config.schedule, model.config, model.num_parameters()
+    sizes = model_config(config, vocab_size=vocab_size, bos_id=0)
+    model = empty_model(sizes, dtype=torch.float32, attention="sdpa")
+    scale = scale_of(config, sizes)
+    planned = with_options(config, batch_tokens=scale.batch_tokens)
+    schedule, parts = config.schedule, model.num_parameters()
     names = {name: name.replace("_", " ") for name in parts} | {"scalars": "scalars outside the blocks"}
     by_part = ", ".join(f"{names[name]} {count:,}" for name, count in parts.items())
-    total_tokens, per_token = scale.steps * scale.batch_tokens, model.flops_per_token()
-    per_parameter = total_tokens / _scaling_parameters(model)
-    (option, value), *others = _lengths(schedule)
+    total_tokens, per_token = scale.steps * scale.batch_tokens, sizes.flops_per_token()
+    (option, value), *others = lengths(schedule)
     unused = f", not by {' or '.join(f'{other} {number:g}' for other, number in others)}" if others else ""
-    rows = micro_batch_rows(config, data_ranks)
+    rows = micro_batch_rows(planned, data_ranks)
     passes = scale.batch_tokens // (rows * sizes.seq_len * data_ranks)
-    rule = rule_of(config.optim.optimizer, config.optim.normalize, config.optim.update_rule)
-    rates: dict[str, float] = {}
-    decay = 0.0
-    for group in build_optimizer(model, config).param_groups:
-        rates.setdefault(group["name"], group["lr"])
-        decay = group["weight_decay"] if group["name"] == "matrices" else decay
-    heads = f"{sizes.num_heads} {'head' if sizes.num_heads == 1 else 'heads'}"
-    steps = f"{scale.steps:,} {'step' if scale.steps == 1 else 'steps'}"
+    groups = build_optimizer(model, planned).param_groups
+    rates = {group["name"]: group["lr"] for group in groups}
+    decay = next(group["weight_decay"] for group in groups if group["name"] == "matrices")
     factors = ""
     if config.optim.scale_rates:
         factors = f" (rates x {scale.lr_factor:.3f}, decay x {scale.decay_factor:.3f} of those at depth 12)"
-    # Counted with equally many lookup rows per token, so that a plan and a resumed run compute the same length: the
-    # allocation by the text is only known once a run has begun.
-    of_rows = ", with equally many lookup rows for each token" if sizes.l3_layers else ""
     falling = scale.steps - round(schedule.warmdown_frac * scale.steps)
     if schedule.warmup_steps is not None and schedule.warmup_steps > falling:
         factors += f"; --warmup-steps {schedule.warmup_steps} ends after they begin to fall (step {falling})"
+    rule = rule_of(config.optim.optimizer, config.optim.normalize, config.optim.update_rule)
     return [
-        f"Model: depth {sizes.depth}, width {sizes.width}, {heads}, {sum(parts.values()):,} parameters: {by_part}",
-        f"Operations: {per_token:,} per token forward and backward, {per_token * total_tokens:.4g} in all{of_rows}",
-        f"Length: {steps}, {total_tokens:,} tokens ({per_parameter:.3g} per parameter of blocks and head), "
+        f"Model: depth {sizes.depth}, width {sizes.width}, {sizes.num_heads} head{'s' * (sizes.num_heads > 1)}, "
+        f"{sum(parts.values()):,} parameters: {by_part}",
+        f"Operations: {per_token:,} per token forward and backward, {per_token * total_tokens:.4g} in all"
+        f"{', with equally many lookup rows for each token' if sizes.l3_layers else ''}",
+        f"Length: {scale.steps:,} step{'s' * (scale.steps > 1)}, {total_tokens:,} tokens "
+        f"({total_tokens / sizes.matrix_weights():.3g} per parameter of blocks and head), "
         f"by {option} {value:{'g' if isinstance(value, float) else ','}}{unused}",
-        f"Batch: {scale.batch_tokens:,} tokens ({'given' if batch_is_given else 'automatic'}), in {passes:,} "
-        f"{'pass' if passes == 1 else 'passes'} of {rows} x {sizes.seq_len:,}"
+        f"Batch: {scale.batch_tokens:,} tokens ({'automatic' if schedule.batch_tokens is None else 'given'}), in "
+        f"{passes:,} {'pass' if passes == 1 else 'passes'} of {rows} x {sizes.seq_len:,}"
         f"{f' on each of {data_ranks} ranks' if data_ranks > 1 else ''}",
         f"Rates ({rule.title}): {', '.join(f'{name} {lr:.4g}' for name, lr in rates.items())}; "
         f"decay {decay:.4g}{factors}",
     ]
 
 
-def _scaling_parameters(model: GPT) -> int:
-    parts = model.num_parameters()
-    return parts["blocks"] + parts["head"]
-
-
 def apply_schedule(optimizer: quintic.Muon, config: Config, step: int, total: int) -> dict[str, Any]:
     """Set learning rates, momentum and weight decay in the groups for a step (0-based); return them for the log."""
-    schedule, optim = config.schedule, config.optim
-    multiplier = lr_multiplier(
-        step,
-        total,
-        warmup_frac=schedule.warmup_frac,
-        warmdown_frac=schedule.warmdown_frac,
-        final_frac=schedule.final_lr_frac,
-        warmup_steps=schedule.warmup_steps,
-    )
-    momentum = momentum_at(
-        step,
-        total,
-        start=optim.momentum_start,
-        peak=optim.momentum,
-        end=optim.momentum_end,
-        warmup_steps=optim.momentum_warmup_steps,
-        warmdown_frac=schedule.warmdown_frac,
-    )
-    decay = weight_decay_multiplier(step, total, optim.decay_shape)
+    multiplier = lr_multiplier(config.schedule, step, total)
+    momentum = momentum_at(config, step, total)
+    decay = weight_decay_multiplier(step, total, config.optim.decay_shape)
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * multiplier
         if group["name"] == "matrices":

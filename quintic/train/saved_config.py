@@ -1,4 +1,4 @@
-"""Saving, loading and comparing a run's configuration; `config.json` holds the sections of `Config` as objects."""
+"""Saving, loading, changing and comparing a run's configuration, which config.json holds as an object per section."""
 
 import dataclasses
 import json
@@ -9,9 +9,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quintic.errors import ConfigError
-from quintic.train.config import Config
+from quintic.train.config import Config, option_of
 
-__all__ = ["changed_fields", "check_longer", "check_resumed", "from_dict", "load_config", "repeat_command", "to_dict"]
+__all__ = [
+    "changed_fields",
+    "check_longer",
+    "check_resumed",
+    "from_dict",
+    "load_config",
+    "repeat_command",
+    "to_dict",
+    "with_options",
+]
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -70,6 +79,22 @@ def load_config(path: Path) -> Config:
     return from_dict(values, origin=str(path))
 
 
+def with_options(config: Config, **values: Any) -> Config:
+    """Return the configuration with other values of some fields, whatever their sections.
+
+    Raises:
+        ConfigError: a value is out of range, or the values do not fit each other.
+    """
+    sections = {}
+    for section in dataclasses.fields(Config):
+        old = getattr(config, section.name)
+        changes = {f.name: values.pop(f.name) for f in dataclasses.fields(old) if f.name in values}
+        sections[section.name] = dataclasses.replace(old, **changes)
+    if values:
+        raise TypeError(f"no such option: {', '.join(values)}")
+    return Config(**sections)
+
+
 def changed_fields(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Return the fields that differ as `{"section.field": (old, new)}`."""
     changes = {}
@@ -115,7 +140,7 @@ def check_resumed(saved: Config, asked: Config, path: Path, *, is_comparison: bo
         if name == "schedule.steps" and not is_comparison and new is not None:
             check_longer(new, old)
         elif name not in free:
-            option = "--" + name.partition(".")[2].replace("_", "-")
+            option = option_of(name.partition(".")[2])
             why = ", because the schedules of all its steps depend on it" if name in _LENGTHS else ""
             kind, new_one = "comparison", "a new one"
             if not is_comparison:
@@ -174,7 +199,7 @@ def repeat_command(config: Config, *, steps: int, **chosen: Any) -> str:
             may_stay_out = f.name not in always and not by_recipe
             if f.name in _NEVER or (may_stay_out and value == getattr(defaults, f.name)):
                 continue
-            option = "--" + f.name.replace("_", "-")
+            option = option_of(f.name)
             if isinstance(getattr(defaults, f.name), bool):
                 words.append(option if value else option.replace("--", "--no-", 1))
                 continue

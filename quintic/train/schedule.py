@@ -8,26 +8,32 @@ that weights are forgotten over the same fraction of the run (arXiv 2405.13698).
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+
+from quintic.errors import ConfigError
+from quintic.model.sizes import GPTConfig
+from quintic.train.config import Config, ScheduleConfig
 
 __all__ = [
-    "REFERENCE_BATCH",
-    "REFERENCE_DEPTH",
     "Scale",
     "automatic_batch",
     "is_due",
+    "lengths",
     "lr_multiplier",
     "momentum_at",
     "reading_lines",
+    "scale_of",
     "weight_decay_multiplier",
 ]
 
-REFERENCE_DEPTH = 12
+_REFERENCE_DEPTH = 12
 """Depth at which batch and rates were tuned."""
-REFERENCE_BATCH = 2**19
+_REFERENCE_BATCH = 2**19
 """Tokens of a step at that depth."""
 
 _BATCH_EXPONENT = 0.383
+
+# At a thousand steps per second, a run of this length takes eleven days.
+_MOST_STEPS = 10**9
 
 # From about the third pass on, the bits per byte of other text rise: the model memorises its text. Warn well after.
 _MANY_PASSES = 8
@@ -49,7 +55,7 @@ class Scale:
     @property
     def lr_factor(self) -> float:
         """Return sqrt(B / 2^19)."""
-        return math.sqrt(self.batch_tokens / REFERENCE_BATCH)
+        return math.sqrt(self.batch_tokens / _REFERENCE_BATCH)
 
     @property
     def decay_factor(self) -> float:
@@ -60,56 +66,84 @@ class Scale:
 def automatic_batch(tokens: int, reference_tokens: int) -> int:
     """Return the power of two nearest, in ratio, to 2^19 (tokens / reference_tokens)^0.383; at least 1."""
     ratio = max(1, tokens) / max(1, reference_tokens)
-    return 1 << max(0, round(math.log2(REFERENCE_BATCH * ratio**_BATCH_EXPONENT)))
+    return 1 << max(0, round(math.log2(_REFERENCE_BATCH * ratio**_BATCH_EXPONENT)))
 
 
-def lr_multiplier(
-    step: int,
-    total: int,
-    *,
-    warmup_frac: float,
-    warmdown_frac: float,
-    final_frac: float,
-    warmup_steps: int | None = None,
-) -> float:
-    """Return the learning rate of a step divided by its peak: linear warm-up, constant, linear fall to `final_frac`.
+def scale_of(config: Config, sizes: GPTConfig) -> Scale:
+    """Return tokens, batch and steps of a run, and the factors by which its rates differ from depth 12.
 
-    The first step has 1 / (warm-up steps), not 0; `final_frac` would be reached one step after the last.
-    `warmup_steps`, if given, replaces `warmup_frac`. If warm-up and warm-down overlap, the warm-up has priority.
+    The length comes from --steps if it is given, else from --target-flops, else from --tokens-per-param. It counts
+    equally many lookup rows for each token, so that a plan and a resumed run compute the same length: which tokens have
+    more is only known once a run has begun.
+
+    Raises:
+        ConfigError: the run would have more than a billion steps.
+    """
+    schedule = config.schedule
+    reference = GPTConfig.from_depth(
+        _REFERENCE_DEPTH,
+        vocab_size=sizes.vocab_size,
+        seq_len=sizes.seq_len,
+        bos_id=sizes.bos_id,
+        head_dim=sizes.head_dim,
+        aspect_ratio=config.model.aspect_ratio,
+    )
+    tokens, reference_tokens = (int(schedule.tokens_per_param * s.matrix_weights()) for s in (sizes, reference))
+    batch = schedule.batch_tokens
+    if batch is None:
+        batch = automatic_batch(tokens, reference_tokens)
+    option, value = lengths(schedule)[0]
+    if option == "--steps":
+        steps = int(value)
+    elif option == "--target-flops":
+        steps = round(value / (sizes.flops_per_token() * batch))
+    else:
+        steps = tokens // batch
+    if steps > _MOST_STEPS:
+        raise ConfigError(f"{option} {value:g}: gives {steps:.4g} steps, must be at most {_MOST_STEPS:,}; lower it")
+    return Scale(tokens=tokens, reference_tokens=reference_tokens, batch_tokens=batch, steps=max(1, steps))
+
+
+def lengths(schedule: ScheduleConfig) -> list[tuple[str, float]]:
+    """Return the options that set the run's length and have a value; the first one decides."""
+    values = {
+        "--steps": schedule.steps,
+        "--target-flops": schedule.target_flops,
+        "--tokens-per-param": schedule.tokens_per_param,
+    }
+    return [(option, value) for option, value in values.items() if value is not None]
+
+
+def lr_multiplier(schedule: ScheduleConfig, step: int, total: int) -> float:
+    """Return the learning rate of a step divided by its peak: linear warm-up, constant, linear fall.
+
+    The first step has 1 / (warm-up steps), not 0; `final_lr_frac` would be reached one step after the last. If warm-up
+    and warm-down overlap, the warm-up has priority.
     """
     # Steps:  0 .. warmup - 1   warmup .. total - warmdown - 1   total - warmdown .. total - 1
-    # Value:  1/warmup .. 1     1                                1 .. just above final_frac
-    warmup = round(warmup_frac * total) if warmup_steps is None else warmup_steps
-    warmdown = round(warmdown_frac * total)
+    # Value:  1/warmup .. 1     1                                1 .. just above final_lr_frac
+    warmup = round(schedule.warmup_frac * total) if schedule.warmup_steps is None else schedule.warmup_steps
+    warmdown = round(schedule.warmdown_frac * total)
     if step < warmup:
         return (step + 1) / warmup
     if step >= total - warmdown:
         left = (total - step) / warmdown
-        return left + (1 - left) * final_frac
+        return left + (1 - left) * schedule.final_lr_frac
     return 1.0
 
 
-def momentum_at(
-    step: int,
-    total: int,
-    *,
-    start: float,
-    peak: float,
-    end: float | None,
-    warmup_steps: int,
-    warmdown_frac: float,
-) -> float:
-    """Return Muon's momentum: linear from `start` to `peak` over `warmup_steps`, then to `end` in the warm-down."""
-    if step < warmup_steps:
-        return start + (peak - start) * step / warmup_steps
-    warmdown = round(warmdown_frac * total)
-    if end is not None and step >= total - warmdown:
+def momentum_at(config: Config, step: int, total: int) -> float:
+    """Return Muon's momentum: linear from its start to its peak in the warm-up, then to its end in the warm-down."""
+    optim, warmdown = config.optim, round(config.schedule.warmdown_frac * total)
+    if step < optim.momentum_warmup_steps:
+        return optim.momentum_start + (optim.momentum - optim.momentum_start) * step / optim.momentum_warmup_steps
+    if optim.momentum_end is not None and step >= total - warmdown:
         left = (total - step) / warmdown
-        return end + (peak - end) * left
-    return peak
+        return optim.momentum_end + (optim.momentum - optim.momentum_end) * left
+    return optim.momentum
 
 
-def weight_decay_multiplier(step: int, total: int, shape: Literal["linear", "cosine"] = "linear") -> float:
+def weight_decay_multiplier(step: int, total: int, shape: str = "linear") -> float:
     """Return the weight decay of a step divided by its peak: 1 at the first step, 0 after the last."""
     if shape == "cosine":
         return 0.5 * (1 + math.cos(math.pi * step / total))

@@ -37,11 +37,11 @@ from quintic.train.hardware import (
     matrix_rate,
     peak_memory_bytes,
 )
-from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config, scale_of, with_batch
-from quintic.train.saved_config import repeat_command, to_dict
+from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config
+from quintic.train.saved_config import repeat_command, to_dict, with_options
 from quintic.train.saving.background import Background
 from quintic.train.saving.source import code_facts
-from quintic.train.schedule import is_due, reading_lines
+from quintic.train.schedule import is_due, reading_lines, scale_of
 from quintic.train.watch import LossWatch, RmsMeter
 
 __all__ = ["Trainer"]
@@ -75,8 +75,8 @@ class Trainer:
         if hardware.compile:
             self.model.compile_parts()
         # Batch and length follow from the model's size where the options leave them open.
-        self.scale = scale_of(config, self.model)
-        self.config = config = with_batch(config, self.scale)
+        self.scale = scale_of(config, sizes)
+        self.config = config = with_options(config, batch_tokens=self.scale.batch_tokens)
         data_ranks = self.parallelism.data_size
         self.rows = micro_batch_rows(config, data_ranks)
         """Rows of one forward and backward pass on each rank."""

@@ -14,8 +14,8 @@ from quintic.data.dataset import Dataset
 from quintic.data.loader import Loader
 from quintic.data.preparation import prepare
 from quintic.report.history import METRICS_FILE, read_metrics
-from quintic.train.config import with_options
 from quintic.train.distributed import micro_batch_rows
+from quintic.train.saved_config import with_options
 from quintic.train.schedule import reading_lines
 
 

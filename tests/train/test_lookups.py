@@ -21,8 +21,9 @@ from quintic.report.history import read_metrics
 from quintic.train import lookups, loop
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, ModelConfig, OptimConfig
-from quintic.train.recipe import build_model, build_optimizer, model_config, scale_of
+from quintic.train.recipe import build_model, build_optimizer, model_config
 from quintic.train.saved_config import load_config
+from quintic.train.schedule import scale_of
 
 L3 = {"l3_layers": "0", "l3_embeddings": 700}
 
@@ -106,7 +107,7 @@ def test_the_matrices_lengthen_the_horizon_and_the_tables_do_not() -> None:
     def tokens(**options: Any) -> int:
         wanted = config(**options)
         schedule = dataclasses.replace(wanted.schedule, steps=None, tokens_per_param=100.0, batch_tokens=128 * 32)
-        return scale_of(dataclasses.replace(wanted, schedule=schedule), build(wanted)).steps * 128 * 32
+        return scale_of(dataclasses.replace(wanted, schedule=schedule), build(wanted).config).steps * 128 * 32
 
     width = 192
     more = tokens(l3_layers="1", l3_d_up=64) - tokens()

@@ -24,9 +24,9 @@ from quintic.train.recipe import (
     build_optimizer,
     model_config,
     scale_lines,
-    scale_of,
-    with_batch,
 )
+from quintic.train.saved_config import with_options
+from quintic.train.schedule import scale_of
 
 CPU = torch.device("cpu")
 
@@ -168,17 +168,17 @@ def test_the_length_is_set_by_steps_then_operations_then_the_ratio() -> None:
     wanted = of_depth(12)
     model = meta(wanted)
     counts = model.num_parameters()
-    by_ratio = scale_of(wanted, model)
+    by_ratio = scale_of(wanted, model.config)
     assert by_ratio.tokens == int(10.5 * (counts["blocks"] + counts["head"]))
     assert by_ratio.steps == by_ratio.tokens // 2**19
-    by_operations = scale_of(of_depth(12, target_flops=1e18), model)
+    by_operations = scale_of(of_depth(12, target_flops=1e18), model.config)
     assert by_operations.steps == round(1e18 / (model.flops_per_token() * 2**19))
-    by_steps = scale_of(of_depth(12, target_flops=1e18, steps=77), model)
+    by_steps = scale_of(of_depth(12, target_flops=1e18, steps=77), model.config)
     assert by_steps.steps == 77
     # Batch and rates follow from the model, whatever sets the length.
     assert by_ratio.tokens == by_operations.tokens == by_steps.tokens
     for small in (of_depth(12, tokens_per_param=1e-9), of_depth(12, target_flops=1.0)):
-        assert scale_of(small, model).steps == 1
+        assert scale_of(small, model.config).steps == 1
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_the_length_is_set_by_steps_then_operations_then_the_ratio() -> None:
 )
 def test_batch_rates_and_decay_follow_the_size(depth: int, batch: int, lr: float, decay: float, steps: int) -> None:
     wanted = of_depth(depth)
-    found = scale_of(wanted, meta(wanted))
+    found = scale_of(wanted, meta(wanted).config)
     assert (found.batch_tokens, found.steps) == (batch, steps)
     assert (round(found.lr_factor, 3), round(found.decay_factor, 3)) == (lr, decay)
     # The law, written anew: blocks have 12 width^2 weights, and gates that hardly count.
@@ -298,7 +298,7 @@ def test_a_recipe_leaves_sizes_and_length_alone() -> None:
 def test_the_automatic_batch_must_be_whole_passes() -> None:
     wanted = of_depth(12, rows=3)
     with pytest.raises(ConfigError, match="--batch-tokens 524288 is not a multiple of --rows 3 x --seq-len 2048"):
-        with_batch(wanted, scale_of(wanted, meta(wanted)))
+        with_options(wanted, batch_tokens=scale_of(wanted, meta(wanted).config).batch_tokens)
 
 
 def test_what_a_run_will_be_is_told_with_what_was_passed_over() -> None:

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quintic.train.config import Config, OptimConfig, ScheduleConfig
 from quintic.train.schedule import automatic_batch, is_due, lr_multiplier, momentum_at, weight_decay_multiplier
 
 
 def lr(step: int, total: int, warmup: float, warmdown: float, final: float = 0.0) -> float:
-    return lr_multiplier(step, total, warmup_frac=warmup, warmdown_frac=warmdown, final_frac=final)
+    return lr_multiplier(ScheduleConfig(warmup_frac=warmup, warmdown_frac=warmdown, final_lr_frac=final), step, total)
 
 
 @pytest.mark.parametrize(
@@ -45,12 +46,14 @@ def test_the_learning_rate_rises_stays_and_falls(total: int, warmup: float, rest
     assert rates[-1] >= final - 1e-12 or round(warmdown * total) == 0
 
 
+def config(start: float, peak: float, end: float | None, warmup: int, warmdown: float) -> Config:
+    momenta = OptimConfig(momentum_start=start, momentum=peak, momentum_end=end, momentum_warmup_steps=warmup)
+    return Config(optim=momenta, schedule=ScheduleConfig(warmup_frac=0, warmdown_frac=warmdown))
+
+
 def test_the_momentum_rises_and_falls() -> None:
     def course(end: float | None, warmup: int = 4) -> list[float]:
-        return [
-            momentum_at(step, 10, start=0.85, peak=0.95, end=end, warmup_steps=warmup, warmdown_frac=0.4)
-            for step in range(10)
-        ]
+        return [momentum_at(config(0.85, 0.95, end, warmup, warmdown=0.4), step, 10) for step in range(10)]
 
     rise = [0.85, 0.875, 0.9, 0.925]
     assert course(None) == pytest.approx([*rise, *[0.95] * 6], abs=1e-15)
@@ -64,7 +67,7 @@ def test_the_momentum_rises_and_falls() -> None:
 def test_the_momentum_stays_between_its_ends(
     step: int, warmup: int, start: float, peak: float, end: float, warmdown: float
 ) -> None:
-    value = momentum_at(step, 500, start=start, peak=peak, end=end, warmup_steps=warmup, warmdown_frac=warmdown)
+    value = momentum_at(config(start, peak, end, warmup, warmdown), step, 500)
     assert min(start, peak, end) - 1e-12 <= value <= max(start, peak, end) + 1e-12
     assert step < warmup or step >= 500 - round(500 * warmdown) or value == peak
 
@@ -77,9 +80,9 @@ def test_the_weight_decay() -> None:
 
 
 def test_a_warm_up_in_steps_takes_the_place_of_a_share() -> None:
-    rates = [lr_multiplier(s, 10, warmup_frac=0.9, warmdown_frac=0.5, final_frac=0, warmup_steps=2) for s in range(6)]
+    rates = [lr_multiplier(ScheduleConfig(warmup_frac=0.9, warmdown_frac=0.5, warmup_steps=2), s, 10) for s in range(6)]
     assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1])
-    rates = [lr_multiplier(s, 4, warmup_frac=0, warmdown_frac=0.5, final_frac=0, warmup_steps=40) for s in range(4)]
+    rates = [lr_multiplier(ScheduleConfig(warmup_frac=0, warmdown_frac=0.5, warmup_steps=40), s, 4) for s in range(4)]
     assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1])
 
 

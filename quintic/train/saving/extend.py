@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quintic.durable import write_atomically
-from quintic.train.recipe import apply_schedule, scale_of
+from quintic.train.recipe import apply_schedule
 from quintic.train.runs import CONFIG_FILE
 from quintic.train.saved_config import check_longer, load_config, to_dict
+from quintic.train.schedule import scale_of
 from quintic.train.trainer import Trainer
 
 __all__ = ["extend_run"]
@@ -29,7 +30,7 @@ def extend_run(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> int |
     saved = load_config(run_dir / CONFIG_FILE)
     if run.config.schedule.steps == saved.schedule.steps:
         return None
-    before = scale_of(saved, run.model).steps
+    before = scale_of(saved, run.model.config).steps
     check_longer(run.total, before)
     # Compare the rates of the last step made with those of the next one. `apply_schedule` sets the groups' rates, but
     # each step sets them again.
