@@ -4,7 +4,6 @@ Phases of `run`: read the options or the saved comparison; name the runs (`varia
 one after the other and write the page (`compare`). A comparison that was stopped can be resumed from its saved file.
 """
 
-import dataclasses
 import shlex
 from collections.abc import Sequence
 from datetime import datetime
@@ -31,7 +30,7 @@ from quintic.train.runs import (
     is_finished,
     save_comparison,
 )
-from quintic.train.saved_config import check_resumed, load_config
+from quintic.train.saved_config import check_resumed, load_config, with_options
 
 __all__ = ["compare", "run", "variants"]
 
@@ -60,17 +59,17 @@ def variants(config: Config, seeds: int = 1, *, resumed: bool = False) -> tuple[
     configs: list[tuple[str, Config]] = []
     for seed in range(config.run.seed, config.run.seed + seeds):
         for optimizer in _OPTIMIZERS:
-            settings = dataclasses.replace(
-                config.run,
+            variant = with_options(
+                config,
                 run=f"{name}-{optimizer}" + (f"-seed{seed}" if seeds > 1 else ""),
                 seed=seed,
                 eval_every=min(config.run.eval_every or _EVAL_EVERY, _EVAL_EVERY),
+                optimizer=optimizer,
             )
-            optim = dataclasses.replace(config.optim, optimizer=optimizer)
-            rule = rule_of(optimizer, optim.normalize, optim.update_rule)
-            configs.append((rule.title, dataclasses.replace(config, optim=optim, run=settings)))
+            rule = rule_of(optimizer, config.optim.normalize, config.optim.update_rule)
+            configs.append((rule.title, variant))
             if not resumed:
-                check_new_run(configs[-1][1])
+                check_new_run(variant)
     return config.run.runs_dir / f"{name}.html", configs
 
 
@@ -133,7 +132,7 @@ def run(arguments: list[str]) -> int:
     if start.resumed is not None:
         runs_dir, name = start.resumed.parent, start.resumed.stem  # it may have been moved or renamed
         command = find_comparison(runs_dir, name).command
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, run=name, runs_dir=runs_dir))
+    config = with_options(config, run=name, runs_dir=runs_dir)
     place = [] if runs_dir == Config().run.runs_dir else ["--runs-dir", str(runs_dir)]
     go_on = hint("compare", ["--resume", "--run", name, *place])
     file = runs_dir / f"{name}.json"

@@ -121,20 +121,14 @@ def check_text(config: Config, dataset: Dataset) -> None:
     """Check that the text suffices for a batch, before the run's folder is made.
 
     Raises:
-        DataError: there is too little text. The message suggests --preset gpu-small if that preset would have enough.
+        DataError: there is too little text. For a larger model, the message suggests --preset gpu-small.
     """
     rows, seq_len = config.schedule.rows, config.model.seq_len
     try:
         Loader(dataset, "train", rows=rows, seq_len=seq_len).close()
         validation_rows(dataset, rows=rows, seq_len=seq_len, max_tokens=rows * seq_len)
     except DataError as error:
-        # Would the small preset have a batch of training text, and one of validation text, of this size of text?
-        small = preset("gpu-small")
-        needed = small.schedule.rows * (small.model.seq_len + 1)
-        held_back = float(dataset.split("val").num_tokens)
-        if config.data.val_data is None:
-            held_back *= small.data.val_frac / config.data.val_frac
-        if needed >= rows * (seq_len + 1) or needed > min(held_back, dataset.split("train").num_tokens):
+        if config.model.depth <= preset("gpu-small").model.depth:
             raise
         raise DataError(f"{error}; or use --preset gpu-small, which suits a few megabytes of text") from None
 

@@ -112,16 +112,12 @@ class Start:
     config: Config
     resumed: Path | None = None
     """Folder of the run to continue, or file of the comparison; None for a new one."""
-    resume_step: int | None = None
-    """Step to continue from; None for the newest checkpoint."""
     seeds: int = 1
     """Number of seeds of a comparison."""
     preset: str | None = None
     """Name of the preset with the defaults; None if they came from a file or a run."""
     notes: tuple[str, ...] = ()
     """Lines for the user about options that others override."""
-    memory: int | None = None
-    """Bytes of the device that `quintic plan` fits a run into."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """The options on the command line, by the names of their fields."""
 
@@ -301,14 +297,12 @@ def training_options(arguments: list[str], command: str) -> Start:
     given = read_options(options, [word for word in arguments if word not in ("-h", "--help")], command)
     values = {name: value for name, value in given.items() if name not in {f.name for f in dataclasses.fields(kind)}}
     start = kind(**{name: value for name, value in given.items() if name not in values})
-    resume_step = given.get("resume_step")
-    is_resumed = (start.resume or resume_step is not None) and not shows_help
+    is_resumed = (start.resume or given.get("resume_step") is not None) and not shows_help
     sources = [f"--{name}" for name in ("config", "preset") if getattr(start, name) is not None]
     if len(sources) > 1:
         raise ConfigError(f"--preset {start.preset}: the options come from --config; give one of the two")
     if is_resumed and sources:
         raise ConfigError(f"{sources[0]}: a resumed run keeps its own configuration; leave {sources[0]} out")
-    memory = None if given.get("memory") is None else size_in_bytes(given["memory"])
     if is_resumed and command == "compare":
         if "seeds" in given:
             raise ConfigError("--seeds: a resumed comparison continues its own runs; leave --seeds out")
@@ -318,7 +312,7 @@ def training_options(arguments: list[str], command: str) -> Start:
     if is_resumed:
         run_dir = find_run(values.get("runs_dir", RunConfig.runs_dir), values.get("run"))
         config = _resumed(run_dir / CONFIG_FILE, load_config(run_dir / CONFIG_FILE), values, is_comparison=False)
-        return Start(config=config, resumed=run_dir, resume_step=resume_step, memory=memory, given=given)
+        return Start(config=config, resumed=run_dir, given=given)
     name = start.preset
     if start.config is not None:
         default, origin = load_config(start.config), f"of {start.config}"
@@ -338,7 +332,7 @@ def training_options(arguments: list[str], command: str) -> Start:
     notes = unused_options(default, config, both_optimizers=command == "compare")
     config = dataclasses.replace(config, data=_absolute(config.data))
     seeds = given.get("seeds", 1)
-    return Start(config=config, preset=name, seeds=seeds, notes=tuple(notes), memory=memory, given=given)
+    return Start(config=config, preset=name, seeds=seeds, notes=tuple(notes), given=given)
 
 
 def _print_training_help(kind: Any, command: str, default: Config, origin: str) -> NoReturn:

@@ -3,9 +3,10 @@
 With `--model` it plans the optimizer's step for another model on any number of ranks instead (`quintic.simulate`).
 """
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -20,14 +21,16 @@ from quintic.model.gpt import GPT
 from quintic.optim.muon import Muon
 from quintic.optim.state.placement import state_bytes
 from quintic.simulate.memory import Parts, Settings, cheapest, gib, memory_table, memory_text, peak, setups_of
+from quintic.simulate.options import size_in_bytes
 from quintic.simulate.planned_models import is_on_hub
 from quintic.simulate.table import simulation_text
 from quintic.streams import say
 from quintic.tables import output_width, with_name
-from quintic.train.config import Config, DataConfig
+from quintic.train.config import Config, DataConfig, option_of
 from quintic.train.hardware import choose_hardware
 from quintic.train.recipe import build_optimizer, empty_model, model_config, scale_lines
 from quintic.train.runs import check_new_run
+from quintic.train.saved_config import with_options
 from quintic.train.schedule import reading_lines, scale_of
 
 __all__ = ["run", "training_memory"]
@@ -45,6 +48,7 @@ _SAVINGS: tuple[tuple[Settings, str], ...] = (
     ({"weights": "mantissa"}, "time"),
     ({"state_dtype": "bf16"}, "loss"),
     ({"state_dtype": "int8"}, "loss"),
+    ({"weights": "8bit"}, "loss"),
 )
 
 
@@ -99,8 +103,9 @@ def run(arguments: list[str]) -> int:
         f"Memory: about {peak(memory) / 2**30:.2f} GiB ({parts}); the first three are exact, activations are "
         "estimated; only the larger one of the last two is needed at a time\n"
     )
-    if start.memory is not None:
-        say(f"{cheapest_options(config, start.memory, sum(param.numel() for param in model.parameters()), needs)}\n")
+    if (given := start.given.get("memory")) is not None:
+        parameters = sum(param.numel() for param in model.parameters())
+        say(f"{cheapest_options(config, size_in_bytes(given), parameters, needs)}\n")
     for group in optimizer.param_groups:
         parameters = sum(param.numel() for param in group["params"])
         unit = "parameter " if parameters == 1 else "parameters"
@@ -111,8 +116,7 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedText:
+class PreparedText(NamedTuple):
     """Prepared text that a run would read, as described by its manifest."""
 
     folder: Path
@@ -122,28 +126,25 @@ class PreparedText:
 
 def prepared_text(data: DataConfig) -> PreparedText | None:
     """Return the newest prepared text that fits a run's options; None if no text fits."""
-    wanted: dict[str, float | str | None] = {"val_frac": data.val_frac, "max_bytes": data.max_bytes}
+    settings: dict[str, float | str | None] = {"val_frac": data.val_frac, "max_bytes": data.max_bytes}
     if data.tokenizer is None:
-        wanted |= {"vocab_size": data.vocab_size, "tokenizer": None}
-    else:
-        if not Path(data.tokenizer).expanduser().exists():  # a name such as gpt2, which has not been downloaded
-            return None
-        wanted |= {"vocab_size": None, "tokenizer": Tokenizer.load(data.tokenizer).fingerprint()}
-    asked = {"spec": data.data, "text_field": data.text_field, "val_data": data.val_data}
+        settings |= {"vocab_size": data.vocab_size, "tokenizer": None}
+    elif Path(data.tokenizer).expanduser().exists():
+        settings |= {"vocab_size": None, "tokenizer": Tokenizer.load(data.tokenizer).fingerprint()}
+    else:  # a name such as gpt2, which has not been downloaded
+        return None
+    source = {"spec": data.data, "text_field": data.text_field, "val_data": data.val_data}
     # Manifests of older versions lack these options, which then had these values.
-    usual = {"text_field": TEXT_FIELD, "val_data": None}
+    usual: dict[str, str | None] = {"text_field": TEXT_FIELD, "val_data": None}
     manifests = data.data_dir.glob(f"*/{MANIFEST_NAME}")
     for path in sorted(manifests, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        manifest = json_object(path)
-        # Everything that decides about the prepared tokens must be equal; folders of other tools fail with KeyError.
-        try:
-            settings = {name: manifest["settings"][name] for name in wanted}
-            source = {name: (usual | manifest["source"])[name] for name in asked}
-            if source == asked and settings == wanted:
+        # A folder of another tool, or a damaged manifest, lacks something.
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            manifest = json_object(path)
+            prepared = usual | manifest["source"]
+            if settings.items() <= manifest["settings"].items() and source.items() <= prepared.items():
                 tokens = sum(shard["tokens"] for shard in manifest["splits"]["train"]["shards"])
                 return PreparedText(folder=path.parent, vocab_size=int(manifest["vocab_size"]), train_tokens=tokens)
-        except (ValueError, KeyError, TypeError):
-            continue  # not a dataset, or a damaged one
     return None
 
 
@@ -207,12 +208,10 @@ def cheapest_options(config: Config, memory: int, parameters: int, needs: Callab
     """
 
     def needs_with(settings: Settings) -> Parts:
-        optim = {name: value for name, value in settings.items() if name != "rows"}
-        schedule = replace(config.schedule, rows=settings.get("rows", config.schedule.rows))
-        return needs(replace(config, optim=replace(config.optim, **optim), schedule=schedule))
+        return needs(with_options(config, **settings))
 
     def is_allowed(settings: Settings) -> bool:
-        # Some values of other options exclude bfloat16 state.
+        # Some values of other options exclude bfloat16 state, as the configuration or the optimizer says.
         try:
             needs_with(settings)
         except ValueError:
@@ -220,7 +219,7 @@ def cheapest_options(config: Config, memory: int, parameters: int, needs: Callab
         return True
 
     def name(settings: Settings) -> str:
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+        return " ".join(f"{option_of(name)} {value}" for name, value in settings.items())
 
     # Fewer rows at a time, in more passes: divisors, so that the batch is still a multiple.
     fewer = [rows for rows in range(config.schedule.rows - 1, 0, -1) if config.schedule.rows % rows == 0]

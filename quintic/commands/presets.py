@@ -4,9 +4,7 @@ A preset has all options for a kind of machine; a recipe replaces the constants 
 `--init-from` takes the model's sizes and the tokenizer from trained weights.
 """
 
-import importlib.util
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,8 +28,8 @@ __all__ = [
     "with_recipe",
 ]
 
-# Device files that GPU drivers create: NVIDIA, NVIDIA Jetson, AMD, and Windows Subsystem for Linux.
-_GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/kfd", "/dev/dxg")
+# Files of GPU drivers: NVIDIA, NVIDIA Jetson, AMD, Windows Subsystem for Linux, and NVIDIA on Windows.
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/kfd", "/dev/dxg", r"C:\Windows\System32\nvcuda.dll")
 
 
 # Preset -> the options in which it differs from the defaults of the dataclasses, which are those for a CPU.
@@ -77,8 +75,8 @@ def suitable_preset(device: str | None, data: str | None, *, guess: bool) -> str
     Args:
         device: value of `--device`, if given.
         data: value of `--data`, if given. The text of the Python installation is too short for the preset "gpu".
-        guess: look for a GPU without importing PyTorch, which takes seconds. For `--help`, where a mistake only shows
-            the defaults of another preset.
+        guess: look for the driver of a GPU and do not import PyTorch, which takes seconds. For `--help`, where a
+            mistake only shows the defaults of another preset.
     """
     if device == "cpu" or not _has_gpu(guess=guess):
         return "cpu"
@@ -86,29 +84,11 @@ def suitable_preset(device: str | None, data: str | None, *, guess: bool) -> str
 
 
 def _has_gpu(*, guess: bool) -> bool:
-    # Cheap checks first, because importing PyTorch takes seconds: a build without CUDA or ROCm finds no GPU.
-    if "torch" not in sys.modules:
-        if not _is_torch_for_gpus():
-            return False
-        if guess:
-            return sys.platform == "win32" or any(map(os.path.exists, _GPU_DEVICES))
+    if guess and "torch" not in sys.modules:
+        return any(map(os.path.exists, _GPU_DRIVERS))
     import torch
 
     return torch.cuda.is_available()
-
-
-def _is_torch_for_gpus() -> bool:
-    """Return whether the installed PyTorch was built for CUDA or ROCm, without importing it; True if unknown."""
-    try:
-        spec = importlib.util.find_spec("torch")
-    except ImportError:
-        return False
-    if spec is None or spec.origin is None:
-        return False
-    # version.py has lines such as `cuda: Optional[str] = '12.8'`; None for a build without.
-    version = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    built_with = re.findall(r"^(?:cuda|hip)\b[^=\n]*= *(.+)", version, re.MULTILINE)
-    return not built_with or any(value.strip() != "None" for value in built_with)
 
 
 # At width 768, batches of 2^19 tokens and depth 12. Constants that are not options are in `train/recipe.py`.

@@ -5,8 +5,7 @@ counted on the model and its optimizer on the meta device.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -33,33 +32,28 @@ _CAVEAT = """\
 Rates were searched here in models of up to 256 channels. For larger ones these are places to begin a search, not
 results: see docs/how-to/choose-settings.md."""
 
-# Printed text -> options of the optimizer.
-_STATES: Mapping[str, Mapping[str, Any]] = {
-    "defaults": {},
-    'state_dtype="bf16"': {"state_dtype": "bf16"},
-    'state_dtype="int8"': {"state_dtype": "int8"},
-    'master="mantissa"': {"master": "mantissa"},
-    'master="mantissa", state_dtype="bf16"': {"master": "mantissa", "state_dtype": "bf16"},
-    'master="8bit"': {"master": "8bit"},
-    'master="8bit", state_dtype="bf16"': {"master": "8bit", "state_dtype": "bf16"},
-    'master="8bit", state_dtype="int8"': {"master": "8bit", "state_dtype": "int8"},
-    'master="fp32"': {"master": "fp32"},
-}
+# Options of the optimizer that decide about the bytes of its state.
+_STATES: Sequence[Mapping[str, str]] = (
+    {},
+    {"state_dtype": "bf16"},
+    {"state_dtype": "int8"},
+    {"master": "mantissa"},
+    {"master": "mantissa", "state_dtype": "bf16"},
+    {"master": "8bit"},
+    {"master": "8bit", "state_dtype": "bf16"},
+    {"master": "8bit", "state_dtype": "int8"},
+    {"master": "fp32"},
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartingPoint:
-    """What to begin with.
-
-    Attributes:
-        scale: tokens, batch and number of steps.
-        weight_decay: of matrices, by the harness' law.
-        same_product: the decay with which `lr * weight_decay` is what AdamW has.
-    """
+class StartingPoint(NamedTuple):
+    """Settings to begin with."""
 
     scale: Scale
     weight_decay: float
+    """Of matrices, by the harness' law."""
     same_product: float
+    """The decay with which `lr * weight_decay` is AdamW's."""
 
 
 def run(arguments: list[str]) -> int:
@@ -82,8 +76,9 @@ def run(arguments: list[str]) -> int:
     rows: list[Sequence[str]] = [
         ("bfloat16 weights", "bytes a weight: matrices", "others", "state, GiB", "and weights, gradients")
     ]
-    for name, (state, of_kind) in bytes_by_option(groups).items():
+    for name, of_kind in bytes_by_option(groups).items():
         whole = [kinds[kind] and 2 + of_kind[kind] / kinds[kind] for kind in ("muon", "adamw")]
+        state = sum(of_kind.values())
         sizes = [size / options.ranks / 2**30 for size in (state, state + 4 * parameters)]
         rows.append((name, *(f"{each:.1f}" for each in whole), *(f"{size:.2f}" for size in sizes)))
     _print_table(rows, (0, -1, -1, -1, -1))
@@ -97,25 +92,21 @@ def start_of(options: RatesOptions, parameters: int) -> StartingPoint:
     reference_tokens = scale_of(config, sizes).reference_tokens
     tokens = int(options.tokens or TOKENS_PER_PARAMETER * parameters)
     batch = options.batch_tokens or automatic_batch(tokens, reference_tokens)
-    scale = Scale(
-        tokens=tokens, reference_tokens=reference_tokens, batch_tokens=batch, steps=max(1, round(tokens / batch))
-    )
-    return StartingPoint(
-        scale=scale,
-        weight_decay=config.optim.weight_decay * scale.decay_factor,
-        same_product=options.adamw_lr * options.adamw_weight_decay / LR,
-    )
+    steps = max(1, round(tokens / batch))
+    scale = Scale(tokens=tokens, reference_tokens=reference_tokens, batch_tokens=batch, steps=steps)
+    same_product = options.adamw_lr * options.adamw_weight_decay / LR
+    return StartingPoint(scale, config.optim.weight_decay * scale.decay_factor, same_product)
 
 
-def bytes_by_option(groups: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, dict[str, int]]]:
-    """Return for some settings of the optimizer of these groups (bytes of its state, the same by algorithm)."""
+def bytes_by_option(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return for some settings of the optimizer of these groups, as text, the bytes of its state by algorithm."""
     found = {}
-    for name, settings in _STATES.items():
-        optimizer = Muon([dict(group) for group in groups], lr=LR, **settings)
-        by_kind = {"muon": 0, "adamw": 0}
+    for settings in _STATES:
+        optimizer = Muon([dict(group) for group in groups], lr=LR, **cast(Any, settings))
+        state = {"muon": 0, "adamw": 0}
         for group in optimizer._plans.current_groups():
-            by_kind[group.algorithm] += sum(state_bytes(param, group) for param in group.params)
-        found[name] = (sum(by_kind.values()), by_kind)
+            state[group.algorithm] += sum(state_bytes(param, group) for param in group.params)
+        found[", ".join(f'{option}="{value}"' for option, value in settings.items()) or "defaults"] = state
     return found
 
 

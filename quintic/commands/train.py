@@ -32,7 +32,7 @@ from quintic.train.runs import (
     is_finished,
     newest_unfinished,
 )
-from quintic.train.saved_config import load_config
+from quintic.train.saved_config import load_config, with_options
 
 __all__ = ["run"]
 
@@ -83,7 +83,8 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
             dataset,
             run_dir,
             resume=start.resumed is not None,
-            resume_step=start.resume_step,
+            # After a restart, continue from the newest checkpoint: --resume-step was for the first attempt.
+            resume_step=None if launch.restarts else start.given.get("resume_step"),
             command=command,
             ranks=ranks,
         )
@@ -106,16 +107,13 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
 def _start(arguments: list[str], launch: Launch) -> Start:
     """Read the options; after a restart by torchrun, continue the run that the first attempt started."""
     start = training_options(arguments, "train")
-    if start.resumed is not None:
-        # After a restart, continue from the newest checkpoint: --resume-step was for the first attempt.
-        return dataclasses.replace(start, resume_step=None) if launch.restarts else start
-    if not launch.may_restart:
+    if start.resumed is not None or not launch.may_restart:
         return start
     config = start.config
     if config.run.run is None:
         if launch.run_name is None:
             raise ConfigError("--name: is needed with torchrun --max-restarts, so that a restart can find its run")
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, run=launch.run_name))
+        config = with_options(config, run=launch.run_name)
     assert config.run.run is not None
     run_dir = config.run.runs_dir / config.run.run
     if launch.restarts and (run_dir / CONFIG_FILE).is_file():

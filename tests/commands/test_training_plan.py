@@ -196,7 +196,7 @@ def test_a_run_is_fitted_into_the_memory_of_a_device(capsys: pytest.CaptureFixtu
     lines = printed.splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("setting  "))
     rows = [line.split() for line in itertools.takewhile(bool, lines[head + 1 :])]
-    changes = ["--weights mantissa", "--state-dtype bf16", "--state-dtype int8"]
+    changes = ["--weights mantissa", "--state-dtype bf16", "--state-dtype int8", "--weights 8bit"]
     changes += [f"--rows {rows}" for rows in (16, 8, 4, 2, 1)]
     assert [" ".join(row[1:3]) for row in rows[1:]] == changes[: len(rows) - 1]
     sums = [float(row[-2]) for row in rows]
