@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "tables": set(),
     "versions": set(),
     "hooks": set(),
+    "limits": set(),
     "streams": set(),
     "launch": set(),
     "kernels": set(),
@@ -47,15 +48,15 @@ MAY_IMPORT = {
     "interchange": {"optim"},
     "update_rules": {"optim"},
     "testing": {"grouping", "optim"},
-    "simulate": {"grouping", "kernels", "optim"},
+    "simulate": {"grouping", "kernels", "limits", "optim"},
     "rehearsal": {"optim", "simulate"},
     "data": set(),
     "model": {"kernels"},
     "eval": {"data", "kernels", "model", "optim"},
     "report": {"launch"},
-    "train": {"data", "eval", "grouping", "kernels", "model", "optim", "launch", "report", "streams"},
+    "train": {"data", "eval", "grouping", "kernels", "limits", "model", "optim", "launch", "report", "streams"},
     "integrations": {"grouping", "optim"},
-    "speedrun": {"data", "eval", "grouping", "kernels", "model", "optim", "report", "train"},
+    "speedrun": {"data", "eval", "grouping", "kernels", "limits", "model", "optim", "report", "train"},
 }
 
 # Files at the old path of a module that the documentation has named: they import the new one when they are used.

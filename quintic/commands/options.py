@@ -13,16 +13,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 from quintic.commands.parsing import asks_help, options_of, parse, print_help, read_options
 from quintic.commands.presets import check_initial, preset, suitable_preset, unused_options, with_initial, with_recipe
 from quintic.errors import ConfigError
+from quintic.limits import Count, Limited, Whole, at_least, at_most
 from quintic.report.options import ReportOptions
 from quintic.simulate.options import RatesOptions, SimulationOptions, size_in_bytes
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
 from quintic.speedrun.presets import preset as speedrun_preset
-from quintic.train.config import Config, DataConfig, RunConfig, check_at_least, check_at_most, check_samples
+from quintic.train.config import Config, DataConfig, RunConfig, SampleTokens, check_prompts
 from quintic.train.runs import CONFIG_FILE, find_comparison, find_run
 from quintic.train.saved_config import check_resumed, load_config, with_options
 
@@ -51,7 +52,7 @@ _DESCRIPTIONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileOptions:
+class FileOptions(Limited):
     """Source of the default options."""
 
     config: Path | None = None
@@ -68,7 +69,7 @@ class StartOptions(FileOptions):
 
     resume: bool = False
     """Continue the run named by --run, or the one started last, with its own options; --steps makes it longer."""
-    resume_step: int | None = None
+    resume_step: Whole | None = None
     """Continue it from the checkpoint of this step, if it was kept; by default from the newest undamaged one."""
 
 
@@ -78,13 +79,8 @@ class ComparisonOptions(FileOptions):
 
     resume: bool = False
     """Continue the comparison named by --run, or the one started last: its finished runs stay as they are."""
-    seeds: int = 1
+    seeds: Annotated[int, at_least(1), at_most(1000)] = 1  # each seed trains a pair of runs
     """Number of seeds to train with, counting up from --seed; the report compares medians over them."""
-
-    def __post_init__(self) -> None:
-        """Reject numbers out of range."""
-        check_at_least(1, seeds=self.seeds)
-        check_at_most(1000, seeds=self.seeds)  # each seed trains a pair of runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +94,7 @@ class PlanOptions(FileOptions):
 
     def __post_init__(self) -> None:
         """Reject a text that is no size."""
+        super().__post_init__()
         if self.memory is not None:
             size_in_bytes(self.memory)
 
@@ -123,7 +120,7 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedOptions:
+class TrainedOptions(Limited):
     """The checkpoint of a trained model."""
 
     run: str | None = None
@@ -142,22 +139,18 @@ class EvalOptions(TrainedOptions):
     """Other text to score on, all of it: one source as in `quintic train`; by default the run's validation text."""
     text_field: str = "text"
     """Key or column that holds the text of --data in JSON, CSV and Parquet."""
-    tokens: int | None = None
+    tokens: Count | None = None
     """Most tokens to score, but at least one batch; by default all tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; 'auto' takes a GPU if there is one."""
-    threads: int | None = None
+    threads: Count | None = None
     """CPU threads; by default as many as the run was given."""
     core: Path | None = None
     """Folder with tasks of CORE to answer as well: JSONL files, or nanochat's eval_bundle."""
-    core_items: int = 500
+    core_items: Count = 500
     """Most items per task."""
     verify: bool = False
     """Compare all prepared data with its checksums; by default only files that are new on this machine or changed."""
-
-    def __post_init__(self) -> None:
-        """Reject numbers out of range."""
-        check_at_least(1, tokens=self.tokens, core_items=self.core_items, threads=self.threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +173,7 @@ class SampleOptions(TrainedOptions):
     """Beginnings to continue; the empty one starts a new document."""
     interactive: bool = False
     """Read beginnings from standard input instead, a line each, until it ends (Ctrl-D). Ctrl-C stops a text."""
-    tokens: int = 200
+    tokens: Annotated[SampleTokens, at_least(1)] = 200
     """Tokens to write per prompt."""
     temperature: float = 0.8
     """0 always takes the most likely token; higher values give more varied text."""
@@ -190,13 +183,13 @@ class SampleOptions(TrainedOptions):
     """Draw only from the smallest set of most likely tokens with this total probability; 'None' for no limit."""
     seed: int = 0
     """Seed of the draws."""
-    threads: int | None = None
+    threads: Count | None = None
     """CPU threads; by default as many as the run was given."""
 
     def __post_init__(self) -> None:
-        """Reject numbers out of range, and prompts that are not UTF-8."""
-        check_at_least(1, tokens=self.tokens, threads=self.threads)
-        check_samples(self.prompts, tokens=self.tokens)
+        """Reject numbers out of range, and prompts that cannot be used."""
+        super().__post_init__()
+        check_prompts(self.prompts)
         if self.interactive and self.prompts != ("",):
             raise ConfigError("--prompts: --interactive reads beginnings from standard input; leave one of the two out")
 

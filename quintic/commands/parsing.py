@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TextIO, TypeVar
 
 from quintic.errors import ConfigError
-from quintic.train.config import option_of
+from quintic.limits import option_of
 
 __all__ = ["asks_help", "options_of", "parse", "print_help", "read_options"]
 

@@ -17,6 +17,7 @@ from quintic.data.files.documents import TEXT_FIELD
 from quintic.data.hub import download
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import json_object
+from quintic.limits import option_of
 from quintic.model.gpt import GPT
 from quintic.optim.muon import Muon
 from quintic.optim.state.placement import state_bytes
@@ -26,7 +27,7 @@ from quintic.simulate.planned_models import is_on_hub
 from quintic.simulate.table import simulation_text
 from quintic.streams import say
 from quintic.tables import output_width, with_name
-from quintic.train.config import Config, DataConfig, option_of
+from quintic.train.config import Config, DataConfig
 from quintic.train.hardware import choose_hardware
 from quintic.train.recipe import build_optimizer, empty_model, model_config, scale_lines
 from quintic.train.runs import check_new_run

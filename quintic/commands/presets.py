@@ -13,9 +13,10 @@ from typing import Any
 
 from quintic.durable import json_object
 from quintic.errors import ConfigError
+from quintic.limits import option_of
 from quintic.report.history import METRICS_FILE
 from quintic.speedrun import presets as speedrun
-from quintic.train.config import Config, DataConfig, ModelConfig, option_of
+from quintic.train.config import Config, DataConfig, ModelConfig
 from quintic.train.saved_config import changed_fields, load_config, with_options
 
 __all__ = [

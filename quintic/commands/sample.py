@@ -9,7 +9,8 @@ from quintic.commands.options import SampleOptions
 from quintic.commands.parsing import parse
 from quintic.errors import ConfigError
 from quintic.eval.generate import sample_text
-from quintic.train.config import check_samples, in_options
+from quintic.limits import in_options
+from quintic.train.config import check_prompts
 
 __all__ = ["run"]
 
@@ -42,7 +43,7 @@ def run(arguments: list[str]) -> int:
         return 0
     for number, line in enumerate(_lines()):
         try:
-            check_samples((line,))
+            check_prompts((line,))
             # Another seed for each line, so that the same beginning typed twice continues differently.
             write((line,), (options.seed + number) % 2**63)
         except ConfigError as error:
@@ -59,7 +60,7 @@ def _lines() -> Iterator[str]:
         _import_line_editing()
         print("Type the beginning of a text; Ctrl-C stops a text, Ctrl-D ends.", file=sys.stderr)
     elif isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # `check_samples` reports lines that are not UTF-8
+        sys.stdin.reconfigure(errors="surrogateescape")  # `check_prompts` reports lines that are not UTF-8
     while True:
         try:
             line = f"{input('> ')}\n" if is_typed else sys.stdin.readline()

@@ -3,9 +3,10 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from quintic.errors import ConfigError
+from quintic.limits import Count, Limit, Limited, NotNegative
 from quintic.optim.rules.names import RuleName
 
 __all__ = ["RatesOptions", "SimulationOptions", "size_in_bytes"]
@@ -72,30 +73,18 @@ class SimulationOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RatesOptions:
+class RatesOptions(Limited):
     """Say where to begin with a model: learning rates, weight decay, batch, length, and memory by option."""
 
     model: str
     """A well-known model such as llama-3-8b, the path of a config.json, or owner/name on the Hugging Face Hub."""
-    tokens: float | None = None
+    tokens: Annotated[float, Limit("must be at least 1 and finite", lambda value: 1 <= value < math.inf)] | None = None
     """Tokens to train on, as in 20e9; None for 20 per parameter."""
-    batch_tokens: int | None = None
+    batch_tokens: Count | None = None
     """Tokens of a step; None for the harness' batch for these tokens."""
-    adamw_lr: float = 0.0003
+    adamw_lr: NotNegative = 0.0003
     """Learning rate that AdamW has, or would have, for this model."""
-    adamw_weight_decay: float = 0.1
+    adamw_weight_decay: NotNegative = 0.1
     """Weight decay that AdamW has with it."""
-    ranks: int = 1
+    ranks: Count = 1
     """Ranks among which weights, gradients and state are divided (FSDP2)."""
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("tokens", 1),
-            ("batch_tokens", 1),
-            ("ranks", 1),
-            ("adamw_lr", 0),
-            ("adamw_weight_decay", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None and not least <= value < math.inf:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be finite and at least {least}")

@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from quintic.errors import ConfigError
+from quintic.limits import Count, Whole, at_most
 from quintic.model.speedrun_sizes import SpeedrunConfig
 from quintic.speedrun.stages import SPEEDRUN, TINY, Track
-from quintic.train.config import BaseRunConfig, check_at_least, check_at_most
+from quintic.train.config import BaseRunConfig
 
 __all__ = ["BYTES_BOS", "FP8_FEATURES", "PRESETS", "Preset", "SpeedrunOptions", "preset", "switches", "without"]
 
@@ -25,37 +26,29 @@ class SpeedrunOptions(BaseRunConfig):
     Python installation as bytes (for speedrun-tiny)."""
     data_dir: Path = Path("data")
     """Folder for downloads."""
-    shards: int = 9
+    shards: Count = 9
     """Training shards to take at most."""
     tokenizer: str | None = "gpt2"
     """Vocabulary of the shards, for prefixes and bits per byte: a tokenizer.json, a folder with GPT-2's two files, or
     'gpt2', which is downloaded. 'None' for neither, and for speedrun-tiny, whose tokens are bytes."""
-    steps: int = SPEEDRUN.steps
+    steps: Annotated[int, at_most(10**6)] = SPEEDRUN.steps
     """Optimizer steps; all stages are scaled in proportion."""
     without: tuple[str, ...] = ()
     """Features of the model to leave out, such as 'smear skip'."""
     warm_up: bool = True
     """Compile the code of every stage before the clock starts."""
-    pass_tokens: int = SPEEDRUN.pass_tokens
+    pass_tokens: Count = SPEEDRUN.pass_tokens
     """Most tokens of one forward and backward pass, in chunks of 16,384 to 49,152: fewer take less memory."""
-    eval_every: int = SPEEDRUN.eval_every
+    eval_every: Count = SPEEDRUN.eval_every
     """Steps between validations."""
-    val_tokens: int = SPEEDRUN.validation_tokens
+    val_tokens: Count = SPEEDRUN.validation_tokens
     """Validation tokens."""
-    untie_at: int | None = None
+    untie_at: Whole | None = None
     """Step at which head and embedding are untied, --steps for never; by default at the start of the third stage."""
-    save_every: int = 0
+    save_every: Whole = 0
     """Steps between saves of the model; all saves are kept (0: only at the end)."""
     capture: bool = True
     """Replay passes as CUDA graphs, on a GPU."""
-
-    def __post_init__(self) -> None:
-        """Reject numbers out of range."""
-        super().__post_init__()
-        check_at_least(1, shards=self.shards, pass_tokens=self.pass_tokens)
-        check_at_least(1, eval_every=self.eval_every, val_tokens=self.val_tokens)
-        check_at_least(0, save_every=self.save_every, untie_at=self.untie_at)
-        check_at_most(10**6, steps=self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,9 @@ from quintic.errors import ConfigError
 from quintic.kernels.attention.attention import AttentionName, choose_attention
 from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.kernels.linear.fp8_quantize import obstacle_to_fp8
+from quintic.limits import at_most, check, in_options
 from quintic.model.fp8 import Fp8Recipe
-from quintic.train.config import RunConfig, check_at_most, in_options
+from quintic.train.config import RunConfig
 
 __all__ = [
     "Hardware",
@@ -107,7 +108,7 @@ def choose_hardware(run: RunConfig, *, local_ranks: int = 1) -> Hardware:
         raise ConfigError(in_options(error)) from None
     # Side effects on this process.
     if run.threads is not None:
-        check_at_most(_MOST_THREADS, threads=run.threads)
+        check("threads", run.threads, at_most(_MOST_THREADS))
         torch.set_num_threads(run.threads)
     if device.type == "cpu":
         _keep_freed_memory()

@@ -16,10 +16,11 @@ import quintic
 from quintic.errors import ConfigError
 from quintic.grouping.assign import Rule
 from quintic.kernels.attention.attention import AttentionName
+from quintic.limits import in_options
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.rules.table import orthogonalizes, rule_of
-from quintic.train.config import Config, WeightsName, in_options
+from quintic.train.config import Config, WeightsName
 from quintic.train.distributed import Parallelism, micro_batch_rows
 from quintic.train.hardware import check_memory
 from quintic.train.lookups import with_lookups

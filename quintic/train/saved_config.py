@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quintic.errors import ConfigError
-from quintic.train.config import Config, option_of
+from quintic.limits import option_of
+from quintic.train.config import Config
 
 __all__ = [
     "changed_fields",

@@ -92,10 +92,10 @@ def test_the_manual_shows_what_the_command_prints(capsys):
     ("arguments", "words"),
     [
         (["--model", "lama-3-8b"], "--model lama-3-8b: unknown; did you mean llama-3-8b?"),
-        (["--model", "gpt2", "--tokens", "0"], "--tokens 0.0: must be finite and at least 1"),
-        (["--model", "gpt2", "--tokens", "nan"], "--tokens nan: must be finite"),
-        (["--model", "gpt2", "--ranks", "0"], "--ranks 0: must be finite and at least 1"),
-        (["--model", "gpt2", "--adamw-lr", "-1"], "--adamw-lr -1.0: must be finite and at least 0"),
+        (["--model", "gpt2", "--tokens", "0"], "--tokens 0.0: must be at least 1 and finite"),
+        (["--model", "gpt2", "--tokens", "nan"], "--tokens nan: must be at least 1 and finite"),
+        (["--model", "gpt2", "--ranks", "0"], "--ranks 0: must be at least 1"),
+        (["--model", "gpt2", "--adamw-lr", "-1"], "--adamw-lr -1.0: must be at least 0 and finite"),
         ([], "--model"),
     ],
 )

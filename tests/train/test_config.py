@@ -136,7 +136,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         *[
             (OptimConfig, f.name, -0.1, "must be at least 0")
             for f in dataclasses.fields(OptimConfig)
-            if f.type is float
+            if typing.get_type_hints(OptimConfig)[f.name] is float
         ],
         (OptimConfig, "muon_lr", float("inf"), "must be at least 0 and finite"),
         (OptimConfig, "head_lr", float("nan"), "must be at least 0 and finite"),
