@@ -1,6 +1,5 @@
 """Training runs of a second or less: their text, their options, and what they leave behind."""
 
-import dataclasses
 import os
 import random
 import subprocess
@@ -16,6 +15,7 @@ from quintic.data.dataset import Dataset
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
+from quintic.train.saved_config import values_of, with_options
 
 ROOT = Path(quintic.errors.__file__).parents[1]
 VOCAB_SIZE, VAL_FRAC = 300, 0.15
@@ -79,33 +79,22 @@ def tiny_config(dataset: Dataset, runs_dir: Path, **changes: Any) -> Config:
             rms_every=3,
         ),
     )
-    sections = {}
-    for section in dataclasses.fields(Config):
-        value: Any = getattr(config, section.name)
-        names = {f.name for f in dataclasses.fields(value)} & changes.keys()
-        sections[section.name] = dataclasses.replace(value, **{name: changes.pop(name) for name in names})
-    assert not changes, changes
-    return Config(**sections)
+    return with_options(config, **changes)
 
 
 def tiny_options(dataset: Dataset, runs_dir: Path, **changes: Any) -> list[str]:
     """Return the options that make `tiny_config`, as typed on the command line."""
-    config = tiny_config(dataset, runs_dir, **changes)
-    defaults = Config()
-    options = []
-    for section in dataclasses.fields(Config):
-        value: Any = getattr(config, section.name)
-        for f in dataclasses.fields(value):
-            wanted = getattr(value, f.name)
-            default = getattr(getattr(defaults, section.name), f.name)
-            if wanted != default:
-                option = "--" + f.name.replace("_", "-")
-                if isinstance(default, bool):
-                    options.append(option if wanted else option.replace("--", "--no-", 1))
-                elif isinstance(wanted, tuple):
-                    options += [option, *wanted]
-                else:
-                    options += [option, str(wanted)]
+    values, options = values_of(tiny_config(dataset, runs_dir, **changes)), []
+    for name, default in values_of(Config()).items():
+        wanted, option = values[name], "--" + name.replace("_", "-")
+        if wanted == default:
+            continue
+        if isinstance(default, bool):
+            options.append(option if wanted else option.replace("--", "--no-", 1))
+        elif isinstance(wanted, tuple):
+            options += [option, *wanted]
+        else:
+            options += [option, str(wanted)]
     return options
 
 

@@ -17,7 +17,7 @@ from quintic.limits import option_of
 from quintic.report.history import METRICS_FILE
 from quintic.speedrun import presets as speedrun
 from quintic.train.config import Config, DataConfig, ModelConfig
-from quintic.train.saved_config import changed_fields, load_config, with_options
+from quintic.train.saved_config import changed_options, load_config, with_options
 
 __all__ = [
     "PRESETS",
@@ -182,11 +182,10 @@ def check_initial(config: Config, given: Config) -> None:
     Raises:
         ConfigError: an option has changed a size.
     """
-    # These fields change no weight's shape.
-    free = ("model.seq_len", "model.window_pattern", "model.short_window")
-    for name, (old, new) in changed_fields(config, given).items():
-        if name.startswith("model.") and name not in free:
-            option = option_of(name.partition(".")[2])
+    shapes = vars(config.model).keys() - {"seq_len", "window_pattern", "short_window"}
+    for name, (old, new) in changed_options(config, given).items():
+        if name in shapes:
+            option = option_of(name)
             raise ConfigError(
                 f"{option} {new}: the weights of --init-from {config.run.init_from} need {option} {old}; leave it out"
             )
@@ -250,7 +249,7 @@ def unused_options(default: Config, config: Config, *, both_optimizers: bool = F
     Raises:
         ConfigError: an option was given without the one that it needs.
     """
-    given = {name.partition(".")[2] for name in changed_fields(default, config)}
+    given = changed_options(default, config)
     if both_optimizers and "optimizer" in given:
         raise ConfigError("--optimizer: a comparison trains with both optimizers; leave it out")
     for names, needed, is_there in _NEEDS:

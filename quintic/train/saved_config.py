@@ -13,13 +13,14 @@ from quintic.limits import option_of
 from quintic.train.config import Config
 
 __all__ = [
-    "changed_fields",
+    "changed_options",
     "check_longer",
     "check_resumed",
     "from_dict",
     "load_config",
     "repeat_command",
     "to_dict",
+    "values_of",
     "with_options",
 ]
 
@@ -40,15 +41,12 @@ def from_dict(values: dict[str, Any], *, origin: str) -> Config:
     Raises:
         ConfigError: a section or field is unknown, or a value has the wrong type or is out of range.
     """
-    sections: dict[str, Any] = {}
-    section_types = {f.name: f.default_factory for f in dataclasses.fields(Config)}
+    sections, restored = vars(Config()), {}
     try:
         for section, fields in values.items():
-            if section not in section_types:
-                raise ConfigError(f"unknown section {section!r}; the sections are {', '.join(section_types)}")
-            section_type: Any = section_types[section]
-            hints = typing.get_type_hints(section_type)
-            restored = {}
+            if section not in sections:
+                raise ConfigError(f"unknown section {section!r}; the sections are {', '.join(sections)}")
+            hints = typing.get_type_hints(type(sections[section]))
             for name, value in fields.items():
                 if name not in hints:
                     raise ConfigError(f"unknown field {section}.{name}; remove it")
@@ -57,8 +55,7 @@ def from_dict(values: dict[str, Any], *, origin: str) -> Config:
                 # JSON has neither tuples nor paths.
                 plain = tuple(value) if isinstance(value, list) else value
                 restored[name] = Path(value) if hints[name] is Path else plain
-            sections[section] = section_type(**restored)
-        return Config(**sections)
+        return with_options(Config(), **restored)
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from None
 
@@ -81,44 +78,39 @@ def load_config(path: Path) -> Config:
 
 
 def with_options(config: Config, **values: Any) -> Config:
-    """Return the configuration with other values of some fields, whatever their sections.
+    """Return the configuration with other values of some options, whatever their sections.
 
     Raises:
         ConfigError: a value is out of range, or the values do not fit each other.
     """
     sections = {}
-    for section in dataclasses.fields(Config):
-        old = getattr(config, section.name)
-        changes = {f.name: values.pop(f.name) for f in dataclasses.fields(old) if f.name in values}
-        sections[section.name] = dataclasses.replace(old, **changes)
+    for name, section in vars(config).items():
+        changes = {option: values.pop(option) for option in vars(section) if option in values}
+        sections[name] = dataclasses.replace(section, **changes)
     if values:
         raise TypeError(f"no such option: {', '.join(values)}")
     return Config(**sections)
 
 
-def changed_fields(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that differ as `{"section.field": (old, new)}`."""
-    changes = {}
-    for section in dataclasses.fields(Config):
-        before, after = getattr(old, section.name), getattr(new, section.name)
-        for f in dataclasses.fields(before):
-            values = getattr(before, f.name), getattr(after, f.name)
-            if values[0] != values[1]:
-                changes[f"{section.name}.{f.name}"] = values
-    return changes
+def values_of(config: Config) -> dict[str, Any]:
+    """Return the values of all options by their names, of which no two sections share one."""
+    return {name: value for section in vars(config).values() for name, value in vars(section).items()}
+
+
+def changed_options(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Return the options that differ, as name -> (old value, new value)."""
+    before, after = values_of(old), values_of(new)
+    return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
 
 
 # These options may change when a run is resumed, because they do not affect the trained weights.
 _FREE_WHEN_RESUMED = frozenset(
     {
-        "data.data", "data.data_dir", "data.verify", "run.run", "run.runs_dir", "run.threads", "run.parallel",
-        "run.shard_ranks", "run.eval_every", "run.core", "run.core_every", "run.core_items", "run.sample_every",
-        "run.sample_tokens", "run.prompts", "run.save_every", "run.keep", "run.rms_every", "run.tensorboard",
-        "run.wandb",
+        "data", "data_dir", "verify", "run", "runs_dir", "threads", "parallel", "shard_ranks", "eval_every", "core",
+        "core_every", "core_items", "sample_every", "sample_tokens", "prompts", "save_every", "keep", "rms_every",
+        "tensorboard", "wandb",
     }
 )  # fmt: skip
-
-_LENGTHS = frozenset({"schedule.steps", "schedule.target_flops", "schedule.tokens_per_param"})
 
 
 def check_resumed(saved: Config, asked: Config, path: Path, *, is_comparison: bool = False) -> None:
@@ -135,14 +127,15 @@ def check_resumed(saved: Config, asked: Config, path: Path, *, is_comparison: bo
         ConfigError: an option changes the computation of the run.
     """
     # Rollbacks go back to regular checkpoints, so with them the interval of checkpoints affects the weights.
-    free = _FREE_WHEN_RESUMED - ({"run.save_every"} if saved.optim.on_spike == "rollback" else set())
-    for name, (old, new) in changed_fields(saved, asked).items():
+    free = _FREE_WHEN_RESUMED - ({"save_every"} if saved.optim.on_spike == "rollback" else set())
+    for name, (old, new) in changed_options(saved, asked).items():
         # A run may get more steps; every other change must be of an option that does not affect the weights.
-        if name == "schedule.steps" and not is_comparison and new is not None:
+        if name == "steps" and not is_comparison and new is not None:
             check_longer(new, old)
         elif name not in free:
-            option = option_of(name.partition(".")[2])
-            why = ", because the schedules of all its steps depend on it" if name in _LENGTHS else ""
+            option, why = option_of(name), ""
+            if name in ("steps", "target_flops", "tokens_per_param"):
+                why = ", because the schedules of all its steps depend on it"
             kind, new_one = "comparison", "a new one"
             if not is_comparison:
                 again = f"quintic train --config {shlex.quote(str(path))} --run NEW {option} ..."
@@ -191,23 +184,20 @@ def repeat_command(config: Config, *, steps: int, **chosen: Any) -> str:
     # The preset "cpu" has the defaults of the dataclasses, from which the options below are the differences.
     words = ["quintic", "train", "--preset", "cpu"]
     always = _ALWAYS | _OF_OPTIMIZER[config.optim.optimizer]
-    for section in dataclasses.fields(Config):
-        values, defaults = getattr(config, section.name), getattr(Config(), section.name)
-        for f in dataclasses.fields(values):
-            value = {"steps": steps, **chosen}.get(f.name, getattr(values, f.name))
-            # --recipe changes the defaults of these sections, so write their values out.
-            by_recipe = config.optim.recipe != "quintic" and section.name in ("model", "optim", "schedule")
-            may_stay_out = f.name not in always and not by_recipe
-            if f.name in _NEVER or (may_stay_out and value == getattr(defaults, f.name)):
-                continue
-            option = option_of(f.name)
-            if isinstance(getattr(defaults, f.name), bool):
-                words.append(option if value else option.replace("--", "--no-", 1))
-                continue
-            is_path = f.name in ("data", "tokenizer", "data_dir", "core", "init_from") and value not in (None, "python")
-            if is_path and Path(value).exists():
-                value = Path(value).resolve()  # works from any folder
-            words += [option, *map(str, value)] if isinstance(value, tuple) else [option, str(value)]
+    if config.optim.recipe != "quintic":  # which has other defaults for these sections, so their values are written out
+        always |= {*vars(config.model), *vars(config.optim), *vars(config.schedule)}
+    values = values_of(config) | {"steps": steps, **chosen}
+    for name, default in values_of(Config()).items():
+        value, option = values[name], option_of(name)
+        if name in _NEVER or (name not in always and value == default):
+            continue
+        if isinstance(default, bool):
+            words.append(option if value else option.replace("--", "--no-", 1))
+            continue
+        is_path = name in ("data", "tokenizer", "data_dir", "core", "init_from") and value not in (None, "python")
+        if is_path and Path(value).exists():
+            value = Path(value).resolve()  # works from any folder
+        words += [option, *map(str, value)] if isinstance(value, tuple) else [option, str(value)]
     return shlex.join(words)
 
 

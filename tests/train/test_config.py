@@ -17,7 +17,7 @@ from quintic.commands.options import training_options
 from quintic.commands.presets import preset
 from quintic.errors import ConfigError
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
-from quintic.train.saved_config import changed_fields, from_dict, load_config, repeat_command, to_dict
+from quintic.train.saved_config import changed_options, from_dict, load_config, repeat_command, to_dict
 
 SECTIONS = [DataConfig, ModelConfig, OptimConfig, ScheduleConfig, RunConfig]
 
@@ -65,7 +65,7 @@ def test_a_configuration_comes_back_from_its_file(tmp_path_factory: pytest.TempP
     path = tmp_path_factory.getbasetemp() / "config.json"
     path.write_text(json.dumps(to_dict(config)), encoding="utf-8")
     assert load_config(path) == config
-    assert changed_fields(config, load_config(path)) == {}
+    assert changed_options(config, load_config(path)) == {}
 
 
 def test_fields_that_are_missing_in_a_file_keep_their_defaults() -> None:
@@ -181,10 +181,10 @@ def test_warm_up_and_warm_down_must_fit_into_the_run() -> None:
         ScheduleConfig(warmup_frac=0.5, warmdown_frac=0.6)
 
 
-def test_changed_fields_are_named_with_both_values() -> None:
+def test_changed_options_are_named_with_both_values() -> None:
     old = Config(model=ModelConfig(depth=4), run=RunConfig(keep=2))
     new = Config(model=ModelConfig(depth=3), run=RunConfig(keep=5))
-    assert changed_fields(old, new) == {"model.depth": (4, 3), "run.keep": (2, 5)}
+    assert changed_options(old, new) == {"depth": (4, 3), "keep": (2, 5)}
 
 
 @pytest.mark.parametrize(
