@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> int:
     # Tasks and model first: they may be missing, and that should not show only after scoring.
     options = parse(EvalOptions, arguments, "eval")
     suite = None if options.core is None else load_core(options.core)
-    trained = trained_model(options.runs_dir, options.run, options.device, step=options.step, threads=options.threads)
+    trained = trained_model(options, options.device, options.threads)
     if isinstance(trained.dataset, Dataset):
         verify(trained.dataset, again=options.verify)  # all of it: the bigram model reads the training text
     elif isinstance(trained.dataset, DataError) and options.data is None and suite is None:

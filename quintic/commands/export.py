@@ -11,7 +11,7 @@ __all__ = ["run"]
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = export_options(arguments)
-    trained = trained_model(options.runs_dir, options.run, "cpu", step=options.step)
+    trained = trained_model(options, "cpu")
     out = options.out or find_run(options.runs_dir, options.run, allow_speedrun=True) / options.to
     folder = export_hf(trained.model, trained.tokenizer, out)
     trained.say_origin()

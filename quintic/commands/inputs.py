@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from quintic.commands.options import TrainedOptions
 from quintic.commands.presets import preset
 from quintic.commands.text import prepared, verify
 from quintic.data.dataset import MANIFEST_NAME, Dataset
@@ -34,7 +35,7 @@ from quintic.train.checkpoint import (
 from quintic.train.config import Config, DataConfig, ModelConfig, RunConfig
 from quintic.train.hardware import Hardware, choose_hardware, matrix_rate
 from quintic.train.metrics import check_trackers
-from quintic.train.recipe import build_model, model_config
+from quintic.train.recipe import empty_model, model_config
 from quintic.train.runs import CONFIG_FILE, TOKENIZER_FILE, find_run
 from quintic.train.saved_config import load_config
 from quintic.train.schedule import scale_of
@@ -139,14 +140,12 @@ def text_to_resume(run_dir: Path, config: Config) -> Dataset:
     Raises:
         DataError: the prepared text is damaged, or both the prepared text and its source are missing.
     """
-    dataset = None
+    dataset, newest = None, checkpoints(run_dir)[:1]
     # With another --data the user says that the text has moved, so it is prepared from there.
-    if config.data.data == load_config(run_dir / CONFIG_FILE).data.data:
-        for path in checkpoints(run_dir)[:1]:
-            # Missing or damaged text is prepared again below. `loop.train` reports a damaged checkpoint.
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                state = Checkpoint(path=path).state()
-                dataset = _text_of(run_dir, state["dataset"], config.data)
+    if newest and config.data.data == load_config(run_dir / CONFIG_FILE).data.data:
+        # Missing or damaged text is prepared again below. `loop.train` reports a damaged checkpoint.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            dataset = _text_of(run_dir, Checkpoint(path=newest[0]).state()["dataset"], config.data)
     if dataset is not None:
         verify(dataset, again=config.data.verify)
         return dataset
@@ -158,18 +157,14 @@ def text_to_resume(run_dir: Path, config: Config) -> Dataset:
 
 
 def _text_of(run_dir: Path, summary: Mapping[str, Any], data: DataConfig) -> Dataset:
-    """Open the prepared text that a run was trained on.
-
-    Args:
-        run_dir: the run's folder.
-        summary: describes the text, from a checkpoint. Its key is the end of the text's folder name.
-        data: the options of text.
+    """Open the prepared text that a run was trained on; `summary` describes it in a checkpoint.
 
     Raises:
         DataError: the text is missing or damaged. The message has the command that prepares it again.
     """
     path = Path(summary["path"])
-    # Look in --data-dir, where the text was, and beside the runs' folder: runs and data may have been moved together.
+    # The summary's key is the end of the folder's name. Look in --data-dir, where the text was, and beside the runs'
+    # folder: runs and data may have been moved together.
     for folder in (data.data_dir, path.parent, run_dir.resolve().parent.parent / path.parent.name):
         for manifest in sorted(folder.glob(f"*-{summary['key']}/{MANIFEST_NAME}")):
             return Dataset.open(manifest.parent)
@@ -182,36 +177,24 @@ def _text_of(run_dir: Path, summary: Mapping[str, Any], data: DataConfig) -> Dat
 
 
 def trained_model(
-    runs_dir: Path,
-    run: str | None,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    *,
-    step: int | None = None,
-    threads: int | None = None,
+    options: TrainedOptions, device: Literal["auto", "cpu", "cuda"] = "auto", threads: int | None = None
 ) -> TrainedModel:
-    """Load the model of a run with the weights of a checkpoint.
-
-    Args:
-        runs_dir: the folder of all runs.
-        run: name of the run; None for the one started last.
-        device: the device to compute on.
-        step: step of the checkpoint (`--step`); None for the newest undamaged one.
-        threads: CPU threads; None for the run's own number.
+    """Load the model of a run with the weights of a checkpoint; `threads` is None for the run's own number.
 
     Raises:
         QuinticError: there is no such run or checkpoint, or the run has neither its text nor a tokenizer.
     """
-    run_dir = find_run(runs_dir, run, allow_speedrun=True)
+    run_dir = find_run(options.runs_dir, options.run, allow_speedrun=True)
     if not checkpoints(run_dir):
         is_race = not (run_dir / CONFIG_FILE).is_file()
         end = "when the run ends" if is_race else "when the run ends or is stopped"
         hint = f"one is written every --save-every steps, and {end}; wait for it, or choose another --run"
         raise ConfigError(f"{run_dir}: has no checkpoint yet; {hint}")
     say_waiting(f"Loading the model of {run_dir}")
-    if step is None:
+    if options.step is None:
         checkpoint = newest_checkpoint(run_dir, message=lambda text: print(text, file=sys.stderr))
     else:
-        checkpoint = checkpoint_of_step(run_dir, step, option="--step")
+        checkpoint = checkpoint_of_step(run_dir, options.step, option="--step")
     if not (run_dir / CONFIG_FILE).is_file():
         return _trained_race(run_dir, checkpoint, RunConfig(device=device, threads=threads))
     config = load_config(run_dir / CONFIG_FILE)
@@ -229,14 +212,10 @@ def trained_model(
     threads = config.run.threads if threads is None else threads
     hardware = choose_hardware(dataclasses.replace(config.run, device=device, attention="auto", threads=threads))
     sizes = model_config(config, vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id)
-    model = build_model(
-        sizes,
-        device=hardware.device,
-        dtype=hardware.dtype,
-        attention=hardware.attention,
-        seed=config.run.seed,
-        weights=config.optim.weights,
-    )
+    # On the meta device first, so that weights are allocated once and never initialised.
+    weights = config.optim.weights
+    model = empty_model(sizes, dtype=hardware.dtype, attention=hardware.attention, weights=weights)
+    model = model.to_empty(device=hardware.device)
     load_model_weights(checkpoint, model)
     origin = _origin(run_dir, checkpoint)
     return TrainedModel(model=model.eval(), tokenizer=tokenizer, config=config, dataset=dataset, origin=origin)
@@ -282,7 +261,6 @@ def _trained_race(run_dir: Path, checkpoint: Checkpoint, computing: RunConfig) -
             f"{run_dir / TOKENIZER_FILE}: starts documents with token {tokenizer.bos_id}, but the run's shards start "
             f"them with {sizes.bos_id}; replace it by the tokenizer that made the shards"
         )
-    # On the meta device first, so that weights are allocated once and never initialised.
     hardware = choose_hardware(computing)
     with torch.device("meta"):
         model = SpeedrunGPT(sizes, attention=hardware.attention, dtype=hardware.dtype)

@@ -25,7 +25,7 @@ from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
 from quintic.speedrun.presets import preset as speedrun_preset
 from quintic.train.config import Config, DataConfig, RunConfig, SampleTokens, check_prompts
 from quintic.train.runs import CONFIG_FILE, find_comparison, find_run
-from quintic.train.saved_config import check_resumed, load_config, with_options
+from quintic.train.saved_config import check_resumed, load_config, values_of, with_options
 
 __all__ = [
     "ComparisonOptions",
@@ -35,6 +35,7 @@ __all__ = [
     "SampleOptions",
     "Start",
     "StartOptions",
+    "TrainedOptions",
     "answer_early",
     "export_options",
     "prepare_options",
@@ -194,6 +195,14 @@ class SampleOptions(TrainedOptions):
             raise ConfigError("--prompts: --interactive reads beginnings from standard input; leave one of the two out")
 
 
+_PLAIN_OPTIONS: Mapping[str, Any] = {
+    "sample": SampleOptions,
+    "eval": EvalOptions,
+    "report": ReportOptions,
+    "rates": RatesOptions,
+}
+
+
 def answer_early(command: str, arguments: list[str]) -> None:
     """Print a command's `--help`, or report mistakes in its options, before PyTorch is imported.
 
@@ -201,14 +210,8 @@ def answer_early(command: str, arguments: list[str]) -> None:
         ConfigError: an option is wrong, as the command itself would report it.
         SystemExit: after `--help`.
     """
-    kinds: Mapping[str, Any] = {
-        "sample": SampleOptions,
-        "eval": EvalOptions,
-        "report": ReportOptions,
-        "rates": RatesOptions,
-    }
-    if command in kinds:
-        parse(kinds[command], arguments, command)
+    if command in _PLAIN_OPTIONS:
+        parse(_PLAIN_OPTIONS[command], arguments, command)
     elif command == "prepare":
         prepare_options(arguments)
     elif command == "export":
@@ -288,24 +291,15 @@ def training_options(arguments: list[str], command: str) -> Start:
     kind, shows_help = _START_OPTIONS[command], asks_help(arguments)
     options = dict([*options_of(Config), *options_of(kind)])
     given = read_options(options, [word for word in arguments if word not in ("-h", "--help")], command)
-    values = {name: value for name, value in given.items() if name not in {f.name for f in dataclasses.fields(kind)}}
+    values = {name: given[name] for name in values_of(Config()) if name in given}
     start = kind(**{name: value for name, value in given.items() if name not in values})
-    is_resumed = (start.resume or given.get("resume_step") is not None) and not shows_help
     sources = [f"--{name}" for name in ("config", "preset") if getattr(start, name) is not None]
     if len(sources) > 1:
         raise ConfigError(f"--preset {start.preset}: the options come from --config; give one of the two")
-    if is_resumed and sources:
-        raise ConfigError(f"{sources[0]}: a resumed run keeps its own configuration; leave {sources[0]} out")
-    if is_resumed and command == "compare":
-        if "seeds" in given:
-            raise ConfigError("--seeds: a resumed comparison continues its own runs; leave --seeds out")
-        comparison = find_comparison(values.get("runs_dir", RunConfig.runs_dir), values.get("run"))
-        config = _resumed(comparison.path, comparison.config, values, is_comparison=True)
-        return Start(config=config, resumed=comparison.path, seeds=comparison.seeds, given=given)
-    if is_resumed:
-        run_dir = find_run(values.get("runs_dir", RunConfig.runs_dir), values.get("run"))
-        config = _resumed(run_dir / CONFIG_FILE, load_config(run_dir / CONFIG_FILE), values, is_comparison=False)
-        return Start(config=config, resumed=run_dir, given=given)
+    if (start.resume or given.get("resume_step") is not None) and not shows_help:
+        if sources:
+            raise ConfigError(f"{sources[0]}: a resumed run keeps its own configuration; leave {sources[0]} out")
+        return _continued(values, given, command)
     name = start.preset
     if start.config is not None:
         default, origin = load_config(start.config), f"of {start.config}"
@@ -324,31 +318,47 @@ def training_options(arguments: list[str], command: str) -> Start:
         check_initial(default, config)
     notes = unused_options(default, config, both_optimizers=command == "compare")
     config = dataclasses.replace(config, data=_absolute(config.data))
-    seeds = given.get("seeds", 1)
-    return Start(config=config, preset=name, seeds=seeds, notes=tuple(notes), given=given)
+    return Start(config=config, preset=name, seeds=given.get("seeds", 1), notes=tuple(notes), given=given)
+
+
+def _continued(values: Mapping[str, Any], given: Mapping[str, Any], command: str) -> Start:
+    """Return the run or comparison to continue, with the options given now.
+
+    Args:
+        values: those of the configuration that are given.
+        given: all options that are given.
+        command: the command's name.
+    """
+    runs_dir, name, is_comparison = values.get("runs_dir", RunConfig.runs_dir), values.get("run"), command == "compare"
+    seeds = 1
+    if is_comparison:
+        if "seeds" in given:
+            raise ConfigError("--seeds: a resumed comparison continues its own runs; leave --seeds out")
+        comparison = find_comparison(runs_dir, name)
+        resumed = file = comparison.path
+        saved, seeds = comparison.config, comparison.seeds
+    else:
+        resumed = find_run(runs_dir, name)
+        file = resumed / CONFIG_FILE
+        saved = load_config(file)
+    saved, config = (
+        dataclasses.replace(config, data=_absolute(config.data)) for config in (saved, with_options(saved, **values))
+    )
+    check_resumed(saved, config, file, is_comparison=is_comparison)
+    unused_options(saved, config)
+    return Start(config=config, resumed=resumed, seeds=seeds, given=given)
 
 
 def _print_training_help(kind: Any, command: str, default: Config, origin: str) -> NoReturn:
     """Print the options of a training command, those about the start as a section beside the configuration's."""
     section = ("start", kind, field(default_factory=kind))
     shown = dataclasses.make_dataclass("_Help", [section], bases=(Config,), frozen=True, kw_only=True)
-    sections = {section.name: getattr(default, section.name) for section in dataclasses.fields(Config)}
     description = (
         f"{_DESCRIPTIONS[command]}\n\nThe defaults shown are those {origin}. Without --preset they suit machine "
         "and text: 'cpu' is a small model, 'gpu-small' one for a GPU and the text of your Python installation, 'gpu' "
         "one of depth 12 for --data."
     )
-    print_help(shown, command, description, shown(**sections))
-
-
-def _resumed(path: Path, saved: Config, values: Mapping[str, Any], *, is_comparison: bool) -> Config:
-    """Return the configuration saved in `path`, of a run or comparison to continue, with the options given now."""
-    saved, asked = (
-        dataclasses.replace(config, data=_absolute(config.data)) for config in (saved, with_options(saved, **values))
-    )
-    check_resumed(saved, asked, path, is_comparison=is_comparison)
-    unused_options(saved, asked)
-    return asked
+    print_help(shown, command, description, shown(**vars(default)))
 
 
 def _absolute(data: DataConfig) -> DataConfig:

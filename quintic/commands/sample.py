@@ -18,7 +18,7 @@ __all__ = ["run"]
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = parse(SampleOptions, arguments, "sample")
-    trained = trained_model(options.runs_dir, options.run, step=options.step, threads=options.threads)
+    trained = trained_model(options, threads=options.threads)
 
     def write(prompts: tuple[str, ...], seed: int) -> None:
         try:

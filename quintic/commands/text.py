@@ -38,16 +38,11 @@ def prepared(data: DataConfig, *, repair: bool = True) -> Dataset:
     Raises:
         QuinticError: the source or the prepared data cannot be used.
     """
+    settings = {name: value for name, value in vars(data).items() if name not in ("data", "verify")}
     dataset = prepare(
         data.data,
-        data_dir=data.data_dir,
-        vocab_size=data.vocab_size,
-        tokenizer=data.tokenizer,
-        val_frac=data.val_frac,
-        max_bytes=data.max_bytes,
+        **settings,
         repair=repair,
-        text_field=data.text_field,
-        val_data=data.val_data,
         say=lambda line: print(f"Preparing data: {line}", flush=True),
     )
     verify(dataset, again=data.verify)
