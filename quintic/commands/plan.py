@@ -6,13 +6,12 @@ With `--model` it plans the optimizer's step for another model on any number of 
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from quintic.commands.inputs import duration_lines
 from quintic.commands.options import simulation_options, training_options
-from quintic.data.dataset import MANIFEST_NAME
+from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.data.files.documents import TEXT_FIELD
 from quintic.data.hub import download
 from quintic.data.tokenizer import Tokenizer
@@ -84,8 +83,8 @@ def run(arguments: list[str]) -> int:
         say(line)
     scale = scale_of(config, sizes)
     if (text := prepared_text(config.data)) is not None:
-        passes, *warnings = reading_lines(scale.steps * scale.batch_tokens, text.train_tokens)
-        say("\n".join([f"Reading: {passes} as it was prepared in {text.folder}", *warnings]))
+        passes, *warnings = reading_lines(scale.steps * scale.batch_tokens, text.split("train").num_tokens)
+        say("\n".join([f"Reading: {passes} as it was prepared in {text.path}", *warnings]))
     if torch.cuda.is_available() or not on_gpu or config.run.device == "cpu":  # else speed cannot be measured
         for line in duration_lines(config, sizes, choose_hardware(config.run)):
             say(line)
@@ -117,15 +116,7 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-class PreparedText(NamedTuple):
-    """Prepared text that a run would read, as described by its manifest."""
-
-    folder: Path
-    vocab_size: int
-    train_tokens: int
-
-
-def prepared_text(data: DataConfig) -> PreparedText | None:
+def prepared_text(data: DataConfig) -> Dataset | None:
     """Return the newest prepared text that fits a run's options; None if no text fits."""
     settings: dict[str, float | str | None] = {"val_frac": data.val_frac, "max_bytes": data.max_bytes}
     if data.tokenizer is None:
@@ -144,8 +135,7 @@ def prepared_text(data: DataConfig) -> PreparedText | None:
             manifest = json_object(path)
             prepared = usual | manifest["source"]
             if settings.items() <= manifest["settings"].items() and source.items() <= prepared.items():
-                tokens = sum(shard["tokens"] for shard in manifest["splits"]["train"]["shards"])
-                return PreparedText(folder=path.parent, vocab_size=int(manifest["vocab_size"]), train_tokens=tokens)
+                return Dataset.open(path.parent)
     return None
 
 
@@ -162,7 +152,7 @@ def planned_vocabulary(data: DataConfig) -> tuple[int, str]:
     if data.tokenizer is not None:
         return Tokenizer.load(data.tokenizer).vocab_size, f"read from {data.tokenizer}"
     if (text := prepared_text(data)) is not None:
-        return text.vocab_size, f"read from {text.folder}"
+        return text.vocab_size, f"read from {text.path}"
     return data.vocab_size, "assumed from --vocab-size: the text is not prepared yet, and a short text gives fewer"
 
 
@@ -180,7 +170,6 @@ def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, com
         `weights`, `gradients` and `state`, exact; `activations`, an estimate, within 10 % where it was measured;
         `step`, temporary memory of the optimizer's step. Activations and the step never exist together.
     """
-    parts = model.num_parameters()
     weights = sum(param.numel() * param.element_size() for param in model.parameters())
     state = sum(state_bytes(param, group) for group in optimizer._plans.current_groups() for param in group.params)
     # Activations, and with a narrower compute dtype the copies of the matrices in it.
@@ -188,7 +177,7 @@ def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, com
     tokens = rows * model.config.seq_len
     per_layer, once = _KEPT[compiled]
     kept = tokens * model.config.width * size * (per_layer * model.config.depth + once)
-    copies = (parts["blocks"] + parts["head"]) * size if size < 4 else 0
+    copies = model.config.matrix_weights() * size if size < 4 else 0
     return {
         "weights": weights,
         "gradients": weights,

@@ -71,11 +71,11 @@ def preset(name: str) -> Config:
 
 
 def suitable_preset(device: str | None, data: str | None, *, guess: bool) -> str:
-    """Return the name of the preset that suits a machine and a text.
+    """Return the name of the preset that suits a machine and a text, the values of `--device` and `--data`.
 
     Args:
-        device: value of `--device`, if given.
-        data: value of `--data`, if given. The text of the Python installation is too short for the preset "gpu".
+        device: None if it is not given.
+        data: None if it is not given. The text of the Python installation is too short for the preset "gpu".
         guess: look for the driver of a GPU and do not import PyTorch, which takes seconds. For `--help`, where a
             mistake only shows the defaults of another preset.
     """
@@ -149,12 +149,9 @@ def _initial_folder(name: str, runs_dir: Path) -> Path:
 
 
 def with_initial(config: Config, name: str, runs_dir: Path) -> Config:
-    """Return the configuration of a run that starts from trained weights: with their model's sizes and tokenizer.
+    """Return the configuration of a run that starts from the weights of a run or exported model, `--init-from NAME`.
 
-    Args:
-        config: the configuration of the new run.
-        name: value of `--init-from`, a run or exported model.
-        runs_dir: the folder of all runs.
+    The model has their sizes, and the text their tokenizer.
 
     Raises:
         ConfigError: there is no such run or model, or its model cannot be trained further.
@@ -173,11 +170,7 @@ def with_initial(config: Config, name: str, runs_dir: Path) -> Config:
 
 
 def check_initial(config: Config, given: Config) -> None:
-    """Check that no option has changed the sizes of the weights that a run starts from.
-
-    Args:
-        config: the configuration with the sizes of these weights.
-        given: the configuration after reading the options.
+    """Check that no given option has changed the sizes of the weights that a run starts from, which `config` has.
 
     Raises:
         ConfigError: an option has changed a size.

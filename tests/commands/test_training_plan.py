@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -47,15 +48,12 @@ def test_the_vocabulary_is_that_of_the_run(tiny_dataset: Dataset, tmp_path: Path
     assert planned_vocabulary(data) == (tiny_dataset.vocab_size, f"read from {tiny_dataset.path}")
     # Of two that fit, the one that was prepared last: a folder of text may have changed.
     for name, age in (("0", 100), ("zz", -100)):
-        twin = tmp_path / "prepared" / name
-        twin.mkdir(parents=True)
-        manifest = json.loads((tiny_dataset.path / MANIFEST_NAME).read_text("utf-8"))
-        (twin / MANIFEST_NAME).write_text(json.dumps(manifest | {"vocab_size": 290 + len(name)}), "utf-8")
+        twin = shutil.copytree(tiny_dataset.path, tmp_path / "prepared" / name)
         os.utime(twin / MANIFEST_NAME, (time.time() - age,) * 2)
     newer = dataclasses.replace(data, data_dir=tmp_path / "prepared")
-    assert planned_vocabulary(newer) == (292, f"read from {tmp_path / 'prepared' / 'zz'}")
+    assert planned_vocabulary(newer) == (300, f"read from {tmp_path / 'prepared' / 'zz'}")
     os.utime(tmp_path / "prepared" / "0" / MANIFEST_NAME, (time.time() + 200,) * 2)
-    assert planned_vocabulary(newer)[0] == 291
+    assert planned_vocabulary(newer) == (300, f"read from {tmp_path / 'prepared' / '0'}")
     for other in ({"vocab_size": 301}, {"val_frac": 0.2}, {"max_bytes": 10**6}, {"data": "elsewhere"}):
         changed: Any = dataclasses.replace(data, **other)
         assert planned_vocabulary(changed)[0] == changed.vocab_size
@@ -85,15 +83,17 @@ def test_a_plan_finds_the_text_that_the_options_name(tmp_path: Path) -> None:
         dataset = prepared(data)
         text = prepared_text(data)
         assert text is not None
-        assert (text.folder, text.train_tokens) == (dataset.path, dataset.split("train").num_tokens)
+        assert text.path == dataset.path
     text = prepared_text(plain)
     assert text is not None
     # Manifests of older versions do not name the field and the validation text.
-    path = text.folder / MANIFEST_NAME
+    path = text.path / MANIFEST_NAME
     manifest = json.loads(path.read_text("utf-8"))
     del manifest["source"]["text_field"], manifest["source"]["val_data"]
     path.write_text(json.dumps(manifest), "utf-8")
-    assert prepared_text(plain) == text
+    found = prepared_text(plain)
+    assert found is not None
+    assert found.path == text.path
 
 
 def test_a_run_that_exists_is_planned_with_its_own_options(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
