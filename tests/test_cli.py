@@ -27,7 +27,7 @@ from quintic.report.options import ReportOptions
 from quintic.simulate.options import RatesOptions
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
-from quintic.train.saved_config import load_config, to_dict
+from quintic.train.saved_config import changed_options, load_config, to_dict, values_of, with_options
 
 TRAINING = [DataConfig, ModelConfig, OptimConfig, ScheduleConfig, RunConfig]
 COMMANDS: dict[str, list[Any]] = {
@@ -97,13 +97,7 @@ def test_a_saved_configuration_starts_the_same_run_again(tiny_dataset: Dataset, 
     expected = tiny_config(tiny_dataset, trained.parent, run="run", threads=1)
     assert load_config(saved) == expected
     again = load_config(elsewhere / "other" / "config.json")
-    assert again == Config(
-        data=expected.data,
-        model=expected.model,
-        optim=expected.optim,
-        schedule=dataclasses.replace(expected.schedule, steps=7),
-        run=dataclasses.replace(expected.run, run="other", runs_dir=elsewhere),
-    )
+    assert again == with_options(expected, steps=7, run="other", runs_dir=elsewhere)
     assert checkpoints(elsewhere / "other")[0].name == "step-000007"
 
 
@@ -126,22 +120,12 @@ def test_every_field_can_be_set_by_its_option(
         on_spike="skip", spike_sigmas=4.0, momentum_end=0.3, decay_shape="cosine", target_flops=1e9, warmup_steps=2,
         fp8=True, fp8_recipe="rowwise", clip_norm=0.5, core="c", core_every=5, core_items=6, init_from=str(tmp_path),
     )  # fmt: skip
-    default = Config()
-    for section in dataclasses.fields(Config):
-        for f in dataclasses.fields(getattr(wanted, section.name)):
-            name = f.name
-            assert getattr(getattr(wanted, section.name), name) != getattr(getattr(default, section.name), name), name
+    assert changed_options(Config(), wanted).keys() == values_of(wanted).keys()
     # A model to start from, of these sizes.
     (tmp_path / "config.json").write_text(json.dumps(to_dict(wanted)), encoding="utf-8")
     (tmp_path / "tokenizer.json").touch()
-    options = tiny_options(
-        tiny_dataset, Path("r"), **{
-            f.name: getattr(getattr(wanted, section.name), f.name)
-            for section in dataclasses.fields(Config)
-            for f in dataclasses.fields(getattr(wanted, section.name))
-            if f.name != "runs_dir"
-        }
-    )  # fmt: skip
+    changes = {name: value for name, value in values_of(wanted).items() if name != "runs_dir"}
+    options = tiny_options(tiny_dataset, Path("r"), **changes)
     start = training_options(options, command="train")
     assert start.config == wanted
     assert start.resumed is None

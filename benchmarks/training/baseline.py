@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.results import git_commit, recorded_command, write_result
 from benchmarks.training.baseline_page import page
-from benchmarks.training.workers import Pool, field_of, given_values, with_values
+from benchmarks.training.workers import Pool, given_values, with_values
 from quintic.commands.text import prepared
 from quintic.train.config import Config
-from quintic.train.saved_config import to_dict
+from quintic.train.saved_config import to_dict, values_of
 
 Setting = Mapping[str, float | None]
 
@@ -174,7 +174,7 @@ class Study:
     def search(self, name: str) -> dict[str, Any]:
         """Look for the best setting of an optimizer; return it, and what it was chosen by."""
         options, rng = self.options, random.Random(f"{self.options.search_seed} {name}")
-        default = {option: value for option in SPACES[name] for value in [field_of(self.base, option)]}
+        default = {option: values_of(self.base)[option] for option in SPACES[name]}
         first = [default, *(draw(name, rng) for _ in range(options.trials - 1))]
         self.round(name, "random", first, SEARCH_SEEDS[:1], short=True)
         parents = [setting for _, setting, _ in self.ranked(name, short=True)[:_BEST_OF_ROUND]] or [default]
@@ -228,7 +228,7 @@ def study(options: argparse.Namespace) -> dict[str, Any]:
     print(f"text ready after {time.time() - start:.0f} s", flush=True)
     made = Study(options, base, dataset.path.resolve(), pool, start)
     names = list(SPACES)
-    defaults = {name: {option: field_of(base, option) for option in SPACES[name]} for name in names}
+    defaults = {name: {option: values_of(base)[option] for option in SPACES[name]} for name in names}
     waiting = [made.submit(name, "final", defaults[name], seed) for name in names for seed in FINAL_SEEDS]
     with ThreadPoolExecutor(len(names)) as threads:
         best = dict(zip(names, threads.map(made.search, names), strict=True))

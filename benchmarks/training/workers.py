@@ -6,7 +6,6 @@ job does is the function `train` of a module: the one here is a run of the harne
 """
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import importlib
@@ -46,14 +45,6 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
             raise SystemExit(f"--set {name}: no such option of quintic train")
         stored[section][name] = value
     return from_dict(stored, origin="--set")
-
-
-def field_of(config: Config, name: str) -> Any:
-    """Return the value of a field, whatever its section."""
-    for section in dataclasses.fields(config):
-        if hasattr(value := getattr(config, section.name), name):
-            return getattr(value, name)
-    raise KeyError(name)
 
 
 def given_values(words: Iterable[str]) -> dict[str, Any]:

@@ -325,8 +325,8 @@ def _continued(values: Mapping[str, Any], given: Mapping[str, Any], command: str
     """Return the run or comparison to continue, with the options given now.
 
     Args:
-        values: those of the configuration that are given.
-        given: all options that are given.
+        values: the given options of the configuration.
+        given: all given options.
         command: the command's name.
     """
     runs_dir, name, is_comparison = values.get("runs_dir", RunConfig.runs_dir), values.get("run"), command == "compare"

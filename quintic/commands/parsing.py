@@ -137,7 +137,7 @@ def _only_value(option: str, values: list[str], hint: Any) -> Any:
 
 
 def _value_of(text: str, hint: Any) -> Any:
-    """Return a text on the command line as a value of a field's type; raises ValueError if it is none."""
+    """Return a word of the command line as a value of a field's type; raises ValueError if it does not fit."""
     choices = typing.get_args(hint)
     if types.NoneType in choices and text == "None":
         return None

@@ -78,7 +78,7 @@ def load_config(path: Path) -> Config:
 
 
 def with_options(config: Config, **values: Any) -> Config:
-    """Return the configuration with other values of some options, whatever their sections.
+    """Return the configuration with other values of some options, of any section.
 
     Raises:
         ConfigError: a value is out of range, or the values do not fit each other.
@@ -93,7 +93,7 @@ def with_options(config: Config, **values: Any) -> Config:
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """Return the values of all options by their names, of which no two sections share one."""
+    """Return the values of all options by name; no two sections share a name."""
     return {name: value for section in vars(config).values() for name, value in vars(section).items()}
 
 

@@ -15,7 +15,7 @@ from quintic.data.dataset import Dataset
 from quintic.train.config import Config
 from quintic.train.loop import train
 from quintic.train.runs import create_run
-from quintic.train.saved_config import to_dict
+from quintic.train.saved_config import to_dict, values_of
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -34,13 +34,13 @@ def test_settings_lie_in_the_space_and_are_options(name: str) -> None:
             else:
                 assert value in values
         config = workers.with_values(Config(), setting)
-        assert {option: workers.field_of(config, option) for option in space} == setting
+        assert {option: values_of(config)[option] for option in space} == setting
     rates = [setting[f"{name}_lr"] for setting in drawn]
     least, most = space[f"{name}_lr"]
     assert statistics.median(rates) == pytest.approx(math.sqrt(least * most), rel=0.35)
     again = random.Random(3)
     assert [baseline.draw(name, again) for _ in range(100)] == drawn
-    default = {option: workers.field_of(Config(), option) for option in space}
+    default = {option: values_of(Config())[option] for option in space}
     baseline.vary(default, name, rng)  # the default is in the space, too
 
 
