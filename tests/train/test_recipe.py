@@ -164,6 +164,29 @@ def of_depth(depth: int, recipe: str = "seed", **schedule: Any) -> Config:
     )
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"depth": 3, "kv_ratio": 2},
+        {"depth": 2, "head_dim": 8, "aspect_ratio": 8},  # narrower than what the gates read
+        {"depth": 4, "l3_layers": "1,3", "l3_d_up": 10, "l3_embeddings": 900},
+        {"depth": 1, "l3_layers": "0", "l3_embeddings": 700, "l3_tied": False},
+    ],
+)
+def test_sizes_count_the_weights_of_the_model(sizes: dict[str, Any]) -> None:
+    wanted = Config(
+        model=ModelConfig(**{"head_dim": 32, "seq_len": 32, **sizes}), schedule=ScheduleConfig(batch_tokens=None)
+    )
+    model = meta(wanted, vocab_size=300)
+    parts = model.num_parameters()
+    assert model.config.matrix_weights() == parts["blocks"] + parts["head"]
+    multiplied = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    rows = 12 * model.config.width * model.config.l3_embeddings * len(model.config.l3_layers) / 300
+    visible = 12 * model.config.width * sum(model.config.windows)
+    assert model.config.flops_per_token() == 6 * multiplied + visible + round(rows)
+    assert model.config.flops_per_token(0.0) == 6 * multiplied + visible
+
+
 def test_the_length_is_set_by_steps_then_operations_then_the_ratio() -> None:
     wanted = of_depth(12)
     model = meta(wanted)
