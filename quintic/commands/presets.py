@@ -14,6 +14,7 @@ from typing import Any
 from quintic.durable import json_object
 from quintic.errors import ConfigError
 from quintic.limits import option_of
+from quintic.model.sizes import VARIANTS
 from quintic.report.history import METRICS_FILE
 from quintic.speedrun import presets as speedrun
 from quintic.train.config import Config, DataConfig, ModelConfig
@@ -104,7 +105,8 @@ _RECIPES: Mapping[str, Mapping[str, Any]] = {
     "seed": _EARLY_NANOCHAT,
     "nanochat": {
         **_EARLY_NANOCHAT,
-        "head_lr": 0.008, "momentum": 0.97, "momentum_warmup_steps": 400, "momentum_end": 0.90,
+        "variant": "nanochat", "head_lr": 0.008, "update_rule": "nanochat", "normalize": None,
+        "momentum": 0.97, "momentum_warmup_steps": 400, "momentum_end": 0.90,
         "weight_decay": 0.28, "decay_shape": "cosine",
         "tokens_per_param": 12.0, "warmup_steps": 40, "warmdown_frac": 0.65, "final_lr_frac": 0.05,
     },
@@ -193,6 +195,7 @@ def _exported_sizes(values: Mapping[str, Any], folder: Path) -> ModelConfig:
     try:
         depth, seq_len, windows = values["num_hidden_layers"], values["max_position_embeddings"], values["windows"]
         heads = values["hidden_size"] // values["head_dim"]
+        gain = values.get("value_gate_gain", 2.0)  # exports of before have none
         return ModelConfig(
             depth=depth,
             # The smallest ratio for which aspect_ratio x depth is rounded up to this width.
@@ -202,8 +205,9 @@ def _exported_sizes(values: Mapping[str, Any], folder: Path) -> ModelConfig:
             seq_len=seq_len,
             window_pattern="".join("L" if window == seq_len else "S" for window in windows),
             short_window=min(windows) / seq_len,
+            variant=next(name for name, variant in VARIANTS.items() if variant.value_gate_gain == gain),
         )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, StopIteration) as error:
         raise ConfigError(f"--init-from {folder}: its config.json is not from an export ({error!r})") from None
 
 

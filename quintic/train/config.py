@@ -26,6 +26,7 @@ from quintic.limits import (
     check,
     option_of,
 )
+from quintic.model.sizes import VariantName
 from quintic.optim.rules.names import RuleName
 
 __all__ = [
@@ -106,6 +107,8 @@ class ModelConfig(Limited):
     """Attention windows by layer, repeated: S is short (--short-window), L sees --seq-len; the last is always L."""
     short_window: Annotated[float, Limit("must be above 0 and at most 1", lambda value: 0 < value <= 1)] = 0.25
     """Window of an S layer as a fraction of --seq-len, such as 0.25 or 0.5."""
+    variant: VariantName = "quintic"
+    """Initial values, and how far value embeddings may be added: ours, or those of nanochat's model."""
     l3_layers: str | None = None
     """Numbers of layers, from 0, that are followed by a large lookup layer, such as '2,5'; none by default."""
     l3_embeddings: Annotated[int, at_least(0), at_most(10**9)] = 0

@@ -48,7 +48,8 @@ class _Constants:
     residual_frac: float
     """Learning rate of the residual scales, which scale the whole stream, relative to the other scalars'."""
     smear_lr: float | None = None
-    """Learning rate of smear and backout; None puts these and the scales of x0 among the other scalars."""
+    """Learning rate of smear and backout, the same for all batches; None puts these and the scales of x0 among the
+    other scalars."""
     gates_to_muon: bool = False
     """Muon updates the gates of the value embeddings."""
     neuron_beta: float = 0.95
@@ -69,7 +70,7 @@ _CONSTANTS = {
         gates_to_muon=True,
         betas={"x0 scales": (0.96, 0.95)},
     ),
-    # As in nanochat's gpt.py and base_train.py of 2026-07.
+    # As in nanochat's gpt.py and base_train.py at 92d63d4 (2026-07).
     "nanochat": _Constants(
         lr_width=768,
         value_embedding_frac=0.5,
@@ -163,7 +164,8 @@ def build_optimizer(
     optim, constants = config.optim, _CONSTANTS[config.optim.recipe]
     scale = scale_of(config, model.config)
     lr_factor, decay_factor = (scale.lr_factor, scale.decay_factor) if optim.scale_rates else (1.0, 1.0)
-    by_width = (model.config.width / constants.lr_width) ** -0.5
+    by_width = lr_factor * (model.config.width / constants.lr_width) ** -0.5
+    scalar_lr = lr_factor * optim.scalar_lr
     # These rates were tuned separately for Muon and AdamW; everything below is common to both.
     uses_adamw = optim.optimizer == "adamw"
     decay = optim.adamw_weight_decay if uses_adamw else optim.weight_decay
@@ -173,18 +175,18 @@ def build_optimizer(
         ("embedding", "embedding.weight", embedding_lr),
         ("value embeddings", "value_embeddings.*", embedding_lr * constants.value_embedding_frac),
         ("head", "head.weight", head_lr * by_width),
-        ("residual scales", "residual_scales", optim.scalar_lr * constants.residual_frac),
+        ("residual scales", "residual_scales", scalar_lr * constants.residual_frac),
     ]
     if model.lookups:
         table_lr = embedding_lr * _LOOKUP_FRAC * model.config.width**-0.5
         tables = ["keys"] if model.config.l3_tied else ["keys", "values"]
         rates += [("lookup tables", f"lookups.*.{table}", table_lr) for table in tables]
     if constants.smear_lr is not None:
-        rates += [("x0 scales", "x0_scales", optim.scalar_lr), ("smear", "smear*", constants.smear_lr)]
+        rates += [("x0 scales", "x0_scales", scalar_lr), ("smear", "smear*", constants.smear_lr)]
         rates.append(("backout", "backout_scale", constants.smear_lr))
     rules = []
     for name, pattern, lr in rates:
-        options: dict[str, Any] = {"name": name, "lr": lr * lr_factor}
+        options: dict[str, Any] = {"name": name, "lr": lr}
         for option, values in (("betas", constants.betas), ("weight_decay", constants.weight_decay)):
             if name in values:
                 options[option] = values[name]
@@ -201,7 +203,7 @@ def build_optimizer(
     groups = quintic.param_groups(
         model,
         muon={**matrices, "lr": optim.muon_lr * lr_factor},
-        adamw={"name": "scalars", "lr": optim.scalar_lr * lr_factor},
+        adamw={"name": "scalars", "lr": scalar_lr},
         rules=rules,
     )
     on_gpu = model.head.weight.is_cuda if on_gpu is None else on_gpu

@@ -106,7 +106,7 @@ def test_sizes_of_an_export_become_options(
 
     config = tiny_config(
         tiny_dataset, tmp_path, depth=depth, aspect_ratio=aspect_ratio, head_dim=head_dim, seq_len=64,
-        window_pattern="SL", short_window=0.5,
+        window_pattern="SL", short_window=0.5, variant="nanochat" if depth == 2 else "quintic",
     )  # fmt: skip
     vocabulary = {"vocab_size": tiny_dataset.vocab_size, "bos_id": tiny_dataset.bos_id}
     sizes = model_config(config, **vocabulary)
@@ -118,7 +118,7 @@ def test_sizes_of_an_export_become_options(
     found = training_options(["--preset", "cpu", "--init-from", str(folder), "--rows", "1"], "train").config
     again = model_config(found, **vocabulary)
     assert again.windows == sizes.windows
-    names = ("depth", "width", "head_dim", "num_kv_heads", "seq_len")
+    names = ("depth", "width", "head_dim", "num_kv_heads", "seq_len", "variant")
     assert [getattr(again, name) for name in names] == [getattr(sizes, name) for name in names]
 
 

@@ -16,7 +16,7 @@ from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
 from quintic.model.gpt import GPT
 from quintic.optim.rules.names import RuleName
-from quintic.optim.rules.table import RULES
+from quintic.optim.rules.table import RULES, rule_of
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 from quintic.train.recipe import (
     apply_schedule,
@@ -226,7 +226,7 @@ def rates_of(wanted: Config) -> dict[str, dict[str, Any]]:
 def test_the_rates_of_the_named_recipes() -> None:
     for depth, lr, decay in ((12, 1.0, 1.0), (20, 2**0.5, 0.35779)):
         by_width = lr * (64 * depth / 768) ** -0.5
-        common = {"residual scales": 0.005 * lr, "x0 scales": 0.5 * lr, "smear": 0.2 * lr, "backout": 0.2 * lr}
+        common = {"residual scales": 0.005 * lr, "x0 scales": 0.5 * lr, "smear": 0.2, "backout": 0.2}
         seed = rates_of(of_depth(depth, "seed"))
         assert {name: group["lr"] for name, group in seed.items()} == pytest.approx(
             {
@@ -269,8 +269,10 @@ def test_the_rates_of_the_named_recipes() -> None:
         assert newest["embedding"]["betas"] == newest["value embeddings"]["betas"] == (0.8, 0.995)
         assert (newest["head"]["betas"], newest["x0 scales"]["betas"]) == ((0.8, 0.96), (0.96, 0.95))
         assert newest["residual scales"]["betas"] == newest["smear"]["betas"] == (0.8, 0.95)
-        for found, beta in ((seed, 0.95), (newest, 0.9)):
-            assert (found["matrices"]["normalize"], found["matrices"]["normalize_beta"]) == ("neuron", beta)
+        for found, name, beta in ((seed, "normuon", 0.95), (newest, "nanochat", 0.9)):
+            matrices = found["matrices"]
+            assert rule_of("muon", matrices["normalize"], matrices["update_rule"]) == RULES[name]
+            assert matrices["normalize_beta"] == beta
             assert "blocks.1.attention.value_gate.weight" in found["matrices"]["param_names"]
 
 
@@ -281,7 +283,7 @@ def test_a_rule_is_chosen_by_name() -> None:
         ({"normalize": "neuron"}, "normuon"),
         ({"normalize": "element"}, "adamuon"),
         *(({"update_rule": name}, name) for name in RULES),
-        ({"update_rule": "muown", "normalize": "neuron"}, "muown"),  # as with --recipe nanochat
+        ({"update_rule": "muown", "normalize": "neuron"}, "muown"),  # as with --recipe seed
     ):
         wanted = config(4, **given)
         groups = build_optimizer(meta(wanted), wanted)._plans.current_groups()
@@ -310,7 +312,8 @@ def test_the_course_of_the_newest_recipe() -> None:
 
 def test_a_recipe_leaves_sizes_and_length_alone() -> None:
     changed = with_recipe(Config(), "nanochat")
-    assert (changed.schedule.steps, changed.schedule.batch_tokens, changed.model) == (500, 4096, ModelConfig())
+    assert (changed.schedule.steps, changed.schedule.batch_tokens) == (500, 4096)
+    assert changed.model == ModelConfig(variant="nanochat")
     assert changed.data == DataConfig()
     assert with_recipe(changed, "nanochat") is changed
     assert with_recipe(Config(), "quintic") == Config()
