@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.results import print_table, recorded_command
-from quintic.commands.parsing import parse
+from quintic.commands.parsing import options_of, read_options
 from quintic.data.dataset import Dataset
 from quintic.data.preparation import prepare
 from quintic.optim.polar.coefficients import SAFETY, Coefficients, polar_express_coefficients
@@ -42,6 +42,7 @@ from quintic.optim.polar.products import multiply
 from quintic.optim.polar.program import products_of, run_products
 from quintic.train.config import Config
 from quintic.train.hardware import choose_hardware, machine_facts
+from quintic.train.saved_config import with_options
 from quintic.train.saving.source import package_versions
 from quintic.train.trainer import Trainer
 
@@ -280,8 +281,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[21, 22, 23], help="of the runs, with --loss")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.03], help="of the matrices, with --loss")
     options = parser.parse_args()
-    fixed = parse(Config, ["--compile", "False", *([] if options.loss else ERROR_OPTIONS.split())], "train", "")
-    config = parse(Config, shlex.split(options.base), "train", "", default=fixed)
+    config = with_options(Config(), compile=False)
+    for words in ([] if options.loss else ERROR_OPTIONS.split(), shlex.split(options.base)):
+        config = with_options(config, **read_options(dict(options_of(Config)), words, "train"))
     data = {field.name: getattr(config.data, field.name) for field in dataclasses.fields(config.data)}
     is_verified_again = data.pop("verify")
     dataset = prepare(data.pop("data"), **data)
