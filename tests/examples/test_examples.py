@@ -26,7 +26,7 @@ def test_the_plain_loop_learns(plain):
 
 @pytest.mark.slow
 def test_the_largest_model_of_a_small_memory_learns():
-    check_falls(run_example("largest_model", {"width": 64, "steps": 8, "memory": 5e5})[0], by=0.5)
+    check_falls(run_example("largest_model", {"width": 64, "steps": 8, "memory": 5e5})[0], by=0.3)
 
 
 def test_ddp_has_the_losses_of_the_plain_loop(plain):
