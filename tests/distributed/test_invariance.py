@@ -3,7 +3,6 @@
 The one exception is stated in `trajectories.py`: the last bit of what PyTorch's fused AdamW updates in pieces.
 """
 
-import os
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +13,7 @@ from harness import DEVICE, run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from trajectories import CASES, EIGHTS, Gaps, Layout, disagreements, reference, run_layout
+from trajectories import CASES, EIGHTS, TAKES_ALL, Gaps, Layout, disagreements, reference, run_layout
 
 import quintic
 
@@ -83,8 +82,6 @@ def test_layout_does_not_change_the_numbers(name):
     run_layout(LAYOUTS[name])
 
 
-# With QUINTIC_TEST_RULES=all every layout has all rules, and state of 8 bits, which takes long.
-TAKES_ALL = os.environ.get("QUINTIC_TEST_RULES") == "all"
 # Of all layouts the quick tests take the ones with the fewest processes that send all kinds of messages.
 QUICK = ("fsdp2-2", "sharded-2")
 # One of each kind. Three ranks would cut 512 columns behind column 171, see below.

@@ -5,6 +5,7 @@ number of threads. Layouts share it. Gradients are random and differ from step t
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ __all__ = [
     "CASES",
     "EIGHTS",
     "NO_GAPS",
+    "TAKES_ALL",
     "Case",
     "Gaps",
     "Layout",
@@ -44,6 +46,9 @@ __all__ = [
     "reference",
     "run_layout",
 ]
+
+# With QUINTIC_TEST_RULES=all every layout has all rules and state of 8 bits, and checkpoints go between more layouts.
+TAKES_ALL = os.environ.get("QUINTIC_TEST_RULES") == "all"
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "awkward": functools.partial(Awkward, False),
