@@ -374,8 +374,9 @@ def test_report_compares_any_runs(
     assert main(["train", *options]) == 0
     capsys.readouterr()
     assert main(["report", "--runs", mine.name, "other", "--runs-dir", str(runs_dir)]) == 0
-    sentence, page = capsys.readouterr().out.splitlines()
+    sentence, doubt, page = capsys.readouterr().out.splitlines()
     assert sentence.startswith("other ")
+    assert "how sure that is, is not known" in doubt
     assert page == str(runs_dir / "comparison.html")
     assert "optim.muon_lr" in Path(page).read_text(encoding="utf-8").replace("<wbr>", "")
     wanted = ["--runs", "other", mine.name, "--runs-dir", str(runs_dir), "--out", str(elsewhere / "x.html")]
