@@ -116,7 +116,7 @@ def test_every_field_can_be_set_by_its_option(
         final_lr_frac=0.3, seed=3, attention="sdpa", parallel="hsdp", shard_ranks=2, compile=False, threads=3,
         sample_every=9, prompts=("a b", "c"), keep=9, tensorboard=True, wandb="w", l3_layers="0",
         l3_embeddings=400, l3_d_up=8, l3_k_max=9, l3_tied=False,
-        aspect_ratio=32, short_window=0.5, recipe="seed", scale_rates=True,
+        aspect_ratio=32, short_window=0.5, variant="nanochat", recipe="seed", scale_rates=True,
         on_spike="skip", spike_sigmas=4.0, momentum_end=0.3, decay_shape="cosine", target_flops=1e9, warmup_steps=2,
         fp8=True, fp8_recipe="rowwise", clip_norm=0.5, core="c", core_every=5, core_items=6, init_from=str(tmp_path),
     )  # fmt: skip

@@ -165,7 +165,8 @@ def _items(path: Path, task: CoreTask) -> tuple[Item, ...]:
             continue
         try:
             item = json.loads(line)
-        except ValueError as error:
+            json.dumps(item, ensure_ascii=False).encode()  # half a surrogate pair cannot be tokenized
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}, line {number}: not JSON ({error}); remove the line") from None
         if not _is_item(item, task.kind):
             raise DataError(

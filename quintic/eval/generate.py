@@ -24,6 +24,9 @@ GENERAL_PROMPTS = (
 )
 """Prompts (from nanochat) whose likeliest continuations show the knowledge of a model of general text."""
 
+# Prompts that are continued at the same time: memory for their keys and values grows with the number.
+_MOST_ROWS = 32
+
 # Seeds of PyTorch's generators are below this number.
 _SEEDS = 2**63
 
@@ -135,16 +138,20 @@ def sample_text(
     """
     if not 0 <= seed < _SEEDS:
         raise ValueError(f"seed={seed}: must be at least 0 and below 2^63")
-    writer = _Writer(tokenizer, prompts, write or (lambda text: None))
-    made = generate_batch(
-        model,
-        [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts],
-        seeds=[(seed + number) % _SEEDS for number in range(len(prompts))],
-        on_tokens=writer.add,
-        **options,
-    )
-    writer.add({})  # all texts have ended
-    return [{"prompt": prompt, "text": tokenizer.decode(row)} for prompt, row in zip(prompts, made, strict=True)]
+    samples = []
+    for first in range(0, max(1, len(prompts)), _MOST_ROWS):  # options are checked without a prompt, too
+        some = prompts[first : first + _MOST_ROWS]
+        writer = _Writer(tokenizer, some, write or (lambda text: None))
+        made = generate_batch(
+            model,
+            [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in some],
+            seeds=[(seed + first + number) % _SEEDS for number in range(len(some))],
+            on_tokens=writer.add,
+            **options,
+        )
+        writer.add({})  # all texts have ended
+        samples += [{"prompt": prompt, "text": tokenizer.decode(row)} for prompt, row in zip(some, made, strict=True)]
+    return samples
 
 
 class _Writer:

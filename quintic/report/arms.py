@@ -49,6 +49,10 @@ class Arm:
         """Return a field of the final record, or else of the last training step, of each run."""
         return [history.newest(field) for history in self.histories]
 
+    def largest(self, field: str) -> list[float | None]:
+        """Return the largest value of a field of each run."""
+        return [history.largest(field) for history in self.histories]
+
     def matrix_speeds(self) -> list[float | None]:
         """Return the operations per second at which each run's machine multiplied large matrices."""
         return [finite(history.run["machine"].get("matrix_flops_per_second")) for history in self.histories]

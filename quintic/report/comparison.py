@@ -36,7 +36,7 @@ _ROWS: tuple[tuple[str, Form, Callable[[Arm], Values]], ...] = (
     ("tokens per second", large_number, lambda arm: arm.newest("tokens_per_second")),
     ("model FLOPs utilisation", "{:.1%}".format, lambda arm: arm.newest("mfu")),
     ("floating-point operations", large_number, lambda arm: arm.newest("flops")),
-    ("most memory (GiB)", lambda value: f"{value / 2**30:.3g}", lambda arm: arm.newest("peak_memory_bytes")),
+    ("most memory (GiB)", lambda value: f"{value / 2**30:.3g}", lambda arm: arm.largest("peak_memory_bytes")),
     ("least smoothed training loss (nats per token)", "{:.4f}".format, lambda arm: arm.newest("least_loss")),
     ("speed of plain matrix products at the start (operations per second)", large_number, Arm.matrix_speeds),
 )

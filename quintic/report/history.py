@@ -198,6 +198,11 @@ class RunHistory:
         scored = [record for record in self.evals if record.get("bpb") is not None]
         return min(scored, key=lambda record: float(record["bpb"]), default=None)
 
+    def largest(self, field: str) -> float | None:
+        """Return the largest value of a number in the final record and those of training steps; None without any."""
+        records = (*self.train, self.final)
+        return max((float(record[field]) for record in records if record.get(field) is not None), default=None)
+
     def newest(self, field: str) -> float | None:
         """Return a number from the final record, or else from the last training step; None if neither has it."""
         for record in (self.final, *self.train[-1:]):

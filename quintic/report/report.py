@@ -105,7 +105,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
         (tokens and counted and tokens / counted, "{:.3g}".format, f"tokens read per parameter{of}"),
         (history.final.get("seconds") or last.get("seconds"), duration, "of training"),
         (history.newest("flops"), large_number, "floating-point operations"),
-        (history.newest("peak_memory_bytes"), lambda value: f"{value / 2**30:.3g}\u00a0GiB", "of memory at most"),
+        (history.largest("peak_memory_bytes"), lambda value: f"{value / 2**30:.3g}\u00a0GiB", "of memory at most"),
         (machine.get("device"), str, trained_on),
     ]
     return [(form(value), words) for value, form, words in facts if value]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from quintic.errors import ConfigError, OtherRankError
+from quintic.errors import ConfigError, OtherRankError, QuinticError
 from quintic.launch import Launch
 from quintic.model.gpt import GPT
 from quintic.model.layers import Attention
@@ -36,6 +36,10 @@ __all__ = ["SINGLE_PROCESS", "Parallelism", "Ranks", "connected", "micro_batch_r
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.05
+
+
+# An attribute of an error that a rank raises after all have agreed on it.
+_IS_KNOWN = "is_known_to_all_ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +63,28 @@ class Ranks:
     def run_on_all(self, make: Callable[[], T]) -> T:
         """Call `make` on every rank and return this rank's result; if it fails on one rank, raise on all.
 
+        Only errors that users can do something about are agreed on. Others end the process at once, and thereby free
+        ranks that wait for it inside of `make`.
+
         Raises:
-            Exception: `make` raised this exception here, and on no lower rank.
-            OtherRankError: `make` raised an exception on another rank, which reports it.
+            QuinticError, OSError: `make` raised this error here, and on no lower rank.
+            OtherRankError: `make` raised such an error on another rank, which reports it.
         """
         if self.size == 1:
             return make()
-        error: Exception | None = None
+        error: QuinticError | OSError | None = None
         try:
             made = make()
-        except Exception as raised:
+        except (QuinticError, OSError) as raised:
+            if isinstance(raised, OtherRankError) or getattr(raised, _IS_KNOWN, False):
+                raise  # a call inside of `make` has agreed on it
             error = raised
         # Every rank reports success or failure, so that none waits in a later collective for a rank that failed.
         failed = self.all_gather(error is not None)
         if not any(failed):
             return made
         if error is not None and failed.index(True) == self.rank:
+            setattr(error, _IS_KNOWN, True)
             raise error
         raise self.failed_elsewhere()
 
@@ -93,7 +103,7 @@ class Ranks:
         """Call `make` on rank 0 only and return its result, which must be picklable, on all ranks.
 
         Raises:
-            Exception: as `run_on_all`.
+            QuinticError, OSError: as `run_on_all`.
         """
         made = self.run_on_all(lambda: make() if self.is_first else None)
         if self.size == 1:

@@ -19,17 +19,23 @@ from pathlib import Path
 from typing import Any
 
 from quintic.data.dataset import Dataset
-from quintic.errors import DivergedError, QuinticError
+from quintic.errors import CheckpointError, DivergedError, QuinticError
 from quintic.eval.core import core_lines
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.report.progress import Progress
 from quintic.report.report import write_report
 from quintic.stopping import StopRequests
 from quintic.streams import say
-from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint, set_aside_later
+from quintic.train.checkpoint import (
+    Checkpoint,
+    checkpoint_of_step,
+    checkpoints,
+    newest_checkpoint,
+    set_aside_later,
+)
 from quintic.train.config import Config, OptimConfig
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
-from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts
+from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts, peak_memory_bytes
 from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker
 from quintic.train.recipe import scale_lines
@@ -195,10 +201,16 @@ def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
     run.background.wait()  # the checkpoint to go back to may still be in progress
     if run.watch.rollbacks >= _MOST_ROLLBACKS:
         raise _diverged(f"the loss spiked again at step {spike_step} after {run.watch.rollbacks} rollbacks", run)
-    if not run.ranks.from_rank0(lambda: checkpoints(run.run_dir)):
+
+    def find() -> Checkpoint | None:
+        with contextlib.suppress(CheckpointError):  # none yet, or all damaged: that is no reason to end a healthy run
+            return newest_checkpoint(run.run_dir, message=progress.message, up_to=spike_step - 1)
+        return None
+
+    checkpoint = run.ranks.from_rank0(find)
+    if checkpoint is None:
         progress.message(f"step {spike_step}: no checkpoint to go back to yet; training goes on")
         return False
-    checkpoint = run.ranks.from_rank0(lambda: newest_checkpoint(run.run_dir, message=progress.message))
     run.ranks.run_on_all(lambda: run.roll_back(checkpoint))
     log.write("rollback", step=run.step, spike_step=spike_step)
     progress.message(f"step {spike_step}: went back to the checkpoint of step {run.step}; continues with later text")
@@ -222,7 +234,9 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
     with progress.busy("compressing the validation text with xz, for comparison"):
         final = run.finish()
     summary = run.ranks.from_rank0(lambda: summarize_log(read_metrics(run.run_dir / METRICS_FILE)))
-    final = log.write("final", **final, **summary)
+    # The last evaluation may have needed more than any step.
+    peaks = (summary.pop("peak_memory_bytes"), peak_memory_bytes(run.hardware.device))
+    final = log.write("final", **final, **summary, peak_memory_bytes=max(filter(None, peaks), default=None))
     report = run.ranks.from_rank0(lambda: write_report(run.run_dir))
     try:
         samples = _sample(run, progress)

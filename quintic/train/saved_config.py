@@ -126,7 +126,7 @@ def check_resumed(saved: Config, asked: Config, path: Path, *, is_comparison: bo
     Raises:
         ConfigError: an option changes the computation of the run.
     """
-    # Rollbacks go back to regular checkpoints, so with them the interval of checkpoints affects the weights.
+    # Rollbacks go back to the newest checkpoint, so with them the interval of checkpoints affects the weights.
     free = _FREE_WHEN_RESUMED - ({"save_every"} if saved.optim.on_spike == "rollback" else set())
     for name, (old, new) in changed_options(saved, asked).items():
         # A run may get more steps; every other change must be of an option that does not affect the weights.

@@ -358,6 +358,8 @@ def test_a_bundle_says_itself_what_its_tasks_are(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 3: not JSON"),
+        ('{"query": "\\ud800", "choices": ["a", "b"], "gold": 0}', "line 3: not JSON .*surrogates"),
+        ("[" * 100_000, "line 3: not JSON"),
         ("[]", 'line 3: not an item of a multiple_choice task, which has "query", a text; .*; correct the line, or'),
         ('{"choices": ["a", "b"], "gold": 0}', "line 3: not an item"),
         ('{"query": "q", "choices": ["a"], "gold": 0}', "line 3: not an item"),

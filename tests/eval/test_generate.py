@@ -199,7 +199,7 @@ def test_what_cannot_be_asked_for(prompt: list[int], options: dict[str, Any], me
         generate(model_of(), prompt, max_tokens=1, **options)
 
 
-def test_samples_are_the_decoded_continuations(tiny_dataset: Dataset) -> None:
+def test_samples_are_the_decoded_continuations(tiny_dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tiny_dataset.tokenizer
     model = model_of(vocab_size=tiny_dataset.vocab_size, bos_id=tiny_dataset.bos_id)
     samples = sample_text(model, tokenizer, ("def model", "", "résumé"), max_tokens=12, temperature=1.0, seed=4)
@@ -211,12 +211,16 @@ def test_samples_are_the_decoded_continuations(tiny_dataset: Dataset) -> None:
     assert samples[1]["text"]
     largest = sample_text(model, tokenizer, ("a", "b", "c"), max_tokens=12, temperature=1.0, seed=2**63 - 1)
     assert largest[1:] == sample_text(model, tokenizer, ("b", "c"), max_tokens=12, temperature=1.0, seed=0)
+    monkeypatch.setattr("quintic.eval.generate._MOST_ROWS", 2)
+    assert samples == sample_text(model, tokenizer, ("def model", "", "résumé"), max_tokens=12, temperature=1.0, seed=4)
     for seed in (-1, 2**63):
         with pytest.raises(ValueError, match=f"^seed={seed}: must be at least 0 and below 2\\^63$"):
             sample_text(model, tokenizer, (), max_tokens=1, seed=seed)
 
 
-def test_samples_are_written_as_they_grow(tiny_dataset: Dataset) -> None:
+@pytest.mark.parametrize("most", [32, 3])
+def test_samples_are_written_as_they_grow(most: int, tiny_dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quintic.eval.generate._MOST_ROWS", most)
     tokenizer = tiny_dataset.tokenizer
     model = model_of(vocab_size=tiny_dataset.vocab_size, bos_id=tiny_dataset.bos_id)
     prompts = ("def model", "", "résumé", "x")

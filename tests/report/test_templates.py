@@ -97,6 +97,14 @@ def test_shares_are_bars_of_the_whole(tmp_path: Path) -> None:
     assert bars == ["width:2.00%", "width:93.00%", "width:5.00%"]
 
 
+def test_memory_is_the_most_of_all_processes(tmp_path: Path) -> None:
+    peaks = [
+        {"kind": "train", "step": step, "loss": 2.0, "peak_memory_bytes": gib * 2**30} for step, gib in ((1, 3), (2, 2))
+    ]
+    written(tmp_path, *peaks)
+    assert "<li><b>3\u00a0GiB</b>" in (tmp_path / "report.html").read_text("utf-8")
+
+
 def test_no_key_figure_is_alone_on_a_line(tmp_path: Path) -> None:
     fields = {"tokens": 100, "seconds": 5.0, "flops": 10.0, "peak_memory_bytes": 2.0**30}
     record: dict[str, Any] = {"kind": "train", "step": 10, "loss": 2.0}

@@ -510,6 +510,10 @@ def fail_together(rank: int, world_size: int) -> list[str]:
             ended.append(ranks.run_on_all(lambda failing=failing: fail_on(*failing)))
         except (QuinticError, OSError) as error:
             ended.append(str(error))
+    try:  # as where one call for all ranks contains another
+        ranks.run_on_all(lambda: ranks.from_rank0(lambda: fail_on(0)))
+    except (QuinticError, OSError) as error:
+        ended.append(str(error))
     ended.append(str(ranks.from_rank0(lambda: rank + 7)))
     ended.append(str(ranks.any(rank == 2)) + str(ranks.any(False)))
     return ended
@@ -517,6 +521,6 @@ def fail_together(rank: int, world_size: int) -> list[str]:
 
 def test_ranks_agree_about_errors() -> None:
     first, second, third = run(fail_together, 3)
-    assert first == ["fine", "another", "another", "rank 0", "another", "7", "TrueFalse"]
-    assert second == ["fine", "rank 1", "rank 1", "another", "another", "7", "TrueFalse"]
-    assert third == ["fine", "another", "another", "another", "rank 2", "7", "TrueFalse"]
+    assert first == ["fine", "another", "another", "rank 0", "another", "rank 0", "7", "TrueFalse"]
+    assert second == ["fine", "rank 1", "rank 1", "another", "another", "another", "7", "TrueFalse"]
+    assert third == ["fine", "another", "another", "another", "rank 2", "another", "7", "TrueFalse"]

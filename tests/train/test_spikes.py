@@ -118,6 +118,15 @@ def test_rollback_goes_back_and_on_with_new_text(warned: Path, tiny_dataset: Dat
     assert records(back, "train")[-1]["step"] == STEPS
 
 
+def test_damaged_checkpoints_do_not_end_a_run_that_spikes(
+    warned: Path, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quintic.train.checkpoint._damage", lambda path: "damaged")
+    going_on = run(config(tiny_dataset, tmp_path, on_spike="rollback"), tiny_dataset)
+    assert records(going_on, "rollback") == []
+    assert [r["loss"] for r in records(going_on, "train")] == [r["loss"] for r in records(warned, "train")]
+
+
 @pytest.mark.usefixtures("late_writes")
 def test_rollback_waits_for_the_checkpoint_that_is_being_written(
     warned: Path, tiny_dataset: Dataset, tmp_path: Path
