@@ -160,25 +160,29 @@ class Dataset:
         Raises:
             DataError: the folder is not a finished dataset, has another format version, or one of its files is missing
                 or has the wrong size; the message names the file and the command to run again.
+            OSError: a shard cannot be read. It may be intact, so this is not damage.
         """
         folder = Path(path)
         manifest_path = folder / MANIFEST_NAME
         try:
             manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-            version = manifest.get("version") if isinstance(manifest, dict) else None
-            if version != FORMAT_VERSION:
-                raise DataError(
-                    f"{manifest_path}: format version {version}, this program reads {FORMAT_VERSION}; prepare again"
-                )
-            return cls(folder, manifest)
         except FileNotFoundError as error:
             state = "is not a finished dataset" if folder.is_dir() else "does not exist"
             raise DataError(f"{folder}: {state} (no {MANIFEST_NAME}); run `quintic prepare` first") from error
         except OSError as error:
             raise DataError(f"{manifest_path}: cannot be read ({error.strerror or error})") from error
-        except DataError:
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{manifest_path}: damaged ({error}); delete the folder and prepare again") from error
+        version = manifest.get("version") if isinstance(manifest, dict) else None
+        if version != FORMAT_VERSION:
+            raise DataError(
+                f"{manifest_path}: format version {version}, this program reads {FORMAT_VERSION}; prepare again"
+            )
+        try:
+            return cls(folder, manifest)
+        except DataError:  # a ValueError, too
             raise
-        except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(f"{manifest_path}: damaged ({error}); delete the folder and prepare again") from error
 
     @property

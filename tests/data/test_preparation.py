@@ -280,6 +280,25 @@ def test_damaged_files_are_named_with_the_command(tmp_path: Path, name: str) -> 
     assert digest(prepare(source, **options).path) == good  # running it again mends it
 
 
+@pytest.mark.parametrize("reader", ["fromfile", "memmap"])
+def test_a_dataset_that_cannot_be_opened_now_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    source = str(write_folder(tmp_path / "text", 30))
+    options = {"data_dir": tmp_path / "data", "vocab_size": 300, "val_frac": 0.3}
+    dataset = prepare(source, **options)
+    good = digest(dataset.path)
+
+    def read(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, reader, read)
+        with pytest.raises(OSError, match="Too many open files"):
+            prepare(source, **options)
+    assert digest(dataset.path) == good
+
+
 def test_an_index_that_does_not_ascend_is_found_when_opened(tmp_path: Path) -> None:
     source = str(write_folder(tmp_path / "text", 30))
     dataset = prepare(source, data_dir=tmp_path, vocab_size=300, val_frac=0.3)
