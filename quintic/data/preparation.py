@@ -17,6 +17,7 @@ preparation that was stopped reads the sources again, but tokenizes only documen
 `quintic.data.dataset` reads datasets.
 """
 
+import errno
 import hashlib
 import json
 import shlex
@@ -50,6 +51,7 @@ _SAMPLE_BYTES = 32 << 20
 _BATCH_BYTES = 1 << 20
 # Larger downloads need a limit from the user.
 _MAX_REMOTE_BYTES = 50 << 30
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def prepare(
@@ -88,7 +90,7 @@ def prepare(
 
     Raises:
         DataError: the source or the tokenizer cannot be used; one side would have no text; the disk is full
-            or cannot be written (unfinished data is removed).
+            (unfinished data is removed) or cannot be written (it is kept).
     """
     sources = open_sources(spec, val_data, cache_dir=data_dir / "cache", text_field=text_field)
     source = joined(sources, spec)
@@ -145,9 +147,9 @@ def prepare(
             return finished
     except OSError as error:
         place = error.filename if error.filename is not None else job.folder
+        removed = "unfinished data is removed, free some space or " if error.errno in _DISK_FULL else ""
         raise DataError(
-            f"{place}: cannot be written ({error.strerror or error}); unfinished data is removed, free some space or "
-            "use another --data-dir"
+            f"{place}: cannot be written ({error.strerror or error}); {removed}use another --data-dir"
         ) from error
 
 
@@ -211,7 +213,7 @@ class _Preparation:
 
         Raises:
             DataError: as `prepare`.
-            OSError: a file cannot be written.
+            OSError: a file cannot be read or written.
         """
         try:
             if (self.folder / MANIFEST_NAME).exists() or not self._resume():
@@ -223,8 +225,8 @@ class _Preparation:
             self._publish(self._tokenize())
         except (DataError, OSError) as error:
             # A full disk needs the space, and corrected local text would be another dataset, with another folder. A
-            # download may be tried again and resumes.
-            if isinstance(error, OSError) or not self.source.is_remote:
+            # download, and any other error of the system, may be tried again and resumes.
+            if error.errno in _DISK_FULL if isinstance(error, OSError) else not self.source.is_remote:
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
 

@@ -358,6 +358,36 @@ def test_a_full_disk_is_named_and_nothing_is_left(
     prepare(source, **options).verify()
 
 
+@pytest.mark.parametrize("act", ["write", "read"])
+def test_other_errors_of_the_disk_remove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    source = str(write_folder(tmp_path / "text", 60))
+    options = {"data_dir": tmp_path / "data", "vocab_size": 300, "val_frac": 0.3, "shard_tokens": 5000}
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(preparation, "_BATCH_BYTES", 8192)
+    expected = r"text-\w+: cannot be written \(Input/output error\); use another --data-dir$"
+    with monkeypatch.context() as patch:
+        act_after(patch, 100_000, fail)
+        with pytest.raises(DataError, match=expected):
+            prepare(source, **options)
+    (folder,) = (tmp_path / "data").glob("text-*")
+    written = digest(folder)
+    assert "train_00000.bin" in written
+    with monkeypatch.context() as patch:
+        if act == "write":
+            patch.setattr(preparation.ShardWriter, "finish", fail)
+        else:
+            patch.setattr(np, "fromfile", fail)
+        with pytest.raises(DataError, match=expected):
+            prepare(source, **options)
+    assert digest(folder) == written
+    said: list[str] = []
+    prepare(source, **options, say=said.append).verify()
+    assert said == ["turning it into tokens ..."]  # no survey, no tokenizer
+
+
 def test_every_file_of_a_dataset_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "_BATCH_BYTES", 8192)
     source = str(write_folder(tmp_path / "text", 40))
