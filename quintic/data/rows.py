@@ -152,8 +152,14 @@ class RowStream:
             DataError: the position is damaged, or belongs to other text.
         """
         try:
-            self._begin_epoch(position["epoch"], position["next_place"], position["waiting"])
-            self._served, self._cropped = int(position["served"]), int(position["cropped"])
+            epoch, next_index, waiting = position["epoch"], position["next_place"], position["waiting"]
+            served, cropped = int(position["served"]), int(position["cropped"])
+            if min(epoch, next_index, served, cropped, *waiting) < 0 or epoch >= 2**64:
+                raise ValueError("a number is out of range")
+            if not max(waiting, default=-1) < next_index <= len(self._table.lengths):
+                raise ValueError("it lies beyond the end of the text")
+            self._begin_epoch(epoch, next_index, waiting)
+            self._served, self._cropped = served, cropped
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(
                 f"the saved data position is damaged or belongs to other text ({type(error).__name__}: {error})"

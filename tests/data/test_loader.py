@@ -225,8 +225,20 @@ def test_a_damaged_state_is_refused(dataset: Dataset) -> None:
             ({}, "made with version None, this run has 2"),
             ({**good, "position": None}, "position is damaged"),
             ({**good, "position": {}}, "damaged or belongs to other text .KeyError"),
-            ({**good, "position": position | {"waiting": ["x"]}}, "damaged or belongs to other text .IndexError"),
-            ({**good, "position": position | {"waiting": [10**9]}}, "damaged or belongs to other text .IndexError"),
+            ({**good, "position": position | {"waiting": ["x"]}}, "damaged or belongs to other text .TypeError"),
+            *(
+                ({**good, "position": position | change}, f"damaged or belongs to other text .ValueError: {reason}")
+                for change, reason in (
+                    ({"epoch": -1}, "a number is out of range"),
+                    ({"epoch": 2**64}, "a number is out of range"),
+                    ({"next_place": -5}, "a number is out of range"),
+                    ({"waiting": [-1]}, "a number is out of range"),
+                    ({"served": -(10**6)}, "a number is out of range"),
+                    ({"cropped": -1}, "a number is out of range"),
+                    ({"next_place": 10**9}, "it lies beyond the end of the text"),
+                    ({"waiting": [10**9]}, "it lies beyond the end of the text"),
+                )
+            ),
         ]:
             with pytest.raises(DataError, match=message):
                 loader.load_state_dict(bad)
