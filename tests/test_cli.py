@@ -189,6 +189,14 @@ def test_the_preset_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (recipe.optim.recipe, recipe.schedule.warmup_steps) == ("nanochat", 40)
 
 
+def test_a_checkpoint_that_is_asked_for_as_none_is_the_newest(trained: Path) -> None:
+    from quintic.commands.options import training_options
+
+    start = training_options(["--resume-step", "None", "--runs-dir", str(trained.parent)], command="train")
+    assert start.resumed == trained
+    assert start.given["resume_step"] is None
+
+
 def test_a_wrong_preset_or_recipe_is_named(capsys: pytest.CaptureFixture[str], trained: Path) -> None:
     choices = "cpu, gpu-small or gpu (for train also speedrun, speedrun-tiny)"
     assert error_of(capsys, "plan", "--preset", "tpu") == f"--preset tpu: unknown; choose {choices}"

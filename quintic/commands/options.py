@@ -296,7 +296,7 @@ def training_options(arguments: list[str], command: str) -> Start:
     sources = [f"--{name}" for name in ("config", "preset") if getattr(start, name) is not None]
     if len(sources) > 1:
         raise ConfigError(f"--preset {start.preset}: the options come from --config; give one of the two")
-    if (start.resume or given.get("resume_step") is not None) and not shows_help:
+    if (start.resume or "resume_step" in given) and not shows_help:
         if sources:
             raise ConfigError(f"{sources[0]}: a resumed run keeps its own configuration; leave {sources[0]} out")
         return _continued(values, given, command)
