@@ -189,6 +189,16 @@ def test_the_preset_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (recipe.optim.recipe, recipe.schedule.warmup_steps) == ("nanochat", 40)
 
 
+def test_the_last_of_several_presets_counts() -> None:
+    from quintic.commands.options import speedrun_options, training_options
+
+    assert speedrun_options(["--preset=speedrun", "--preset", "cpu"]) is None
+    assert training_options(["--preset", "speedrun", "--preset=cpu"], command="train").preset == "cpu"
+    race = speedrun_options(["--preset", "cpu", "--preset=speedrun", "--preset", "speedrun-tiny"])
+    assert race is not None
+    assert race[0] == "speedrun-tiny"
+
+
 def test_a_checkpoint_that_is_asked_for_as_none_is_the_newest(trained: Path) -> None:
     from quintic.commands.options import training_options
 

@@ -254,9 +254,9 @@ def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None
     Raises:
         ConfigError: an option is wrong, or belongs to ordinary runs.
     """
-    # The preset decides which options there are, so it is looked for before the others are read.
+    # The preset decides which options there are, so it is looked for before the others are read. The last one counts.
     words = [word for argument in arguments for word in argument.split("=", 1)]
-    name = next((value for option, value in itertools.pairwise(words) if option == "--preset"), "")
+    name = dict(itertools.pairwise(words)).get("--preset", "")
     if not name.startswith("speedrun"):
         return None
     chosen = speedrun_preset(name)
