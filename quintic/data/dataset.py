@@ -303,6 +303,9 @@ class Dataset:
     def _state(self, fields: dict[str, Any]) -> list[Any]:
         """Return the state of a shard for the record: sizes and times of its files, checksum, vocabulary and bos."""
         path = self.path / fields["file"]
-        stats = [path.stat(), path.with_suffix(".idx").stat()]
+        try:
+            stats = [path.stat(), path.with_suffix(".idx").stat()]
+        except FileNotFoundError as error:
+            raise DataError(f"{error.filename}: missing; run again: {self.manifest['command']}") from error
         files = [value for stat in stats for value in (stat.st_size, stat.st_mtime_ns)]
         return [*files, fields.get("crc32"), self.vocab_size, self.bos_id]

@@ -85,6 +85,13 @@ def test_only_what_changed_is_read_again(made: Dataset) -> None:
     assert bytes_read(made, once=True) == sum(path.stat().st_size for path in changed)
 
 
+@pytest.mark.parametrize("name", ["train_00001.bin", "val_00000.idx"])
+def test_a_shard_that_vanished_after_opening_is_named(made: Dataset, name: str) -> None:
+    (made.path / name).unlink()
+    text = damage_found(made, once=True)
+    assert text.startswith(f"{made.path / name}: missing; run again: quintic prepare --data ")
+
+
 def test_an_index_that_points_elsewhere(made: Dataset) -> None:
     path = made.path / "train_00001.idx"
     offsets = np.fromfile(path, dtype="<i8")
