@@ -44,10 +44,18 @@ def open_hub(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD) -> Sou
         DataError: the spec is malformed, the data set does not exist or may not be read, it has no usable file, or
             the Hub cannot be reached and there is no stored list.
     """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
     match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:/(.+?))?/?", spec)
+    malformed = f"{spec}: not a data set name; write hf:owner/name or hf:owner/name/config"
     if match is None:
-        raise DataError(f"{spec}: not a data set name; write hf:owner/name or hf:owner/name/config")
+        raise DataError(malformed)
     repo, config = match.group(1), match.group(2)
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise DataError(f"{malformed} ({_first_line(error)})") from error
     listing = _listing(repo, cache_dir)
     revision = str(listing["revision"])
     sizes: dict[str, int] = listing["files"]

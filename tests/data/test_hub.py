@@ -213,7 +213,7 @@ def test_a_preparation_goes_on_after_a_lost_network(hub: Hub, tmp_path: Path, mo
     assert dataset.split("train").num_documents + dataset.split("val").num_documents == 24
 
 
-@pytest.mark.parametrize("spec", ["hf:", "hf:web", "hf:me/", "hf:a b/c"])
+@pytest.mark.parametrize("spec", ["hf:", "hf:web", "hf:me/", "hf:a b/c", "hf:me/-web", "hf:me/web..x/config"])
 def test_a_malformed_name_is_named(tmp_path: Path, spec: str) -> None:
     with pytest.raises(DataError, match=f"{spec}: not a data set name; write hf:owner/name"):
         open_hub(spec, cache_dir=tmp_path)
