@@ -356,8 +356,18 @@ def test_a_model_larger_than_the_machine_is_not_made(
 ) -> None:
     monkeypatch.setattr("quintic.train.hardware._host_memory_bytes", lambda: 2**20)
     said = error_of(capsys, "train", *tiny_options(tiny_dataset, elsewhere, aspect_ratio=256))
-    assert said.startswith("--depth: weights and gradients of the model take 0.00")
+    assert said.startswith("the model takes 0.00")
     assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["sample", "eval", "export"])
+def test_a_trained_model_larger_than_the_machine_is_not_loaded(
+    command: str, trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quintic.train.hardware._host_memory_bytes", lambda: 2**10)
+    assert main([command, "--runs-dir", str(trained.parent)]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"the model takes \S+ GiB of memory or more, but there are only \S+ GiB \(cpu\)", said)
 
 
 def test_several_processes_are_for_training(

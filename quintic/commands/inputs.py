@@ -33,7 +33,7 @@ from quintic.train.checkpoint import (
     newest_checkpoint,
 )
 from quintic.train.config import Config, DataConfig, ModelConfig, RunConfig
-from quintic.train.hardware import Hardware, choose_hardware, matrix_rate
+from quintic.train.hardware import Hardware, check_memory, choose_hardware, matrix_rate
 from quintic.train.metrics import check_trackers
 from quintic.train.recipe import empty_model, model_config
 from quintic.train.runs import CONFIG_FILE, TOKENIZER_FILE, find_run
@@ -212,13 +212,21 @@ def trained_model(
     threads = config.run.threads if threads is None else threads
     hardware = choose_hardware(dataclasses.replace(config.run, device=device, attention="auto", threads=threads))
     sizes = model_config(config, vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id)
-    # On the meta device first, so that weights are allocated once and never initialised.
     weights = config.optim.weights
     model = empty_model(sizes, dtype=hardware.dtype, attention=hardware.attention, weights=weights)
-    model = model.to_empty(device=hardware.device)
-    load_model_weights(checkpoint, model)
+    _load_weights(checkpoint, model, hardware.device)
     origin = _origin(run_dir, checkpoint)
     return TrainedModel(model=model.eval(), tokenizer=tokenizer, config=config, dataset=dataset, origin=origin)
+
+
+def _load_weights(checkpoint: Checkpoint, model: torch.nn.Module, device: torch.device) -> None:
+    """Allocate the weights of a model on the meta device once, without initialising them, and load them.
+
+    Raises:
+        ConfigError: the device has less memory than the weights need.
+    """
+    check_memory(sum(weight.nbytes for weight in model.parameters()), device)
+    load_model_weights(checkpoint, model.to_empty(device=device))
 
 
 def _origin(run_dir: Path, checkpoint: Checkpoint) -> str:
@@ -264,8 +272,7 @@ def _trained_race(run_dir: Path, checkpoint: Checkpoint, computing: RunConfig) -
     hardware = choose_hardware(computing)
     with torch.device("meta"):
         model = SpeedrunGPT(sizes, attention=hardware.attention, dtype=hardware.dtype)
-    model = model.to_empty(device=hardware.device)
-    load_model_weights(checkpoint, model)
+    _load_weights(checkpoint, model, hardware.device)
     return TrainedModel(
         model=BatchedSpeedrun(model, vocab_size=tokenizer.vocab_size, seq_len=seq_len).eval(),
         tokenizer=tokenizer,

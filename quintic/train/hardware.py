@@ -234,7 +234,11 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def check_memory(needed: int, device: torch.device) -> None:
-    """Check that the needed bytes of weights and gradients fit a device, before the system kills processes.
+    """Check that the bytes that a model needs fit a device, before the system kills processes.
+
+    Args:
+        needed: bytes of the weights; for training, of the gradients as well.
+        device: the device that will hold them.
 
     Raises:
         ConfigError: the CUDA device, or this machine, has less memory.
@@ -243,8 +247,9 @@ def check_memory(needed: int, device: torch.device) -> None:
     available = torch.cuda.get_device_properties(device).total_memory if on_gpu else _host_memory_bytes()
     if available is not None and needed > available:
         raise ConfigError(
-            f"--depth: weights and gradients of the model take {needed / 2**30:.3g} GiB, but there are only "
-            f"{available / 2**30:.3g} GiB ({device.type}); lower --depth (quintic plan shows the memory of a run)"
+            f"the model takes {needed / 2**30:.3g} GiB of memory or more, but there are only "
+            f"{available / 2**30:.3g} GiB ({device.type}); use a larger machine, or train a model with a lower --depth "
+            "(quintic plan shows the memory of a run)"
         )
 
 
