@@ -80,6 +80,16 @@ def test_help_lists_every_option_with_its_default(command: str, capsys: pytest.C
         assert " --resume, --no-resume " in text
 
 
+@pytest.mark.parametrize("wrong", ["--depht 3", "--depth few", "--preset tpu", "--resume-step -1", "--config missing"])
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_help_is_printed_beside_a_wrong_option(command: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, *wrong.split(), "--help"]) == 0
+    printed = capsys.readouterr()
+    assert "--weight-decay" in printed.out
+    assert "of --preset cpu" in " ".join(printed.out.split())
+    assert not printed.err
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quintic.__version__", "1.2.3")
     assert main(["--version"]) == 0

@@ -288,6 +288,15 @@ def training_options(arguments: list[str], command: str) -> Start:
     Raises:
         ConfigError: an option is wrong, does not fit the others, or cannot change when a run is resumed.
     """
+    try:
+        return _read_start(arguments, command)
+    except ConfigError:
+        if not asks_help(arguments):
+            raise
+    return _read_start(["--help"], command)  # the help answers mistakes, too
+
+
+def _read_start(arguments: list[str], command: str) -> Start:
     kind, shows_help = _START_OPTIONS[command], asks_help(arguments)
     options = dict([*options_of(Config), *options_of(kind)])
     given = read_options(options, [word for word in arguments if word not in ("-h", "--help")], command)
