@@ -144,7 +144,7 @@ def run(arguments: list[str]) -> int:
     # A resumed comparison must use the text of its first run, even if the source has changed since.
     began = next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
     dataset = prepared(config.data) if began is None else text_to_resume(began, config)
-    check_text(config, dataset)
+    check_text(config, dataset, start.preset)
     if not resumed:
         save_comparison(config, seeds=start.seeds, command=command)
     try:

@@ -118,18 +118,26 @@ def duration_lines(config: Config, sizes: GPTConfig, hardware: Hardware, *, rank
     ]
 
 
-def check_text(config: Config, dataset: Dataset) -> None:
+def check_text(config: Config, dataset: Dataset, chosen: str | None = None) -> None:
     """Check that the text suffices for a batch, before the run's folder is made.
 
+    Args:
+        config: the run's configuration.
+        dataset: its text.
+        chosen: name of the preset; None if the options came from a file or a run.
+
     Raises:
-        DataError: there is too little text. For a larger model, the message suggests --preset gpu-small.
+        DataError: there is too little text. For a larger model, the message suggests --preset gpu-small if that has
+            enough.
     """
     rows, seq_len = config.schedule.rows, config.model.seq_len
     try:
         Loader(dataset, "train", rows=rows, seq_len=seq_len).close()
         validation_rows(dataset, rows=rows, seq_len=seq_len, max_tokens=rows * seq_len)
     except DataError as error:
-        if config.model.depth <= preset("gpu-small").model.depth:
+        small = preset("gpu-small")
+        is_small = chosen == "gpu-small" or config.model.depth <= small.model.depth
+        if is_small or dataset.split("train").num_tokens < small.schedule.rows * (small.model.seq_len + 1):
             raise
         raise DataError(f"{error}; or use --preset gpu-small, which suits a few megabytes of text") from None
 

@@ -69,7 +69,7 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
     if run_dir is None:
         ranks.from_rank0(lambda: check_new_run(config))
         dataset = ranks.once_per_host(lambda: prepared(config.data))
-        ranks.run_on_all(lambda: check_text(config, dataset))
+        ranks.run_on_all(lambda: check_text(config, dataset, start.preset))
         run_dir = ranks.from_rank0(lambda: create_run(config))
     else:
         resumed = run_dir

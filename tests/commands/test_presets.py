@@ -10,9 +10,10 @@ from quintic.cli import main
 from quintic.commands.inputs import check_options, check_text
 from quintic.commands.options import training_options
 from quintic.commands.presets import PRESETS, preset
-from quintic.data.dataset import Dataset
+from quintic.data.dataset import Dataset, DocumentSplit
 from quintic.data.loader import Loader
 from quintic.data.preparation import prepare
+from quintic.errors import DataError
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.distributed import micro_batch_rows
 from quintic.train.saved_config import with_options
@@ -117,13 +118,19 @@ def test_a_horizon_of_many_passes_is_said_with_its_number() -> None:
     assert "--data" in warning
 
 
-def test_too_little_text_for_a_large_model_names_the_preset_for_it(python_text: Dataset, elsewhere: Path) -> None:
-    from quintic.errors import DataError
-
+def test_too_little_text_for_a_large_model_names_the_preset_for_it(
+    python_text: Dataset, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     large = dataclasses.replace(preset("gpu"), data=preset("gpu-small").data)
     rows = dataclasses.replace(large, schedule=dataclasses.replace(large.schedule, rows=512))
     with pytest.raises(DataError, match=r"too little text .*--preset gpu-small"):
-        check_text(rows, python_text)
+        check_text(rows, python_text, "gpu")
+    # Where it would not help: the preset is chosen already, or has too little text, too.
+    with pytest.raises(DataError, match=r"too little text .* give more text$"):
+        check_text(rows, python_text, "gpu-small")
+    monkeypatch.setattr(DocumentSplit, "num_tokens", 8 * 2049 - 1)
+    with pytest.raises(DataError, match=r"too little text .* give more text$"):
+        check_text(rows, python_text, "gpu")
 
 
 def test_a_run_of_days_is_announced_before_its_text_is_prepared(
