@@ -28,7 +28,7 @@ from torch import Tensor
 
 from quintic.data.dataset import Dataset
 from quintic.data.prefetch import Prefetcher
-from quintic.data.rows import MixedRows, Position
+from quintic.data.rows import MixedRows, PackedRows, Position
 from quintic.data.source import SplitName
 from quintic.errors import DataError
 
@@ -165,12 +165,16 @@ class Loader(Iterator[Batch]):
         self._positions = self._stream.positions()
         # The thread holds no reference to this object, so that the loader can be collected, which ends the thread.
         self._make = functools.partial(
-            _next_batch, self._stream, dataset.bos_id, self._device, rows=rows, rank=rank, world_size=world_size
+            _next_batch, self._stream, dataset, self._device, rows=rows, rank=rank, world_size=world_size
         )
         self._prefetcher: Prefetcher[tuple[Batch, list[Position]]] | None = None
 
     def __next__(self) -> Batch:
-        """Return the next batch."""
+        """Return the next batch.
+
+        Raises:
+            DataError: the text has an id outside of the vocabulary.
+        """
         if self._depth and self._prefetcher is None:
             self._prefetcher = Prefetcher(self._make, self._depth)
         batch, self._positions = self._prefetcher.get() if self._prefetcher is not None else self._make()
@@ -246,12 +250,13 @@ def iterate_validation_rows(
         max_tokens: limit of the number of inputs, rounded down to whole batches but to one at least; None for no limit.
 
     Raises:
-        DataError: there is too little text for one batch.
+        DataError: there is too little text for one batch, or it has an id outside of the vocabulary.
     """
     wanted = None if max_tokens is None else max(1, max_tokens // (rows * seq_len))
     stream = MixedRows(dataset, "val", seq_len + 1, seed=None, buffer_documents=_VALIDATION_BUFFER)
     count = 0
     while (wanted is None or count < wanted) and (block := stream.next_rows(rows)) is not None:
+        _check_ids(block, dataset)
         yield batch_of(block.tokens, dataset.bos_id, documents=block.documents, epoch=block.epoch)
         count += 1
     if not count:
@@ -259,11 +264,23 @@ def iterate_validation_rows(
 
 
 def _next_batch(
-    stream: MixedRows, bos_id: int, device: torch.device, *, rows: int, rank: int, world_size: int
+    stream: MixedRows, dataset: Dataset, device: torch.device, *, rows: int, rank: int, world_size: int
 ) -> tuple[Batch, list[Position]]:
     block = stream.next_rows(rows, rank=rank, world_size=world_size)
     assert block is not None  # shuffled rows do not end
-    return batch_of(block.tokens, bos_id, epoch=block.epoch).pinned(device), stream.positions()
+    _check_ids(block, dataset)
+    return batch_of(block.tokens, dataset.bos_id, epoch=block.epoch).pinned(device), stream.positions()
+
+
+def _check_ids(block: PackedRows, dataset: Dataset) -> None:
+    # The file may have changed since it was verified, and on a GPU an id outside of the vocabulary would abort the
+    # process without a message.
+    largest = int(block.tokens.max())
+    if largest >= dataset.vocab_size:
+        raise DataError(
+            f"{dataset.path}: token id {largest} is outside of the vocabulary of {dataset.vocab_size}; find the wrong "
+            f"file with: {dataset.manifest['command']} --verify"
+        )
 
 
 def _too_little_text(split: str, stream: MixedRows, rows: int, seq_len: int, world_size: int) -> DataError:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -259,6 +260,19 @@ def test_too_little_text_for_a_batch(dataset: Dataset, prefetch: int) -> None:
         load(dataset, rows=5000, seq_len=100, prefetch=prefetch)
     with pytest.raises(DataError, match=r"rows of 101 on 4 ranks need about"):
         load(dataset, rows=1000, seq_len=100, world_size=4)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_id_outside_of_the_vocabulary_is_named(dataset: Dataset, tmp_path: Path, prefetch: int) -> None:
+    folder = Path(shutil.copytree(dataset.path, tmp_path / "copy"))
+    for path in folder.glob("*.bin"):
+        np.full(path.stat().st_size // 2, dataset.vocab_size, dtype="<u2").tofile(path)
+    changed = Dataset.open(folder)
+    expected = r"copy: token id 400 is outside of the vocabulary of 400; .* with: quintic prepare .* --verify$"
+    with load(changed, prefetch=prefetch) as loader, pytest.raises(DataError, match=expected):
+        next(loader)
+    with pytest.raises(DataError, match=expected):
+        validation_rows(changed, rows=2, seq_len=32)
 
 
 def test_a_source_that_fills_no_row_is_named(tmp_path: Path) -> None:
