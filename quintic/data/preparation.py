@@ -178,9 +178,9 @@ def _open_finished(folder: Path, *, repair: bool = True) -> Dataset | None:
         return None
     try:
         return Dataset.open(folder)
-    except DataError:
-        # A damaged dataset counts as missing: the caller prepares it again.
-        if not repair:
+    except DataError as error:
+        # A damaged dataset counts as missing: the caller prepares it again. One that cannot be read may be intact.
+        if not repair or isinstance(error.__cause__, OSError):
             raise
         return None
 
