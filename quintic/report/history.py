@@ -199,8 +199,8 @@ class RunHistory:
         return min(scored, key=lambda record: float(record["bpb"]), default=None)
 
     def largest(self, field: str) -> float | None:
-        """Return the largest value of a number in the final record and those of training steps; None without any."""
-        records = (*self.train, self.final)
+        """Return the largest value of a number in records of steps, evaluations and the end; None without any."""
+        records = (*self.train, *self.evals, self.final)
         return max((float(record[field]) for record in records if record.get(field) is not None), default=None)
 
     def newest(self, field: str) -> float | None:

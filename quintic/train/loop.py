@@ -35,7 +35,7 @@ from quintic.train.checkpoint import (
 )
 from quintic.train.config import Config, OptimConfig
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
-from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts, peak_memory_bytes
+from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts
 from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker
 from quintic.train.recipe import scale_lines
@@ -234,9 +234,7 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
     with progress.busy("compressing the validation text with xz, for comparison"):
         final = run.finish()
     summary = run.ranks.from_rank0(lambda: summarize_log(read_metrics(run.run_dir / METRICS_FILE)))
-    # The last evaluation may have needed more than any step.
-    peaks = (summary.pop("peak_memory_bytes"), peak_memory_bytes(run.hardware.device))
-    final = log.write("final", **final, **summary, peak_memory_bytes=max(filter(None, peaks), default=None))
+    final = log.write("final", **final, **summary)
     report = run.ranks.from_rank0(lambda: write_report(run.run_dir))
     try:
         samples = _sample(run, progress)

@@ -261,6 +261,7 @@ class Trainer:
             "loss": self.score.loss,
             "bpb": self.score.bpb,
             "bpb_stderr": self.score.bpb_stderr,
+            "peak_memory_bytes": peak_memory_bytes(self.hardware.device),
             **(document_groups(sums) if self.step == self.total else {}),
         }
 

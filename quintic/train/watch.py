@@ -150,9 +150,12 @@ def summarize_log(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     steps: list[Mapping[str, Any]] = []
     steady: list[Mapping[str, Any]] = []
     scores: list[tuple[float, int]] = []
+    peaks: list[int] = []
     made = 0  # steps of this process
     for record in records:
         kind = record.get("kind")
+        if kind in ("train", "eval") and record.get("peak_memory_bytes"):
+            peaks.append(record["peak_memory_bytes"])
         if kind in ("run", "resume"):
             made = 0
         elif kind == "eval" and record.get("bpb") is not None:
@@ -168,7 +171,7 @@ def summarize_log(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
     total = sum(phases.values()) or 1.0
     summary: dict[str, Any] = {
-        "peak_memory_bytes": max(filter(None, (record.get("peak_memory_bytes") for record in steps)), default=None),
+        "peak_memory_bytes": max(peaks, default=None),
         "breakdown": {f"{phase}_frac": milliseconds / total for phase, milliseconds in phases.items()},
     }
     if scores:

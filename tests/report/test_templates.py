@@ -14,6 +14,7 @@ from quintic.report import report
 from quintic.report.comparison import write_comparison
 from quintic.report.report import write_report
 from quintic.train.metrics import MetricsLog
+from quintic.train.watch import summarize_log
 
 CORE: dict[str, Any] = {
     "step": 40,
@@ -98,11 +99,13 @@ def test_shares_are_bars_of_the_whole(tmp_path: Path) -> None:
 
 
 def test_memory_is_the_most_of_all_processes(tmp_path: Path) -> None:
-    peaks = [
-        {"kind": "train", "step": step, "loss": 2.0, "peak_memory_bytes": gib * 2**30} for step, gib in ((1, 3), (2, 2))
-    ]
-    written(tmp_path, *peaks)
+    train = [{"kind": "train", "step": n, "loss": 2.0, "peak_memory_bytes": gib * 2**30} for n, gib in ((1, 3), (2, 2))]
+    evaluation = {"kind": "eval", "step": 2, "loss": 2.0, "bpb": 1.0, "peak_memory_bytes": 4 * 2**30}
+    written(tmp_path, *train)
     assert "<li><b>3\u00a0GiB</b>" in (tmp_path / "report.html").read_text("utf-8")
+    written(tmp_path, *train, evaluation)
+    assert "<li><b>4\u00a0GiB</b>" in (tmp_path / "report.html").read_text("utf-8")
+    assert summarize_log([*train, evaluation])["peak_memory_bytes"] == 4 * 2**30
 
 
 def test_no_key_figure_is_alone_on_a_line(tmp_path: Path) -> None:
