@@ -26,13 +26,11 @@ from benchmarks.common.results import (
     made_by,
     processor,
     recorded_command,
-    table,
     versions,
     write_result,
 )
-from benchmarks.rules.evidence import Mean, paired
-from benchmarks.state_bytes.page import told
-from benchmarks.state_bytes.run import BASELINE, SETTINGS, bytes_of, set_forms
+from benchmarks.state_bytes.page import loss_table
+from benchmarks.state_bytes.run import SETTINGS, bytes_of, set_forms
 
 _LETTERS = ("<pad>", "<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz")
 _VOWELS = ("AA", "AE", "AH", "AO", "AW", "AY", "EH", "ER", "EY", "IH", "IY", "OW", "OY", "UH", "UW")
@@ -42,6 +40,8 @@ _CONSONANTS = (
     "Z", "ZH",
 )  # fmt: skip
 _PHONEMES = ("<pad>", "<unk>", "<s>", "</s>", *sorted([*_STRESSED, *_CONSONANTS, "UW"]))
+# Name of a GRU's parameter -> its name in the package.
+_GRU = {"weight_ih": "w_ih", "weight_hh": "w_hh", "bias_ih": "b_ih", "bias_hh": "b_hh"}
 _IGNORED = -100  # what the loss leaves out
 
 
@@ -64,9 +64,6 @@ class Speller(nn.Module):
         last = states[torch.arange(len(letters)), lengths - 1]
         written, _ = self.writer(self.phonemes(phonemes), last[None].contiguous())
         return self.head(written)
-
-
-_GRU = {"weight_ih": "w_ih", "weight_hh": "w_hh", "bias_ih": "b_ih", "bias_hh": "b_hh"}
 
 
 def load_speller() -> Speller:
@@ -142,21 +139,12 @@ def finetune(
     with torch.no_grad():
         loss = loss_of(model, held_out).item()
     print(f"{name}, seed {seed}: {before:.4f} -> {loss:.4f}", flush=True)
-    return {"setting": name, "seed": seed, "before": before, "loss": loss, "bytes": bytes_of(optimizer)}
+    cell = {"setting": name, "seed": seed}
+    return {"cell": cell, "before": before, "loss": loss, "bytes": bytes_of(optimizer)}
 
 
 def page(result: dict[str, Any]) -> str:
     """Return the result as Markdown."""
-    rows = []
-    losses = {name: {r["seed"]: r["loss"] for r in result["rows"] if r["setting"] == name} for name in SETTINGS}
-    for name, of_seeds in losses.items():
-        if of_seeds:
-            row = next(row for row in result["rows"] if row["setting"] == name)
-            difference = paired(of_seeds, losses[BASELINE]) if name != BASELINE else None
-            sizes = [f"{row['bytes'][kind]:.2f}" for kind in ("muon", "adamw")]
-            mean = f"{Mean.of(list(of_seeds.values())).mean:.4f}"
-            rows.append([name, *sizes, f"{row['before']:.4f}", mean, str(len(of_seeds)), *told(difference)])
-    heads = ("setting", "matrices, bytes", "others, bytes", "before", "after", "n", f"less {BASELINE}", "p")
     lines = [
         "# Fine-tuning a checkpoint of others with few bytes of state",
         "",
@@ -164,9 +152,9 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"The model of g2p_en, trained by its authors to spell English words in phonemes, learns to leave stress away: "
         f"{result['steps']} steps of {result['rows_of_step']} of {result['words']:,} words, rate {result['rate']:g} "
-        "falling to 0. Loss of the other words, nats a phoneme, before and after.",
+        "falling to 0. Loss of the other words, nats a phoneme.",
         "",
-        *table(heads, rows),
+        *loss_table(result["rows"], "loss before", lambda rows: f"{rows[0]['before']:.4f}"),
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,7 +1,7 @@
 """The result as Markdown: losses with few bytes of state, and the memory and time of steps."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.common.results import in_cell, middle, number, table
@@ -10,7 +10,7 @@ from benchmarks.optimizer_step.contestants import SETS, WeightSet, describe
 from benchmarks.rules.evidence import Mean, p_value, paired
 from benchmarks.state_bytes.run import BASELINE, SETTINGS
 
-LOSS_HEADS = ("setting", "matrices, bytes", "others, bytes", "n", "loss", f"less {BASELINE}", "p", "seconds")
+LOSS_HEADS = ("setting", "matrices, bytes", "others, bytes", "n", "loss", f"less {BASELINE}", "p")
 STEP_HEADS = ("optimizer", "bytes a weight", "state (MiB)", "peak (MiB)", "step (ms)", "device (ms)")
 
 _NOTES = """\
@@ -28,8 +28,23 @@ def losses_of(rows: Sequence[Mapping[str, Any]], setting: str) -> dict[int, floa
     }
 
 
-def loss_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of the table of losses, in the order of `SETTINGS`."""
+def mean_seconds(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the mean time of runs."""
+    return f"{Mean.of([row['training_seconds'] for row in rows]).mean:.0f}"
+
+
+def loss_table(
+    rows: Sequence[Mapping[str, Any]],
+    head: str = "seconds",
+    cell_of: Callable[[Sequence[Mapping[str, Any]]], str] = mean_seconds,
+) -> list[str]:
+    """Return the lines of the table of losses, in the order of `SETTINGS`.
+
+    Args:
+        rows: the runs.
+        head: of the last column.
+        cell_of: returns that column's cell, of a setting's runs.
+    """
     baseline = losses_of(rows, BASELINE)
     lines = []
     for name in SETTINGS:
@@ -38,14 +53,13 @@ def loss_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             continue
         losses = losses_of(rows, name)
         difference = paired(losses, baseline) if name != BASELINE else None
-        seconds = Mean.of([row["training_seconds"] for row in found]).mean
         sizes = [f"{found[0]['bytes'][kind]:.2f}" for kind in ("muon", "adamw")]
         mean = f"{Mean.of(list(losses.values())).mean:.4f}"
-        lines.append([name, *sizes, str(len(losses)), mean, *told(difference), f"{seconds:.0f}"])
-    return table(LOSS_HEADS, lines)
+        lines.append([name, *sizes, str(len(losses)), mean, *_told(difference), cell_of(found)])
+    return table((*LOSS_HEADS, head), lines)
 
 
-def told(difference: Mean | None) -> tuple[str, str]:
+def _told(difference: Mean | None) -> tuple[str, str]:
     """Return a difference with its standard error, and its p value, where there are any."""
     if difference is None:
         return "", ""
