@@ -10,7 +10,7 @@ Settings are chosen on other seeds than those of the table:
 1. Each candidate's steps are timed alone on a device.
 2. Muon, and AdamW for all: the rate of the matrices (half, once and twice the default, then further out or between),
    the rates of embeddings, head and scalars (half and twice, then further out), then rates beside the best.
-3. Every other rule, with these rates of AdamW: its own rate on such a grid, then its other settings.
+3. Every other rule, with these rates of AdamW: its own rate on such a grid around Muon's best, then its other settings.
 4. The seeds of the table. Muon also with fewer and with more steps.
 5. The best rules: the rates of AdamW's groups tuned as Muon's were, since a rule may gain from that alone.
 6. More seeds of Muon and of all that are within two standard errors of the best.
@@ -136,11 +136,16 @@ class Training:
             if len(self.runs.rows) == before:  # all is known, or there is no time
                 return
 
-    def rates_of(self, aux: float) -> NextOf:
-        """Return the search of the rate of the matrices, at a factor on AdamW's rates."""
+    def rates_of(self, aux: float, *, factor: float = 1.0) -> NextOf:
+        """Return the search of the rate of the matrices, at a factor on AdamW's rates.
+
+        Args:
+            aux: factor on AdamW's rates.
+            factor: on the middle of the first grid.
+        """
 
         def next_of(name: str) -> list[dict[str, Any]]:
-            center = self.candidates[name].center(self.base)
+            center = factor * self.candidates[name].center(self.base)
             return [{"rate": rate, "aux": aux} for rate in next_rates(self.study.by_rate(name, aux), center)]
 
         return next_of
@@ -182,9 +187,9 @@ class Training:
         self.tune(pool, self.rates_of(1.0), first)
         self.tune(pool, self.aux_of, first)
         self.tune(pool, self.others_of, first, rounds=1)
-        # All rules are tuned with the rates of AdamW's groups that suit Muon.
-        best = self.study.best(BASELINE)
-        self.tune(pool, self.rates_of(1.0 if best is None else best["aux"]), rules)
+        # All rules are tuned with the rates of AdamW's groups that suit Muon, and around the rate that suits it.
+        best = self.study.best(BASELINE) or {"aux": 1.0, "rate": self.base.optim.muon_lr}
+        self.tune(pool, self.rates_of(best["aux"], factor=best["rate"] / self.base.optim.muon_lr), rules)
         self.tune(pool, self.others_of, rules, rounds=1)
         self.compare(pool, self.candidates, seeds)
         self.lengths(pool, seeds)

@@ -262,10 +262,11 @@ def _reloaded(start: Callable[[], Trained]) -> Trained:
 def check_graphs(rule: UpdateRule, options: Mapping[str, Any]) -> list[str]:
     """Return a line for each weight or state that differs between steps on a GPU with and without a CUDA graph.
 
-    In float32 also for weights that differ between kernels and plain PyTorch by more than rounding.
+    In float32 also for weights that differ between kernels and plain PyTorch by more than rounding. float64 is left
+    out: plain PyTorch computes it, which no `CapturedStep` takes.
     """
     findings = []
-    for case in CASES:
+    for case in ("float32", "bfloat16 with mantissas"):
         plain, captured = (Trained(rule, case, options, device="cuda") for _ in range(2))
         without = Trained(rule, case, {**options, "kernels": "torch"}, device="cuda")
         try:
