@@ -43,8 +43,9 @@ HEADS = ("contestant", "kind", "kernels", "ms", "share of the pass")
 KINDS = (
     ("attention, backward", r"(flash|fmha|attn|attention).*(bwd|backward)|(bwd|backward).*(flash|fmha|attn)"),
     ("attention, forward", r"flash|fmha|attn|attention"),
-    ("matrix products", r"gemm|nvjet|cutlass|wgmma|scaled_mm|matmul|mlp|_mm_|relu2"),
-    ("loss", r"cross_entropy|softcap|logits|loss"),
+    ("matrix products", r"gemm|nvjet|cutlass|wgmma|scaled_mm|matmul|^_linear_kernel"),
+    # Of quintic.kernels.loss, and of nanochat's loss as inductor names it.
+    ("loss", r"^_row_kernel|^_scale_rows|softmax|tanh|nll_loss"),
     ("embedding gradients", r"embedding|index_put|scatter|sort|radix"),
     ("fused element-wise work and sums", r"triton_|elementwise|reduce|vectorized"),
     ("copies", r"memcpy|memset|copy"),

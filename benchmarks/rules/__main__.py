@@ -221,7 +221,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     name, changes = SIZES[options.size]
     kind = "cuda" if options.gpus else "cpu"
     values = {**changes, **given_values(options.set)}
-    fixed = {"device": kind, "compile": False, "rms_every": 0, "save_every": 0, "threads": options.threads}
+    # Smaller models are trained before they would be compiled.
+    compiled = options.size == "depth12"
+    fixed = {"device": kind, "compile": compiled, "rms_every": 0, "save_every": 0, "threads": options.threads}
     text = text_of(options.data, options.data_dir)
     base = with_values(preset(name), {"data": text, "data_dir": str(options.data_dir), **values, **fixed})
     load = os.getloadavg()[0] / (os.cpu_count() or 1)

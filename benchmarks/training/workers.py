@@ -12,12 +12,12 @@ import importlib
 import json
 import math
 import os
-import queue
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -203,26 +203,29 @@ def _end(process: "subprocess.Popen[str]") -> int:
 
 
 class Pool:
-    """Workers side by side; jobs go to the next one that is free, in the order in which they came."""
+    """Workers side by side; jobs go in the order in which they came to a free worker of the least busy device."""
 
     def __init__(self, devices: list[str], at_once: int, threads: int, module: str = _HARNESS) -> None:
         self.size = len(devices) * at_once
         self._workers = [Worker(device, threads, module) for _ in range(at_once) for device in devices]
-        self._free: queue.Queue[Worker] = queue.Queue()
-        for worker in self._workers:
-            self._free.put(worker)
-        self._threads = ThreadPoolExecutor(self.size)
+        self._free = list(self._workers)
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(self.size)  # a thread for each worker, so that one is free
 
     def submit(self, job: Callable[[], Mapping[str, Any]]) -> "Future[dict[str, Any]]":
         """Train a run that is described when it begins; the future never raises for what goes wrong in training."""
         return self._threads.submit(self._run, job)
 
     def _run(self, job: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        worker = self._free.get()
+        with self._lock:
+            free = Counter(worker.device for worker in self._free)
+            worker = max(self._free, key=lambda worker: free[worker.device])
+            self._free.remove(worker)
         try:
             return worker.run(job())
         finally:
-            self._free.put(worker)
+            with self._lock:
+                self._free.append(worker)
 
     def close(self) -> None:
         """End all processes."""
