@@ -5,9 +5,13 @@
 Both models get the same random tokens in documents of 1,500. Matrices that start at zero get small random values:
 products with zeros need less power, so that the clock, and every figure, would be higher than in training. A pass is
 first timed without a profiler, the contestants in turns; then its kernels are recorded and grouped by name.
+
+`--variant fa4 attention=fa4 --only quintic quintic-fa4` compares another attention, `--variant cat
+max_pointwise_cat_inputs=1` another setting of the compiler, by its name in `torch._inductor.config`.
 """
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 
 from benchmarks.common.results import (
     add_options,
@@ -31,7 +36,6 @@ from benchmarks.common.results import (
 )
 from benchmarks.training.nanochat_loop import new_model
 from quintic.kernels.attention.attention import fastest_attention, needs_document_starts
-from quintic.model.fp8 import Fp8Recipe
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.train.recipe import build_model
 
@@ -44,9 +48,9 @@ KINDS = (
     ("attention, backward", r"(flash|fmha|attn|attention).*(bwd|backward)|(bwd|backward).*(flash|fmha|attn)"),
     ("attention, forward", r"flash|fmha|attn|attention"),
     ("matrix products", r"gemm|nvjet|cutlass|wgmma|scaled_mm|matmul|^_linear_kernel"),
+    ("embeddings, both passes", r"embedding|index_put|scatter|sort|radix"),
     # Of quintic.kernels.loss, and of nanochat's loss as inductor names it.
     ("loss", r"^_row_kernel|^_scale_rows|softmax|tanh|nll_loss"),
-    ("embedding gradients", r"embedding|index_put|scatter|sort|radix"),
     ("fused element-wise work and sums", r"triton_|elementwise|reduce|vectorized"),
     ("copies", r"memcpy|memset|copy"),
 )
@@ -64,8 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build = nanochat_pass if name == "nanochat" else quintic_pass
         passes[name], per_token = build(options, name, inputs, targets, starts)
         flops[name] = per_token * inputs.numel()
-        for _ in range(options.warm_up):
-            passes[name]()
+        # What is compiled is compiled now.
+        with torch._inductor.config.patch(variant(options, name)[1]):
+            for _ in range(options.warm_up):
+                passes[name]()
     torch.cuda.synchronize()
     times = timed(passes, options.passes)
     result: dict[str, Any] = {
@@ -89,7 +95,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, "pass-kernels")
     parser.add_argument("--peers", type=Path, help="folder that holds nanochat's repository")
-    parser.add_argument("--only", nargs="+", default=["quintic", "nanochat"], help="quintic, quintic-fp8, nanochat")
+    parser.add_argument("--only", nargs="+", default=["quintic", "nanochat"], help="quintic, quintic-NAME, nanochat")
+    parser.add_argument(
+        "--variant", nargs="+", action="append", default=[], metavar=("NAME", "OPTION=VALUE"), help="for quintic-NAME"
+    )
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=2048)
@@ -99,7 +108,18 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(words)
     if "nanochat" in options.only and options.peers is None:
         parser.error("nanochat needs --peers, the folder that its repository is in")
+    known = {"quintic", "nanochat", *(f"quintic-{name}" for name, *_ in options.variant)}
+    if unknown := sorted({*options.only} - known):
+        parser.error(f"--only {unknown[0]}: choose from {', '.join(sorted(known))}, or describe it with --variant")
     return options
+
+
+def variant(options: argparse.Namespace, name: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return what a contestant changes: options of the model, and settings of the compiler."""
+    words = next((words for own, *words in options.variant if name == f"quintic-{own}"), [])
+    given = dict(word.split("=", 1) for word in words)
+    model = {key: given.pop(key) for key in ("attention", "fp8") if key in given}
+    return model, {key: ast.literal_eval(value) for key, value in given.items()}
 
 
 def batch(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -127,13 +147,14 @@ def quintic_pass(options: argparse.Namespace, name: str, *tensors: torch.Tensor)
     """Return Quintic's forward and backward, and its floating-point operations per token."""
     inputs, targets, starts = tensors
     sizes = GPTConfig.from_depth(options.depth, vocab_size=options.vocab_size, seq_len=options.seq_len, bos_id=0)
-    attention, _ = fastest_attention(inputs.device, torch.bfloat16)
+    changed, _ = variant(options, name)
+    attention: Any = changed.get("attention") or fastest_attention(inputs.device, torch.bfloat16)[0]
     assert needs_document_starts(attention)
     model: GPT = build_model(sizes, device=inputs.device, dtype=torch.bfloat16, attention=attention, seed=0)
     fill_zeros(model)
-    recipe: dict[str, Fp8Recipe] = {"quintic-fp8": "auto"}
-    if name in recipe:
-        model.use_fp8(recipe[name])
+    if "fp8" in changed:
+        recipe: Any = changed["fp8"]
+        model.use_fp8(recipe)
     model.compile_parts()
 
     def one() -> None:
