@@ -1,4 +1,4 @@
-"""Imports optimizer state from PyTorch, KellerJordan/Muon, dion and nanochat, and exports it to PyTorch.
+"""Imports optimizer state from PyTorch, KellerJordan/Muon, dion and nanochat.
 
 Phases of an import:
     name     each saved parameter gets a name of the optimizer: given, saved, or by order
@@ -25,29 +25,14 @@ from quintic.interchange.saved_formats import (
 from quintic.optim.groups.names import resolve_name
 from quintic.optim.layout.views import Flatten, View
 from quintic.optim.muon import Muon, muon_in
-from quintic.optim.polar.coefficients import DEFAULT_STEPS, newton_schulz_coefficients
 from quintic.optim.rules.library.normuon import NEURON_MOMENT
-from quintic.optim.rules.rule import MOMENTUM, PARAM_SHAPED_STATE, Algorithm
+from quintic.optim.rules.rule import MOMENTUM, PARAM_SHAPED_STATE
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
-from quintic.optim.state.state import as_numbers, copy_, saved_tensor
+from quintic.optim.state.state import copy_, saved_tensor
 
-__all__ = ["SecondMoments", "Source", "export_torch_state", "import_state", "import_torch_state"]
+__all__ = ["SecondMoments", "Source", "import_state", "import_torch_state"]
 
 SecondMoments = Literal["exact", "average", "drop"]
-
-# Options of torch.optim.AdamW that Quintic does not have, at the values that describe Quintic's step.
-_ADAMW_OPTIONS: dict[str, Any] = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
-
-# The number that torch.optim.Muon adds to norms, its default.
-_MUON_EPS = 1e-7
 
 
 # A parameter of the optimizer with its group and state.
@@ -129,53 +114,6 @@ def import_torch_state(optimizer: torch.optim.Optimizer, *state_dicts: Mapping[s
     """
     owned = _owned(muon_in(optimizer, "import_torch_state"))
     return _copy_in([entry for saved in state_dicts for entry in _read([saved], "torch", None, owned)], owned, "exact")
-
-
-def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Return the state in the form that `torch.optim.Muon` and `torch.optim.AdamW` load.
-
-    With `comms="sharded"` whole tensors are returned on every rank: all ranks must call it, as `state_dict`. The state
-    of `DTensor`s is exported as `DTensor`s.
-
-    Args:
-        optimizer: a `quintic.Muon`, also as Accelerate or Lightning have wrapped it.
-
-    Returns:
-        `{"muon": state dict, "adamw": state dict}`, each with one group per group of the optimizer, in its order. The
-        tensors are the optimizer's own unless they are sharded, or of 8 bits, which become float32. State and options
-        that PyTorch's optimizers do not have are left out: second moments of neurons, masters, views, Polar Express
-        (their Muon has the Newton-Schulz triple).
-    """
-    muon = muon_in(optimizer, "export_torch_state")
-    saved = muon.state_dict()
-    exported: dict[str, dict[str, Any]] = {name: {"state": {}, "param_groups": []} for name in STATE_KEYS}
-    for group, saved_group in zip(muon._plans.current_groups(), saved["param_groups"], strict=True):
-        algorithm: Algorithm = group.algorithm
-        # Parameters are numbered through the groups of their algorithm.
-        target = exported[algorithm]
-        first = sum(len(other["params"]) for other in target["param_groups"])
-        indices = list(range(first, first + len(group.params)))
-        # Options under PyTorch's names.
-        lr = group.lr if group.adamw_lr_ratio is None else group.effective_lr
-        options: dict[str, Any] = {"lr": lr, "weight_decay": group.weight_decay}
-        if not group.rule.orthogonalizes:
-            options |= {"betas": group.betas, "eps": group.eps, **_ADAMW_OPTIONS}
-        else:
-            options |= {
-                "momentum": group.momentum,
-                "nesterov": group.nesterov,
-                "ns_coefficients": newton_schulz_coefficients()[0],
-                "ns_steps": group.orthogonalizer_steps or DEFAULT_STEPS,
-                "eps": _MUON_EPS,
-                "adjust_lr_fn": "match_rms_adamw" if group.adjust_lr == "match_rms_adamw" else "original",
-            }
-        target["param_groups"].append({**options, "params": indices, "param_names": list(group.param_names)})
-        # State that PyTorch's optimizers have, under the same names.
-        for index, key in zip(indices, saved_group["params"], strict=True):
-            state = saved["state"].get(key, {})
-            if not state.keys().isdisjoint(STATE_KEYS[algorithm]):  # frozen parameters have none
-                target["state"][index] = {name: as_numbers(state[name]) for name in sorted(STATE_KEYS[algorithm])}
-    return exported
 
 
 def _owned(optimizer: Muon) -> dict[str, _Owned]:

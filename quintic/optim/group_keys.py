@@ -71,11 +71,12 @@ _LEAST_LETTERS = 5
 
 def check_keys(number: int, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Reject slips of typing in a new group, and an option of the optimizer; a ValueError names the right key."""
-    if "release_gradients" in group:
-        raise ValueError(
-            f"parameter group {number}: release_gradients is an option of the whole optimizer; give it as a keyword: "
-            f"quintic.Muon(..., release_gradients={group['release_gradients']!r})"
-        )
+    for key in ("comm_order", "compute_order", "release_gradients"):
+        if key in group:
+            raise ValueError(
+                f"parameter group {number}: {key} is an option of the whole optimizer; give it as a keyword: "
+                f"quintic.Muon(..., {key}={group[key]!r})"
+            )
     for key in group.keys() - OPTIONS.keys() - _MEMBERS:
         meant = _option_meant(number, key, group[key], defaults)
         if meant is not None:

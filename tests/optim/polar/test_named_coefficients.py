@@ -197,9 +197,27 @@ def test_checkpoints_have_the_name():
     assert torch.equal(trained(layer, optimizer, 2, seed=1), trained(twin, other, 2, seed=1))
 
 
-def test_exported_states_have_a_number_of_steps():
+MUONS = (3.4445, -4.775, 2.0315)
+
+
+@pytest.mark.parametrize(
+    ("options", "triple", "steps"),
+    [
+        ({"orthogonalizer": "newton_schulz"}, MUONS, 5),
+        ({"orthogonalizer": "newton_schulz", "orthogonalizer_steps": 6}, MUONS, 6),
+        ({"orthogonalizer": "newton_schulz", "coefficients": "moonlight"}, MUONS, 5),
+        ({"orthogonalizer": "gram", "coefficients": (2.0, -1.5, 0.5), "orthogonalizer_steps": 7}, (2.0, -1.5, 0.5), 7),
+        # Several polynomials, or none.
+        ({"orthogonalizer_steps": 6}, MUONS, 6),
+        ({"coefficients": "deepseek_v4"}, MUONS, 10),
+        ({"orthogonalizer": "svd"}, MUONS, 5),
+        ({"orthogonalizer": torch.sign}, MUONS, 5),
+    ],
+)
+def test_exported_states_have_the_polynomial_of_all_steps(options, triple, steps):
     from quintic.interchange import export_torch_state
 
-    layer, optimizer = square_layer(orthogonalizer="newton_schulz", coefficients="moonlight")
+    layer, optimizer = square_layer(**options)
     trained(layer, optimizer, 1)
-    assert export_torch_state(optimizer)["muon"]["param_groups"][0]["ns_steps"] == 5
+    group = export_torch_state(optimizer)["muon"]["param_groups"][0]
+    assert (group["ns_coefficients"], group["ns_steps"]) == (triple, steps)

@@ -281,9 +281,12 @@ def test_other_values_than_false_and_true_are_refused(value):
         Muon([nn.Parameter(torch.randn(4, 6))], release_gradients=value)
 
 
-def test_a_group_cannot_have_the_option():
-    with pytest.raises(ValueError, match=r"group 0: release_gradients is an option of the whole optimizer"):
-        Muon([{"params": [nn.Parameter(torch.randn(4, 6))], "release_gradients": True}])
+@pytest.mark.parametrize(
+    ("option", "value"), [("release_gradients", True), ("comm_order", ["0.0"]), ("compute_order", ["0.0"])]
+)
+def test_a_group_cannot_have_an_option_of_the_whole_optimizer(option, value):
+    with pytest.raises(ValueError, match=rf"group 0: {option} is an option of the whole optimizer"):
+        Muon([{"params": [nn.Parameter(torch.randn(4, 6))], option: value}])
 
 
 def test_graphs_are_refused():
