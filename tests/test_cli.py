@@ -90,6 +90,14 @@ def test_help_is_printed_beside_a_wrong_option(command: str, wrong: str, capsys:
     assert not printed.err
 
 
+@pytest.mark.parametrize("wrong", ["--depth 3", "--resume", "--stepz 3"])
+def test_the_help_of_a_speedrun_is_printed_beside_a_mistake(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--preset", "speedrun", *wrong.split(), "--help"]) == 0
+    printed = capsys.readouterr()
+    assert "--pass-tokens" in printed.out
+    assert not printed.err
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quintic.__version__", "1.2.3")
     assert main(["--version"]) == 0

@@ -261,17 +261,17 @@ def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None
         return None
     chosen = speedrun_preset(name)
     own = {"--preset": str, **dict(options_of(SpeedrunOptions))}
+    command = f"train --preset {name}"
+    if asks_help(arguments):
+        description = f"Run the speedrun. Features that can be left out (--without): {', '.join(switches())}."
+        print_help(SpeedrunOptions, command, description, chosen.options)
     others = {name for kind in (Config, StartOptions) for name, _ in options_of(kind)} - own.keys()
     for argument in arguments:
         if (option := argument.partition("=")[0].replace("_", "-")) in others:
             raise ConfigError(
                 f"{option} does not work with --preset {name}, whose model and schedule are fixed; leave it "
-                f"out (quintic train --preset {name} --help lists its options)"
+                f"out (quintic {command} --help lists its options)"
             )
-    command = f"train --preset {name}"
-    if asks_help(arguments):
-        description = f"Run the speedrun. Features that can be left out (--without): {', '.join(switches())}."
-        print_help(SpeedrunOptions, command, description, chosen.options)
     given = read_options(own, arguments, command)
     options = dataclasses.replace(chosen.options, **{name: given[name] for name in given.keys() - {"preset"}})
     if options.tokenizer is not None and chosen.model.bos_id == BYTES_BOS:
