@@ -27,6 +27,7 @@ from quintic.optim.layout.views import Flatten, View
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.rules.library.normuon import NEURON_MOMENT
 from quintic.optim.rules.rule import MOMENTUM, PARAM_SHAPED_STATE
+from quintic.optim.state.placement import check_conversion
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
 from quintic.optim.state.state import copy_, saved_tensor
 
@@ -256,6 +257,7 @@ def _copies(entry: SavedState, own: _Owned, mode: SecondMoments) -> list[_Copy]:
             copies += _second_moment_copies(entry.name, own, value, mode)
             continue
         target, source = own.state[key], saved_tensor(value, f"{entry.name}: saved {key}")
+        check_conversion(f"{entry.name}: saved {key}", own.param, source.dtype, target.dtype)
         if source.ndim == 2 and target.ndim > 2 and source.shape == target.flatten(1).shape:
             source = source.reshape(target.shape)  # some libraries save convolutions as (out, rest) matrices
         factor = entry.momentum_factor if key == MOMENTUM else 1.0

@@ -21,10 +21,12 @@ from torch import Tensor
 
 from quintic.kernels.graphs import capture
 from quintic.optim.groups.options import OPTIONS, options_affecting
-from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.layout.layouts import layout_of, local_tensor
 from quintic.optim.layout.tables import MOST_GRAPHS
 from quintic.optim.muon import Muon
 from quintic.optim.numeric.dynamo import disable_dynamo
+from quintic.optim.numeric.int8_state import GROUP
+from quintic.optim.state.placement import cuts_groups, has_packed_state
 from quintic.optim.step.reduction import Averages
 from quintic.optim.step.runner import StepOutcome
 
@@ -291,6 +293,14 @@ def _check_devices(optimizer: Muon, params: Iterable[Tensor]) -> None:
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         names = ", ".join(sorted(map(str, devices)))
         raise ValueError(f"a CUDA graph needs all parameters on one CUDA device, these are on {names or 'none'}")
+    for group in optimizer._plans.current_groups():
+        for name, param in zip(group.param_names, group.params, strict=True):
+            if has_packed_state(param, group) and cuts_groups(layout_of(name, param)):
+                raise ValueError(
+                    f"{name}: its columns are cut between ranks inside of {GROUP} neighbours, which state_dtype='int8' "
+                    f"stores together, by way of memory that each step allocates; step as usual, or use "
+                    f"state_dtype='bf16' for this group"
+                )
     # Triton's kernels read hyperparameters from device memory, plain PyTorch bakes them into the graph.
     for bucket in optimizer.plan():
         if bucket.kernels == "torch":

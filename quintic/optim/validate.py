@@ -17,7 +17,7 @@ from quintic.optim.comms.sharing import SHARDED_MODES
 from quintic.optim.groups.flattened import check_group_is_whole
 from quintic.optim.groups.names import made_up
 from quintic.optim.groups.options import OPTIONS, SCHEDULED_OPTIONS, STEP_OPTIONS
-from quintic.optim.layout.layouts import Layout, is_dtensor, layout_of, local_tensor, numel_of
+from quintic.optim.layout.layouts import is_dtensor, layout_of, local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.layout.wrappers import check_wrapper
 from quintic.optim.numeric.bf16_state import MAX_BF16_BETA
@@ -29,11 +29,11 @@ from quintic.optim.rules.rates import first_name
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.table import ALGORITHMS, check_rule, orthogonalizes, rule_of
 from quintic.optim.rules.update import adjust_lr_factor
+from quintic.optim.state.placement import cuts_groups
 
 __all__ = [
     "CHECKED_OPTIONS",
     "add_names",
-    "check_cuts",
     "check_group",
     "check_is_group",
     "check_is_listed_once",
@@ -204,8 +204,12 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
                 f"{tuple(param.shape)} and strides {param.stride()} has gaps in it; make it contiguous"
             )
         layout = layout_of(name, param) if group["state_dtype"] == "int8" and is_dtensor(param) else None
-        if layout is not None:
-            check_cuts(name, layout)
+        if layout is not None and group["offload"] and cuts_groups(layout):
+            raise ValueError(
+                f"{name}: its {layout.shape[-1]} columns are cut between ranks inside of {GROUP} neighbours, which "
+                f"state_dtype='int8' stores together, and offload=True keeps state out of their reach; use "
+                f"state_dtype='bf16' for this group, or a number of ranks that cuts at multiples of {GROUP}"
+            )
         _check_wrapper(name, param, group)
         if orthogonalizes(group["algorithm"]):
             _check_matrix(name, param, group)
@@ -282,20 +286,6 @@ def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
                 f"{group['state_dtype']!r}: above {MAX_BF16_BETA} an average moves by less than it resolves; lower "
                 f"{key}, or set state_dtype=None for this group"
             )
-
-
-def check_cuts(name: str, layout: Layout) -> None:
-    """Reject a layout that cuts groups of 8-bit state: their bytes would depend on it."""
-    shape = layout.shape
-    if len(shape) < 2 or shape[-1] % GROUP:
-        return
-    cut = next((end for box in layout.boxes if numel_of(box) for end in box[-1] if end % GROUP), None)
-    if cut is not None:
-        raise ValueError(
-            f"{name}: its {shape[-1]} columns are cut behind column {cut} between ranks, and state_dtype='int8' "
-            f"keeps {GROUP} neighbours together; use state_dtype='bf16' for this group, or a number of ranks that cuts "
-            f"at multiples of {GROUP}"
-        )
 
 
 def _check_wrapper(name: str, param: Tensor, group: Mapping[str, Any]) -> None:

@@ -86,13 +86,7 @@ def setups_of(savings: Sequence[tuple[Settings, str]], needs: Callable[[Settings
     setups = [Setup({}, "", {}, needs({}))]
     for change, cost in savings:
         settings = {**setups[-1].settings, **change}
-        try:
-            parts = needs(settings)
-        except ValueError:
-            # The layout cuts groups of 8-bit state; with bfloat16 state it was accepted.
-            if change.get("state_dtype") != "int8":
-                raise
-            continue
+        parts = needs(settings)
         if peak(parts) < peak(setups[-1].parts):
             setups.append(Setup(change, cost, settings, parts))
     return setups

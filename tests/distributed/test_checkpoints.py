@@ -48,6 +48,7 @@ LAYOUTS = {
     "fsdp2-3": Layout((3,), wrappings.data_parallel),
     "hsdp-2x2": Layout((2, 2), wrappings.data_parallel),
     "tp-2": Layout((2,), wrappings.tensor_parallel),
+    "tp-3": Layout((3,), wrappings.tensor_parallel),
     "tp_fsdp2-2x2": Layout((2, 2), wrappings.tensor_and_data_parallel),
     "ep_fsdp2-4": Layout((4,), wrappings.expert_and_data_parallel),
     "ep_fsdp2-2x2": Layout((2, 2), wrappings.expert_and_data_parallel),
@@ -230,7 +231,10 @@ def test_rules_of_the_field_go_on_in_another_layout(saving, loading, tmp_path):
 
 @pytest.mark.parametrize(
     ("saving", "loading"),
-    [("sharded-2", "tp-2"), *([("one", "fsdp2-3"), ("fsdp2-3", "tp_fsdp2-2x2")] if TAKES_ALL else [])],
+    [
+        ("sharded-2", "tp-3"),
+        *([("one", "fsdp2-3"), ("fsdp2-3", "tp_fsdp2-2x2"), ("tp-3", "one"), ("tp-3", "tp-2")] if TAKES_ALL else []),
+    ],
 )
 def test_state_of_8_bits_goes_on_in_another_layout(saving, loading, tmp_path):
     goes_on(LAYOUTS[saving], LAYOUTS[loading], tuple(sorted(EIGHTS)), tmp_path)

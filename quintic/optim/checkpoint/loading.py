@@ -38,7 +38,7 @@ from quintic.optim.groups.ties import ties_of
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.numeric.bf16_state import StateDtype
 from quintic.optim.rules.rule import PARAM_SHAPED_STATE, STATE_KEYS
-from quintic.optim.state.placement import has_packed_state, init_state
+from quintic.optim.state.placement import check_conversion, has_packed_state, init_state
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
 from quintic.optim.state.state import MASTER_KEYS, copy_, piece_of, saved_tensor
 
@@ -351,6 +351,8 @@ def _matched_state(
             )
         if key in MASTER_KEYS and source.dtype not in _MANTISSA_DTYPES.get(target.dtype, (source.dtype,)):
             raise ValueError(f"{what} is {source.dtype}, and must be {target.dtype}: other types do not keep its bits")
+        if key not in MASTER_KEYS:
+            check_conversion(what, param, source.dtype, target.dtype)
         # This rank's piece of a whole tensor or DTensor; None if it holds nothing.
         piece = piece_of(what, target, source)
         if piece is not None:

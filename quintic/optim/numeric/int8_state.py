@@ -25,7 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "PIECE", "PIECE_BYTES", "is_packed", "read_packed", "rounding_of", "store_packed_"]
+__all__ = ["GROUP", "PACKED", "PIECE", "PIECE_BYTES", "is_packed", "read_packed", "rounding_of", "store_packed_"]
 
 GROUP = 8
 """Entries that share a scale."""
@@ -41,10 +41,13 @@ PIECE_BYTES = 36
 _SHIFT = {torch.int8: 5, torch.uint8: 6}
 _LARGEST = {torch.int8: 63, torch.uint8: 127}
 
+PACKED = frozenset(_SHIFT)
+"""The dtypes of averages of 8 bits."""
+
 
 def is_packed(state: Tensor) -> bool:
     """Return whether a momentum or moment is of 8 bits."""
-    return state.dtype in _SHIFT
+    return state.dtype in PACKED
 
 
 def read_packed(state: Tensor) -> Tensor:

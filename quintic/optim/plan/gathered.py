@@ -32,7 +32,7 @@ from quintic.optim.plan.schedule import PhaseBytes
 from quintic.optim.plan.workspace.buckets import distinct_by_memory, piece_entries, unit_phase_bytes
 from quintic.optim.plan.workspace.matrices import WorkspaceSpec
 from quintic.optim.state.owners import assign_owners, balance, loads_of
-from quintic.optim.state.placement import has_packed_state
+from quintic.optim.state.placement import is_stepped_packed
 
 __all__ = ["SharedBucket", "gathered_buckets", "shared_buckets"]
 
@@ -52,7 +52,7 @@ class BucketKey(NamedTuple):
     spec: WorkspaceSpec
     # Whether parameters are contiguous, that is lie in memory row by row.
     in_order: bool
-    # Whether momentum is of 8 bits.
+    # Whether steps read momentum of 8 bits.
     packed: bool
 
 
@@ -127,7 +127,7 @@ def _units_of_param(number: int, group: Group, index: int, layout: Layout) -> It
     param = group.params[index]
     local = local_tensor(param)
     spec = WorkspaceSpec.of_group(group, local.dtype, local.device, choose_kernels(group.kernels, local))
-    packed = has_packed_state(param, group, layout.shape)
+    packed = is_stepped_packed(param, group, layout)
     for unit, matrices, exchange, holders in _units_of_layout(layout, group.view):
         key = BucketKey(number, exchange, unit.view, spec, param.is_contiguous(), packed)
         yield key, Piece(group.param_names[index], index, matrices, unit.box), holders

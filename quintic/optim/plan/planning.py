@@ -31,7 +31,7 @@ from quintic.optim.plan.schedule import NO_BYTES
 from quintic.optim.plan.sharded import sharded_buckets
 from quintic.optim.plan.workspace.buckets import adamw_workspace_bytes, batch_bytes, needs_row_order
 from quintic.optim.plan.workspace.matrices import WorkspaceSpec
-from quintic.optim.state.placement import has_packed_state
+from quintic.optim.state.placement import is_stepped_packed
 
 __all__ = ["build_plan", "local_buckets"]
 
@@ -90,7 +90,7 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> It
     members: dict[tuple[torch.dtype, torch.device, Kernels, bool, bool], list[Piece]] = {}
     for index in indices:
         name, param = group.param_names[index], local_tensor(group.params[index])
-        packed = has_packed_state(group.params[index], group)
+        packed = is_stepped_packed(group.params[index], group)
         key = (param.dtype, param.device, choose_kernels(group.kernels, param), is_dense(param), packed)
         members.setdefault(key, []).append(Piece(name, index))
     # One bucket each: AdamW's temporary memory does not grow with the number of parameters.
@@ -117,7 +117,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
     for index in indices:
         name, param = group.param_names[index], local_tensor(group.params[index])
         kernels = choose_kernels(group.kernels, param)
-        packed, first = has_packed_state(group.params[index], group), 0
+        packed, first = is_stepped_packed(group.params[index], group), 0
         for block in group.view.blocks(param.detach()):
             stop = first + block.shape[0]
             key = (block.shape[1:], block.stride()[1:], param.dtype, param.device, kernels, packed)

@@ -10,7 +10,7 @@ A tensor of a parameter lies in one of three ways:
     shards     each rank holds ranges of the parameter's memory, joined as (entries,) (`shards.py`)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,10 +25,10 @@ from quintic.optim.groups.ties import check_shapes
 from quintic.optim.layout.layouts import Layout, intersection, local_tensor, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
-from quintic.optim.numeric.int8_state import is_packed, read_packed
+from quintic.optim.numeric.int8_state import is_packed, read_packed, store_packed_
 from quintic.optim.rules.rule import PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.rules.stages import StateSpec
-from quintic.optim.state.placement import state_forms, state_on_device
+from quintic.optim.state.placement import cuts_groups, state_forms, state_on_device
 from quintic.optim.state.shards import ShardedState, local_shard_pairs, sharded_parameters
 from quintic.optim.state.state import copy_, vectors_of
 
@@ -119,6 +119,12 @@ class Parameter:
         if self.layout is None:
             return whole
         return whole[relative(self.layout.box_of(rank), tuple((0, size) for size in self.layout.shape))]
+
+    def of_groups(self, read: Callable[[Tensor], Tensor], state: Tensor) -> Tensor:
+        """Return a function of 8-bit state for this rank's piece of it; all ranks of the parameter must call it."""
+        if not cuts_groups(self.layout):
+            return read(state)
+        return self.piece(read(self.whole(state)), this_rank())
 
     def whole_vectors(self, spec: StateSpec, buffer: Tensor) -> Tensor:
         """Return vector state of all matrices, given this rank's `buffer`, (numbers of all matrices,).
@@ -289,10 +295,13 @@ def copy_state(
         for key, value in kept.items():
             if key in PARAM_SHAPED_STATE:
                 whole = origin.whole_of(key, local_tensor(values[key]))
-                if transposed:
+                if transposed and key in packed and is_packed(whole):
                     # Groups of 8 bits lie along rows.
-                    is_wide = not (key in packed and is_packed(whole))
-                    whole = (whole if is_wide else read_packed(whole)).mT
+                    wide = read_packed(whole).mT
+                    whole = torch.empty_like(wide, dtype=whole.dtype, memory_format=torch.contiguous_format)
+                    store_packed_(whole, wide)
+                elif transposed:
+                    whole = whole.mT
                 piece = destination.local_of(key, whole)
                 if piece.numel():
                     copy_(local_tensor(value), piece)

@@ -17,17 +17,20 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.group import Group
-from quintic.optim.layout.layouts import is_dtensor, local_tensor
+from quintic.optim.layout.layouts import Layout, is_dtensor, layout_of, local_tensor, numel_of
 from quintic.optim.layout.views import View
-from quintic.optim.numeric.int8_state import GROUP
+from quintic.optim.numeric.int8_state import GROUP, PACKED
 from quintic.optim.rules.rule import MASTER, MASTER_SPECS, PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.state.shards import StateShard, local_shard_pairs
 
 __all__ = [
     "StateForm",
+    "check_conversion",
+    "cuts_groups",
     "empty_master",
     "has_packed_state",
     "init_state",
+    "is_stepped_packed",
     "matches_spec",
     "planned_state",
     "state_bytes",
@@ -63,7 +66,7 @@ def has_packed_state(param: Tensor, group: Group, shape: Sequence[int] | None = 
     """Return whether averages of a parameter, of this whole `shape` if `param` is a piece, are of 8 bits.
 
     They are kept in float32 where a row or a matrix would cut groups of entries. The answer does not depend on how the
-    parameter lies on ranks: layouts that cut groups are rejected (`validate.py`).
+    parameter lies on ranks.
     """
     if group.state_dtype != "int8" or not group.rule.packed_state or param.dtype == torch.float64:
         return False
@@ -71,6 +74,44 @@ def has_packed_state(param: Tensor, group: Group, shape: Sequence[int] | None = 
     if len(shape) < 2 or shape[-1] % GROUP or not local_tensor(param).is_contiguous():
         return False
     return not group.rule.orthogonalizes or _matrices_fit(group.view, shape)
+
+
+def cuts_groups(layout: Layout | None) -> bool:
+    """Return whether a layout cuts groups of 8-bit state between ranks."""
+    if layout is None or len(layout.shape) < 2 or layout.shape[-1] % GROUP:
+        return False
+    return any(end % GROUP for box in layout.boxes if numel_of(box) for end in box[-1])
+
+
+def is_stepped_packed(param: Tensor, group: Group, layout: Layout | None = None) -> bool:
+    """Return whether steps read and store averages of a parameter in 8 bits: not where groups are cut (`cut_state.py`).
+
+    Args:
+        param: the parameter, or a piece of it.
+        group: its group.
+        layout: of the whole parameter; None for that of `param`.
+    """
+    if not has_packed_state(param, group, None if layout is None else layout.shape):
+        return False
+    return not cuts_groups(layout_of("", param) if layout is None else layout)
+
+
+def check_conversion(what: str, param: Tensor, old: torch.dtype, new: torch.dtype) -> None:
+    """Reject to read or store pieces of 8-bit state whose groups lie on several ranks.
+
+    Args:
+        what: names the state, for the message.
+        param: the parameter that the state belongs to.
+        old: dtype of the state as it is.
+        new: dtype that it should get.
+    """
+    if old == new or (old not in PACKED and new not in PACKED) or not cuts_groups(layout_of("", param)):
+        return
+    raise ValueError(
+        f"{what} is {old} and cannot become {new} where columns are cut between ranks inside of {GROUP} neighbours, "
+        f"which 8-bit state stores together; change state_dtype in a layout that cuts at multiples of {GROUP}, or on "
+        f"one device"
+    )
 
 
 @lru_cache(maxsize=1024)

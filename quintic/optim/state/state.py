@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms.collectives import this_rank
-from quintic.optim.layout.layouts import intersection, layout_of, local_tensor, numel_of, relative
+from quintic.optim.layout.layouts import intersection, is_dtensor, layout_of, local_tensor, numel_of, relative
 from quintic.optim.layout.views import View
 from quintic.optim.numeric.int8_state import is_packed, read_packed, store_packed_
 from quintic.optim.rules.rule import MASTER_SPECS
 from quintic.optim.rules.stages import StateSpec
+from quintic.optim.state.placement import cuts_groups
 
 __all__ = [
     "MASTER_KEYS",
@@ -133,9 +134,17 @@ def saved_tensor(value: Any, what: str) -> Tensor:
 
 
 def as_numbers(state: Tensor) -> Tensor:
-    """Return averages of 8 bits in float32, a plain tensor or `DTensor` as they are, and other state itself."""
+    """Return averages of 8 bits in float32, a plain tensor or `DTensor` as they are, and other state itself.
+
+    All ranks of a `DTensor` must call it.
+    """
     if not is_packed(state):
         return state
+    if is_dtensor(state) and cuts_groups(layout_of("", state)):
+        from torch.distributed.tensor import distribute_tensor
+
+        whole = read_packed(state.full_tensor())
+        return distribute_tensor(whole, state.device_mesh, state.placements, src_data_rank=None)
     wide = torch.empty_like(state, dtype=torch.float32)
     local_tensor(wide).copy_(read_packed(local_tensor(state)))
     return wide

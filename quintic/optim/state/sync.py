@@ -35,7 +35,7 @@ from quintic.optim.groups.group import Group, needs_state
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.numeric.precision import full_precision
 from quintic.optim.rules.rule import MASTER, PARAM_SHAPED_STATE, STATE_KEYS
-from quintic.optim.state.placement import init_state, matches_spec, state_forms
+from quintic.optim.state.placement import check_conversion, init_state, matches_spec, state_forms
 from quintic.optim.state.shards import StateShard, StateSharding, local_shard_pairs, sharded_parameters
 from quintic.optim.state.state import MASTER_KEYS, as_tensor, copy_, master_key, piece_of
 
@@ -268,7 +268,7 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
     if _is_default_state(source.state, source.was.dtype):
         return moved
     vectors = {spec.name for spec in entry.group.rule.vector_state}
-    for key, (_, other_shape) in state_forms(param, entry.group).items():
+    for key, (dtype, other_shape) in state_forms(param, entry.group).items():
         # A master may be made from another form; after a conversion of the weights it is made anew from these.
         other = master_key(source.state) if key in MASTER_KEYS and source.was.dtype == param.dtype else None
         was_key = other or key
@@ -288,6 +288,8 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
                 f"{what} has shape {tuple(value.shape)}, and the parameter that replaced it needs {shape}: state that "
                 f"steps have used does not fit a parameter of another shape; make a new optimizer for it"
             )
+        if key not in MASTER_KEYS:
+            check_conversion(what, param, value.dtype, dtype)
         # State becomes this rank's piece of it, or stays whole for `_set_state`, which takes the shards from it.
         piece = piece_of(what, param, value) if key in PARAM_SHAPED_STATE and entry.local is None else value
         if piece is not None:

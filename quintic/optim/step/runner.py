@@ -5,6 +5,7 @@ The phases of a step:
     copies      gradients of tied copies (`Muon.tie`) are added to the gradients of their originals
     presence    ranks start to count which gradients each of them has (`consensus.py`)
     averages    `comms="replicated"`: whole gradients become averages (`reduction.py`)
+    cut state   averages of 8 bits whose groups lie on several ranks are float32 from here on (`cut_state.py`)
     tensors     every bucket finds its gradients, weights and state
     policy      on_nonfinite="skip" or "raise": connected ranks find out whether all of their gradients are finite
     release     with `release_gradients` only buckets refer to gradients from here on, each until it has read its own
@@ -42,6 +43,7 @@ from quintic.optim.plan.planning import build_plan
 from quintic.optim.plan.replicas import choose_replica_strategies, layouts_for_work
 from quintic.optim.plan.schedule import Schedule, filter_schedule
 from quintic.optim.rules.device import is_capturing
+from quintic.optim.state.cut_state import cut_state_of
 from quintic.optim.step.bucket_step import NO_OPERANDS, BucketStep, StepContext, run_overlapping
 from quintic.optim.step.consensus import RankConsensus
 from quintic.optim.step.offload.offload import Offload
@@ -108,7 +110,9 @@ class Runner:
         # Make the objects that step the plan's buckets.
         self._rows = rows
         rows.sync_tables(self.plan, groups)
-        self.context = StepContext(groups, state, communicators, self.consensus)
+        self._cut_state = cut_state_of(groups, state, communicators)
+        stepped = state if self._cut_state is None else self._cut_state
+        self.context = StepContext(groups, stepped, communicators, self.consensus)
         if any(group.offload for group in groups):
             self.context.offload = Offload(self.plan, groups, state)
             self.plan = self.context.offload.plan
@@ -180,9 +184,10 @@ class Runner:
         # A step on one rank has nothing to count or average with others.
         if self.context.is_single_rank:
             return self._step(steps_waited, release_gradients)
-        reduction = self._reduction
+        reduction, cut = self._reduction, self._cut_state
         averaged = reduction.of_step(steps_waited) if reduction.whole or reduction.cached else nullcontext()
-        with self.consensus.of_step(steps_waited), averaged:
+        wide = nullcontext() if cut is None else cut.of_step(steps_waited)
+        with self.consensus.of_step(steps_waited), averaged, wide:
             # The first step learns this, when ranks have compared their plans.
             self.context.is_single_rank = self.consensus.is_single_rank and not reduction.ranks
             return self._step(steps_waited, release_gradients)

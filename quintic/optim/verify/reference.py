@@ -30,12 +30,12 @@ from quintic.optim.groups.group import Group
 from quintic.optim.layout.layouts import gradient_dtype, local_gradients, local_tensor, placed_as, reject_sparse
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon, muon_in
-from quintic.optim.numeric.int8_state import is_packed, read_packed
+from quintic.optim.numeric.int8_state import is_packed, read_packed, store_packed_
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, PARAM_SHAPED_STATE, STEP
 from quintic.optim.rules.stages import StateSpec
 from quintic.optim.rules.update import adamw_
 from quintic.optim.state.parameters import Parameter
-from quintic.optim.state.placement import state_on_device
+from quintic.optim.state.placement import cuts_groups, state_on_device
 from quintic.optim.state.state import copy_, master_of, vectors_of
 from quintic.optim.step.partial_gradients import PartialSpec, partial_spec, zero_addend
 from quintic.optim.step.reduction import Averages
@@ -215,8 +215,9 @@ def _step_parameter(
     """Step one parameter from this rank's box of its gradient; all ranks that share it must call it."""
     local = {"weight": local_tensor(parameter.param), **{key: local_tensor(value) for key, value in state.items()}}
     is_adamw = not parameter.group.rule.orthogonalizes
-    # AdamW is element-wise: step this rank's piece, unless state is sharded otherwise than the weight.
-    if is_adamw and parameter.sharded is None:
+    # AdamW is element-wise: step this rank's piece, unless state is sharded otherwise than the weight, or its groups of
+    # 8 bits lie on several ranks.
+    if is_adamw and parameter.sharded is None and not cuts_groups(parameter.layout):
         _step_adamw(local, gradient, parameter.group)
         return
     # Gather: all in the parameter's whole shape, and the vectors of all matrices.
@@ -232,6 +233,9 @@ def _step_parameter(
         _step_adamw({STEP: local[STEP], **whole}, whole["gradient"], parameter.group)
     else:
         _step_matrices(parameter, whole, vectors, roundings)
+    for key in packed:
+        wide, whole[key] = whole[key], torch.empty_like(whole[key], dtype=local[key].dtype)
+        store_packed_(whole[key], wide)
     # Scatter: this rank's pieces.
     for key, value in local.items():
         if key in names and value.numel():

@@ -238,14 +238,14 @@ def _compare_adamw(
     """Yield the differences of this rank's piece, one per tensor. All ranks that share the parameter must call it."""
     for key in ("weight", EXP_AVG, EXP_AVG_SQ, STEP):
         old, right, mine = (_value(parameter, values, key) for values in (before, expected, actual))
+        rounding = parameter.of_groups(rounding_of, expected[key]) if is_packed(expected[key]) else 0.0
         if right.numel() == 0:
             continue
         scale = largest(right - old if key == "weight" else right)
         if key == "weight":
             allowed = _allowed_change(parameter.group, old, right, _ADAMW * parameter.group.effective_lr)
         else:
-            allowed = torch.zeros_like(right) if key == STEP else _allowed_state(right, old)
-            allowed += rounding_of(expected[key]) if is_packed(expected[key]) else 0.0
+            allowed = (torch.zeros_like(right) if key == STEP else _allowed_state(right, old)) + rounding
         yield _difference(parameter, key, right, mine, allowed, scale)
 
 
@@ -267,7 +267,7 @@ def _compare_matrices(
         gather = parameter.whole if key == "weight" else partial(parameter.whole_of, key)
         wholes = [gather(_value(parameter, values, key)) for values in (before, expected, actual)]
         batches = [view.batches(whole) for whole in wholes]
-        steps = view.batches(gather(rounding_of(expected[key]))) if is_packed(expected[key]) else None
+        steps = view.batches(rounding_of(gather(expected[key]))) if is_packed(expected[key]) else None
         for number, (block, index) in enumerate(numbers):
             old, right, mine = (batch[block][index] for batch in batches)
             is_elsewhere = key != "weight" and this_rank() not in holders.get((block, index), parameter.ranks)
@@ -330,7 +330,7 @@ def _wrong_ranks(parameter: Parameter, whole: Tensor, block: int, index: int, wr
 def _value(parameter: Parameter, values: Mapping[str, Tensor], key: str) -> Tensor:
     """Return this rank's piece of a state, or of a weight in full precision. All ranks that share it must call it."""
     if key != "weight":
-        return read_packed(values[key]) if is_packed(values[key]) else values[key]
+        return parameter.of_groups(read_packed, values[key]) if is_packed(values[key]) else values[key]
     of_master = master_key(values)
     if of_master is None or parameter.sharded is None:
         return full_precision(values[key], None if of_master is None else values[of_master])

@@ -1,0 +1,105 @@
+"""State of 8 bits whose groups lie on several ranks, as where tensor parallelism cuts 512 columns into 171.
+
+A rank that has some entries of a group can neither read them, as the exponent is in the bytes of all eight, nor store
+them, as the exponent is that of the largest. So in a step such averages are float32: before the buckets every rank
+gathers the bytes, reads the groups, and keeps its piece; after them it gathers the values, stores the groups, and keeps
+its bytes. Rounding the whole tensor gives the bits of one device. Averages that were not stepped keep their bytes,
+because what is read and stored again does not change.
+
+It costs two messages and float32 averages during a step for these parameters, and nothing for all others.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.collectives import this_rank
+from quintic.optim.comms.communicators import Communicators
+from quintic.optim.groups.group import Group
+from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.numeric.int8_state import read_packed, store_packed_
+from quintic.optim.rules.rule import STEP
+from quintic.optim.state.parameters import Parameter, all_parameters
+from quintic.optim.state.placement import cuts_groups, has_packed_state
+
+__all__ = ["CutState", "cut_state_of"]
+
+State = Mapping[Tensor, Mapping[str, Tensor]]
+
+
+def cut_state_of(groups: Sequence[Group], state: State, communicators: Communicators) -> "CutState | None":
+    """Return the state as steps see it, None if no groups of 8-bit state are cut.
+
+    Args:
+        groups: the parameter groups.
+        state: the state of their parameters, as it is kept.
+        communicators: the optimizer's process groups.
+    """
+    cut = [
+        one
+        for one in all_parameters(groups, communicators)
+        if one.is_here and cuts_groups(one.layout) and has_packed_state(one.param, one.group)
+    ]
+    return CutState(cut, state) if cut else None
+
+
+class CutState(State):
+    """The state of all parameters as steps see it: with averages in float32 where groups are cut.
+
+    Args:
+        cut: the parameters whose groups are cut; the same ones in the same order on all of their ranks.
+        state: the state of all parameters, as it is kept.
+    """
+
+    def __init__(self, cut: Sequence[Parameter], state: State) -> None:
+        self._cut, self._state = cut, state
+        # The objects stay, since caches refer to them; between steps they have no memory.
+        self._wide = {one.param: _empty_averages(one) for one in cut}
+        self._release(cut)
+
+    def __getitem__(self, param: Tensor) -> Mapping[str, Tensor]:
+        wide = self._wide.get(param)
+        return self._state[param] if wide is None else {**self._state[param], **wide}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    @contextmanager
+    def of_step(self, steps_waited: Sequence[int]) -> Iterator[None]:
+        """Provide the averages of groups that are due, and store them unless the step fails; all ranks must call it."""
+        # Parameters that were always frozen have no state.
+        due = [one for one in self._cut if steps_waited[one.group.number] == 0 and self._state.get(one.param)]
+        for one in due:
+            for key, wide in self._wide[one.param].items():
+                values = one.of_groups(read_packed, local_tensor(self._state[one.param][key]))
+                wide.untyped_storage().resize_(wide.numel() * wide.itemsize)
+                wide.copy_(values)
+        try:
+            yield
+            for one in due:
+                self._store(one)
+        finally:
+            self._release(due)
+
+    def _store(self, one: Parameter) -> None:
+        state = self._state[one.param]
+        for key, wide in self._wide[one.param].items():
+            whole, kept = one.whole(wide), local_tensor(state[key])
+            stored = torch.empty_like(whole, dtype=kept.dtype)
+            store_packed_(stored, whole, state.get(STEP))
+            kept.copy_(one.piece(stored, this_rank()))
+
+    def _release(self, parameters: Sequence[Parameter]) -> None:
+        for one in parameters:
+            for wide in self._wide[one.param].values():
+                wide.untyped_storage().resize_(0)
+
+
+def _empty_averages(one: Parameter) -> dict[str, Tensor]:
+    local = local_tensor(one.param)
+    return {key: torch.empty_like(local, dtype=torch.float32) for key in one.group.rule.packed_state}

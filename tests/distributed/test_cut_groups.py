@@ -1,0 +1,216 @@
+"""State of 8 bits where columns are cut inside of groups of 8: the bits of one device, and the errors that remain."""
+
+import copy
+
+import pytest
+import torch
+from harness import DEVICE, run
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import quintic
+from quintic.interchange import export_torch_state, import_torch_state
+from quintic.optim.numeric.int8_state import is_packed, read_packed
+
+GAP, NAN = 2, 3
+STEPS = 5
+
+
+class Weights(nn.Module):
+    """Two matrices and a table with `columns` columns; a matrix and a table of which ranks divide the rows alone."""
+
+    def __init__(self, columns, placed=None):
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = {"first": (16, columns), "second": (16, columns), "table": (9, columns), "rows": (10, 16)}
+        shapes["even"] = (9, 16)
+        for name, shape in shapes.items():
+            whole = torch.randn(shape, device=DEVICE)
+            self.register_parameter(name, nn.Parameter(whole if placed is None else placed(name, whole)))
+
+
+def optimizer_of(model, **options):
+    groups = [
+        {"params": [(name, getattr(model, name)) for name in ("first", "second", "rows")], "algorithm": "muon"},
+        {"params": [(name, getattr(model, name)) for name in ("table", "even")], "algorithm": "adamw"},
+    ]
+    given = {"lr": 0.05, "adamw_lr": 0.01, "state_dtype": "int8", "on_nonfinite": "skip", **options}
+    return quintic.Muon(groups, **given)
+
+
+def placed_on(mesh, dimension):
+    """Cut all but two along a dimension."""
+
+    def placed(name, whole):
+        return distribute_tensor(whole, mesh, [Shard(0 if name in ("rows", "even") else dimension)], src_data_rank=None)
+
+    return placed
+
+
+def give(model, step):
+    generator = torch.Generator().manual_seed(step)
+    for name, param in model.named_parameters():
+        gradient = torch.randn(param.shape, generator=generator).to(DEVICE)
+        if step == NAN and name == "table":
+            gradient[0, 0] = torch.nan
+        if isinstance(param, DTensor):
+            gradient = distribute_tensor(gradient, param.device_mesh, param.placements, src_data_rank=None)
+        param.grad = None if step == GAP and name in ("second", "table") else gradient
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        give(model, step)
+        optimizer.step()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def differences(model, optimizer, other, other_optimizer):
+    found = []
+    for (name, param), twin in zip(model.named_parameters(), other.parameters(), strict=True):
+        state, expected = optimizer.state[param], other_optimizer.state[twin]
+        pairs = {"weight": (param, twin), **{key: (state[key], expected[key]) for key in expected}}
+        found += [f"{name}: {key}" for key, (one, two) in pairs.items() if not torch.equal(whole(one), whole(two))]
+    return found
+
+
+def trained(columns, mesh=None, dimension=1, steps=range(STEPS)):
+    model = Weights(columns, None if mesh is None else placed_on(mesh, dimension))
+    optimizer = optimizer_of(model)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def check_bits(rank, world_size, columns):
+    mesh = DeviceMesh(DEVICE, range(world_size))
+    model, optimizer = trained(columns, mesh)
+    one, alone = trained(columns)
+    assert differences(model, optimizer, one, alone) == []
+    for param in (model.first, model.table):
+        averages = [state for state in optimizer.state[param].values() if is_packed(state)]
+        assert averages
+        assert all(isinstance(state, DTensor) and state.placements == param.placements for state in averages)
+    # A kernel reads averages of one dtype.
+    assert all(("table" in bucket.names) + ("even" in bucket.names) < 2 for bucket in optimizer.plan())
+    # Between steps nothing is kept in float32.
+    wide = [tensor for tensors in optimizer._plans.runner._cut_state._wide.values() for tensor in tensors.values()]
+    assert len(wide) == 4
+    assert not any(tensor.untyped_storage().nbytes() for tensor in wide)
+    give(model, STEPS)
+    report = quintic.verify(model, optimizer)
+    assert report.ok, str(report)
+    # Into another layout, from it, and from one device.
+    for start, (saved_model, saved) in {"cut": (model, optimizer), "one": (one, alone)}.items():
+        for dimension in (0, 1):
+            twin, other = trained(columns, mesh, dimension, steps=())
+            values = copy.deepcopy(saved.state_dict())
+            if dimension == 0 and start == "cut":  # pieces of another layout are not taken
+                for state in values["state"].values():
+                    state.update({key: whole(value) for key, value in state.items()})
+            other.load_state_dict(values)
+            with torch.no_grad():
+                for param, source in zip(twin.parameters(), saved_model.parameters(), strict=True):
+                    full = whole(source.detach())
+                    param.copy_(distribute_tensor(full, mesh, param.placements, src_data_rank=None))
+            train(twin, other, [STEPS, STEPS + 1])
+            expected, expected_optimizer = trained(columns, steps=range(STEPS + 2))
+            assert differences(twin, other, expected, expected_optimizer) == [], (start, dimension)
+    # To PyTorch's optimizers in float32.
+    exported = export_torch_state(optimizer)
+    expected = export_torch_state(alone)
+    for algorithm, saved in exported.items():
+        for number, state in saved["state"].items():
+            for key, value in state.items():
+                assert torch.equal(whole(value), expected[algorithm]["state"][number][key]), (algorithm, number, key)
+
+
+@pytest.mark.parametrize(("world_size", "columns"), [(2, 24), (3, 40), (3, 8)])
+def test_the_bits_are_those_of_one_device(world_size, columns):
+    run(check_bits, world_size, columns)
+
+
+def check_copies(rank, world_size, transposed):
+    """The state of a matrix for another one, or for its transpose, both cut."""
+    mesh = DeviceMesh(DEVICE, range(world_size))
+
+    def tied(placed):
+        torch.manual_seed(1)
+        model = nn.Module()
+        shapes = {"one": (24, 24), "other": (24, 24)}
+        for name, shape in shapes.items():
+            tensor = torch.randn(shape, device=DEVICE)
+            model.register_parameter(name, nn.Parameter(placed(name, tensor) if placed else tensor))
+        options = {"algorithm": "adamw", "state_dtype": "int8"}
+        optimizer = quintic.Muon([{"params": list(model.named_parameters()), **options}], lr=0.01)
+        train(model, optimizer, range(2))
+        optimizer.copy_state("one", "other", transposed=transposed)
+        train(model, optimizer, [2 + GAP])
+        return model, optimizer
+
+    assert differences(*tied(placed_on(mesh, 1)), *tied(None)) == []
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_state_is_copied_in_whole_groups(transposed):
+    run(check_copies, 2, transposed)
+
+
+def check_errors(rank, world_size):
+    mesh = DeviceMesh(DEVICE, range(world_size))
+    model = Weights(24, placed_on(mesh, 1))
+    with pytest.raises(ValueError, match=r"first: its 24 columns are cut .*offload=True .*use state_dtype='bf16' for"):
+        optimizer_of(model, offload=True)
+    model, optimizer = trained(24, mesh, steps=range(2))
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    # Conversions would need the groups of others.
+    for group in optimizer.param_groups:
+        group["state_dtype"] = None
+    with pytest.raises(ValueError, match=r"first: its momentum_buffer is torch.int8 and cannot become torch.float32"):
+        train(model, optimizer, [2])
+    for group in optimizer.param_groups:
+        group["state_dtype"] = "int8"
+    plain = Weights(24)
+    wide = optimizer_of(plain, state_dtype=None)
+    train(plain, wide, range(2))
+    with pytest.raises(ValueError, match=r"first: saved momentum_buffer is torch.float32 and cannot become torch.int8"):
+        optimizer.load_state_dict(wide.state_dict())
+    exported = export_torch_state(wide)
+    for saved in exported.values():
+        for state in saved["state"].values():
+            for key, value in state.items():
+                if value.ndim == 2:
+                    state[key] = distribute_tensor(value, mesh, [Shard(1)], src_data_rank=None)
+    with pytest.raises(ValueError, match=r"first: saved momentum_buffer is torch.float32 and cannot become torch.int8"):
+        import_torch_state(optimizer, *exported.values())
+    after = optimizer.state_dict()["state"]
+    for key, state in before.items():
+        assert all(torch.equal(whole(value), whole(after[key][name])) for name, value in state.items())
+    # What the message advises: to convert on one device.
+    one, alone = trained(24, steps=range(2))
+    alone.load_state_dict(wide.state_dict())
+    optimizer.load_state_dict(alone.state_dict())
+    assert torch.equal(
+        optimizer.state[model.first]["momentum_buffer"].full_tensor(), alone.state[one.first]["momentum_buffer"]
+    )
+
+
+def test_errors_name_the_parameter_and_change_nothing():
+    run(check_errors, 2)
+
+
+def check_reads(rank, world_size):
+    """A piece alone tells nothing: the exponents of its cut groups are elsewhere."""
+    mesh = DeviceMesh(DEVICE, range(world_size))
+    model, optimizer = trained(24, mesh)
+    momentum = optimizer.state[model.first]["momentum_buffer"]
+    numbers = read_packed(momentum.full_tensor())
+    exported = export_torch_state(optimizer)["muon"]["state"][0]["momentum_buffer"]
+    assert torch.equal(exported.to_local(), numbers[:, 12 * rank : 12 * (rank + 1)])
+
+
+def test_exports_are_pieces_of_what_whole_groups_say():
+    run(check_reads, 2)
