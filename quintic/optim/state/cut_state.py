@@ -76,6 +76,7 @@ class CutState(State):
         due = [one for one in self._cut if steps_waited[one.group.number] == 0 and self._state.get(one.param)]
         for one in due:
             for key, wide in self._wide[one.param].items():
+                # This rank's piece of what the whole groups say, float32.
                 values = one.of_groups(read_packed, local_tensor(self._state[one.param][key]))
                 wide.untyped_storage().resize_(wide.numel() * wide.itemsize)
                 wide.copy_(values)
@@ -89,8 +90,10 @@ class CutState(State):
     def _store(self, one: Parameter) -> None:
         state = self._state[one.param]
         for key, wide in self._wide[one.param].items():
+            # The averages of all ranks in the parameter's whole shape, then their bytes; this rank keeps its own.
             whole, kept = one.whole(wide), local_tensor(state[key])
             stored = torch.empty_like(whole, dtype=kept.dtype)
+            # Second moments are rounded by AdamW's count of steps, which the step has increased.
             store_packed_(stored, whole, state.get(STEP))
             kept.copy_(one.piece(stored, this_rank()))
 
