@@ -17,7 +17,7 @@ from quintic.optim.comms.sharing import SHARDED_MODES
 from quintic.optim.groups.flattened import check_group_is_whole
 from quintic.optim.groups.names import made_up
 from quintic.optim.groups.options import OPTIONS, SCHEDULED_OPTIONS, STEP_OPTIONS
-from quintic.optim.layout.layouts import is_dtensor, layout_of, local_tensor
+from quintic.optim.layout.layouts import Layout, is_dtensor, layout_of, local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.layout.wrappers import check_wrapper
 from quintic.optim.numeric.bf16_state import MAX_BF16_BETA
@@ -38,6 +38,7 @@ __all__ = [
     "check_is_group",
     "check_is_listed_once",
     "check_members",
+    "check_offloaded",
     "check_options",
     "check_params",
     "check_scheduled",
@@ -204,12 +205,8 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
                 f"{tuple(param.shape)} and strides {param.stride()} has gaps in it; make it contiguous"
             )
         layout = layout_of(name, param) if group["state_dtype"] == "int8" and is_dtensor(param) else None
-        if layout is not None and group["offload"] and cuts_groups(layout):
-            raise ValueError(
-                f"{name}: its {layout.shape[-1]} columns are cut between ranks inside of {GROUP} neighbours, which "
-                f"state_dtype='int8' stores together, and offload=True keeps state out of their reach; use "
-                f"state_dtype='bf16' for this group, or a number of ranks that cuts at multiples of {GROUP}"
-            )
+        if layout is not None and group["offload"]:
+            check_offloaded(name, layout)
         _check_wrapper(name, param, group)
         if orthogonalizes(group["algorithm"]):
             _check_matrix(name, param, group)
@@ -286,6 +283,17 @@ def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
                 f"{group['state_dtype']!r}: above {MAX_BF16_BETA} an average moves by less than it resolves; lower "
                 f"{key}, or set state_dtype=None for this group"
             )
+
+
+def check_offloaded(name: str, layout: Layout) -> None:
+    """Reject a layout of offloaded 8-bit state whose groups lie on several ranks."""
+    # Copies to and from the host are of this rank's pieces.
+    if cuts_groups(layout):
+        raise ValueError(
+            f"{name}: its {layout.shape[-1]} columns are cut between ranks inside of {GROUP} neighbours, which "
+            f"state_dtype='int8' stores together, and offload=True keeps state out of their reach; use "
+            f"state_dtype='bf16' for this group, or a number of ranks that cuts at multiples of {GROUP}"
+        )
 
 
 def _check_wrapper(name: str, param: Tensor, group: Mapping[str, Any]) -> None:

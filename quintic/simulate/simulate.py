@@ -36,6 +36,7 @@ from quintic.optim.plan.replicas import ReplicaChoice, choose_replica_strategies
 from quintic.optim.plan.schedule import PhaseBytes, Schedule, overlapping_bytes
 from quintic.optim.plan.workspace.buckets import memory_keys
 from quintic.optim.state.owners import balance
+from quintic.optim.validate import check_offloaded
 from quintic.simulate.meta_tensors import MetaTensors
 from quintic.simulate.parallelism import layouts_by_name
 from quintic.simulate.stored import StoredBytes, offload_buffer_bytes, stored_bytes
@@ -135,6 +136,7 @@ def simulate_plan(
     Raises:
         ConfigError: the mesh, a name or the node size is invalid. The message begins with `mesh=`, `layout=` or
             `node_size=`.
+        ValueError: the layout cuts groups of 8-bit state that is offloaded.
     """
     if node_size is not None and node_size < 1:
         raise ConfigError(f"node_size={node_size}: give at least one rank per node")
@@ -149,6 +151,10 @@ def simulate_plan(
     ]
     num_ranks = math.prod(mesh)
     everywhere = layouts_by_name(groups, mesh, names)
+    for group, whole in zip(groups, everywhere, strict=True):
+        if group.state_dtype == "int8" and group.offload:
+            for name, layout in zip(group.param_names, whole, strict=True):
+                check_offloaded(name, layout)
     layouts: list[list[Layout | None]] = [
         gather_layouts(group, whole) if num_ranks > 1 else [None] * len(whole)
         for group, whole in zip(groups, everywhere, strict=True)

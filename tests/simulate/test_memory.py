@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -211,11 +212,17 @@ def test_8_bit_state_has_a_rung_also_where_the_layout_cuts_its_groups(ranks):
     # Two ranks cut the MLP's rows of 24 after 12 columns.
     sizes = Sizes(layers=1, width=16, heads=6, kv_heads=6, head_dim=8, hidden=24, vocab_size=16)
     options = options_of(torch.bfloat16)
-    setups = setups_of(savings_on(((ranks,), ("tp",))), needs_of(options, groups_of(sizes, torch.bfloat16)))
+    needs = needs_of(options, groups_of(sizes, torch.bfloat16))
+    setups = setups_of(savings_on(((ranks,), ("tp",))), needs)
     changes = [setup.change for setup in setups]
     assert {"state_dtype": "int8"} in changes
     assert {"master": "8bit"} in changes
     assert setups[-1].settings["state_dtype"] == "int8"
+    # State in host memory must not be cut.
+    offloaded = {"mesh": ((ranks,), ("tp",)), "state_dtype": "int8", "offload": True}
+    with pytest.raises(ValueError, match="columns are cut") if ranks == 2 else nullcontext():
+        needs(offloaded)
+    setups_of([({"mesh": ((ranks,), ("tp",)), "state_dtype": "int8"}, "loss"), ({"offload": True}, "copies")], needs)
 
 
 def test_activations_and_the_step_share_memory():
