@@ -84,8 +84,9 @@ class CapturedStep:
     Raises:
         ValueError: parameters are on other devices, or an option needs the host at each step (`telemetry_every`,
             `on_nonfinite="raise"`, `offload`, plain PyTorch kernels, `on_nonfinite="skip"` with
-            `comms="sharded_sparse"`), or it has `release_gradients`, or `step_every` would need more than eight graphs,
-            or the optimizer has step hooks; the message names the reason.
+            `comms="sharded_sparse"`), or it has `release_gradients`, or ranks share groups of 8-bit state, or
+            `step_every` would need more than eight graphs, or the optimizer has step hooks; the message names the
+            reason.
     """
 
     def __init__(self, optimizer: Muon) -> None:
@@ -246,6 +247,7 @@ class CapturedStep:
         hooks = self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
         if hooks:
             raise ValueError("a captured step runs no step hooks, and the optimizer has some: remove them")
+        _check_groups_of_8(self._optimizer)
         _check_devices(self._optimizer, self._params())
 
 
@@ -288,11 +290,7 @@ def _bring_averages(captured: Averages, averages: Averages) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def _check_devices(optimizer: Muon, params: Iterable[Tensor]) -> None:
-    devices = {param.device for param in params}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"a CUDA graph needs all parameters on one CUDA device, these are on {names or 'none'}")
+def _check_groups_of_8(optimizer: Muon) -> None:
     for group in optimizer._plans.current_groups():
         for name, param in zip(group.param_names, group.params, strict=True):
             if has_packed_state(param, group) and cuts_groups(layout_of(name, param)):
@@ -301,6 +299,13 @@ def _check_devices(optimizer: Muon, params: Iterable[Tensor]) -> None:
                     f"stores together, by way of memory that each step allocates; step as usual, or use "
                     f"state_dtype='bf16' for this group"
                 )
+
+
+def _check_devices(optimizer: Muon, params: Iterable[Tensor]) -> None:
+    devices = {param.device for param in params}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"a CUDA graph needs all parameters on one CUDA device, these are on {names or 'none'}")
     # Triton's kernels read hyperparameters from device memory, plain PyTorch bakes them into the graph.
     for bucket in optimizer.plan():
         if bucket.kernels == "torch":

@@ -165,6 +165,8 @@ def check_errors(rank, world_size):
     with pytest.raises(ValueError, match=r"first: its 24 columns are cut .*offload=True .*use state_dtype='bf16' for"):
         optimizer_of(model, offload=True)
     model, optimizer = trained(24, mesh, steps=range(2))
+    with pytest.raises(ValueError, match=r"first: its columns are cut .*step as usual, or use state_dtype='bf16' for"):
+        quintic.CapturedStep(optimizer)
     before = copy.deepcopy(optimizer.state_dict()["state"])
     # Conversions would need the groups of others.
     for group in optimizer.param_groups:
