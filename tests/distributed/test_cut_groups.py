@@ -52,6 +52,9 @@ def give(model, step):
     generator = torch.Generator().manual_seed(step)
     for name, param in model.named_parameters():
         gradient = torch.randn(param.shape, generator=generator).to(DEVICE)
+        # Bytes of values so small that they would change if they were read and stored again: 2^-126 of momentum, and
+        # second moments of 2^-140.
+        gradient[0] *= 2.0**-126 if param.shape[0] == 16 else 2.0**-70
         if step == NAN and name == "table":
             gradient[0, 0] = torch.nan
         if isinstance(param, DTensor):

@@ -12,9 +12,10 @@ as they would if each small decay were rounded away: sqrt(x) goes to the next q 
 distance from the one below. The chance is a hash of the value's bits and of the parameter's count of steps, so it is
 the same on every layout and device. Momentum is rounded to the nearest, which costs nothing that was measured.
 
-A value that is read and stored again has the same bytes, so groups whose entries did not change keep theirs. NaN or
-infinity makes all of its group NaN. For the same bytes on every layout, groups must lie whole on a rank and in a
-matrix, see `placement.has_packed_state`.
+A value that is read and stored again has the same bytes, so groups whose entries did not change keep theirs; but for
+groups below 2^-121, or 2^-135 of second moments, whose smallest steps underflow. NaN or infinity makes all of its group
+NaN. Groups must lie whole in a matrix, see `placement.has_packed_state`. Where a layout cuts them between ranks, these
+read and store them together (`state/cut_state.py`), so that every layout has the same bytes.
 
 Blockwise 8-bit state follows Dettmers et al., arXiv 2110.02861; the MX formats of the Open Compute Project have small
 blocks with shared powers of two.

@@ -3,10 +3,10 @@
 A rank that has some entries of a group can neither read them, as the exponent is in the bytes of all eight, nor store
 them, as the exponent is that of the largest. So in a step such averages are float32: before the buckets every rank
 gathers the bytes, reads the groups, and keeps its piece; after them it gathers the values, stores the groups, and keeps
-its bytes. Rounding the whole tensor gives the bits of one device. Averages that were not stepped keep their bytes,
-because what is read and stored again does not change.
+its bytes. Rounding the whole tensor gives the bits of one device. A parameter that was not stepped
+keeps its bytes: its averages are still the ones that were read.
 
-It costs two messages and float32 averages during a step for these parameters, and nothing for all others.
+It costs three messages and float32 averages during a step for these parameters, and nothing for all others.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -92,10 +92,14 @@ class CutState(State):
         for key, wide in self._wide[one.param].items():
             # The averages of all ranks in the parameter's whole shape, then their bytes; this rank keeps its own.
             whole, kept = one.whole(wide), local_tensor(state[key])
-            stored = torch.empty_like(whole, dtype=kept.dtype)
+            before = one.whole(kept)
+            stored = torch.empty_like(before)
             # Second moments are rounded by AdamW's count of steps, which the step has increased.
             store_packed_(stored, whole, state.get(STEP))
-            kept.copy_(one.piece(stored, this_rank()))
+            # A step changes averages, unless all are zero. Without one the bytes stay: those of tiny values, whose
+            # float32 arithmetic underflows, would be others if they were stored again. Bits, since NaN equals nothing.
+            is_stepped = (whole.view(torch.int32) != read_packed(before).view(torch.int32)).any()
+            kept.copy_(one.piece(torch.where(is_stepped, stored, before), this_rank()))
 
     def _release(self, parameters: Sequence[Parameter]) -> None:
         for one in parameters:
