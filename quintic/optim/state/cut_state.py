@@ -3,8 +3,8 @@
 A rank that has some entries of a group can neither read them, as the exponent is in the bytes of all eight, nor store
 them, as the exponent is that of the largest. So in a step such averages are float32: before the buckets every rank
 gathers the bytes, reads the groups, and keeps its piece; after them it gathers the values, stores the groups, and keeps
-its bytes. Rounding the whole tensor gives the bits of one device. A parameter that was not stepped
-keeps its bytes: its averages are still the ones that were read.
+its bytes. Rounding the whole tensor gives the bits of one device. A parameter that was not stepped keeps its bytes: its
+averages are still the ones that were read.
 
 It costs three messages and float32 averages during a step for these parameters, and nothing for all others.
 """
