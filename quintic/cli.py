@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from quintic.durable import DISK_FULL
 from quintic.errors import ConfigError, OtherRankError, QuinticError
 from quintic.launch import check_launcher, environment_number, install_command, with_program
 from quintic.streams import complete_streams, drop_output
@@ -19,7 +20,7 @@ __all__ = ["OPTION_ALIASES", "main"]
 
 # Errors of the system that come from disk, permissions or paths rather than from this program -> advice.
 _DISK_ERRORS = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
+    **dict.fromkeys(DISK_FULL, "free some space"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change who may read and write it"),
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP), "correct the path"),
 }

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "DISK_FULL",
     "discard",
     "flush",
     "json_object",
@@ -27,6 +28,9 @@ __all__ = [
     "save_tensors",
     "write_atomically",
 ]
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of the errors of a disk or a quota that is full."""
 
 # Errors of systems that cannot flush a folder: some network file systems, and Windows, which cannot open it.
 _NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)

@@ -4,7 +4,6 @@ Only Parquet, JSON and CSV files are used (`quintic.data.files` reads them); loa
 files is stored with the downloads, so that a machine without a network can use the files that it has.
 """
 
-import errno
 import json
 import re
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 
 from quintic.data.files.documents import RECORD_ENDINGS, TEXT_FIELD, format_of, read_documents
 from quintic.data.source import Source, SourceFile, slug
-from quintic.durable import json_object, write_atomically
+from quintic.durable import DISK_FULL, json_object, write_atomically
 from quintic.errors import DataError
 
 __all__ = ["download", "open_hub"]
@@ -243,6 +242,6 @@ def _advice(error: Exception) -> str:
         return "accept its terms on the Hub and log in with `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):
         return "check the name, or log in with `hf auth login` if it is private"
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         return "free some space, or use another --data-dir"
     return "check the network, or give local files"

@@ -17,7 +17,6 @@ preparation that was stopped reads the sources again, but tokenizes only documen
 `quintic.data.dataset` reads datasets.
 """
 
-import errno
 import hashlib
 import json
 import shlex
@@ -40,7 +39,7 @@ from quintic.data.shard_writer import ShardWriter
 from quintic.data.source import SPLITS, Source, SplitName
 from quintic.data.survey import sections_within, survey_sources, text_hash
 from quintic.data.tokenizer import Tokenizer, lost_text
-from quintic.durable import flush, json_object, lock, remove_unfinished, write_atomically
+from quintic.durable import DISK_FULL, flush, json_object, lock, remove_unfinished, write_atomically
 from quintic.errors import DataError
 
 __all__ = ["prepare", "prepare_command"]
@@ -51,7 +50,6 @@ _SAMPLE_BYTES = 32 << 20
 _BATCH_BYTES = 1 << 20
 # Larger downloads need a limit from the user.
 _MAX_REMOTE_BYTES = 50 << 30
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def prepare(
@@ -147,7 +145,7 @@ def prepare(
             return finished
     except OSError as error:
         place = error.filename if error.filename is not None else job.folder
-        removed = "unfinished data is removed, free some space or " if error.errno in _DISK_FULL else ""
+        removed = "unfinished data is removed, free some space or " if error.errno in DISK_FULL else ""
         raise DataError(
             f"{place}: cannot be written ({error.strerror or error}); {removed}use another --data-dir"
         ) from error
@@ -226,7 +224,7 @@ class _Preparation:
         except (DataError, OSError) as error:
             # A full disk needs the space, and corrected local text would be another dataset, with another folder. A
             # download, and any other error of the system, may be tried again and resumes.
-            if error.errno in _DISK_FULL if isinstance(error, OSError) else not self.source.is_remote:
+            if error.errno in DISK_FULL if isinstance(error, OSError) else not self.source.is_remote:
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
 

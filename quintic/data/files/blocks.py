@@ -8,7 +8,7 @@ from typing import Any
 
 from quintic.errors import DataError
 
-__all__ = ["COMPRESSIONS", "blocks_of", "decode_utf8", "lines_of", "uncompressed_name"]
+__all__ = ["COMPRESSIONS", "blocks_of", "decode_utf8", "lines_of", "not_utf8", "uncompressed_name"]
 
 COMPRESSIONS = (".gz", ".zst")
 
@@ -41,11 +41,16 @@ def decode_utf8(data: bytes | bytearray, path: Path, offset: int) -> str:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8 at byte offset {offset + error.start} (byte 0x{data[error.start]:02x}); convert the "
-            "file to UTF-8"
-        ) from error
+        raise not_utf8(path, offset, error) from error
     return text.removeprefix("\ufeff") if offset == 0 else text
+
+
+def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> DataError:
+    """Return the error of a file whose bytes from `offset` on could not be decoded."""
+    wrong = error.object[error.start]
+    return DataError(
+        f"{path}: not UTF-8 at byte offset {offset + error.start} (byte 0x{wrong:02x}); convert the file to UTF-8"
+    )
 
 
 def lines_of(path: Path, max_bytes: int) -> Iterator[str]:

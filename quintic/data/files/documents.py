@@ -5,6 +5,7 @@ read; JSON gives one document per object, CSV and Parquet one per row. Documents
 divides long documents into sections. `quintic.data.open_source` decides which files make up a source, and their order.
 """
 
+import codecs
 import csv
 import json
 import re
@@ -13,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from quintic.data.files.blocks import COMPRESSIONS, blocks_of, decode_utf8, lines_of, uncompressed_name
+from quintic.data.files.blocks import COMPRESSIONS, blocks_of, decode_utf8, lines_of, not_utf8, uncompressed_name
 from quintic.errors import DataError
 
 __all__ = [
@@ -40,7 +41,7 @@ MAX_DOCUMENT_BYTES = 64 * 1024
 _MAX_TEXT_BYTES = 64 << 20
 _MAX_RECORD_BYTES = 256 << 20
 _MAX_CELL_BYTES = 32 << 20
-# Between the objects of a `.json` file: spaces, and the commas and brackets of an array.
+# Between the objects of a `.json` file: spaces, the commas and brackets of an array, and a byte order mark.
 _BETWEEN_RECORDS = re.compile(r"[\s,\[\]\ufeff]*")
 # Number of fields that a message names.
 _NAMED_FIELDS = 20
@@ -176,21 +177,18 @@ def _skip_to_record(text: str, start: int) -> int:
 
 
 def _decoded_blocks(path: Path) -> Iterator[str]:
-    """Yield the text of a file in blocks that end between characters."""
-    offset = 0
-    held = b""
+    """Yield the text of a file in blocks; a character that goes on in the next block belongs to that one."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    num_bytes = 0
     for block in chain(blocks_of(path), [b""]):
-        held += block
-        end = len(held)
-        # A last character of two to four bytes may go on in the next block: go back to its first byte. Its later bytes
-        # begin with the bits 10.
-        if block and block[-1] >= 0x80:
-            end -= 1
-            while len(held) - 4 < end and end > 0 and held[end] & 0xC0 == 0x80:
-                end -= 1
-        if end:
-            yield decode_utf8(held[:end], path, offset)
-        offset, held = offset + end, held[end:]
+        num_bytes += len(block)
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            # The decoder may have added bytes before the block.
+            raise not_utf8(path, num_bytes - len(error.object), error) from error
+        if text:
+            yield text
 
 
 def _text_of(record: Any, place: str, field: str) -> bytes:
