@@ -204,8 +204,7 @@ def _select(names: list[str], config: str | None, configs: list[dict[str, Any]],
 def _train_patterns(data_files: Any) -> list[re.Pattern[str]]:
     """Return the patterns of training files in a card's `data_files`: a glob, a list of globs, or of {split, path}."""
     entries = data_files if isinstance(data_files, list) else [data_files]
-    by_split = [entry for entry in entries if isinstance(entry, dict)]
-    train = [entry for entry in by_split if entry.get("split") == "train"]
+    train = [entry for entry in entries if isinstance(entry, dict) and entry.get("split") == "train"]
     globs: list[str] = []
     for entry in train or entries:
         paths = entry.get("path", []) if isinstance(entry, dict) else entry

@@ -74,9 +74,9 @@ def open_sources(spec: str, val_data: str | None, *, cache_dir: Path, text_field
             )
     total = sum(weight for _, weight in words)
     side: SplitName | None = None if val_data is None else "train"
-    opened = [open_source(name, cache_dir=cache_dir, text_field=text_field) for name, _ in words]
     sources = [
-        replace(source, weight=weight / total, side=side) for source, (_, weight) in zip(opened, words, strict=True)
+        replace(open_source(name, cache_dir=cache_dir, text_field=text_field), weight=weight / total, side=side)
+        for name, weight in words
     ]
     if val_data is not None:
         held_back = open_source(val_data, cache_dir=cache_dir, text_field=text_field)

@@ -132,13 +132,7 @@ class RowStream:
     _order: Int64s
 
     def __init__(self, table: ChunkIndex, *, seed: int | None, buffer_documents: int) -> None:
-        """Start at the beginning of epoch 0.
-
-        Args:
-            table: the chunks.
-            seed: seed of the permutations, one for each epoch without end; None for one epoch in stored order.
-            buffer_documents: number of chunks that the packer chooses from.
-        """
+        """Start at the beginning of epoch 0; for `seed` and `buffer_documents` see `MixedRows`."""
         self._table = table
         self._seed = seed
         self._buffer_documents = buffer_documents
@@ -240,7 +234,7 @@ class MixedRows:
             dataset: the prepared text.
             split: `train` or `val`.
             row_tokens: length of a row, at least 2.
-            seed: seed of the permutations, for rows without end; None for one pass in stored order.
+            seed: seed of the permutations, one for each epoch without end; None for one epoch in stored order.
             buffer_documents: number of chunks that the packer chooses from.
 
         Raises:

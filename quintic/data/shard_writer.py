@@ -15,6 +15,8 @@ __all__ = ["ShardWriter"]
 class ShardWriter:
     """Collects the documents of one split, and writes a shard whenever there are enough; a shard has whole documents.
 
+    Methods raise OSError if a file cannot be written.
+
     Attributes:
         shards: the manifest's entries of the shards that are written.
     """
@@ -39,15 +41,7 @@ class ShardWriter:
         self._begin_shard()
 
     def add(self, ids: Sequence[int], num_bytes: int) -> None:
-        """Append one document.
-
-        Args:
-            ids: the tokens, bos first.
-            num_bytes: UTF-8 bytes of the document's text.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Append one document: its tokens, bos first, and the number of UTF-8 bytes of its text."""
         self._tokens += np.asarray(ids, dtype=self._dtype).tobytes()
         self._offsets.append(self._offsets[-1] + len(ids))
         self._num_bytes += num_bytes
@@ -55,11 +49,7 @@ class ShardWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Write the documents that are in no shard yet.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Write the documents that are in no shard yet."""
         if not self._tokens:
             return
         path = self._folder / f"{self._split}_{len(self.shards):05d}.bin"
