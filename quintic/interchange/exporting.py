@@ -33,7 +33,7 @@ def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, 
     """Return the state in the form that `torch.optim.Muon` and `torch.optim.AdamW` load.
 
     With `comms="sharded"` whole tensors are returned on every rank: all ranks must call it, as `state_dict`. The state
-    of `DTensor`s is exported as `DTensor`s.
+    of `DTensor`s is exported as `DTensor`s; if it is of 8 bits and ranks share its groups, all of them must call it.
 
     Args:
         optimizer: a `quintic.Muon`, also as Accelerate or Lightning have wrapped it.

@@ -89,10 +89,12 @@ def setups_of(savings: Sequence[tuple[Settings, str]], needs: Callable[[Settings
         try:
             parts = needs(settings)
         except ValueError:
-            # The layout cuts groups of 8-bit state, which then cannot be offloaded.
-            if "offload" not in change:
+            # The layout cuts groups of 8-bit state, which then cannot be offloaded; state of 16 bits can.
+            if "offload" not in change or settings.get("state_dtype") != "int8":
                 raise
-            continue
+            change = {**change, "state_dtype": "bf16"}
+            settings = {**settings, **change}
+            parts = needs(settings)
         if peak(parts) < peak(setups[-1].parts):
             setups.append(Setup(change, cost, settings, parts))
     return setups

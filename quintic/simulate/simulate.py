@@ -39,7 +39,7 @@ from quintic.optim.state.owners import balance
 from quintic.optim.validate import check_offloaded
 from quintic.simulate.meta_tensors import MetaTensors
 from quintic.simulate.parallelism import layouts_by_name
-from quintic.simulate.stored import StoredBytes, offload_buffer_bytes, stored_bytes
+from quintic.simulate.stored import StoredBytes, cut_state_bytes, offload_buffer_bytes, stored_bytes
 
 __all__ = ["BucketLoad", "Simulation", "simulate_plan"]
 
@@ -187,6 +187,7 @@ def simulate_plan(
         _fill_workspaces_(workspaces, [bytes_of[id(bucket)] for bucket in in_order], schedule, loads, ranks.like)
     # Flags and tables that kernels need on every rank.
     workspaces += small_bytes(param.device for group in groups for param in group.params)
+    workspaces += cut_state_bytes(groups, everywhere, num_ranks)
     if any(group.offload for group in groups):
         workspaces += offload_buffer_bytes(groups, everywhere, classes[0][0].layouts)
     stored = stored_bytes(groups, everywhere, num_ranks)

@@ -13,11 +13,15 @@ from quintic.optim.layout.layouts import Layout, numel_of, size_of
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.planning import build_plan
-from quintic.optim.state.placement import state_forms
+from quintic.optim.state.placement import cuts_groups, has_packed_state, state_forms
 from quintic.optim.step.offload.offload import Offload
 from quintic.simulate.meta_tensors import MetaTensors
 
-__all__ = ["StoredBytes", "offload_buffer_bytes", "stored_bytes"]
+__all__ = ["StoredBytes", "cut_state_bytes", "offload_buffer_bytes", "stored_bytes"]
+
+# For each entry of an average of 8 bits that is stored as a whole: the gathered values twice in float32, the bytes
+# before, after and of the choice, and a mark where it changed.
+_STORING_BYTES = 4 + 4 + 1 + 1 + 1 + 1
 
 
 class StoredBytes(NamedTuple):
@@ -28,6 +32,19 @@ class StoredBytes(NamedTuple):
     """On the device and in host memory together."""
     host: Tensor
     """The part of `state` in host memory."""
+
+
+def cut_state_bytes(groups: Sequence[Group], layouts: Sequence[Sequence[Layout]], num_ranks: int) -> Tensor:
+    """Return (ranks,) temporary bytes of a step for 8-bit state whose groups lie on several ranks (`cut_state.py`)."""
+    wide = torch.zeros(num_ranks, dtype=torch.int64)
+    most = 0
+    for group, of_group in zip(groups, layouts, strict=True):
+        for param, layout in zip(group.params, of_group, strict=True):
+            if has_packed_state(param, group, layout.shape) and cuts_groups(layout):
+                entries = torch.tensor([numel_of(layout.box_of(rank)) for rank in range(num_ranks)])
+                wide += 4 * len(group.rule.packed_state) * entries
+                most = max(most, _STORING_BYTES * math.prod(layout.shape))
+    return wide + most
 
 
 def stored_bytes(groups: Sequence[Group], layouts: Sequence[Sequence[Layout]], num_ranks: int) -> StoredBytes:

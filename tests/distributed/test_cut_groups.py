@@ -219,3 +219,92 @@ def check_reads(rank, world_size):
 
 def test_exports_are_pieces_of_what_whole_groups_say():
     run(check_reads, 2)
+
+
+def alone_with(columns, algorithm="adamw"):
+    """Return a parameter whose columns all ranks divide, and an optimizer for it."""
+    mesh = DeviceMesh(DEVICE, range(torch.distributed.get_world_size()))
+    whole = torch.randn(16, columns, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    param = nn.Parameter(distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None))
+    group = {"params": [("weight", param)], "algorithm": algorithm}
+    return param, quintic.Muon([group], lr=0.01, state_dtype="int8")
+
+
+def check_one_rank_without_gradient(rank, world_size):
+    model = nn.Module()
+    model.weight, optimizer = alone_with(24)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    if rank == 1:
+        model.weight.grad = None
+    assert len(str(quintic.verify(model, optimizer)))  # no rank waits for the other
+
+
+def check_empty_piece(rank, world_size, algorithm):
+    """FSDP2 keeps empty pieces of another empty shape; one rank alone must not answer otherwise."""
+    for step_dtype in ("int8", None):
+        param, optimizer = alone_with(8, algorithm=algorithm)
+        if rank == world_size - 1:
+            assert param.to_local().numel() == 0
+            param._local_tensor = torch.empty(0, 0, device=DEVICE)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.param_groups[0]["state_dtype"] = step_dtype
+        if step_dtype is None:
+            with pytest.raises(ValueError, match=r"cannot become torch\.float32 where columns are cut"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
+def check_state_of_others(rank, world_size):
+    """A frozen parameter with an entry of the user's, and plans that are made in inference mode."""
+    param, optimizer = alone_with(24)
+    frozen, _ = alone_with(24)
+    frozen.requires_grad_(False)
+    optimizer.add_param_group({"params": [("frozen", frozen)], "algorithm": "adamw"})
+    optimizer.state[frozen] = {"note": 1}
+    with torch.inference_mode():
+        optimizer.plan()
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    optimizer._plans.drop_plan()
+    with torch.inference_mode():
+        optimizer.plan()
+    optimizer.step()
+    assert optimizer.state[frozen] == {"note": 1}
+
+
+def check_columns_in_memory(rank, world_size):
+    """Column by column in memory averages are float32, on ranks with empty pieces, too."""
+
+    def by_columns(local):
+        return torch.empty_strided(local.shape, (1, 16), device=DEVICE).copy_(local)
+
+    mesh = DeviceMesh(DEVICE, range(world_size))
+    local = by_columns(torch.ones(16, 2 if rank < 4 else 0, device=DEVICE))
+    whole = DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=torch.Size((16, 8)), stride=(1, 16))
+    param = nn.Parameter(whole)
+    group = {"params": [("weight", param)], "algorithm": "adamw"}
+    optimizer = quintic.Muon([group], lr=0.01, state_dtype="int8")
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.state[param]["exp_avg"].dtype == torch.float32
+
+
+def test_verify_waits_for_no_gradient():
+    run(check_one_rank_without_gradient, 2)
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+def test_empty_pieces_take_part(algorithm):
+    run(check_empty_piece, 5, algorithm)
+
+
+def test_frozen_parameters_and_inference_mode():
+    run(check_state_of_others, 2)
+
+
+def test_all_ranks_agree_on_parameters_in_columns():
+    run(check_columns_in_memory, 5)

@@ -207,22 +207,38 @@ def test_a_later_value_of_an_option_replaces_an_earlier_one():
     ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_8_bit_state_has_a_rung_also_where_the_layout_cuts_its_groups(ranks):
-    # Two ranks cut the MLP's rows of 24 after 12 columns.
+def test_8_bit_state_is_counted_where_the_layout_cuts_its_groups():
+    # Two ranks cut the MLP's rows of 24 after 12 columns, three ranks cut no group.
     sizes = Sizes(layers=1, width=16, heads=6, kv_heads=6, head_dim=8, hidden=24, vocab_size=16)
-    options = options_of(torch.bfloat16)
-    needs = needs_of(options, groups_of(sizes, torch.bfloat16))
-    setups = setups_of(savings_on(((ranks,), ("tp",))), needs)
-    changes = [setup.change for setup in setups]
-    assert {"state_dtype": "int8"} in changes
-    assert {"master": "8bit"} in changes
-    assert setups[-1].settings["state_dtype"] == "int8"
-    # State in host memory must not be cut.
-    offloaded = {"mesh": ((ranks,), ("tp",)), "state_dtype": "int8", "offload": True}
-    with pytest.raises(ValueError, match="columns are cut") if ranks == 2 else nullcontext():
-        needs(offloaded)
-    setups_of([({"mesh": ((ranks,), ("tp",)), "state_dtype": "int8"}, "loss"), ({"offload": True}, "copies")], needs)
+    needs = needs_of(options_of(torch.bfloat16), groups_of(sizes, torch.bfloat16))
+    for ranks in (2, 3):
+        given = {"mesh": ((ranks,), ("tp",))}
+        narrow, packed = (needs({**given, "state_dtype": dtype}) for dtype in ("bf16", "int8"))
+        assert packed["state"] < narrow["state"]
+        # Averages are float32 during a step.
+        assert (packed["step"] > narrow["step"]) == (ranks == 2)
+        with pytest.raises(ValueError, match="columns are cut") if ranks == 2 else nullcontext():
+            needs({**given, "state_dtype": "int8", "offload": True})
+
+
+def test_where_8_bit_state_cannot_be_offloaded_16_bits_are():
+    def needs(settings):
+        dtype, offload = settings.get("state_dtype"), settings.get("offload", False)
+        if dtype == "int8" and offload:
+            raise ValueError("columns are cut")
+        state = 0 if offload else {None: 40, "bf16": 20, "int8": 10}[dtype]
+        return {"weights": 10, "gradients": 10, "state": state, "step": 5}
+
+    savings = [({"state_dtype": "bf16"}, "loss"), ({"state_dtype": "int8"}, "loss"), ({"offload": True}, "copies")]
+    assert setups_of(savings, needs)[-1].settings == {"state_dtype": "bf16", "offload": True}
+
+    def refuses(settings):
+        if settings:
+            raise ValueError("refused")
+        return needs(settings)
+
+    with pytest.raises(ValueError, match="refused"):
+        setups_of([({"offload": True}, "copies")], refuses)
 
 
 def test_activations_and_the_step_share_memory():

@@ -6,7 +6,8 @@ gathers the bytes, reads the groups, and keeps its piece; after them it gathers 
 its bytes. Rounding the whole tensor gives the bits of one device. A parameter that was not stepped keeps its bytes: its
 averages are still the ones that were read.
 
-It costs three messages and float32 averages during a step for these parameters, and nothing for all others.
+For each average it costs three gathers of the whole tensor and float32 values during a step, and for all other
+parameters nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.numeric.int8_state import read_packed, store_packed_
 from quintic.optim.rules.rule import STEP
 from quintic.optim.state.parameters import Parameter, all_parameters
-from quintic.optim.state.placement import cuts_groups, has_packed_state
+from quintic.optim.state.placement import has_packed_state
 
 __all__ = ["CutState", "cut_state_of"]
 
@@ -40,13 +41,16 @@ def cut_state_of(groups: Sequence[Group], state: State, communicators: Communica
     cut = [
         one
         for one in all_parameters(groups, communicators)
-        if one.is_here and cuts_groups(one.layout) and has_packed_state(one.param, one.group)
+        if one.is_here and one.is_cut and has_packed_state(one.param, one.group)
     ]
-    return CutState(cut, state) if cut else None
+    # Messages of several sets of ranks in one order on all ranks.
+    return CutState(sorted(cut, key=lambda one: one.ranks), state) if cut else None
 
 
 class CutState(State):
     """The state of all parameters as steps see it: with averages in float32 where groups are cut.
+
+    `state` keeps bytes. Within `of_step` this mapping has float32 tensors in their place, which are valid only there.
 
     Args:
         cut: the parameters whose groups are cut; the same ones in the same order on all of their ranks.
@@ -55,9 +59,9 @@ class CutState(State):
 
     def __init__(self, cut: Sequence[Parameter], state: State) -> None:
         self._cut, self._state = cut, state
-        # The objects stay, since caches refer to them; between steps they have no memory.
-        self._wide = {one.param: _empty_averages(one) for one in cut}
-        self._release(cut)
+        self._wide = {one.param: _without_memory(one) for one in cut}
+        """Parameter -> name -> this rank's piece of the average in float32. The objects stay, since caches refer to
+        them, and have memory during a step only."""
 
     def __getitem__(self, param: Tensor) -> Mapping[str, Tensor]:
         wide = self._wide.get(param)
@@ -73,19 +77,30 @@ class CutState(State):
     def of_step(self, steps_waited: Sequence[int]) -> Iterator[None]:
         """Provide the averages of groups that are due, and store them unless the step fails; all ranks must call it."""
         # Parameters that were always frozen have no state.
-        due = [one for one in self._cut if steps_waited[one.group.number] == 0 and self._state.get(one.param)]
-        for one in due:
-            for key, wide in self._wide[one.param].items():
-                # This rank's piece of what the whole groups say, float32.
-                values = one.of_groups(read_packed, local_tensor(self._state[one.param][key]))
-                wide.untyped_storage().resize_(wide.numel() * wide.itemsize)
-                wide.copy_(values)
+        due = [
+            one
+            for one in self._cut
+            if steps_waited[one.group.number] == 0
+            and self._wide[one.param].keys() <= self._state.get(one.param, {}).keys()
+        ]
         try:
+            for one in due:
+                self._read(one)
             yield
             for one in due:
                 self._store(one)
         finally:
-            self._release(due)
+            for one in due:
+                for wide in self._wide[one.param].values():
+                    wide.untyped_storage().resize_(0)
+
+    def _read(self, one: Parameter) -> None:
+        for key, wide in self._wide[one.param].items():
+            # This rank's piece of the values that whole groups stand for, float32.
+            values = one.of_groups(read_packed, local_tensor(self._state[one.param][key]))
+            wide.untyped_storage().resize_(wide.numel() * wide.itemsize)
+            if wide.numel():  # an empty piece may have another shape
+                wide.copy_(values)
 
     def _store(self, one: Parameter) -> None:
         state = self._state[one.param]
@@ -96,17 +111,18 @@ class CutState(State):
             stored = torch.empty_like(before)
             # Second moments are rounded by AdamW's count of steps, which the step has increased.
             store_packed_(stored, whole, state.get(STEP))
-            # A step changes averages, unless all are zero. Without one the bytes stay: those of tiny values, whose
-            # float32 arithmetic underflows, would be others if they were stored again. Bits, since NaN equals nothing.
+            # A step changes averages, unless all are zero. Without one the bytes stay: tiny values, whose float32
+            # arithmetic underflows, would get other bytes if stored again. Bits are compared, since NaN equals nothing.
             is_stepped = (whole.view(torch.int32) != read_packed(before).view(torch.int32)).any()
-            kept.copy_(one.piece(torch.where(is_stepped, stored, before), this_rank()))
-
-    def _release(self, parameters: Sequence[Parameter]) -> None:
-        for one in parameters:
-            for wide in self._wide[one.param].values():
-                wide.untyped_storage().resize_(0)
+            if kept.numel():
+                kept.copy_(one.piece(torch.where(is_stepped, stored, before), this_rank()))
 
 
-def _empty_averages(one: Parameter) -> dict[str, Tensor]:
-    local = local_tensor(one.param)
-    return {key: torch.empty_like(local, dtype=torch.float32) for key in one.group.rule.packed_state}
+# Tensors made in inference mode could not be changed outside of it.
+@torch.inference_mode(False)
+def _without_memory(one: Parameter) -> dict[str, Tensor]:
+    averages = {}
+    for key in one.group.rule.packed_state:
+        averages[key] = torch.empty_like(local_tensor(one.param), dtype=torch.float32)
+        averages[key].untyped_storage().resize_(0)
+    return averages

@@ -120,9 +120,14 @@ class Parameter:
             return whole
         return whole[relative(self.layout.box_of(rank), tuple((0, size) for size in self.layout.shape))]
 
+    @property
+    def is_cut(self) -> bool:
+        """Return whether ranks share groups of 8 columns, so that all must read, store and compare 8-bit state."""
+        return cuts_groups(self.layout)
+
     def of_groups(self, read: Callable[[Tensor], Tensor], state: Tensor) -> Tensor:
-        """Return a function of 8-bit state for this rank's piece of it; all ranks of the parameter must call it."""
-        if not cuts_groups(self.layout):
+        """Return `read(state)` of 8-bit state for this rank, computed on whole groups; all ranks must call it."""
+        if not self.is_cut:
             return read(state)
         return self.piece(read(self.whole(state)), this_rank())
 

@@ -71,7 +71,9 @@ def has_packed_state(param: Tensor, group: Group, shape: Sequence[int] | None = 
     if group.state_dtype != "int8" or not group.rule.packed_state or param.dtype == torch.float64:
         return False
     shape = tuple(param.shape if shape is None else shape)
-    if len(shape) < 2 or shape[-1] % GROUP or not local_tensor(param).is_contiguous():
+    # Of a `DTensor` the strides of the whole: an empty piece is always contiguous.
+    in_order = param if is_dtensor(param) else local_tensor(param)
+    if len(shape) < 2 or shape[-1] % GROUP or not in_order.is_contiguous():
         return False
     return not group.rule.orthogonalizes or _matrices_fit(group.view, shape)
 
@@ -97,7 +99,7 @@ def is_stepped_packed(param: Tensor, group: Group, layout: Layout | None = None)
 
 
 def check_conversion(what: str, param: Tensor, old: torch.dtype, new: torch.dtype) -> None:
-    """Reject to read or store pieces of 8-bit state whose groups lie on several ranks.
+    """Reject a change between 8-bit state and another dtype where groups lie on several ranks.
 
     Args:
         what: names the state, for the message.
@@ -109,8 +111,8 @@ def check_conversion(what: str, param: Tensor, old: torch.dtype, new: torch.dtyp
         return
     raise ValueError(
         f"{what} is {old} and cannot become {new} where columns are cut between ranks inside of {GROUP} neighbours, "
-        f"which 8-bit state stores together; change state_dtype in a layout that cuts at multiples of {GROUP}, or on "
-        f"one device"
+        f"which 8-bit state stores together; set state_dtype back, and change it in a layout that cuts at multiples of "
+        f"{GROUP}, or on one device"
     )
 
 

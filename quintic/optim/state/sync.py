@@ -264,11 +264,15 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
     if is_same_layout and matches_spec(source.state, entry.param, entry.group, entry.local):
         return None
     name, param, moved = entry.name, entry.param, dict[str, Tensor]()
+    # Before anything that ranks may answer differently, such as whether a piece is empty.
+    for key, (dtype, _) in state_forms(param, entry.group).items():
+        if key in source.state and key not in MASTER_KEYS:
+            check_conversion(f"{name}: its {key}", param, as_tensor(source.state[key]).dtype, dtype)
     # State at its defaults is made anew.
     if _is_default_state(source.state, source.was.dtype):
         return moved
     vectors = {spec.name for spec in entry.group.rule.vector_state}
-    for key, (dtype, other_shape) in state_forms(param, entry.group).items():
+    for key, (_, other_shape) in state_forms(param, entry.group).items():
         # A master may be made from another form; after a conversion of the weights it is made anew from these.
         other = master_key(source.state) if key in MASTER_KEYS and source.was.dtype == param.dtype else None
         was_key = other or key
@@ -288,8 +292,6 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
                 f"{what} has shape {tuple(value.shape)}, and the parameter that replaced it needs {shape}: state that "
                 f"steps have used does not fit a parameter of another shape; make a new optimizer for it"
             )
-        if key not in MASTER_KEYS:
-            check_conversion(what, param, value.dtype, dtype)
         # State becomes this rank's piece of it, or stays whole for `_set_state`, which takes the shards from it.
         piece = piece_of(what, param, value) if key in PARAM_SHAPED_STATE and entry.local is None else value
         if piece is not None:

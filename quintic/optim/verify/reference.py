@@ -35,7 +35,7 @@ from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, PARAM_SHAPED_STATE, ST
 from quintic.optim.rules.stages import StateSpec
 from quintic.optim.rules.update import adamw_
 from quintic.optim.state.parameters import Parameter
-from quintic.optim.state.placement import cuts_groups, state_on_device
+from quintic.optim.state.placement import state_on_device
 from quintic.optim.state.state import copy_, master_of, vectors_of
 from quintic.optim.step.partial_gradients import PartialSpec, partial_spec, zero_addend
 from quintic.optim.step.reduction import Averages
@@ -217,7 +217,7 @@ def _step_parameter(
     is_adamw = not parameter.group.rule.orthogonalizes
     # AdamW is element-wise: step this rank's piece, unless state is sharded otherwise than the weight, or its groups of
     # 8 bits lie on several ranks.
-    if is_adamw and parameter.sharded is None and not cuts_groups(parameter.layout):
+    if is_adamw and parameter.sharded is None and not parameter.is_cut:
         _step_adamw(local, gradient, parameter.group)
         return
     # Gather: all in the parameter's whole shape, and the vectors of all matrices.

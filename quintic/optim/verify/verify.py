@@ -224,7 +224,7 @@ def _compare(
             continue  # a frozen parameter, without state
         if parameter.group.rule.orthogonalizes:
             differences += _compare_matrices(parameter, expected, second, first, roundings)
-        elif parameter.param.grad is not None or parameter.sharded is not None:
+        elif parameter.param.grad is not None or parameter.sharded is not None or parameter.is_cut:
             differences += _compare_adamw(parameter, expected, second, first)
         if parameter.param.grad is not None:
             shapes = parameter.group.view.shapes(parameter.param.shape) if parameter.group.rule.orthogonalizes else ()
