@@ -41,7 +41,6 @@ from quintic.train.recipe import build_model
 
 MODULE = "benchmarks.pass_kernels"
 DOCUMENT = 1500
-PEAK_TFLOPS = 989.0
 HEADS = ("contestant", "kind", "kernels", "ms", "share of the pass")
 # What a kernel does, by the first of these that its name matches.
 KINDS = (

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from quintic.kernels.graphs import capture
 from quintic.optim.groups.options import OPTIONS, options_affecting
-from quintic.optim.layout.layouts import layout_of, local_tensor
+from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.layout.tables import MOST_GRAPHS
 from quintic.optim.muon import Muon
 from quintic.optim.numeric.dynamo import disable_dynamo
 from quintic.optim.numeric.int8_state import GROUP
-from quintic.optim.state.placement import cuts_groups, has_packed_state
+from quintic.optim.state.placement import shares_groups
 from quintic.optim.step.reduction import Averages
 from quintic.optim.step.runner import StepOutcome
 
@@ -293,7 +293,7 @@ def _bring_averages(captured: Averages, averages: Averages) -> None:
 def _check_groups_of_8(optimizer: Muon) -> None:
     for group in optimizer._plans.current_groups():
         for name, param in zip(group.param_names, group.params, strict=True):
-            if has_packed_state(param, group) and cuts_groups(layout_of(name, param)):
+            if shares_groups(param, group):
                 raise ValueError(
                     f"{name}: its columns are cut between ranks inside of {GROUP} neighbours, which state_dtype='int8' "
                     f"stores together, by way of memory that each step allocates; step as usual, or use "

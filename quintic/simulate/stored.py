@@ -13,7 +13,7 @@ from quintic.optim.layout.layouts import Layout, numel_of, size_of
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.planning import build_plan
-from quintic.optim.state.placement import cuts_groups, has_packed_state, state_forms
+from quintic.optim.state.placement import shares_groups, state_forms
 from quintic.optim.step.offload.offload import Offload
 from quintic.simulate.meta_tensors import MetaTensors
 
@@ -40,7 +40,7 @@ def cut_state_bytes(groups: Sequence[Group], layouts: Sequence[Sequence[Layout]]
     most = 0
     for group, of_group in zip(groups, layouts, strict=True):
         for param, layout in zip(group.params, of_group, strict=True):
-            if has_packed_state(param, group, layout.shape) and cuts_groups(layout):
+            if shares_groups(param, group, layout):
                 entries = torch.tensor([numel_of(layout.box_of(rank)) for rank in range(num_ranks)])
                 wide += 4 * len(group.rule.packed_state) * entries
                 most = max(most, _STORING_BYTES * math.prod(layout.shape))

@@ -23,7 +23,7 @@ from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.numeric.int8_state import read_packed, store_packed_
 from quintic.optim.rules.rule import STEP
 from quintic.optim.state.parameters import Parameter, all_parameters
-from quintic.optim.state.placement import has_packed_state
+from quintic.optim.state.placement import shares_groups
 
 __all__ = ["CutState", "cut_state_of"]
 
@@ -38,11 +38,11 @@ def cut_state_of(groups: Sequence[Group], state: State, communicators: Communica
         state: the state of their parameters, as it is kept.
         communicators: the optimizer's process groups.
     """
-    cut = [
-        one
-        for one in all_parameters(groups, communicators)
-        if one.is_here and one.is_cut and has_packed_state(one.param, one.group)
-    ]
+    # The usual case: no layout is looked at.
+    if not any(group.state_dtype == "int8" for group in groups):
+        return None
+    everything = all_parameters(groups, communicators)
+    cut = [one for one in everything if one.is_here and shares_groups(one.param, one.group, one.layout)]
     # Messages of several sets of ranks in one order on all ranks.
     return CutState(sorted(cut, key=lambda one: one.ranks), state) if cut else None
 

@@ -33,6 +33,7 @@ __all__ = [
     "is_stepped_packed",
     "matches_spec",
     "planned_state",
+    "shares_groups",
     "state_bytes",
     "state_forms",
     "state_on_device",
@@ -71,7 +72,7 @@ def has_packed_state(param: Tensor, group: Group, shape: Sequence[int] | None = 
     if group.state_dtype != "int8" or not group.rule.packed_state or param.dtype == torch.float64:
         return False
     shape = tuple(param.shape if shape is None else shape)
-    # Of a `DTensor` the strides of the whole: an empty piece is always contiguous.
+    # A `DTensor` has the strides of the whole, while an empty piece is always contiguous.
     in_order = param if is_dtensor(param) else local_tensor(param)
     if len(shape) < 2 or shape[-1] % GROUP or not in_order.is_contiguous():
         return False
@@ -85,8 +86,8 @@ def cuts_groups(layout: Layout | None) -> bool:
     return any(end % GROUP for box in layout.boxes if numel_of(box) for end in box[-1])
 
 
-def is_stepped_packed(param: Tensor, group: Group, layout: Layout | None = None) -> bool:
-    """Return whether steps read and store averages of a parameter in 8 bits: not where groups are cut (`cut_state.py`).
+def shares_groups(param: Tensor, group: Group, layout: Layout | None = None) -> bool:
+    """Return whether averages of a parameter are of 8 bits in groups that ranks share (`cut_state.py`).
 
     Args:
         param: the parameter, or a piece of it.
@@ -95,7 +96,13 @@ def is_stepped_packed(param: Tensor, group: Group, layout: Layout | None = None)
     """
     if not has_packed_state(param, group, None if layout is None else layout.shape):
         return False
-    return not cuts_groups(layout_of("", param) if layout is None else layout)
+    return cuts_groups(layout_of("", param) if layout is None else layout)
+
+
+def is_stepped_packed(param: Tensor, group: Group, layout: Layout | None = None) -> bool:
+    """Return whether steps read and store averages of a parameter in 8 bits; arguments as for `shares_groups`."""
+    shape = None if layout is None else layout.shape
+    return has_packed_state(param, group, shape) and not shares_groups(param, group, layout)
 
 
 def check_conversion(what: str, param: Tensor, old: torch.dtype, new: torch.dtype) -> None:

@@ -264,15 +264,16 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
     if is_same_layout and matches_spec(source.state, entry.param, entry.group, entry.local):
         return None
     name, param, moved = entry.name, entry.param, dict[str, Tensor]()
+    forms = state_forms(param, entry.group)
     # Before anything that ranks may answer differently, such as whether a piece is empty.
-    for key, (dtype, _) in state_forms(param, entry.group).items():
+    for key, (dtype, _) in forms.items():
         if key in source.state and key not in MASTER_KEYS:
             check_conversion(f"{name}: its {key}", param, as_tensor(source.state[key]).dtype, dtype)
     # State at its defaults is made anew.
     if _is_default_state(source.state, source.was.dtype):
         return moved
     vectors = {spec.name for spec in entry.group.rule.vector_state}
-    for key, (_, other_shape) in state_forms(param, entry.group).items():
+    for key, (_, other_shape) in forms.items():
         # A master may be made from another form; after a conversion of the weights it is made anew from these.
         other = master_key(source.state) if key in MASTER_KEYS and source.was.dtype == param.dtype else None
         was_key = other or key
