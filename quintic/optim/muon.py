@@ -8,6 +8,7 @@ plan (`plan_cache.py`) and options that follow others (`linked_options.py`) are 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, Literal, Self, TypeVar, overload
 
 import torch
@@ -330,7 +331,7 @@ class Muon(Optimizer):
 
     def plan(self) -> Plan:
         """Return the plan of a step: its buckets, with FLOPs and temporary memory; `print` it for a table."""
-        return self._plans.planned().plan
+        return replace(self._plans.planned().plan, release_gradients=self._plans.release_gradients)
 
     def last_step(self) -> StepReport:
         """Return a report of the last step: matrices orthogonalised by method, AdamW parameters, steps skipped.

@@ -39,15 +39,17 @@ Settings: TypeAlias = Mapping[str, Any]
 """Name of an option -> its value."""
 
 Parts: TypeAlias = Mapping[str, int]
-"""Purpose -> bytes on one device: `weights`, `gradients`, `state`, `step` for the temporary memory of the optimizer's
-step, and `activations` where they are known. `host` is state in host memory, which is not on the device."""
+"""Purpose -> bytes on one device: `weights`, `gradients`, `state`, `step` for what the optimizer's step needs beside
+these, and `activations` where they are known. `host` is state in host memory, which is not on the device."""
 
 FREE = "nothing"
 SAVINGS: tuple[tuple[Settings, str], ...] = (
     ({"master": "mantissa"}, FREE),
+    ({"release_gradients": True}, FREE),
     ({"max_workspace_bytes": 2**28}, "time"),
     ({"state_dtype": "bf16"}, "loss"),
     ({"mesh": None}, "messages"),  # the mesh that was given
+    ({"max_workspace_bytes": 2**28}, "time"),  # here too, since ranks do not reuse the gradients' memory
     ({"state_dtype": "int8"}, "loss"),
     ({"master": "8bit"}, "loss"),
     ({"offload": True}, "copies"),
@@ -233,7 +235,8 @@ def _python(options: SimulationOptions, settings: Settings) -> list[str]:
     if "dp" in mesh[1]:
         keywords["comms"] = "averaged"
     where = "whole on each GPU" if mesh == _ONE_DEVICE else _setting({"mesh": mesh})
-    changed = {name: value for name, value in keywords.items() if value != OPTIONS[name].default}
+    # What is no option of a group is here only if it was set.
+    changed = {name: value for name, value in keywords.items() if name not in OPTIONS or value != OPTIONS[name].default}
     return [
         f"    groups = quintic.param_groups(model)  # {options.dtype} weights, {where}",
         f"    optimizer = quintic.Muon({', '.join(filter(None, ('groups', _setting(changed))))})",

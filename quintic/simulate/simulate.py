@@ -30,7 +30,7 @@ from quintic.optim.plan.bucket import Bucket, Gathered
 from quintic.optim.plan.exchange import ExchangeBytes, traffic_of
 from quintic.optim.plan.gathered import SharedBucket, gathered_buckets, shared_buckets
 from quintic.optim.plan.order import order_buckets
-from quintic.optim.plan.plan import small_bytes
+from quintic.optim.plan.plan import bytes_beyond_gradients, small_bytes
 from quintic.optim.plan.planning import local_buckets
 from quintic.optim.plan.replicas import ReplicaChoice, choose_replica_strategies, layouts_for_work, renumbered
 from quintic.optim.plan.schedule import PhaseBytes, Schedule, overlapping_bytes
@@ -167,6 +167,7 @@ def simulate_plan(
     loads: list[BucketLoad] = []
     comm_buckets: list[list[_CommBucket]] = [[] for _ in classes]
     counted: set[tuple[int, Piece]] = set()
+    local: list[Bucket] = []
     for number, (group, sent, whole) in enumerate(zip(groups, layouts, everywhere, strict=True)):
         for (ranks, shared), comms in zip(classes, comm_buckets, strict=True):
             for one in shared:
@@ -178,13 +179,17 @@ def simulate_plan(
                     buckets = gathered_buckets(one, ranks.layouts[number], one.exchange.ranks[0])
                     comms += [_CommBucket(bucket, phase_bytes) for bucket in buckets]
         still = [index for index, layout in enumerate(sent) if layout is None]
-        loads += _local_loads(number, group, still, whole, num_ranks, meta_tensors)
+        for bucket, present in _local_buckets(number, group, still, whole, num_ranks, meta_tensors):
+            local.append(bucket)
+            loads.append(_local_load(bucket, present))
     orders = optimizer._plans.orders.resolved(groups)
     workspaces = torch.zeros(num_ranks, dtype=torch.int64)
     for (ranks, _), comms in zip(classes, comm_buckets, strict=True):
         in_order, schedule = order_buckets([one.bucket for one in comms], groups, orders)
         bytes_of = {id(one.bucket): dict(zip(one.bucket.ranks, one.phase_bytes, strict=True)) for one in comms}
         _fill_workspaces_(workspaces, [bytes_of[id(bucket)] for bucket in in_order], schedule, loads, ranks.like)
+    if num_ranks == 1 and optimizer._plans.release_gradients:
+        workspaces.fill_(bytes_beyond_gradients(local))
     # Flags and tables that kernels need on every rank.
     workspaces += small_bytes(param.device for group in groups for param in group.params)
     workspaces += cut_state_bytes(groups, everywhere, num_ranks)
@@ -314,15 +319,15 @@ def _fill_workspaces_(
         workspaces[rank] = alike[key]
 
 
-def _local_loads(
+def _local_buckets(
     number: int,
     group: Group,
     indices: Sequence[int],
     layouts: Sequence[Layout],
     num_ranks: int,
     meta_tensors: MetaTensors,
-) -> Iterator[BucketLoad]:
-    """Yield the loads of buckets without collectives, one for all ranks that hold boxes of the same shapes."""
+) -> Iterator[tuple[Bucket, Tensor]]:
+    """Yield buckets without collectives, one for all ranks that hold boxes of the same shapes, and which ranks do."""
     distinct = list(dict.fromkeys(layouts[index] for index in indices))
     sizes = [[size_of(layout.box_of(rank)) for rank in range(num_ranks)] for layout in distinct]
     alike: dict[Any, list[int]] = {}
@@ -336,7 +341,7 @@ def _local_loads(
         present = torch.zeros(num_ranks, dtype=torch.bool)
         present[ranks] = True
         for bucket in local_buckets(number, replace(group, params=tuple(params)), indices):
-            yield _local_load(bucket, present)
+            yield bucket, present
 
 
 def _local_load(bucket: Bucket, present: Tensor) -> BucketLoad:

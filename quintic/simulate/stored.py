@@ -13,15 +13,12 @@ from quintic.optim.layout.layouts import Layout, numel_of, size_of
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.planning import build_plan
+from quintic.optim.state.cut_state import STORING_BYTES
 from quintic.optim.state.placement import shares_groups, state_forms
 from quintic.optim.step.offload.offload import Offload
 from quintic.simulate.meta_tensors import MetaTensors
 
 __all__ = ["StoredBytes", "cut_state_bytes", "offload_buffer_bytes", "stored_bytes"]
-
-# For each entry of an average of 8 bits that is stored as a whole: the gathered values twice in float32, the bytes
-# before, after and of the choice, and a mark where it changed.
-_STORING_BYTES = 4 + 4 + 1 + 1 + 1 + 1
 
 
 class StoredBytes(NamedTuple):
@@ -43,7 +40,7 @@ def cut_state_bytes(groups: Sequence[Group], layouts: Sequence[Sequence[Layout]]
             if shares_groups(param, group, layout):
                 entries = torch.tensor([numel_of(layout.box_of(rank)) for rank in range(num_ranks)])
                 wide += 4 * len(group.rule.packed_state) * entries
-                most = max(most, _STORING_BYTES * math.prod(layout.shape))
+                most = max(most, STORING_BYTES * math.prod(layout.shape))
     return wide + most
 
 

@@ -1,9 +1,11 @@
 """State of 8 bits where columns are cut inside of groups of 8: the bits of one device, and the errors that remain."""
 
 import copy
+import math
 
 import pytest
 import torch
+from allocated import peak_bytes
 from harness import DEVICE, run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -308,3 +310,21 @@ def test_frozen_parameters_and_inference_mode():
 
 def test_all_ranks_agree_on_parameters_in_columns():
     run(check_columns_in_memory, 5)
+
+
+def planned_memory(rank, world_size, columns):
+    mesh = DeviceMesh(DEVICE, torch.arange(world_size))
+    model = Weights(columns, placed_on(mesh, 1))
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(2))
+    give(model, 0)
+    return peak_bytes(optimizer.step, DEVICE), optimizer.plan().peak_workspace_bytes, optimizer.plan().cut_state_bytes
+
+
+@pytest.mark.parametrize("columns", [40, 8 * 301])
+def test_the_plan_counts_the_float32_averages(columns):
+    for peak, planned, cut in run(planned_memory, 3, columns, timeout=60):
+        # One whole average while it is stored, and a piece of each, of two matrices and a table, during the step.
+        last_piece = columns - 2 * math.ceil(columns / 3)
+        assert cut >= 12 * 16 * columns + 4 * (16 + 16 + 9 + 9) * last_piece
+        assert peak <= planned + 2**16

@@ -18,6 +18,7 @@ from quintic.simulate.planned_models import Decoder, Sizes
 from quintic.simulate.simulate import simulate_plan
 
 DENSE = Sizes(layers=2, width=10, heads=2, kv_heads=1, head_dim=6, hidden=14, vocab_size=19)
+CUT = Sizes(layers=1, width=16, heads=3, kv_heads=3, head_dim=8, hidden=32, vocab_size=19)
 MIXTURE = Sizes(layers=1, width=10, heads=2, kv_heads=1, head_dim=6, hidden=6, vocab_size=19, qk_norm=True, experts=5)
 
 

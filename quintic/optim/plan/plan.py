@@ -6,8 +6,10 @@ again only when the groups change; `optimizer.plan()` returns it, and printing i
 """
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -17,7 +19,7 @@ from quintic.optim.plan.replicas import ReplicaChoice
 from quintic.optim.plan.schedule import Schedule, overlapping_bytes
 from quintic.tables import aligned, output_width, with_name
 
-__all__ = ["SMALL_BYTES", "Plan", "small_bytes"]
+__all__ = ["SMALL_BYTES", "Plan", "bytes_beyond_gradients", "small_bytes"]
 
 _INDENT = "    "
 
@@ -31,6 +33,26 @@ SMALL_BYTES = 64 * 1024
 def small_bytes(devices: Iterable[torch.device]) -> int:
     """Return the allowance for flags and tables if one of the devices is a CUDA device, else 0."""
     return SMALL_BYTES if any(device.type == "cuda" for device in devices) else 0
+
+
+def bytes_beyond_gradients(buckets: Iterable[Bucket]) -> int:
+    """Return the most bytes that a step with `release_gradients=True` needs beside weights, state and all gradients.
+
+    Args:
+        buckets: all buckets of a step; none sends messages.
+    """
+    # They run in this order. A gradient is freed with the last bucket that reads it.
+    ordered = sorted(buckets, key=attrgetter("workspace_bytes"))
+    last = {(bucket.group, name): number for number, bucket in enumerate(ordered) for name in bucket.names}
+    freed: list[Counter[torch.device]] = [Counter() for _ in ordered]
+    for bucket in ordered:
+        when = max(last[bucket.group, name] for name in bucket.names)
+        freed[when][bucket.device] += bucket.numel * bucket.dtype.itemsize
+    most, free = 0, Counter[torch.device]()
+    for bucket, after in zip(ordered, freed, strict=True):
+        most = max(most, bucket.workspace_bytes - free[bucket.device])
+        free += after
+    return most
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +69,10 @@ class Plan:
     """How ranks divide the work on parameters with several copies, if `replicas="auto"` had to choose."""
     averaging_bytes: int = 0
     """Temporary memory for averaging gradients with `comms="replicated"`, before the buckets run."""
+    cut_state_bytes: int = 0
+    """Temporary memory, during the whole step, for state of 8 bits whose groups lie on several ranks."""
+    release_gradients: bool = False
+    """Whether steps free gradients, as the optimizer's option of this name says."""
 
     def __iter__(self) -> Iterator[Bucket]:
         """Iterate over the buckets."""
@@ -59,14 +85,24 @@ class Plan:
 
     @property
     def peak_workspace_bytes(self) -> int:
-        """Return an upper bound of the temporary bytes of a step on this rank, see `overlapping_bytes`."""
+        """Return an upper bound of the temporary bytes of a step on this rank, see `overlapping_bytes`.
+
+        With `release_gradients`, and no messages, these are the bytes beyond weights, state and all gradients.
+        """
         # Averaging is over before the first bucket starts, so the larger of the two counts.
         # Buckets with collectives overlap as the schedule says; the others run one at a time.
         memory = [bucket.phase_bytes for bucket in self.buckets if bucket.needs_comm]
         local_bytes = max((bucket.workspace_bytes for bucket in self.buckets if not bucket.needs_comm), default=0)
+        if self._reuses_gradients:
+            local_bytes = bytes_beyond_gradients(self.buckets)
         peak = overlapping_bytes(memory, self.schedule, local_bytes)
         small = small_bytes(bucket.device for bucket in self.buckets)
-        return max(peak + self.offload_buffer_bytes, self.averaging_bytes) + small
+        return max(peak + self.offload_buffer_bytes, self.averaging_bytes) + self.cut_state_bytes + small
+
+    @property
+    def _reuses_gradients(self) -> bool:
+        # Wrappers of distributed training keep buffers with gradients, so that nothing is promised beside messages.
+        return self.release_gradients and not any(bucket.needs_comm for bucket in self.buckets)
 
     @property
     def offload_buffer_bytes(self) -> int:
@@ -88,9 +124,10 @@ class Plan:
         if width is None:
             width = output_width()
         # Below the table: work and memory, choices about copies, offloaded state.
+        beyond = " beyond the gradients, which it frees" if self._reuses_gradients else ""
         notes = [
             f"one step: {self.flops / 1e9:.2f} GFLOP of orthogonalisation, "
-            f"at most {self.peak_workspace_bytes / 2**20:.1f} MiB of temporary memory",
+            f"at most {self.peak_workspace_bytes / 2**20:.1f} MiB of temporary memory{beyond}",
             *map(str, self.choices),
         ]
         if any(bucket.needs_comm and bucket.shape is not None for bucket in self.buckets):

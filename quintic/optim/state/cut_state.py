@@ -10,6 +10,7 @@ For each average it costs three gathers of the whole tensor and float32 values d
 parameters nothing.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -25,7 +26,11 @@ from quintic.optim.rules.rule import STEP
 from quintic.optim.state.parameters import Parameter, all_parameters
 from quintic.optim.state.placement import shares_groups
 
-__all__ = ["CutState", "cut_state_of"]
+__all__ = ["STORING_BYTES", "CutState", "cut_state_of"]
+
+# For each entry of an average of 8 bits that is stored as a whole: the gathered values twice in float32, the bytes
+# before, after and of the choice, and a mark where it changed.
+STORING_BYTES = 4 + 4 + 1 + 1 + 1 + 1
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
 
@@ -62,6 +67,14 @@ class CutState(State):
         self._wide = {one.param: _without_memory(one) for one in cut}
         """Parameter -> name -> this rank's piece of the average in float32. The objects stay, since caches refer to
         them, and have memory during a step only."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Return the temporary bytes of a step: averages in float32, and the largest whole one as it is stored."""
+        wide = sum(piece.numel() * piece.itemsize for pieces in self._wide.values() for piece in pieces.values())
+        # Only a layout cuts groups.
+        whole = max(math.prod(one.layout.shape) for one in self._cut if one.layout is not None)
+        return wide + STORING_BYTES * whole
 
     def __getitem__(self, param: Tensor) -> Mapping[str, Tensor]:
         wide = self._wide.get(param)

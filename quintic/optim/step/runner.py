@@ -128,7 +128,8 @@ class Runner:
             (of_head[0].copies if len(of_head) == 1 else self.late_ties).append(tie)
         self._reduction = reduction
         reduction.use_plan(groups, layouts, shards)
-        self.plan = replace(self.plan, averaging_bytes=reduction.workspace_bytes)
+        cut_state_bytes = 0 if self._cut_state is None else self._cut_state.workspace_bytes
+        self.plan = replace(self.plan, averaging_bytes=reduction.workspace_bytes, cut_state_bytes=cut_state_bytes)
         # Indices of the buckets with messages in a step -> the plan's schedule without all other buckets.
         self._schedules: dict[tuple[int, ...], Schedule] = {}
         log_plan(self.plan, groups, this_rank())

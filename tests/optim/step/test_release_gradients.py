@@ -115,6 +115,64 @@ def test_a_bank_in_several_buckets_is_freed_with_the_last_of_them():
     assert bank.grad is None
 
 
+def freed_in_turn(buckets):
+    """Return the most bytes beyond all gradients, by playing the step: every gradient of a list, freed when read."""
+    ordered = sorted(buckets, key=lambda bucket: bucket.workspace_bytes)
+    left = {name: None for bucket in ordered for name in bucket.names}
+    freed = most = 0
+    for number, bucket in enumerate(ordered):
+        most = max(most, bucket.workspace_bytes - freed)
+        for name in bucket.names:
+            if not any(name in later.names for later in ordered[number + 1 :]) and name in left:
+                del left[name]
+                freed += PARAM_BYTES[name]
+    assert not left
+    return most
+
+
+PARAM_BYTES = {f"{key}{n}": 4 * torch.Size(shape).numel() for key, shape in SHAPES.items() for n in range(2)}
+
+
+@pytest.mark.parametrize("limit", [None, 1], ids=["whole", "single"])
+def test_the_plan_counts_the_memory_of_freed_gradients(limit):
+    params = params_of()
+    options = {"kernels": "torch", "max_workspace_bytes": limit}
+    kept, released = (Muon(groups_of(params), release_gradients=on, **options).plan() for on in (False, True))
+    assert released.buckets == kept.buckets
+    assert released.peak_workspace_bytes == freed_in_turn(kept.buckets) < kept.peak_workspace_bytes
+    assert "beyond the gradients, which it frees" in str(released)
+    assert "beyond" not in str(kept)
+
+
+def test_a_bank_in_several_buckets_counts_as_freed_with_the_last_of_them():
+    bank, single = nn.Parameter(torch.randn(4, 64, 48)), nn.Parameter(torch.randn(16, 24))
+    groups = [{"params": [("bank", bank)], "view": quintic.Experts()}, {"params": [("single", single)]}]
+    options = {"kernels": "torch", "max_workspace_bytes": 1}
+    [*_, last] = sorted(Muon(groups, **options).plan(), key=lambda bucket: bucket.workspace_bytes)
+    plan = Muon(groups, release_gradients=True, **options).plan()
+    # The bank's last matrix still has all of its gradient beside it.
+    assert plan.peak_workspace_bytes == last.workspace_bytes - 4 * single.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("limit", [None, 60_000], ids=["whole", "limited"])
+def test_a_step_allocates_no_more_than_planned_beyond_its_gradients(limit, dtype):
+    shapes = [(48, 48)] * 5 + [(160, 32)] * 4 + [(300, 40)]
+    params = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
+    groups = [{"params": params[:-1]}, {"params": params[-1:], "algorithm": "adamw"}]
+    optimizer = Muon(groups, kernels="torch", max_workspace_bytes=limit, release_gradients=True)
+
+    def step():
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    step()
+    gradients = sum(param.nbytes for param in params)
+    # Gradients are counted in the peak because they are made in the call.
+    assert peak_bytes(step) <= gradients + optimizer.plan().peak_workspace_bytes
+
+
 def test_one_tensor_as_the_gradient_of_several_parameters():
     found = []
     for release_gradients in (False, True):
