@@ -9,7 +9,7 @@ import triton.language as tl  # noqa: E402
 
 from quintic.kernels import spans  # noqa: E402
 from quintic.kernels.products import normalize, symmetric  # noqa: E402
-from quintic.kernels.update import adamw, matrix_update, neuron, row_means  # noqa: E402
+from quintic.kernels.update import adamw, matrix_update, neuron, row_means, square_sums  # noqa: E402
 
 pytestmark = compiling.MARKS
 
@@ -87,23 +87,23 @@ def test_normalisation_compiles(given, made):
         compile_kernel(normalize._scale_kernel, constants, num_warps, x=given, out=made)
 
 
-@pytest.mark.parametrize("update", ["*bf16", "*fp16", "*fp32", "*fp64"])
-@pytest.mark.parametrize("side_by_side", ["entry_stride", "neuron_stride"])
+@pytest.mark.parametrize("matrices", ["*bf16", "*fp16", "*fp32", "*fp64"])
+@pytest.mark.parametrize("side_by_side", ["entry_stride", "row_stride"])
 @pytest.mark.parametrize("aligned", [True, False])
-def test_sums_of_neurons_compile(update, side_by_side, aligned):
-    compile_sums_of_neurons(update, {side_by_side: 1}, aligned)
+def test_sums_of_squares_compile(matrices, side_by_side, aligned):
+    compile_square_sums(matrices, {side_by_side: 1}, aligned)
 
 
 def test_sums_of_one_entry_compile():
-    compile_sums_of_neurons("*fp32", dict.fromkeys(("neurons", "entries", "neuron_stride", "entry_stride"), 1), False)
+    compile_square_sums("*fp32", dict.fromkeys(("rows", "entries", "row_stride", "entry_stride"), 1), False)
 
 
-def compile_sums_of_neurons(update, known, aligned):
+def compile_square_sums(matrices, known, aligned):
     # A launch makes a constant of every one.
-    flags = {"ENTRIES_FIRST": "entry_stride" in known, "LOG_LANES": neuron._LOG_LANES, "BLOCK": neuron._SUM_BLOCK}
-    multiples = ("update", "sums", "neurons", "entries", "segment", "matrix_stride", "neuron_stride", "entry_stride")
+    flags = {"ENTRIES_FIRST": "entry_stride" in known, "LOG_LANES": square_sums._LOG_LANES, "BLOCK": square_sums._BLOCK}
+    multiples = ("matrices", "sums", "rows", "entries", "segment", "matrix_stride", "row_stride", "entry_stride")
     multiples = [name for name in multiples if name not in known] if aligned else ["sums", "segment"]
-    compile_kernel(neuron._sum_kernel, flags | known, neuron._SUM_WARPS, aligned=multiples, update=update)
+    compile_kernel(square_sums._sum_kernel, flags | known, square_sums._NUM_WARPS, aligned=multiples, matrices=matrices)
 
 
 @pytest.mark.parametrize("guarded", [True, False])

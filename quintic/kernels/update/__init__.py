@@ -1,1 +1,1 @@
-"""Triton kernels of an optimizer step besides products: momentum, weights, AdamW, NorMuon's neuron factors."""
+"""Triton kernels of an optimizer step besides products: momentum, weights, AdamW, sums of squares, neuron factors."""

@@ -1,17 +1,13 @@
 """NorMuon's neuron factors in two launches that read the update once, in Triton.
 
-    _sum_kernel      update -> sums of squares, one per neuron and segment of its entries
+    square_sums      update -> sums of squares, one per neuron and segment of its entries (`square_sums.py`)
     _factor_kernel   sums, second moments, scale -> second moments, factors
 
 A neuron is a row of a matrix, or a column if the matrix is wide (m < n). The plain twin is `neuron_factors_` in
 optim/rules/update.py, which has the formulas.
 
 A matrix has the same bits in every batch, stored by rows or by columns, with and without a mask, because the order of
-every sum depends on (m, n) only. The entries of a neuron are divided into segments. Within a segment, entry j belongs
-to lane j mod 64; a lane adds its entries one after the other, then the upper half of the lanes is added to the lower
-half until one lane is left. Segments are added eight at a time in the same way. `tl.sum` over a whole tile would be
-shorter, but adds in the order in which the compiler has laid out the registers, which depends on alignment, strides and
-mask.
+every sum depends on (m, n) only: segments are added eight at a time, the upper half to the lower half.
 
 Import this module only where Triton is installed (see `dispatch.py`).
 """
@@ -23,88 +19,24 @@ from torch import Tensor
 
 from quintic.kernels.launch import launch
 from quintic.kernels.programs import pointers_at
+from quintic.kernels.update.square_sums import square_sums, sum_of_lanes
 from quintic.kernels.update.weights import flags_of
 
 __all__ = ["advance_neuron_factors_"]
 
 # The following numbers decide the order of sums, and with it the last bits of the results.
 #
-# Logarithms of the number of lanes of a segment, and of the segments added at a time.
-_LOG_LANES = 6
+# Logarithm of the number of segments added at a time.
 _LOG_SEGMENTS = 3
-# Entries of a neuron in one segment. Shorter segments give more programs per matrix, longer ones fewer sums to add up.
-# Powers of two and multiples of the number of lanes.
-_MIN_SEGMENT = 128
-_MAX_SEGMENT = 1024
-# Programs of one matrix that fill a large GPU; segments grow until there are no more than these.
-_PROGRAMS = 512
-# Neurons per program of the first launch; `_segment` counts programs with it.
-_SUM_BLOCK = 64
 # Neurons that a program of the second launch takes at a time; powers of two.
 _MIN_FACTOR_BLOCK = 256
 _MAX_FACTOR_BLOCK = 2048
 
-# No bit depends on the numbers of warps.
-_SUM_WARPS = 4
+# No bit depends on the number of warps.
 _NEURONS_PER_WARP = 256
 
 # As in optim/rules/update.py.
 _EPS = 1e-10
-
-
-@triton.jit
-def _sum_of_lanes(x, LOG: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the sums over the first dimension of (2^LOG, WIDTH), in a fixed order, as (WIDTH,).
-
-    Each step adds the upper half of the rows to the lower half. `tl.sum` over two numbers has only one order.
-    """
-    for step in tl.static_range(LOG):
-        x = tl.sum(tl.reshape(x, (2, 1 << (LOG - 1 - step), WIDTH)), axis=0)
-    return tl.reshape(x, (WIDTH,))
-
-
-@triton.jit
-def _sum_kernel(
-    # (b, neurons, entries) with the three strides below.
-    update,
-    # (b, segments, neurons) float32, contiguous; written.
-    sums,
-    neurons,
-    entries,
-    # Entries per segment.
-    segment,
-    matrix_stride,
-    neuron_stride,
-    entry_stride,
-    # Whether the entries of a neuron lie side by side in memory.
-    ENTRIES_FIRST: tl.constexpr,
-    LOG_LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    LANES: tl.constexpr = 1 << LOG_LANES
-    segments = tl.cdiv(entries, segment)
-    blocks = tl.cdiv(neurons, BLOCK)
-    matrix = (tl.program_id(0) // (segments * blocks)).to(tl.int64)
-    place = tl.program_id(0) % (segments * blocks)
-    # Consecutive programs run at the same time: number them so that they read adjacent memory.
-    if ENTRIES_FIRST:
-        block, number = place // segments, place % segments
-    else:
-        block, number = place % blocks, place // blocks
-    neuron = block * BLOCK + tl.arange(0, BLOCK)
-    lane = tl.arange(0, LANES)
-    known = neuron < neurons
-    starts = update + matrix * matrix_stride + neuron.to(tl.int64) * neuron_stride
-    # Lane l of column c adds the squares of entries l, l + 64, ... of neuron c; masked entries add zeros.
-    total = tl.zeros((LANES, BLOCK), tl.float32)
-    for first in range(number * segment, tl.minimum((number + 1) * segment, entries), LANES):
-        entry = first + lane
-        pointers = starts[None, :] + (entry.to(tl.int64) * entry_stride)[:, None]
-        value = tl.load(pointers, mask=known[None, :] & (entry < entries)[:, None], other=0.0).to(tl.float32)
-        # An explicit fma: whether the compiler fuses a product and a sum would be its own choice.
-        total = tl.fma(value, value, total)
-    target = sums + (matrix * segments + number) * neurons + neuron
-    tl.store(target, _sum_of_lanes(total, LOG_LANES, BLOCK), mask=known)
 
 
 @triton.jit
@@ -119,7 +51,7 @@ def _lerp(start, end, weight):
 
 @triton.jit
 def _factor_kernel(
-    # (b, segments, neurons) float32, from `_sum_kernel`.
+    # (b, segments, neurons) float32, from `square_sums`.
     sums,
     # (b,) int64: address of the (neurons,) float32 second moments of each matrix; changed.
     moments,
@@ -160,7 +92,7 @@ def _factor_kernel(
             number = first + tl.arange(0, TOGETHER)
             pointers = sums + (number.to(tl.int64) * neurons)[:, None] + neuron[None, :]
             squares = tl.load(pointers, mask=(number < segments)[:, None] & known[None, :], other=0.0)
-            total += _sum_of_lanes(squares, LOG_SEGMENTS, BLOCK)
+            total += sum_of_lanes(squares, LOG_SEGMENTS, BLOCK)
         mean_square = tl.div_rn(total, entries)
         places = pointers_at(base, neuron, tl.float32, False)
         moment = _lerp(tl.load(places, mask=known, other=0.0), mean_square, rest)
@@ -177,8 +109,8 @@ def _factor_kernel(
         after = tl.fma(mean_square, inverse_root * inverse_root, after)
     # Norms, up to a common factor, of the update and of the update times `inverse_root`. Their ratio restores the norm
     # of the update.
-    norm_before = tl.sqrt_rn(_sum_of_lanes(tl.reshape(before, (BLOCK, 1)), LOG_BLOCK, 1))
-    norm_after = tl.sqrt_rn(_sum_of_lanes(tl.reshape(after, (BLOCK, 1)), LOG_BLOCK, 1))
+    norm_before = tl.sqrt_rn(sum_of_lanes(tl.reshape(before, (BLOCK, 1)), LOG_BLOCK, 1))
+    norm_after = tl.sqrt_rn(sum_of_lanes(tl.reshape(after, (BLOCK, 1)), LOG_BLOCK, 1))
     ratio = tl.div_rn(norm_before, tl.maximum(norm_after, eps, propagate_nan=tl.PropagateNan.ALL))
     own_scale = tl.load(scale + matrix * scale_stride)
     # Second pass: scale the factors. The barrier is needed because a thread may read entries that another one wrote.
@@ -215,27 +147,9 @@ def advance_neuron_factors_(
     factors = torch.empty((count, m, 1) if is_tall else (count, 1, n), dtype=torch.float32, device=update.device)
     if factors.numel() == 0:
         return factors
-    # Neurons first: (b, neurons, entries).
-    by_neuron = update if is_tall else update.mT
-    _, neurons, entries = by_neuron.shape
-    segment = _segment(neurons, entries)
-    segments = triton.cdiv(entries, segment)
-    sums = torch.empty((count, segments, neurons), dtype=torch.float32, device=update.device)
+    neurons, entries = (m, n) if is_tall else (n, m)
+    sums = square_sums(update, -1 if is_tall else -2)  # (b, segments, neurons)
     factor_block = min(max(triton.next_power_of_2(neurons), _MIN_FACTOR_BLOCK), _MAX_FACTOR_BLOCK)
-    launch(
-        _sum_kernel,
-        (count * segments * triton.cdiv(neurons, _SUM_BLOCK),),
-        by_neuron,
-        sums,
-        neurons,
-        entries,
-        segment,
-        *by_neuron.stride(),
-        ENTRIES_FIRST=by_neuron.stride(2) == 1,
-        LOG_LANES=_LOG_LANES,
-        BLOCK=_SUM_BLOCK,
-        num_warps=_SUM_WARPS,
-    )
     flags, flags_stride = flags_of(apply_mask, moments)
     launch(
         _factor_kernel,
@@ -248,7 +162,7 @@ def advance_neuron_factors_(
         scale.stride(0),
         flags_stride,
         neurons,
-        segments,
+        sums.shape[1],
         float(entries),
         1.0 - beta,
         _EPS,
@@ -258,11 +172,3 @@ def advance_neuron_factors_(
         num_warps=factor_block // _NEURONS_PER_WARP,
     )
     return factors
-
-
-def _segment(neurons: int, entries: int) -> int:
-    """Return the number of entries of a segment; independent of the batch, as the order of sums must be."""
-    segment = _MIN_SEGMENT
-    while segment < _MAX_SEGMENT and triton.cdiv(neurons, _SUM_BLOCK) * triton.cdiv(entries, segment) > _PROGRAMS:
-        segment *= 2
-    return segment

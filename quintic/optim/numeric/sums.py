@@ -3,11 +3,25 @@
 import torch
 from torch import Tensor
 
-__all__ = ["divided_by_norms", "norms", "sums"]
+from quintic.kernels.dispatch import Kernels
+
+__all__ = ["divided_by_norms", "frobenius_norms", "norms", "scaled", "sums"]
 
 
-def norms(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the Euclidean norms of `x` along a dimension, which gets size 1; in `dtype`, or else the dtype of `x`."""
+def norms(x: Tensor, dim: int, dtype: torch.dtype | None = None, *, kernels: Kernels = "torch") -> Tensor:
+    """Return the Euclidean norms of `x` along a dimension, which gets size 1; in `dtype`, or else the dtype of `x`.
+
+    Args:
+        x: matrices (b, m, n); without kernels any tensor.
+        dim: -1 or -2.
+        dtype: of the norms and of the sums; None for that of `x`.
+        kernels: `"triton"` reads `x` once, where Triton can, and gives float32.
+    """
+    if kernels == "triton":
+        from quintic.kernels.update.square_sums import square_sums
+
+        norm = _pairwise(square_sums(x, dim), 1).sqrt()  # (b, 1, m or n)
+        return norm.mT if dim == -1 else norm
     # PyTorch's own sums on CPUs do not depend on the batch.
     if not x.is_cuda:
         result: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=dtype)
@@ -18,6 +32,19 @@ def norms(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
 def divided_by_norms(x: Tensor | float, norm: Tensor) -> Tensor:
     """Return x / norm for x >= 0: finite numbers, and zeros where a norm is zero, so that zeros stay zeros."""
     return torch.where(norm == 0, 0.0, (x / norm).clamp_max(torch.finfo(norm.dtype).max))
+
+
+def frobenius_norms(x: Tensor, *, kernels: Kernels = "torch") -> Tensor:
+    """Return the norms (b, 1, 1) of matrices (b, m, n), in float32 or float64; see `norms`."""
+    # Norms of rows, then the norm of these: the order of addition does not depend on b.
+    of_rows = norms(x, -1, torch.promote_types(x.dtype, torch.float32), kernels=kernels)
+    return norms(of_rows, -2, kernels=kernels)
+
+
+def scaled(x: Tensor, factors: Tensor) -> Tensor:
+    """Return `x` times factors that broadcast to it, rounded once to the dtype of `x`."""
+    # A product in the wider dtype of the factors would be written, and read again to be rounded.
+    return torch.mul(x, factors, out=torch.empty_like(x))
 
 
 def sums(x: Tensor, dim: int) -> Tensor:

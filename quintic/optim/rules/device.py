@@ -104,7 +104,7 @@ class DeviceHyperparameters:
         `group` is the parameter group, for the numbers that a captured step contains.
         """
         lr, weight_decay, momentum = self._of_stages
-        return StageOptions(lr, weight_decay, momentum, group.nesterov, float(group.normalize_beta))
+        return StageOptions(lr, weight_decay, momentum, group.nesterov, float(group.normalize_beta), "triton")
 
     def update(self, hyperparameters: Sequence[float | Tensor], lr_ratio: float) -> None:
         """Update the values on the device, given in the order of `HYPERPARAMETERS`; the first is multiplied by a ratio.

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from quintic.kernels.dispatch import Kernels
 from quintic.optim.numeric.bf16_state import StateDtype, moment_dtype_of
 from quintic.optim.rules.update import second_moment_shape
 
@@ -124,6 +125,8 @@ class StageOptions:
     nesterov: bool = True
     normalize_beta: float = 0.95
     """Coefficient of the average of squares that a stage normalises by."""
+    kernels: Kernels = "torch"
+    """What the functions of `sums.py` add up with: `"triton"` where the bucket has kernels."""
 
 
 @dataclass(frozen=True)

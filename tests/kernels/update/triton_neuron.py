@@ -8,7 +8,7 @@ from on_device import DEVICE, poison_new_tensors
 from torch import nn
 
 from quintic import Experts, Muon, Split
-from quintic.kernels.update import neuron
+from quintic.kernels.update import neuron, square_sums
 from quintic.kernels.update.neuron import advance_neuron_factors_
 from quintic.optim.rules.update import neuron_factors_, second_moment_shape
 
@@ -163,7 +163,7 @@ def test_a_matrix_has_the_same_bits_in_any_batch_and_layout(shape, dtype):
 
 @pytest.mark.parametrize(("programs", "shape"), [(1, (2, 1100, 1030)), (4, (1, 400, 500)), (10**6, (1, 1100, 1030))])
 def test_segments_of_any_length(shape, programs, monkeypatch):
-    monkeypatch.setattr(neuron, "_PROGRAMS", programs)
+    monkeypatch.setattr(square_sums, "_PROGRAMS", programs)
     update, scale, (moments,) = made(shape), scale_of(shape[0]), moments_of(shape)[1]
     for found, expected in zip(run(update, moments, scale), exact(update, moments, scale, 0.95), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=0)
@@ -344,7 +344,7 @@ def test_another_beta_neither_compiles_nor_waits():
     advance_neuron_factors_(update, table, scale, beta=0.5, apply_mask=None)
 
     def compiled():
-        kernels = (neuron._sum_kernel, neuron._factor_kernel)
+        kernels = (square_sums._sum_kernel, neuron._factor_kernel)
         return [len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values()]
 
     before = compiled()

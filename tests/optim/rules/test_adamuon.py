@@ -2,7 +2,6 @@
 
 import copy
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 import quintic
 from quintic.optim.rules.library.adamuon import ADAMUON, ElementSecondMoment
 from quintic.optim.rules.rule import PARAM_SHAPED_STATE, STATE_KEYS
-from quintic.optim.rules.stages import StateSpec
+from quintic.optim.rules.stages import StageOptions, StateSpec
 from quintic.optim.state.placement import state_bytes
 
 MOMENT = "element_second_moment"
@@ -84,7 +83,7 @@ def test_the_stage_keeps_the_norm_and_the_signs_of_each_matrix_by_itself(m, n, c
     generator = torch.Generator().manual_seed(seed)
     matrices = torch.randn(count, m, n, generator=generator)
     moments = torch.rand(count, m, n, generator=generator)
-    options = SimpleNamespace(normalize_beta=0.95)
+    options = StageOptions(normalize_beta=0.95)
     together = moments.clone()
     result, factors = ElementSecondMoment().apply(matrices, {MOMENT: together}, options)
     assert factors is None

@@ -101,10 +101,11 @@ class _Counting(TorchDispatchMode):
         return results
 
     def _widened_bytes(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> int:
-        """Return the bytes of copies that CPUs make of operands to compute in another dtype; GPUs make none."""
+        """Return the bytes of copies that CPUs make of operands and results in another dtype; GPUs make none."""
         if not self._is_cpu or func._schema.name in ("aten::copy_", "aten::_to_copy"):
             return 0
-        tensors = [one for one in args if isinstance(one, Tensor) and one.is_floating_point()]
+        operands = (*args, options.get("out"))
+        tensors = [one for one in operands if isinstance(one, Tensor) and one.is_floating_point()]
         dtypes = {tensor.dtype for tensor in tensors} | ({options["dtype"]} if options.get("dtype") else set())
         if len(dtypes) < 2:
             return 0

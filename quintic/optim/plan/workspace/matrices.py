@@ -222,7 +222,7 @@ def _constrain_footprint(stage: WeightStage, m: int, n: int, given: torch.dtype,
     state, operands = _state_of(stage.state, m, n, spec)
     state = replace(state, batches={**state.batches, WEIGHT: weights})
     return count_bytes(
-        lambda: constrained(stage, updates, scales, state, StageOptions(), mask),
+        lambda: constrained(stage, updates, scales, state, StageOptions(kernels=spec.kernels), mask),
         [updates, weights, scales, mask, *operands],
         spec.device.type,
     )
@@ -262,8 +262,9 @@ def stages_footprint(
     if any(stage.reads_weights for stage in stages):
         weights = empty(1, m, n, dtype=wide)
         state, operands = replace(state, batches={**state.batches, WEIGHT: weights}), [*operands, weights]
+    options = StageOptions(kernels=spec.kernels)
     return count_bytes(
-        lambda: apply_stages(stages, matrices, scales, state, StageOptions(), mask, defaultdict(nullcontext))[0],
+        lambda: apply_stages(stages, matrices, scales, state, options, mask, defaultdict(nullcontext))[0],
         [matrices, scales, mask, *operands],
         spec.device.type,
     )

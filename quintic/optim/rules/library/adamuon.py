@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quintic.optim.numeric.sums import divided_by_norms, norms, sums
+from quintic.optim.numeric.sums import divided_by_norms, frobenius_norms
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.stages import MatrixStage, StageOptions, StateSpec
 
@@ -62,8 +62,7 @@ class ElementSecondMoment(MatrixStage):
         o = matrices.to(moment.dtype)
         moment.lerp_(o.square(), 1 - float(options.normalize_beta))
         normalized = o / moment.sqrt().add_(_EPS)
-        # Norms of rows, then the norm of these: the order of addition does not depend on b.
-        norm = sums(norms(normalized, -1).square(), -2).sqrt()  # (b, 1, 1)
+        norm = frobenius_norms(normalized, kernels=options.kernels)  # (b, 1, 1)
         # An orthogonal (m, n) matrix has this norm. The rule's scale multiplies it by 0.2 sqrt(max(m, n)), which makes
         # 0.2 sqrt(m n).
         side = math.sqrt(min(matrices.shape[1:]))

@@ -21,21 +21,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quintic.optim.numeric.sums import divided_by_norms, norms, sums
+from quintic.optim.numeric.sums import divided_by_norms, frobenius_norms
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.stages import StageOptions, StateSpec, WeightStage
 
-__all__ = ["HYPERBALL", "Hyperball", "frobenius_norms", "without_scale"]
+__all__ = ["HYPERBALL", "Hyperball", "without_scale"]
 
 RADIUS = "radius"
 
 # A matrix whose norm is shorter than its radius by more than rounding has not grown to it yet.
 _GROWN = 1 - 1e-3
-
-
-def frobenius_norms(matrices: Tensor) -> Tensor:
-    """Return the norms (b, 1, 1) of matrices (b, m, n)."""
-    return sums(norms(matrices, -1).square(), -2).sqrt()
 
 
 def without_scale(m: int, n: int) -> float:
@@ -55,12 +50,12 @@ class Hyperball(WeightStage):
         self, weights: Tensor, updates: Tensor, scales: Tensor, state: Mapping[str, Tensor], options: StageOptions
     ) -> tuple[Tensor, Tensor]:
         """Return the factors of weights and updates, (b, 1, 1) each; keep the radius at the first step."""
-        u, radius = updates.to(weights.dtype), state[RADIUS]
-        norm = frobenius_norms(weights)
+        u, radius, kernels = updates.to(weights.dtype), state[RADIUS], options.kernels
+        norm = frobenius_norms(weights, kernels=kernels)
         initial = torch.where(norm > 0, norm, math.sqrt(weights.shape[1] / 3))
         radius.copy_(torch.where(radius > 0, radius, initial))
-        rate = divided_by_norms(scales * radius * options.lr, frobenius_norms(u))
-        keep = divided_by_norms(radius, frobenius_norms(weights - rate * u))
+        rate = divided_by_norms(scales * radius * options.lr, frobenius_norms(u, kernels=kernels))
+        keep = divided_by_norms(radius, frobenius_norms(weights - rate * u, kernels=kernels))
         keep = torch.where(norm < _GROWN * radius, keep.clamp_max(1.0), keep)
         return keep, keep * rate
 

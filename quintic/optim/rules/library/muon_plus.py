@@ -19,10 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from quintic.optim.numeric.sums import divided_by_norms, norms, sums
+from quintic.optim.numeric.sums import divided_by_norms, frobenius_norms, scaled
 from quintic.optim.rules.library.muoneq import Equalize, equalizing_factors
 from quintic.optim.rules.library.normuon import NeuronSecondMoment
 from quintic.optim.rules.rule import UpdateRule
@@ -50,12 +49,11 @@ class Renormalize(MatrixStage):
         self, matrices: Tensor, state: Mapping[str, Tensor], options: StageOptions
     ) -> tuple[Tensor, Tensor | None]:
         """Return the normalised updates (b, m, n), and no factors."""
-        wide = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
+        result = matrices
         for dim in _DIMS[self.to]:
-            wide = wide * equalizing_factors(wide, dim)
-        norm = sums(norms(wide, -1).square(), -2).sqrt()  # (b, 1, 1)
-        side = math.sqrt(min(matrices.shape[1:]))
-        return wide * divided_by_norms(side, norm), None
+            result = scaled(result, equalizing_factors(result, dim, options.kernels))
+        side, norm = math.sqrt(min(matrices.shape[1:])), frobenius_norms(result, kernels=options.kernels)
+        return scaled(result, divided_by_norms(side, norm)), None
 
 
 MUON_PLUS = UpdateRule(title="Muon+", after=(Renormalize(),))

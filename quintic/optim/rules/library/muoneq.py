@@ -12,6 +12,7 @@ size of directions; the polar step is the same without them. A row of zeros stay
 Source: MuonEq, arXiv 2603.28254; equilibration to the mean row norm as in nanochat (A. Karpathy), commit 92d63d4.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -19,11 +20,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quintic.optim.numeric.sums import divided_by_norms, norms, sums
+from quintic.kernels.dispatch import Kernels
+from quintic.optim.numeric.sums import divided_by_norms, frobenius_norms, norms, scaled
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.stages import MatrixStage, StageOptions
 
 __all__ = ["MUONEQ", "Equalize", "equalizing_factors"]
+
+_DIMS = {"rows": (-1,), "columns": (-2,), "both": (-1, -2)}
 
 
 @dataclass(frozen=True)
@@ -36,27 +40,25 @@ class Equalize(MatrixStage):
 
     def __post_init__(self) -> None:
         """Raise a ValueError for other values."""
-        if self.of not in ("rows", "columns", "both"):
+        if self.of not in _DIMS:
             raise ValueError(f"Equalize(of={self.of!r}): choose 'rows', 'columns' or 'both'")
 
     def apply(
         self, matrices: Tensor, state: Mapping[str, Tensor], options: StageOptions
     ) -> tuple[Tensor, Tensor | None]:
         """Return the matrices (b, m, n) with equal norms, and no factors."""
-        wide = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
-        result = wide
-        if self.of != "columns":
-            result = result * equalizing_factors(wide, -1)
-        if self.of != "rows":
-            result = result * equalizing_factors(wide, -2)
+        result = matrices
+        # Norms of rows and columns are those before the change.
+        for factors in [equalizing_factors(matrices, dim, options.kernels) for dim in _DIMS[self.of]]:
+            result = scaled(result, factors)
         return result, None
 
 
-def equalizing_factors(matrices: Tensor, dim: int) -> Tensor:
+def equalizing_factors(matrices: Tensor, dim: int, kernels: Kernels) -> Tensor:
     """Return the factors that give all rows (dim -1), or columns, of matrices (b, m, n) their root mean square norm."""
-    norm = norms(matrices, dim)  # (b, m, 1) for the rows, dim -1; (b, 1, n) for the columns
-    other = -3 - dim
-    mean = (sums(norm.square(), other) / norm.shape[other]).sqrt()  # (b, 1, 1)
+    wide = torch.promote_types(matrices.dtype, torch.float32)
+    norm = norms(matrices, dim, wide, kernels=kernels)  # (b, m, 1) for the rows, dim -1; (b, 1, n) for the columns
+    mean = frobenius_norms(norm, kernels=kernels) / math.sqrt(max(1, norm.shape[-3 - dim]))  # (b, 1, 1)
     return divided_by_norms(mean, norm)
 
 

@@ -48,7 +48,7 @@ class RowDirections(MatrixStage):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the momentum (b, m, n), and no factors; note the gradients of magnitudes."""
         weights, magnitude, length = state[WEIGHT], state[_MAGNITUDE.name], state[_LENGTH.name]
-        norm = norms(weights, -1).clamp_min(_LEAST)
+        norm = norms(weights, -1, kernels=options.kernels).clamp_min(_LEAST)
         # Zeros before the first step, which begins with magnitudes and lengths of the weight itself.
         for kept in (magnitude, length):
             kept.copy_(torch.where(length == 0, norm, kept))
@@ -87,7 +87,8 @@ class Magnitudes(WeightStage):
         a -= a * options.lr * options.weight_decay
         a.copy_(torch.where(a.abs() < _LEAST, _LEAST, a))
         rate = scales * options.lr
-        c.copy_(norms(weights * (length / old) - rate * updates.to(weights.dtype), -1).clamp_min(_LEAST))
+        v = weights * (length / old) - rate * updates.to(weights.dtype)
+        c.copy_(norms(v, -1, kernels=options.kernels).clamp_min(_LEAST))
         return a / c * length / old, a / c * rate
 
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quintic.optim.numeric.sums import divided_by_norms
-from quintic.optim.rules.library.hyperball import frobenius_norms, without_scale
+from quintic.optim.numeric.sums import divided_by_norms, frobenius_norms
+from quintic.optim.rules.library.hyperball import without_scale
 from quintic.optim.rules.rule import UpdateRule
 from quintic.optim.rules.stages import StageOptions, WeightStage
 
@@ -48,9 +48,9 @@ class RadialBrake(WeightStage):
         self, weights: Tensor, updates: Tensor, scales: Tensor, state: Mapping[str, Tensor], options: StageOptions
     ) -> tuple[Tensor, Tensor]:
         """Return the factors of weights and updates, (b, 1, 1) each."""
-        before = frobenius_norms(weights)
+        before = frobenius_norms(weights, kernels=options.kernels)
         keep, rate = torch.ones_like(before) - options.lr * options.weight_decay, scales * options.lr
-        after = frobenius_norms(keep * weights - rate * updates.to(weights.dtype))
+        after = frobenius_norms(keep * weights - rate * updates.to(weights.dtype), kernels=options.kernels)
         share = torch.where(after > before, self.outward, self.inward)
         factor = divided_by_norms(before + share * (after - before), after)
         # A matrix of zeros has no radius to brake.
@@ -69,7 +69,7 @@ class RelativeUpdate(WeightStage):
         self, weights: Tensor, updates: Tensor, scales: Tensor, state: Mapping[str, Tensor], options: StageOptions
     ) -> tuple[Tensor, Tensor]:
         """Return the factors of weights and updates, (b, 1, 1) each."""
-        norm, length = frobenius_norms(weights), frobenius_norms(updates.to(weights.dtype))
+        norm, length = (frobenius_norms(one, kernels=options.kernels) for one in (weights, updates))
         norm = torch.where(norm > 0, norm, math.sqrt(weights.shape[1] / 3))
         rate = divided_by_norms(scales * norm * options.lr, length)
         return torch.ones_like(norm) - options.lr * options.weight_decay, rate
