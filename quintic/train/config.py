@@ -143,7 +143,7 @@ class OptimConfig(Limited):
     """AdamW learning rate of the output head under --optimizer adamw."""
     scalar_lr: Rate = 0.03
     """AdamW learning rate of per-layer scalars and gates."""
-    momentum: Average = 0.95
+    momentum: Average = 0.9
     """Muon's momentum after its warm-up."""
     momentum_start: Average = 0.85
     """Muon's momentum at the first step."""
