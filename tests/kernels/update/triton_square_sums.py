@@ -45,11 +45,12 @@ def test_norms_are_those_of_the_definition(shape, dtype, dim):
     assert torch.equal(x, before)
 
 
-@settings(max_examples=20 if DEVICE == "cpu" else 100)
+# Every size that is one, or a multiple of 16, or neither compiles the kernel anew.
+@settings(max_examples=20)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 150), st.integers(1, 300)),
     dim=st.sampled_from([-1, -2]),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from([DTYPES[0], DTYPES[-1]]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_a_matrix_has_the_same_bits_in_any_batch_and_layout(shape, dim, dtype, seed):
