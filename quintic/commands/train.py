@@ -16,7 +16,7 @@ import torch
 from quintic.commands.inputs import check_options, check_text, text_to_resume
 from quintic.commands.options import Start, speedrun_options, training_options
 from quintic.commands.text import prepared
-from quintic.errors import CheckpointError, ConfigError, DivergedError
+from quintic.errors import CheckpointError, ConfigError, DivergedError, OtherRankError
 from quintic.launch import Launch, hint, launched
 from quintic.report.history import RunHistory
 from quintic.streams import say
@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
         except DivergedError:
             if ranks.is_first:
                 raise
-            raise ranks.failed_elsewhere() from None  # all ranks raise the same error; rank 0 prints it
+            raise OtherRankError("rank 0 reports it") from None  # all ranks raise the same error
 
 
 def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:

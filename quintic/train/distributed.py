@@ -38,10 +38,6 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.05
 
 
-# An attribute of an error that a rank raises after all have agreed on it.
-_IS_KNOWN = "is_known_to_all_ranks"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """The processes that train a run. All of them must call each method, in the same order."""
@@ -52,8 +48,6 @@ class Ranks:
     local_size: int = 1
     group: Any = field(default=None, compare=False)
     """Process group (gloo) for messages between host processes; None if there is only one process."""
-    in_background: bool = False
-    """True for the thread that writes checkpoints, whose failure does not end its process."""
 
     @property
     def is_first(self) -> bool:
@@ -76,28 +70,15 @@ class Ranks:
         try:
             made = make()
         except (QuinticError, OSError) as raised:
-            if isinstance(raised, OtherRankError) or getattr(raised, _IS_KNOWN, False):
-                raise  # a call inside of `make` has agreed on it
             error = raised
-        # Every rank reports success or failure, so that none waits in a later collective for a rank that failed.
-        failed = self.all_gather(error is not None)
+        # Every rank reports success or failure, so that none waits in a later collective for a rank that failed. An
+        # OtherRankError comes from a call inside of `make`; the rank that it is about reports the failure.
+        failed = self.all_gather(error is not None and not isinstance(error, OtherRankError))
         if not any(failed):
             return made
         if error is not None and failed.index(True) == self.rank:
-            setattr(error, _IS_KNOWN, True)
             raise error
-        raise self.failed_elsewhere()
-
-    def failed_elsewhere(self) -> OtherRankError:
-        """Wait until the failing rank has ended, and return the error that this rank raises.
-
-        torchrun kills all ranks when one exits. Without waiting, it could kill the failing rank before that one has
-        printed its error.
-        """
-        if not self.in_background:
-            with contextlib.suppress(RuntimeError):  # the connection closes when the failing rank ends
-                dist.barrier(group=self.group)
-        return OtherRankError("another rank has failed")
+        raise OtherRankError("another rank has failed")
 
     def from_rank0(self, make: Callable[[], T]) -> T:
         """Call `make` on rank 0 only and return its result, which must be picklable, on all ranks.
@@ -149,7 +130,8 @@ def connected(launch: Launch) -> Iterator[Ranks]:
     """Connect the processes of a launch while the `with` block runs; only rank 0 keeps its standard output.
 
     After an exception the process group is not destroyed: the other ranks may be waiting in a collective that this rank
-    will never join. torchrun kills them once this process has ended.
+    will never join. torchrun kills all ranks once a process has ended, so a rank on which an OtherRankError leaves the
+    block first waits until the failing rank has printed its error and ended.
     """
     if launch.size == 1:
         yield SINGLE_PROCESS
@@ -169,9 +151,14 @@ def connected(launch: Launch) -> Iterator[Ranks]:
     # A long timeout: one rank may prepare text for hours while the others wait. A rank that dies is noticed at once
     # all the same, because its connections close.
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    yield Ranks(
-        rank=launch.rank, size=launch.size, local_rank=launch.local_rank, local_size=launch.local_size, group=group
-    )
+    try:
+        yield Ranks(
+            rank=launch.rank, size=launch.size, local_rank=launch.local_rank, local_size=launch.local_size, group=group
+        )
+    except OtherRankError:
+        with contextlib.suppress(RuntimeError):  # the connection closes when the failing rank ends
+            dist.barrier(group=group)
+        raise
     dist.barrier(group=group)
     dist.destroy_process_group()
 

@@ -30,7 +30,7 @@ class Background:
         if ranks.size > 1:
             # A separate group: two threads in one group could start their collectives in different orders on two ranks.
             group = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
-            self._own_ranks = replace(ranks, group=group, in_background=True)
+            self._own_ranks = replace(ranks, group=group)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -77,7 +77,7 @@ class Background:
         error, self._error = self._error, None
 
         def tell() -> None:
-            if error is not None and not isinstance(error, OtherRankError):
+            if error is not None:
                 raise error
 
         self._ranks.run_on_all(tell)
