@@ -33,7 +33,7 @@ from quintic.train.checkpoint import (
     newest_checkpoint,
     set_aside_later,
 )
-from quintic.train.config import Config, OptimConfig
+from quintic.train.config import Config
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts
 from quintic.train.lookups import allocate_lookups
@@ -301,17 +301,16 @@ def _check_loss(name: str, record: dict[str, Any], run: Trainer) -> None:
 
 
 def _diverged(reason: str, run: Trainer) -> DivergedError:
-    optim, is_muon = run.config.optim, run.config.optim.optimizer == "muon"
-    rates = ("--muon-lr", "--head-lr") if is_muon else ("--adamw-lr", "--adamw-head-lr")
-    decay = "weight_decay" if is_muon else "adamw_weight_decay"
-    is_high = getattr(optim, decay) > getattr(OptimConfig(), decay)
-    lower = f", a lower weight decay (--{decay.replace('_', '-')})" if is_high else ""
+    rates, decay = "--muon-lr, --head-lr", "--weight-decay"
+    if run.config.optim.optimizer == "adamw":
+        rates, decay = "--adamw-lr, --adamw-head-lr", "--adamw-weight-decay"
     run.background.wait()
     saved = checkpoints(run.run_dir)
     kept = f"{saved[0].name} is kept" if saved else "it has no checkpoint"
     return DivergedError(
         f"{run.run_dir}: {reason}: training has diverged and was stopped ({kept}); start a new run with lower learning "
-        f"rates ({', '.join(rates)}, --embedding-lr, --scalar-lr){lower} or a longer warm-up (--warmup-frac)"
+        f"rates ({rates}, --embedding-lr, --scalar-lr), a lower weight decay ({decay}) or a longer warm-up "
+        "(--warmup-frac)"
     )
 
 
