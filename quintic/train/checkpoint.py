@@ -350,14 +350,12 @@ def _damage(path: Path) -> str:
             return f"{_MANIFEST} does not list {min(missing)}"
         for name, expected in manifest.items():
             file = path / name
-            if not file.is_file():
-                return f"{name} is missing"
             if file.stat().st_size != expected["bytes"]:
                 return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
             if _fingerprint(file) != expected:
                 return f"{name} was changed after it was written"
-    except FileNotFoundError:
-        return f"{_MANIFEST} is missing"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{_MANIFEST} cannot be read"
     return ""

@@ -204,17 +204,11 @@ class Parallelism:
         self.shard_ranks = ranks.local_size if shard_ranks is None else shard_ranks
         if kind == "hsdp" and ranks.size % self.shard_ranks:
             raise ConfigError(f"--shard-ranks {self.shard_ranks} does not divide the {ranks.size} ranks")
-        self._splits_batch = self.kind not in (None, "tp")
-
-    @property
-    def data_rank(self) -> int:
-        """Index of this rank among the `data_size` ranks that get different rows of a batch."""
-        return self.ranks.rank if self._splits_batch else 0
-
-    @property
-    def data_size(self) -> int:
+        same_rows = self.kind in (None, "tp")
+        self.data_size = 1 if same_rows else ranks.size
         """Number of ranks that get different rows of a batch."""
-        return self.ranks.size if self._splits_batch else 1
+        self.data_rank = 0 if same_rows else ranks.rank
+        """Index of this rank among them."""
 
     @property
     def comms(self) -> Literal["none", "averaged", "sharded"]:
@@ -262,7 +256,7 @@ class Parallelism:
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a CPU tensor over the ranks that get different rows of a batch."""
-        return self.ranks.total(tensor) if self._splits_batch else tensor
+        return self.ranks.total(tensor) if self.data_size > 1 else tensor
 
     def mean_gradient(self, gradient: Tensor) -> Tensor:
         """Return a gradient averaged over ranks. Under `sharded` this averages a float32 copy, as the step will."""

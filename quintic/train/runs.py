@@ -187,7 +187,6 @@ def find_run(runs_dir: Path, name: str | None, *, allow_speedrun: bool = False) 
                 advice = "use it with `quintic sample`, `eval`, `export` or `report`"
                 raise ConfigError(f"{folder} is a speedrun, which cannot be resumed or repeated; {advice}")
             raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
-        load_config(folder / CONFIG_FILE)
         return folder
     folders = _newest_first(runs_dir, *((CONFIG_FILE, METRICS_FILE) if allow_speedrun else (CONFIG_FILE,)))
     if not folders:

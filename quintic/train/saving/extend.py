@@ -1,6 +1,5 @@
 """Extending a resumed run with a larger `--steps`."""
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 from quintic.durable import write_atomically
 from quintic.train.recipe import apply_schedule
 from quintic.train.runs import CONFIG_FILE
-from quintic.train.saved_config import check_longer, load_config, to_dict
+from quintic.train.saved_config import check_longer, load_config, to_dict, with_options
 from quintic.train.schedule import scale_of
 from quintic.train.trainer import Trainer
 
@@ -43,7 +42,7 @@ def extend_run(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> int |
             f"From {before:,} to {run.total:,} steps: from step {run.step + 1:,} on, rates are those of a run of that "
             f"length. At that step, learning rates change: {', '.join(changes)}; {decay}"
         )
-    schedule = dataclasses.replace(saved.schedule, steps=run.config.schedule.steps)
-    content = json.dumps(to_dict(dataclasses.replace(saved, schedule=schedule)), indent=2) + "\n"
+    longer = with_options(saved, steps=run.config.schedule.steps)
+    content = json.dumps(to_dict(longer), indent=2) + "\n"
     run.ranks.from_rank0(lambda: write_atomically(run_dir / CONFIG_FILE, content))
     return before
