@@ -183,21 +183,14 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None], up_to: int | None = None) -> Checkpoint:
+def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None]) -> Checkpoint:
     """Return the newest undamaged checkpoint; call `message` with a line for each damaged one that is skipped.
-
-    Args:
-        run_dir: the run's folder.
-        message: called with lines for the user.
-        up_to: leave out checkpoints of later steps; None for all.
 
     Raises:
         CheckpointError: the run has no usable checkpoint.
     """
     damage = ""
     for path in checkpoints(run_dir):
-        if up_to is not None and step_of(path) > up_to:
-            continue
         damage = _damage(path)
         if not damage:
             return Checkpoint(path=path)

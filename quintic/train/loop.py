@@ -36,12 +36,11 @@ from quintic.train.checkpoint import (
 from quintic.train.config import Config
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts
-from quintic.train.lookups import allocate_lookups
+from quintic.train.initial import allocate_lookups, load_initial_weights
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker
 from quintic.train.recipe import scale_lines
 from quintic.train.runs import TOKENIZER_FILE, lock_run, wandb_id
 from quintic.train.saving.extend import extend_run
-from quintic.train.saving.initial import load_initial_weights
 from quintic.train.saving.source import keep_source
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
@@ -204,7 +203,7 @@ def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
 
     def find() -> Checkpoint | None:
         with contextlib.suppress(CheckpointError):  # none yet, or all damaged: that is no reason to end a healthy run
-            return newest_checkpoint(run.run_dir, message=progress.message, up_to=spike_step - 1)
+            return newest_checkpoint(run.run_dir, message=progress.message)
         return None
 
     checkpoint = run.ranks.from_rank0(find)

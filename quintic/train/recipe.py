@@ -6,8 +6,9 @@ Embeddings, head, gates and scalars are groups under AdamW with separate learnin
 by orders of magnitude.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -20,10 +21,9 @@ from quintic.limits import in_options
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.rules.table import orthogonalizes, rule_of
-from quintic.train.config import Config, WeightsName
+from quintic.train.config import Config, ModelConfig, WeightsName
 from quintic.train.distributed import Parallelism, micro_batch_rows
 from quintic.train.hardware import check_memory
-from quintic.train.lookups import with_lookups
 from quintic.train.saved_config import with_options
 from quintic.train.schedule import lengths, lr_multiplier, momentum_at, scale_of, weight_decay_multiplier
 
@@ -92,6 +92,10 @@ _CONSTANTS = {
 # initial entries: 1 in the embedding, width^-0.5 in a table.
 _LOOKUP_FRAC = 0.5
 
+# The model's parameters per row of a lookup layer's tables where --l3-embeddings is 0 (as in jhspaybar's fork of
+# nanochat, pull request 559).
+_PARAMETERS_PER_EMBEDDING = 1000
+
 
 def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
     """Return the sizes of the configured model for a vocabulary.
@@ -102,9 +106,36 @@ def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
     try:
         given = {name: value for name, value in vars(config.model).items() if not name.startswith("l3_")}
         sizes = GPTConfig.from_depth(**given, vocab_size=vocab_size, bos_id=bos_id)
-        return with_lookups(sizes, config.model)
+        return _with_lookups(sizes, config.model)
     except ValueError as error:
         raise ConfigError(f"{in_options(error)}; change one of the model's sizes") from None
+
+
+def _with_lookups(sizes: GPTConfig, model: ModelConfig) -> GPTConfig:
+    """Return the model's sizes with the lookup layers that the options ask for.
+
+    Raises:
+        ValueError: the lookup layers do not fit the model.
+    """
+    if model.l3_layers is None:
+        return sizes
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", model.l3_layers):
+        raise ValueError(f"l3_layers={model.l3_layers}: must be layer numbers separated by commas, such as 2,5")
+    sizes = replace(
+        sizes,
+        l3_layers=tuple(int(layer) for layer in model.l3_layers.split(",")),
+        l3_embeddings=model.l3_embeddings or sizes.vocab_size,
+        l3_d_up=model.l3_d_up,
+        l3_k_max=model.l3_k_max,
+        l3_tied=model.l3_tied,
+    )
+    if model.l3_embeddings:
+        return sizes
+    # A row per 1,000 parameters of the model, whose own tables have the placeholder size of one row per token here.
+    with torch.device("meta"):
+        parameters = sum(param.numel() for param in GPT(sizes).parameters())
+    embeddings = max(sizes.vocab_size, parameters // _PARAMETERS_PER_EMBEDDING)
+    return replace(sizes, l3_embeddings=min(embeddings, sizes.vocab_size * sizes.l3_k_max))
 
 
 def build_model(

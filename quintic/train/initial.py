@@ -1,15 +1,23 @@
-"""Loading the weights of another run or of an exported model as a run's initial weights (`--init-from`)."""
+"""The state that a new run starts from: weights of another run or an export, and rows of lookup tables for tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from quintic.data.dataset import Dataset
+from quintic.data.loader import Loader
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import json_object
 from quintic.errors import CheckpointError, ConfigError
+from quintic.model.allocation import allocate_rows
 from quintic.model.gpt import GPT
 from quintic.train.checkpoint import copy_weights, load_model_weights, newest_checkpoint
 
-__all__ = ["load_initial_weights"]
+__all__ = ["allocate_lookups", "load_initial_weights"]
+
+# Rows of training text that the allocation is counted on (as in jhspaybar's fork of nanochat, pull request 559).
+_SAMPLE_ROWS = 100
 
 
 def load_initial_weights(model: GPT, folder: Path, tokenizer: Tokenizer, *, message: Callable[[str], None]) -> str:
@@ -48,3 +56,39 @@ def load_initial_weights(model: GPT, folder: Path, tokenizer: Tokenizer, *, mess
         raise CheckpointError(f"--init-from {folder}: {path.name} cannot be read ({error}); export it again") from None
     copy_weights(saved, model, path)
     return f"Starting from the weights of the exported model {folder}"
+
+
+def allocate_lookups(model: GPT, dataset: Dataset, *, seed: int) -> str:
+    """Assign the table rows of the lookup layers to tokens, by token counts in the first rows of the training text.
+
+    Ranks need not communicate: the result depends only on the text, the seed and the sizes.
+
+    Returns:
+        A line that describes the allocation; "" for a model without lookup layers.
+
+    Raises:
+        DataError: the text does not fill a row.
+    """
+    sizes = model.config
+    if not sizes.l3_layers:
+        return ""
+    # One row at a time: the result must not depend on the rows per pass or the number of ranks.
+    with Loader(dataset, "train", rows=1, seq_len=sizes.seq_len, seed=seed, prefetch=0) as loader:
+        sample = torch.cat([next(loader).inputs for _ in range(_SAMPLE_ROWS)])  # (_SAMPLE_ROWS, seq_len)
+    rows_per_token = torch.from_numpy(  # (vocab_size,)
+        allocate_rows(
+            sample.numpy(),
+            vocab_size=sizes.vocab_size,
+            total=sizes.l3_embeddings,
+            most=sizes.l3_k_max,
+            bos_id=sizes.bos_id,
+        )
+    )
+    mean_rows = float(rows_per_token[sample].double().mean())
+    model.allocate_lookups(rows_per_token, mean_rows=mean_rows)
+    mean = sizes.l3_embeddings / sizes.vocab_size
+    return (
+        f"L3 allocation: {sizes.l3_embeddings:,} rows for {sizes.vocab_size:,} tokens, {int(rows_per_token.min())} to "
+        f"{int(rows_per_token.max())} each (--l3-k-max {sizes.l3_k_max}), {mean:.1f} on average, {mean_rows:.1f} for a "
+        "token of the text"
+    )
