@@ -20,7 +20,7 @@ from quintic.errors import CheckpointError, ConfigError, DivergedError, OtherRan
 from quintic.launch import Launch, hint, launched
 from quintic.report.history import RunHistory
 from quintic.streams import say
-from quintic.train.checkpoint import newest_checkpoint
+from quintic.train.checkpoint import newest_checkpoint, step_of
 from quintic.train.config import Config, DataConfig
 from quintic.train.distributed import Ranks, connected
 from quintic.train.loop import Interrupted, Result, train
@@ -129,7 +129,7 @@ def _finished_note(start: Start) -> str | None:
     if run_dir is None or asks_more or not is_finished(run_dir):
         return None
     with contextlib.suppress(CheckpointError):  # of a damaged checkpoint the steps are made again
-        step = int(newest_checkpoint(run_dir, message=lambda text: None).state()["step"])
+        step = step_of(newest_checkpoint(run_dir, message=lambda text: None))
         if step < int(RunHistory.load(run_dir).final.get("step", 0)):
             return None
         runs_dir = [] if run_dir.parent == Path("runs") else ["--runs-dir", str(run_dir.parent)]

@@ -27,7 +27,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,12 @@ from quintic.train.saving.background import Background
 from quintic.train.saving.staging import copies_on_host, optimizer_tensors
 
 __all__ = [
-    "Checkpoint",
     "checkpoint_of_step",
     "checkpoints",
     "copy_weights",
     "load_model_weights",
     "newest_checkpoint",
+    "read_state",
     "restore_optimizer",
     "save_checkpoint",
     "set_aside_later",
@@ -63,18 +62,6 @@ _MANIFEST = "manifest.json"
 _STATE = "state.json"
 _FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
 _METADATA, _PIECES = ".metadata", re.compile(r"__(\d+)_\d+\.distcp")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A verified checkpoint folder."""
-
-    path: Path
-
-    def state(self) -> dict[str, Any]:
-        """Return the `state` that was given to `save_checkpoint`, with `step` and `optimizer_groups`."""
-        state: dict[str, Any] = json.loads((self.path / _STATE).read_text(encoding="utf-8"))
-        return state
 
 
 def save_checkpoint(
@@ -183,8 +170,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None]) -> Checkpoint:
-    """Return the newest undamaged checkpoint; call `message` with a line for each damaged one that is skipped.
+def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None]) -> Path:
+    """Return the newest undamaged checkpoint's folder; call `message` with a line for each damaged one that is skipped.
 
     Raises:
         CheckpointError: the run has no usable checkpoint.
@@ -193,15 +180,15 @@ def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None]) -> Check
     for path in checkpoints(run_dir):
         damage = _damage(path)
         if not damage:
-            return Checkpoint(path=path)
+            return path
         message(f"{path}: {damage}; using the checkpoint before it")
     if damage:
         raise CheckpointError(f"{run_dir}: every checkpoint is damaged; start a new run")
     raise CheckpointError(f"{run_dir}: has no checkpoint yet; start a new run, without --resume")
 
 
-def checkpoint_of_step(run_dir: Path, step: int, *, option: str = "--resume-step") -> Checkpoint:
-    """Return the checkpoint of a step that the user chose; `option` names the option in errors.
+def checkpoint_of_step(run_dir: Path, step: int, *, option: str = "--resume-step") -> Path:
+    """Return the folder of the checkpoint of a step that the user chose; `option` names the option in errors.
 
     Raises:
         CheckpointError: the run has not kept a checkpoint of that step, or it is damaged.
@@ -213,7 +200,7 @@ def checkpoint_of_step(run_dir: Path, step: int, *, option: str = "--resume-step
         raise CheckpointError(f"{option} {step}: {run_dir} has no checkpoint of that step; it has kept {steps}")
     if damage := _damage(path):
         raise CheckpointError(f"{option} {step}: {path}: {damage}; choose another step")
-    return Checkpoint(path=path)
+    return path
 
 
 def set_aside_later(run_dir: Path, step: int, *, message: Callable[[str], None]) -> None:
@@ -235,9 +222,15 @@ def set_aside_later(run_dir: Path, step: int, *, message: Callable[[str], None])
         message(f"Set aside the checkpoints of later steps in {run_dir / _FOLDER}, as {', '.join(names)}")
 
 
-def load_model_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the `state` that was given to `save_checkpoint`, with `step` and `optimizer_groups`."""
+    state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+    return state
+
+
+def load_model_weights(checkpoint: Path, model: nn.Module) -> None:
     """Copy a checkpoint's weights into `model`; errors as `copy_weights`."""
-    copy_weights(_read(checkpoint, "model", model.state_dict()), model, checkpoint.path)
+    copy_weights(_read(checkpoint, "model", model.state_dict()), model, checkpoint)
 
 
 def copy_weights(saved: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
@@ -256,14 +249,14 @@ def copy_weights(saved: Mapping[str, Tensor], model: nn.Module, path: Path) -> N
         raise CheckpointError(f"{path}: does not fit this model: {lines[-1]}") from None  # the last line has the names
 
 
-def restore_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
+def restore_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
     """Load a checkpoint's optimizer state and hyperparameters into `optimizer`. All ranks must call it.
 
     Raises:
         CheckpointError: the state belongs to other parameters.
     """
     state: dict[int, dict[str, Tensor]] = {}
-    groups = checkpoint.state()["optimizer_groups"]
+    groups = read_state(checkpoint)["optimizer_groups"]
     ids = {name: key for group in groups for name, key in zip(group["param_names"], group["params"], strict=True)}
     # State of plain parameters is read whole into host memory, and `load_state_dict` takes this rank's shard. State of
     # DTensors is read shard by shard into the tensors that the optimizer has.
@@ -272,12 +265,12 @@ def restore_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
     for full_name, tensor in _read(checkpoint, "optimizer", own).items():
         name, _, key = full_name.rpartition("/")
         if name not in ids:
-            raise CheckpointError(f"{checkpoint.path}: inconsistent: state of {name!r}, which is in no parameter group")
+            raise CheckpointError(f"{checkpoint}: inconsistent: state of {name!r}, which is in no parameter group")
         state.setdefault(ids[name], {})[key] = tensor
     try:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from None
+        raise CheckpointError(f"{checkpoint}: {error}") from None
 
 
 def _write_pieces(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
@@ -292,21 +285,21 @@ def _write_pieces(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
         raise next(failure for failure, _ in error.failures.values()) from None
 
 
-def _read(checkpoint: Checkpoint, part: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _read(checkpoint: Path, part: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the saved tensors of a part, "model" or "optimizer", by name, whole and on the CPU.
 
     DTensors among the tensors in use (`own`) that have the saved shape are overwritten and returned instead.
     """
-    if not (checkpoint.path / _METADATA).exists():
+    if not (checkpoint / _METADATA).exists():
         from safetensors.torch import load_file
 
-        whole: dict[str, Tensor] = load_file(checkpoint.path / _FILES[part])
+        whole: dict[str, Tensor] = load_file(checkpoint / _FILES[part])
         return whole
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = FileSystemReader(checkpoint.path)
+    reader = FileSystemReader(checkpoint)
     tensors: dict[str, Tensor] = {}
     for key, described in reader.read_metadata().state_dict_metadata.items():
         prefix, _, name = key.partition(".")

@@ -12,7 +12,7 @@ from quintic.durable import json_object
 from quintic.errors import CheckpointError, ConfigError
 from quintic.model.allocation import allocate_rows
 from quintic.model.gpt import GPT
-from quintic.train.checkpoint import copy_weights, load_model_weights, newest_checkpoint
+from quintic.train.checkpoint import copy_weights, load_model_weights, newest_checkpoint, step_of
 
 __all__ = ["allocate_lookups", "load_initial_weights"]
 
@@ -45,7 +45,7 @@ def load_initial_weights(model: GPT, folder: Path, tokenizer: Tokenizer, *, mess
         except CheckpointError as error:
             raise CheckpointError(f"--init-from {folder}: {str(error).partition(';')[0]}") from None
         load_model_weights(checkpoint, model)
-        return f"Starting from the weights of {folder} after step {checkpoint.state()['step']:,}"
+        return f"Starting from the weights of {folder} after step {step_of(checkpoint):,}"
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -26,13 +26,7 @@ from quintic.report.progress import Progress
 from quintic.report.report import write_report
 from quintic.stopping import StopRequests
 from quintic.streams import say
-from quintic.train.checkpoint import (
-    Checkpoint,
-    checkpoint_of_step,
-    checkpoints,
-    newest_checkpoint,
-    set_aside_later,
-)
+from quintic.train.checkpoint import checkpoint_of_step, checkpoints, newest_checkpoint, set_aside_later
 from quintic.train.config import Config
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts
@@ -201,7 +195,7 @@ def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
     if run.watch.rollbacks >= _MOST_ROLLBACKS:
         raise _diverged(f"the loss spiked again at step {spike_step} after {run.watch.rollbacks} rollbacks", run)
 
-    def find() -> Checkpoint | None:
+    def find() -> Path | None:
         with contextlib.suppress(CheckpointError):  # none yet, or all damaged: that is no reason to end a healthy run
             return newest_checkpoint(run.run_dir, message=progress.message)
         return None
@@ -313,7 +307,7 @@ def _diverged(reason: str, run: Trainer) -> DivergedError:
     )
 
 
-def _find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None]) -> Checkpoint | None:
+def _find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None]) -> Path | None:
     if step is not None:
         return checkpoint_of_step(run_dir, step)
     if not checkpoints(run_dir):

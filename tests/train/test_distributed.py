@@ -38,7 +38,14 @@ from quintic.errors import CheckpointError, ConfigError, DivergedError, OtherRan
 from quintic.launch import Launch, launched
 from quintic.model.gpt import GPTConfig
 from quintic.report.history import METRICS_FILE, read_metrics
-from quintic.train.checkpoint import _read, checkpoints, load_model_weights, newest_checkpoint, save_checkpoint
+from quintic.train.checkpoint import (
+    _read,
+    checkpoints,
+    load_model_weights,
+    newest_checkpoint,
+    read_state,
+    save_checkpoint,
+)
 from quintic.train.config import Config, ParallelName
 from quintic.train.distributed import SINGLE_PROCESS, Parallelism, Ranks, _agree_on_attempt, micro_batch_rows
 from quintic.train.loop import Interrupted, train
@@ -198,7 +205,7 @@ def weights(run_dir: Path) -> dict[str, Tensor]:
     """Return the weights of a run's newest checkpoint, read by one process."""
     config = load_config(run_dir / "config.json")
     checkpoint = newest_checkpoint(run_dir, message=print)
-    dataset = Dataset.open(checkpoint.state()["dataset"]["path"])
+    dataset = Dataset.open(read_state(checkpoint)["dataset"]["path"])
     sizes = model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
     model = build_model(sizes, device=torch.device("cpu"), dtype=torch.float32, attention="sdpa", seed=5)
     load_model_weights(checkpoint, model)
@@ -416,7 +423,7 @@ def test_a_full_disk_of_one_rank_leaves_the_checkpoint_before(beside: bool, tmp_
     assert "step-000002: cannot be written (No space left on device); free 1 MiB" in first[1]
     assert second[1] == "another rank has failed"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
-    assert newest_checkpoint(tmp_path, message=print).path.name == "step-000001"
+    assert newest_checkpoint(tmp_path, message=print).name == "step-000001"
 
 
 @pytest.mark.parametrize("name", [".metadata", "__1_0.distcp", "state.json"])
