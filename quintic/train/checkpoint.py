@@ -22,7 +22,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 import warnings
@@ -117,7 +116,7 @@ def save_checkpoint(
 def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep: int, ranks: Ranks) -> None:
     """Write a checkpoint's folder from copied tensors, then delete older checkpoints."""
     folder = final.parent
-    temporary = folder / ranks.from_rank0(lambda: f".{final.name}.{os.getpid()}.tmp")
+    temporary = folder / f".{final.name}.tmp"
 
     def begin() -> None:
         if not folder.exists():

@@ -178,20 +178,19 @@ def find_run(runs_dir: Path, name: str | None, *, allow_speedrun: bool = False) 
     Raises:
         ConfigError: there is no such run.
     """
-    if name is not None:
-        folder = runs_dir / name
-        if allow_speedrun and (folder / METRICS_FILE).is_file():
-            return folder
-        if not (folder / CONFIG_FILE).is_file():
-            if (folder / METRICS_FILE).is_file():
-                advice = "use it with `quintic sample`, `eval`, `export` or `report`"
-                raise ConfigError(f"{folder} is a speedrun, which cannot be resumed or repeated; {advice}")
-            raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
+    files = (CONFIG_FILE, METRICS_FILE) if allow_speedrun else (CONFIG_FILE,)
+    if name is None:
+        folders = _newest_first(runs_dir, *files)
+        if not folders:
+            raise ConfigError(f"{runs_dir} holds no run yet; start one with: quintic train")
+        return folders[0]
+    folder = runs_dir / name
+    if any((folder / file).is_file() for file in files):
         return folder
-    folders = _newest_first(runs_dir, *((CONFIG_FILE, METRICS_FILE) if allow_speedrun else (CONFIG_FILE,)))
-    if not folders:
-        raise ConfigError(f"{runs_dir} holds no run yet; start one with: quintic train")
-    return folders[0]
+    if (folder / METRICS_FILE).is_file():
+        advice = "use it with `quintic sample`, `eval`, `export` or `report`"
+        raise ConfigError(f"{folder} is a speedrun, which cannot be resumed or repeated; {advice}")
+    raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
 
 
 def _newest_first(runs_dir: Path, *files: str) -> list[Path]:

@@ -4,18 +4,14 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Self
 
 import torch
-import torch.distributed as dist
 
 from quintic.errors import OtherRankError
-from quintic.train.distributed import Ranks
+from quintic.train.distributed import Ranks, host_group
 
 __all__ = ["Background"]
-
-_LONGEST_WAIT = timedelta(days=7)
 
 
 class Background:
@@ -29,8 +25,7 @@ class Background:
         self._ranks = self._own_ranks = ranks
         if ranks.size > 1:
             # A separate group: two threads in one group could start their collectives in different orders on two ranks.
-            group = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
-            self._own_ranks = replace(ranks, group=group)
+            self._own_ranks = replace(ranks, group=host_group())
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
