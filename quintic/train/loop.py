@@ -30,13 +30,12 @@ from quintic.train.checkpoint import checkpoint_of_step, checkpoints, newest_che
 from quintic.train.config import Config
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts
-from quintic.train.initial import allocate_lookups, load_initial_weights
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker
 from quintic.train.recipe import scale_lines
 from quintic.train.runs import TOKENIZER_FILE, lock_run, wandb_id
-from quintic.train.saving.extend import extend_run
 from quintic.train.saving.source import keep_source
 from quintic.train.schedule import is_due
+from quintic.train.start import allocate_lookups, extend_run, load_initial_weights
 from quintic.train.trainer import Trainer
 from quintic.train.watch import summarize_log
 

@@ -21,10 +21,10 @@ from quintic.report.history import read_metrics
 from quintic.train import loop
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, ModelConfig, OptimConfig
-from quintic.train.initial import allocate_lookups
 from quintic.train.recipe import build_model, build_optimizer, model_config
 from quintic.train.saved_config import load_config
 from quintic.train.schedule import scale_of
+from quintic.train.start import allocate_lookups
 
 L3 = {"l3_layers": "0", "l3_embeddings": 700}
 
@@ -196,7 +196,7 @@ def test_a_resumed_run_never_allocates_and_ends_the_same(
         patch.setattr(loop.Trainer, "train_step", interrupted)
         assert main(options) != 0
     with monkeypatch.context() as patch:
-        patch.setattr("quintic.train.initial.allocate_rows", lambda *_, **__: pytest.fail("allocated again"))
+        patch.setattr("quintic.train.start.allocate_rows", lambda *_, **__: pytest.fail("allocated again"))
         assert main(["train", "--resume", "--run", "run", "--runs-dir", str(tmp_path)]) == 0
     assert final_weights(tmp_path / "run") == final_weights(finished)
 
