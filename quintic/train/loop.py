@@ -105,18 +105,17 @@ def train(
         for line in scale_lines(config, vocab_size=dataset.vocab_size, data_ranks=run.parallelism.data_size):
             say(line)
         # Weights: of a checkpoint, of another run, or random as `Trainer` has initialised them.
-        allocation = ""
         if checkpoint is not None:
             ranks.run_on_all(lambda: run.restore(checkpoint))
             say(f"Continuing {run_dir.name} after step {run.step}")
         elif (source := config.run.init_from) is not None:
             load = partial(load_initial_weights, run.model, Path(source), dataset.tokenizer, message=say)
             say(ranks.run_on_all(load))
-        else:
-            allocation = allocate_lookups(run.model, dataset, seed=config.run.seed)
-        longer_than = ranks.run_on_all(lambda: extend_run(run, run_dir, say)) if resume else None
+        elif allocation := allocate_lookups(run.model, dataset, seed=config.run.seed):
+            say(allocation)
+        lengths = ranks.run_on_all(lambda: extend_run(run, run_dir, say)) if resume else {}
         ranks.from_rank0(lambda: dataset.tokenizer.save(run_dir / TOKENIZER_FILE))
-        for line in filter(None, [*run.describe(), allocation]):
+        for line in run.describe():
             say(line)
         # From here on the run's folder changes. `held` closes everything in reverse order, also after an error.
         if resume_step is not None:
@@ -134,7 +133,6 @@ def train(
         if checkpoint is None or not has_log:
             log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
         if checkpoint is not None:
-            lengths = {} if longer_than is None else {"steps_before": longer_than, "total_steps": run.total}
             facts = {"command": command, "machine": machine_facts(hardware), "ranks": ranks.size}
             log.write("resume", step=run.step, time=now, **facts, **lengths)
             if ranks.from_rank0(lambda: keep_source(run_dir, run.step)):

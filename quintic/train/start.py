@@ -100,21 +100,21 @@ def allocate_lookups(model: GPT, dataset: Dataset, *, seed: int) -> str:
     )
 
 
-def extend_run(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> int | None:
+def extend_run(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> dict[str, int]:
     """Save a larger `--steps` in the run's configuration and tell the user how the rates change; all ranks call it.
 
     All further steps follow the schedules of a run of the new length, so learning rates and weight decay jump when the
     run continues.
 
     Returns:
-        The previous number of steps; None if it has not changed.
+        Fields for the log: the numbers of steps before and now; {} if the number has not changed.
 
     Raises:
         ConfigError: the run would become shorter.
     """
     saved = load_config(run_dir / CONFIG_FILE)
     if run.config.schedule.steps == saved.schedule.steps:
-        return None
+        return {}
     before = scale_of(saved, run.model.config).steps
     check_longer(run.total, before)
     # Compare the rates of the last step made with those of the next one. `apply_schedule` sets the groups' rates, but
@@ -131,4 +131,4 @@ def extend_run(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> int |
     longer = with_options(saved, steps=run.config.schedule.steps)
     content = json.dumps(to_dict(longer), indent=2) + "\n"
     run.ranks.from_rank0(lambda: write_atomically(run_dir / CONFIG_FILE, content))
-    return before
+    return {"steps_before": before, "total_steps": run.total}
