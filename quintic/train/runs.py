@@ -262,10 +262,8 @@ def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
     facts = found[path]["comparison"]
     try:
         config = from_dict(found[path]["config"], origin=str(path))
-        return Comparison(path=path, config=config, seeds=int(facts["seeds"]), command=str(facts["command"]))
-    except ConfigError:  # its message already names the file and the field
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return Comparison(path=path, config=config, seeds=facts["seeds"], command=facts["command"])
+    except KeyError as error:
         raise ConfigError(f"{path}: damaged ({error!r}); start a new comparison, with another --run") from None
 
 
