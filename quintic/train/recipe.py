@@ -54,10 +54,8 @@ class _Constants:
     """Muon updates the gates of the value embeddings."""
     neuron_beta: float = 0.95
     """NorMuon's coefficient of the average of squared updates over steps."""
-    betas: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Name of a group -> AdamW's coefficients, where they differ from --beta1 and --beta2."""
-    weight_decay: Mapping[str, float] = field(default_factory=dict)
-    """Name of a group under AdamW -> its weight decay, constant over the run."""
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Name of a group under AdamW -> coefficients that differ from --beta1 and --beta2, and a constant weight decay."""
 
 
 _CONSTANTS = {
@@ -68,7 +66,7 @@ _CONSTANTS = {
         residual_frac=0.01,
         smear_lr=0.2,
         gates_to_muon=True,
-        betas={"x0 scales": (0.96, 0.95)},
+        groups={"x0 scales": {"betas": (0.96, 0.95)}},
     ),
     # As in nanochat's gpt.py and base_train.py at 92d63d4 (2026-07).
     "nanochat": _Constants(
@@ -78,13 +76,13 @@ _CONSTANTS = {
         smear_lr=0.2,
         gates_to_muon=True,
         neuron_beta=0.9,
-        betas={
-            "embedding": (0.8, 0.995),
-            "value embeddings": (0.8, 0.995),
-            "head": (0.8, 0.96),
-            "x0 scales": (0.96, 0.95),
+        groups={
+            "embedding": {"betas": (0.8, 0.995), "weight_decay": 0.001},
+            "value embeddings": {"betas": (0.8, 0.995), "weight_decay": 0.01},
+            "head": {"betas": (0.8, 0.96), "weight_decay": 0.01},
+            "residual scales": {"weight_decay": 0.05},
+            "x0 scales": {"betas": (0.96, 0.95)},
         },
-        weight_decay={"embedding": 0.001, "value embeddings": 0.01, "head": 0.01, "residual scales": 0.05},
     ),
 }
 
@@ -215,13 +213,10 @@ def build_optimizer(
     if constants.smear_lr is not None:
         rates += [("x0 scales", "x0_scales", scalar_lr), ("smear", "smear*", constants.smear_lr)]
         rates.append(("backout", "backout_scale", constants.smear_lr))
-    rules = []
-    for name, pattern, lr in rates:
-        options: dict[str, Any] = {"name": name, "lr": lr}
-        for option, values in (("betas", constants.betas), ("weight_decay", constants.weight_decay)):
-            if name in values:
-                options[option] = values[name]
-        rules.append(Rule(pattern, "adamw", options=options))
+    rules = [
+        Rule(pattern, "adamw", options={"name": name, "lr": lr, **constants.groups.get(name, {})})
+        for name, pattern, lr in rates
+    ]
     rule = rule_of(optim.optimizer, optim.normalize, optim.update_rule)
     matrices = {"name": "matrices", "weight_decay": decay * decay_factor}
     matrices["cautious"] = optim.cautious and rule.constrain is None
