@@ -19,7 +19,6 @@ push out the good checkpoints, which are older.
 """
 
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quintic.durable import discard, flush, remove_unfinished, replace, save_tensors
+from quintic.durable import discard, flush, remove_unfinished, replace, save_tensors, unused
 from quintic.errors import CheckpointError
 from quintic.model.layers import distribute_like
 from quintic.optim.layout.layouts import is_dtensor
@@ -214,9 +213,9 @@ def set_aside_later(run_dir: Path, step: int, *, message: Callable[[str], None])
     later = [path for path in reversed(checkpoints(run_dir)) if step_of(path) > step]
     names = []
     for path in later:
-        free = (f"set-aside-{path.name}" + (f"-{number}" if number else "") for number in itertools.count())
-        names.append(next(name for name in free if not path.with_name(name).exists()))
-        replace(path, path.with_name(names[-1]))
+        aside = unused(path.with_name(f"set-aside-{path.name}"))
+        replace(path, aside)
+        names.append(aside.name)
     if names:
         message(f"Set aside the checkpoints of later steps in {run_dir / _FOLDER}, as {', '.join(names)}")
 

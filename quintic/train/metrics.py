@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self, TextIO
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError
 from quintic.launch import install_command
+from quintic.report.formatting import flatten
 from quintic.report.history import read_metrics
 from quintic.train.config import RunConfig
 
@@ -211,15 +212,11 @@ class WandbTracker:
 
 def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the finite numbers of a train, eval, core or final record as ``kind/field`` or ``kind/field/key``."""
-    kind = record["kind"]
-    if kind not in ("train", "eval", "core", "final"):
-        return
-    for field, value in record.items():
+    if record["kind"] in ("train", "eval", "core", "final"):
         # A field that is a mapping, such as the learning rates by group, becomes a chart for each key.
-        entries = value.items() if isinstance(value, Mapping) else [(None, value)]
-        for key, number in entries:
-            if field != "step" and isinstance(number, (int, float)) and not isinstance(number, bool):
-                yield (f"{kind}/{field}" if key is None else f"{kind}/{field}/{key}"), number
+        for name, value in flatten(record):
+            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+                yield f"{record['kind']}/{name.replace('.', '/')}", value
 
 
 def check_trackers(run: RunConfig) -> None:

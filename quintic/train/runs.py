@@ -14,7 +14,6 @@
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import platform
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from quintic.durable import json_object, lock, new_folder, write_atomically
+from quintic.durable import json_object, lock, new_folder, unused, write_atomically
 from quintic.errors import ConfigError, QuinticError
 from quintic.report.history import METRICS_FILE, SOURCE_FILE, read_metrics
 from quintic.train.config import BaseRunConfig, Config
@@ -96,11 +95,8 @@ def run_folder(run: BaseRunConfig, kind: str, files: Mapping[str, str]) -> Path:
     """
     if run.run is not None:
         folder = run.runs_dir / run.run
-    else:
-        # Several runs may start within a second: number them.
-        name = f"{datetime.now():%Y%m%d-%H%M%S}-{kind}"
-        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-        folder = next(run.runs_dir / name for name in names if not _is_taken(run.runs_dir / name))
+    else:  # several runs may start within a second
+        folder = unused(run.runs_dir / f"{datetime.now():%Y%m%d-%H%M%S}-{kind}")
     try:
         with new_folder(folder) as unfinished:
             for file, content in {**files, **source_files()}.items():

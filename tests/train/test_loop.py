@@ -355,5 +355,5 @@ def test_a_run_that_went_back_and_was_killed_continues_from_there(
     assert (course(resumed.run_dir), final_weights(resumed.run_dir)) == expected
     # Going back again sets aside under other names.
     run_again = train(config, tiny_dataset, whole.run_dir, resume=True, resume_step=5, command="test", say=said.append)
-    assert said[-1].endswith(", as set-aside-step-000006-1")
+    assert said[-1].endswith(", as set-aside-step-000006-2")
     assert (course(run_again.run_dir), final_weights(run_again.run_dir)) == expected
