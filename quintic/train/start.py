@@ -117,8 +117,8 @@ def extend_run(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> dict[
         return {}
     before = scale_of(saved, run.model.config).steps
     check_longer(run.total, before)
-    # Compare the rates of the last step made with those of the next one. `apply_schedule` sets the groups' rates, but
-    # each step sets them again.
+    # Compare the rates of the last step made and of the next one. `apply_schedule` sets the groups' rates, but each
+    # step sets them again.
     if run.step:
         made = apply_schedule(run.optimizer, saved, run.step - 1, before)
         coming = apply_schedule(run.optimizer, run.config, run.step, run.total)

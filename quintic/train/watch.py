@@ -143,7 +143,7 @@ class LossWatch:
 def summarize_log(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the fields of the final record that follow from a run's log.
 
-    Speeds are those of steady steps, which are all but the first ten of each process; without any, they are missing.
+    Speeds are means over steady steps, which are all but the first ten of each process; without any, they are missing.
     """
     steps: list[Mapping[str, Any]] = []
     steady: list[Mapping[str, Any]] = []
