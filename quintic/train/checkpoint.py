@@ -59,7 +59,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
 _FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
-_METADATA, _PIECES = ".metadata", re.compile(r"__(\d+)_\d+\.distcp")
+_METADATA = ".metadata"
 
 
 def save_checkpoint(
@@ -133,8 +133,13 @@ def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep:
             _write_pieces(temporary, tensors, ranks)
         if ranks.is_first:
             (temporary / _STATE).write_text(state, encoding="utf-8")
-        own = [path for path in sorted(temporary.iterdir()) if _writer(path) == ranks.rank]
-        return {path.name: _fingerprint(path) for path in own}
+        own = f"__{ranks.rank}_"  # begins the names of this rank's pieces
+        names = sorted(path.name for path in temporary.iterdir())
+        return {
+            name: _fingerprint(temporary / name)
+            for name in names
+            if name.startswith(own) or (ranks.is_first and not name.startswith("__"))
+        }
 
     def publish(written: list[dict[str, Any]]) -> None:
         manifest = {name: fingerprint for files in written for name, fingerprint in files.items()}
@@ -309,12 +314,6 @@ def _read(checkpoint: Path, part: str, own: Mapping[str, Tensor]) -> dict[str, T
         warnings.simplefilter("ignore")  # PyTorch warns if there is only one process
         load({part: tensors}, storage_reader=reader)
     return tensors
-
-
-def _writer(path: Path) -> int:
-    """Return the rank that wrote a file of a checkpoint."""
-    match = _PIECES.fullmatch(path.name)
-    return int(match[1]) if match is not None else 0
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
