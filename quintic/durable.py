@@ -6,6 +6,7 @@ folder. Without the first flush, a crash may leave the new name without content;
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -26,6 +27,7 @@ __all__ = [
     "remove_unfinished",
     "replace",
     "save_tensors",
+    "unused",
     "write_atomically",
 ]
 
@@ -80,6 +82,12 @@ def json_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def unused(path: Path) -> Path:
+    """Return a path, with -2, -3 and so on at its end if something of that name exists."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([path], numbered) if not one.exists())
 
 
 @contextlib.contextmanager

@@ -26,11 +26,12 @@ from quintic.report.formatting import duration
 from quintic.report.history import RunHistory
 from quintic.streams import say_waiting
 from quintic.train.checkpoint import (
-    Checkpoint,
     checkpoint_of_step,
     checkpoints,
     load_model_weights,
     newest_checkpoint,
+    read_state,
+    step_of,
 )
 from quintic.train.config import Config, DataConfig, ModelConfig, RunConfig
 from quintic.train.hardware import Hardware, check_memory, choose_hardware, matrix_rate
@@ -153,7 +154,7 @@ def text_to_resume(run_dir: Path, config: Config) -> Dataset:
     if newest and config.data.data == load_config(run_dir / CONFIG_FILE).data.data:
         # Missing or damaged text is prepared again below. `loop.train` reports a damaged checkpoint.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            dataset = _text_of(run_dir, Checkpoint(path=newest[0]).state()["dataset"], config.data)
+            dataset = _text_of(run_dir, read_state(newest[0])["dataset"], config.data)
     if dataset is not None:
         verify(dataset, again=config.data.verify)
         return dataset
@@ -209,7 +210,7 @@ def trained_model(
     # A missing text is not an error yet: sampling and exporting only need the tokenizer, which the run keeps.
     dataset: Dataset | DataError
     try:
-        dataset = _text_of(run_dir, checkpoint.state()["dataset"], config.data)
+        dataset = _text_of(run_dir, read_state(checkpoint)["dataset"], config.data)
         tokenizer = dataset.tokenizer
     except DataError as error:
         dataset = error
@@ -227,7 +228,7 @@ def trained_model(
     return TrainedModel(model=model.eval(), tokenizer=tokenizer, config=config, dataset=dataset, origin=origin)
 
 
-def _load_weights(checkpoint: Checkpoint, model: torch.nn.Module, device: torch.device) -> None:
+def _load_weights(checkpoint: Path, model: torch.nn.Module, device: torch.device) -> None:
     """Allocate the weights of a model on the meta device once, without initialising them, and load them.
 
     Raises:
@@ -237,9 +238,9 @@ def _load_weights(checkpoint: Checkpoint, model: torch.nn.Module, device: torch.
     load_model_weights(checkpoint, model.to_empty(device=device))
 
 
-def _origin(run_dir: Path, checkpoint: Checkpoint) -> str:
+def _origin(run_dir: Path, checkpoint: Path) -> str:
     """Return the run and the step of a checkpoint in words, and whether the run is finished if its log tells."""
-    step = int(checkpoint.state()["step"])
+    step = step_of(checkpoint)
     try:
         history = RunHistory.load(run_dir)
     except QuinticError:  # without its log, or with a damaged one, the model can still be used
@@ -248,14 +249,14 @@ def _origin(run_dir: Path, checkpoint: Checkpoint) -> str:
     return f"Model: {run_dir} after step {step:,}{of} (the run is {'' if history.final else 'not '}finished)"
 
 
-def _trained_race(run_dir: Path, checkpoint: Checkpoint, computing: RunConfig) -> TrainedModel:
+def _trained_race(run_dir: Path, checkpoint: Path, computing: RunConfig) -> TrainedModel:
     """Load a model that a speedrun saved, with its weights in their dtype.
 
     Raises:
         CheckpointError: another version of quintic, with another model, wrote the checkpoint.
         DataError: the run has no tokenizer, or one that starts documents with another token than its shards.
     """
-    state = checkpoint.state()
+    state = read_state(checkpoint)
     try:
         sizes = SpeedrunConfig(**state["speedrun"])
         text = RaceText(Path(state["validation"]), state["validation_tokens"], state["validation_chunk"])
@@ -263,7 +264,7 @@ def _trained_race(run_dir: Path, checkpoint: Checkpoint, computing: RunConfig) -
         seq_len = state["document_tokens"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{checkpoint.path}: is not a speedrun's model of this version of quintic ({error}); use the version that "
+            f"{checkpoint}: is not a speedrun's model of this version of quintic ({error}); use the version that "
             "made the run"
         ) from None
     if not (run_dir / TOKENIZER_FILE).exists():

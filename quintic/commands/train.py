@@ -16,11 +16,11 @@ import torch
 from quintic.commands.inputs import check_options, check_text, text_to_resume
 from quintic.commands.options import Start, speedrun_options, training_options
 from quintic.commands.text import prepared
-from quintic.errors import CheckpointError, ConfigError, DivergedError
+from quintic.errors import CheckpointError, ConfigError, DivergedError, OtherRankError
 from quintic.launch import Launch, hint, launched
 from quintic.report.history import RunHistory
 from quintic.streams import say
-from quintic.train.checkpoint import newest_checkpoint
+from quintic.train.checkpoint import newest_checkpoint, step_of
 from quintic.train.config import Config, DataConfig
 from quintic.train.distributed import Ranks, connected
 from quintic.train.loop import Interrupted, Result, train
@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
         except DivergedError:
             if ranks.is_first:
                 raise
-            raise ranks.failed_elsewhere() from None  # all ranks raise the same error; rank 0 prints it
+            raise OtherRankError("rank 0 reports it") from None  # all ranks raise the same error
 
 
 def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
@@ -129,7 +129,7 @@ def _finished_note(start: Start) -> str | None:
     if run_dir is None or asks_more or not is_finished(run_dir):
         return None
     with contextlib.suppress(CheckpointError):  # of a damaged checkpoint the steps are made again
-        step = int(newest_checkpoint(run_dir, message=lambda text: None).state()["step"])
+        step = step_of(newest_checkpoint(run_dir, message=lambda text: None))
         if step < int(RunHistory.load(run_dir).final.get("step", 0)):
             return None
         runs_dir = [] if run_dir.parent == Path("runs") else ["--runs-dir", str(run_dir.parent)]

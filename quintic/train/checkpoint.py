@@ -19,15 +19,12 @@ push out the good checkpoints, which are older.
 """
 
 import hashlib
-import itertools
 import json
 import math
-import os
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quintic.durable import discard, flush, remove_unfinished, replace, save_tensors
+from quintic.durable import discard, flush, remove_unfinished, replace, save_tensors, unused
 from quintic.errors import CheckpointError
 from quintic.model.layers import distribute_like
 from quintic.optim.layout.layouts import is_dtensor
@@ -44,12 +41,12 @@ from quintic.train.saving.background import Background
 from quintic.train.saving.staging import copies_on_host, optimizer_tensors
 
 __all__ = [
-    "Checkpoint",
     "checkpoint_of_step",
     "checkpoints",
     "copy_weights",
     "load_model_weights",
     "newest_checkpoint",
+    "read_state",
     "restore_optimizer",
     "save_checkpoint",
     "set_aside_later",
@@ -62,19 +59,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
 _FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
-_METADATA, _PIECES = ".metadata", re.compile(r"__(\d+)_\d+\.distcp")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A verified checkpoint folder."""
-
-    path: Path
-
-    def state(self) -> dict[str, Any]:
-        """Return the `state` that was given to `save_checkpoint`, with `step` and `optimizer_groups`."""
-        state: dict[str, Any] = json.loads((self.path / _STATE).read_text(encoding="utf-8"))
-        return state
+_METADATA = ".metadata"
 
 
 def save_checkpoint(
@@ -130,7 +115,7 @@ def save_checkpoint(
 def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep: int, ranks: Ranks) -> None:
     """Write a checkpoint's folder from copied tensors, then delete older checkpoints."""
     folder = final.parent
-    temporary = folder / ranks.from_rank0(lambda: f".{final.name}.{os.getpid()}.tmp")
+    temporary = folder / f".{final.name}.tmp"
 
     def begin() -> None:
         if not folder.exists():
@@ -148,8 +133,13 @@ def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep:
             _write_pieces(temporary, tensors, ranks)
         if ranks.is_first:
             (temporary / _STATE).write_text(state, encoding="utf-8")
-        own = [path for path in sorted(temporary.iterdir()) if _writer(path) == ranks.rank]
-        return {path.name: _fingerprint(path) for path in own}
+        own = f"__{ranks.rank}_"  # begins the names of this rank's pieces
+        names = sorted(path.name for path in temporary.iterdir())
+        return {
+            name: _fingerprint(temporary / name)
+            for name in names
+            if name.startswith(own) or (ranks.is_first and not name.startswith("__"))
+        }
 
     def publish(written: list[dict[str, Any]]) -> None:
         manifest = {name: fingerprint for files in written for name, fingerprint in files.items()}
@@ -183,32 +173,25 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None], up_to: int | None = None) -> Checkpoint:
-    """Return the newest undamaged checkpoint; call `message` with a line for each damaged one that is skipped.
-
-    Args:
-        run_dir: the run's folder.
-        message: called with lines for the user.
-        up_to: leave out checkpoints of later steps; None for all.
+def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None]) -> Path:
+    """Return the newest undamaged checkpoint's folder; call `message` with a line for each damaged one that is skipped.
 
     Raises:
         CheckpointError: the run has no usable checkpoint.
     """
     damage = ""
     for path in checkpoints(run_dir):
-        if up_to is not None and step_of(path) > up_to:
-            continue
         damage = _damage(path)
         if not damage:
-            return Checkpoint(path=path)
+            return path
         message(f"{path}: {damage}; using the checkpoint before it")
     if damage:
         raise CheckpointError(f"{run_dir}: every checkpoint is damaged; start a new run")
     raise CheckpointError(f"{run_dir}: has no checkpoint yet; start a new run, without --resume")
 
 
-def checkpoint_of_step(run_dir: Path, step: int, *, option: str = "--resume-step") -> Checkpoint:
-    """Return the checkpoint of a step that the user chose; `option` names the option in errors.
+def checkpoint_of_step(run_dir: Path, step: int, *, option: str = "--resume-step") -> Path:
+    """Return the folder of the checkpoint of a step that the user chose; `option` names the option in errors.
 
     Raises:
         CheckpointError: the run has not kept a checkpoint of that step, or it is damaged.
@@ -220,7 +203,7 @@ def checkpoint_of_step(run_dir: Path, step: int, *, option: str = "--resume-step
         raise CheckpointError(f"{option} {step}: {run_dir} has no checkpoint of that step; it has kept {steps}")
     if damage := _damage(path):
         raise CheckpointError(f"{option} {step}: {path}: {damage}; choose another step")
-    return Checkpoint(path=path)
+    return path
 
 
 def set_aside_later(run_dir: Path, step: int, *, message: Callable[[str], None]) -> None:
@@ -235,16 +218,22 @@ def set_aside_later(run_dir: Path, step: int, *, message: Callable[[str], None])
     later = [path for path in reversed(checkpoints(run_dir)) if step_of(path) > step]
     names = []
     for path in later:
-        free = (f"set-aside-{path.name}" + (f"-{number}" if number else "") for number in itertools.count())
-        names.append(next(name for name in free if not path.with_name(name).exists()))
-        replace(path, path.with_name(names[-1]))
+        aside = unused(path.with_name(f"set-aside-{path.name}"))
+        replace(path, aside)
+        names.append(aside.name)
     if names:
         message(f"Set aside the checkpoints of later steps in {run_dir / _FOLDER}, as {', '.join(names)}")
 
 
-def load_model_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the `state` that was given to `save_checkpoint`, with `step` and `optimizer_groups`."""
+    state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+    return state
+
+
+def load_model_weights(checkpoint: Path, model: nn.Module) -> None:
     """Copy a checkpoint's weights into `model`; errors as `copy_weights`."""
-    copy_weights(_read(checkpoint, "model", model.state_dict()), model, checkpoint.path)
+    copy_weights(_read(checkpoint, "model", model.state_dict()), model, checkpoint)
 
 
 def copy_weights(saved: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
@@ -263,14 +252,14 @@ def copy_weights(saved: Mapping[str, Tensor], model: nn.Module, path: Path) -> N
         raise CheckpointError(f"{path}: does not fit this model: {lines[-1]}") from None  # the last line has the names
 
 
-def restore_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
+def restore_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
     """Load a checkpoint's optimizer state and hyperparameters into `optimizer`. All ranks must call it.
 
     Raises:
         CheckpointError: the state belongs to other parameters.
     """
     state: dict[int, dict[str, Tensor]] = {}
-    groups = checkpoint.state()["optimizer_groups"]
+    groups = read_state(checkpoint)["optimizer_groups"]
     ids = {name: key for group in groups for name, key in zip(group["param_names"], group["params"], strict=True)}
     # State of plain parameters is read whole into host memory, and `load_state_dict` takes this rank's shard. State of
     # DTensors is read shard by shard into the tensors that the optimizer has.
@@ -278,13 +267,11 @@ def restore_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
     own = optimizer_tensors(optimizer)[0] if has_dtensors else {}
     for full_name, tensor in _read(checkpoint, "optimizer", own).items():
         name, _, key = full_name.rpartition("/")
-        if name not in ids:
-            raise CheckpointError(f"{checkpoint.path}: inconsistent: state of {name!r}, which is in no parameter group")
         state.setdefault(ids[name], {})[key] = tensor
     try:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from None
+        raise CheckpointError(f"{checkpoint}: {error}") from None
 
 
 def _write_pieces(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
@@ -299,21 +286,21 @@ def _write_pieces(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
         raise next(failure for failure, _ in error.failures.values()) from None
 
 
-def _read(checkpoint: Checkpoint, part: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _read(checkpoint: Path, part: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the saved tensors of a part, "model" or "optimizer", by name, whole and on the CPU.
 
     DTensors among the tensors in use (`own`) that have the saved shape are overwritten and returned instead.
     """
-    if not (checkpoint.path / _METADATA).exists():
+    if not (checkpoint / _METADATA).exists():
         from safetensors.torch import load_file
 
-        whole: dict[str, Tensor] = load_file(checkpoint.path / _FILES[part])
+        whole: dict[str, Tensor] = load_file(checkpoint / _FILES[part])
         return whole
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = FileSystemReader(checkpoint.path)
+    reader = FileSystemReader(checkpoint)
     tensors: dict[str, Tensor] = {}
     for key, described in reader.read_metadata().state_dict_metadata.items():
         prefix, _, name = key.partition(".")
@@ -329,12 +316,6 @@ def _read(checkpoint: Checkpoint, part: str, own: Mapping[str, Tensor]) -> dict[
     return tensors
 
 
-def _writer(path: Path) -> int:
-    """Return the rank that wrote a file of a checkpoint."""
-    match = _PIECES.fullmatch(path.name)
-    return int(match[1]) if match is not None else 0
-
-
 def _fingerprint(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -344,20 +325,14 @@ def _damage(path: Path) -> str:
     """Describe the damage of a checkpoint folder; "" if it is intact."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        # The optimizer's file is optional: a speedrun saves only its model.
-        missing = {_METADATA if _METADATA in manifest else _FILES["model"], _STATE} - set(manifest)
-        if missing:
-            return f"{_MANIFEST} does not list {min(missing)}"
         for name, expected in manifest.items():
             file = path / name
-            if not file.is_file():
-                return f"{name} is missing"
             if file.stat().st_size != expected["bytes"]:
                 return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
             if _fingerprint(file) != expected:
                 return f"{name} was changed after it was written"
-    except FileNotFoundError:
-        return f"{_MANIFEST} is missing"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{_MANIFEST} cannot be read"
     return ""

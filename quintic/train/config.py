@@ -243,7 +243,7 @@ class BaseRunConfig(Limited):
     """Attention implementation; 'auto' takes the fastest one that the device supports."""
     compile: bool | None = None
     """Compile the model with torch.compile; by default only on a GPU."""
-    threads: Count | None = None
+    threads: Annotated[int, at_least(1), at_most(1024)] | None = None  # the system kills processes that start too many
     """CPU threads; by default PyTorch's choice."""
 
     def __post_init__(self) -> None:

@@ -31,15 +31,11 @@ from quintic.model.gpt import GPT
 from quintic.model.layers import Attention
 from quintic.train.config import Config, ParallelName
 
-__all__ = ["SINGLE_PROCESS", "Parallelism", "Ranks", "connected", "micro_batch_rows"]
+__all__ = ["SINGLE_PROCESS", "Parallelism", "Ranks", "connected", "host_group", "micro_batch_rows"]
 
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.05
-
-
-# An attribute of an error that a rank raises after all have agreed on it.
-_IS_KNOWN = "is_known_to_all_ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +48,6 @@ class Ranks:
     local_size: int = 1
     group: Any = field(default=None, compare=False)
     """Process group (gloo) for messages between host processes; None if there is only one process."""
-    in_background: bool = False
-    """True for the thread that writes checkpoints, whose failure does not end its process."""
 
     @property
     def is_first(self) -> bool:
@@ -76,28 +70,15 @@ class Ranks:
         try:
             made = make()
         except (QuinticError, OSError) as raised:
-            if isinstance(raised, OtherRankError) or getattr(raised, _IS_KNOWN, False):
-                raise  # a call inside of `make` has agreed on it
             error = raised
-        # Every rank reports success or failure, so that none waits in a later collective for a rank that failed.
-        failed = self.all_gather(error is not None)
+        # Every rank reports success or failure, so that none waits in a later collective for a rank that failed. An
+        # OtherRankError comes from a call inside of `make`; the rank that it is about reports the failure.
+        failed = self.all_gather(error is not None and not isinstance(error, OtherRankError))
         if not any(failed):
             return made
         if error is not None and failed.index(True) == self.rank:
-            setattr(error, _IS_KNOWN, True)
             raise error
-        raise self.failed_elsewhere()
-
-    def failed_elsewhere(self) -> OtherRankError:
-        """Wait until the failing rank has ended, and return the error that this rank raises.
-
-        torchrun kills all ranks when one exits. Without waiting, it could kill the failing rank before that one has
-        printed its error.
-        """
-        if not self.in_background:
-            with contextlib.suppress(RuntimeError):  # the connection closes when the failing rank ends
-                dist.barrier(group=self.group)
-        return OtherRankError("another rank has failed")
+        raise OtherRankError("another rank has failed")
 
     def from_rank0(self, make: Callable[[], T]) -> T:
         """Call `make` on rank 0 only and return its result, which must be picklable, on all ranks.
@@ -149,7 +130,8 @@ def connected(launch: Launch) -> Iterator[Ranks]:
     """Connect the processes of a launch while the `with` block runs; only rank 0 keeps its standard output.
 
     After an exception the process group is not destroyed: the other ranks may be waiting in a collective that this rank
-    will never join. torchrun kills them once this process has ended.
+    will never join. torchrun kills all ranks once a process has ended, so a rank on which an OtherRankError leaves the
+    block first waits until the failing rank has printed its error and ended.
     """
     if launch.size == 1:
         yield SINGLE_PROCESS
@@ -166,14 +148,24 @@ def connected(launch: Launch) -> Iterator[Ranks]:
     if launch.may_restart:  # the store may hold addresses of processes from before the restart
         store = PrefixStore(_agree_on_attempt(store, launch.rank, launch.size), store)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size)
-    # A long timeout: one rank may prepare text for hours while the others wait. A rank that dies is noticed at once
-    # all the same, because its connections close.
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    yield Ranks(
-        rank=launch.rank, size=launch.size, local_rank=launch.local_rank, local_size=launch.local_size, group=group
-    )
+    group = host_group()
+    try:
+        yield Ranks(
+            rank=launch.rank, size=launch.size, local_rank=launch.local_rank, local_size=launch.local_size, group=group
+        )
+    except OtherRankError:
+        with contextlib.suppress(RuntimeError):  # the connection closes when the failing rank ends
+            dist.barrier(group=group)
+        raise
     dist.barrier(group=group)
     dist.destroy_process_group()
+
+
+def host_group() -> Any:
+    """Return a new process group for messages between the host processes of all ranks; all of them must call it."""
+    # A long timeout: one rank may prepare text for hours while the others wait. A rank that dies is noticed at once
+    # all the same, because its connections close.
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 def _agree_on_attempt(store: Store, rank: int, size: int) -> str:
@@ -217,17 +209,11 @@ class Parallelism:
         self.shard_ranks = ranks.local_size if shard_ranks is None else shard_ranks
         if kind == "hsdp" and ranks.size % self.shard_ranks:
             raise ConfigError(f"--shard-ranks {self.shard_ranks} does not divide the {ranks.size} ranks")
-        self._splits_batch = self.kind not in (None, "tp")
-
-    @property
-    def data_rank(self) -> int:
-        """Index of this rank among the `data_size` ranks that get different rows of a batch."""
-        return self.ranks.rank if self._splits_batch else 0
-
-    @property
-    def data_size(self) -> int:
+        same_rows = self.kind in (None, "tp")
+        self.data_size = 1 if same_rows else ranks.size
         """Number of ranks that get different rows of a batch."""
-        return self.ranks.size if self._splits_batch else 1
+        self.data_rank = 0 if same_rows else ranks.rank
+        """Index of this rank among them."""
 
     @property
     def comms(self) -> Literal["none", "averaged", "sharded"]:
@@ -275,7 +261,7 @@ class Parallelism:
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a CPU tensor over the ranks that get different rows of a batch."""
-        return self.ranks.total(tensor) if self._splits_batch else tensor
+        return self.ranks.total(tensor) if self.data_size > 1 else tensor
 
     def mean_gradient(self, gradient: Tensor) -> Tensor:
         """Return a gradient averaged over ranks. Under `sharded` this averages a float32 copy, as the step will."""

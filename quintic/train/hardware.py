@@ -15,7 +15,7 @@ from quintic.errors import ConfigError
 from quintic.kernels.attention.attention import AttentionName, choose_attention
 from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.kernels.linear.fp8_quantize import obstacle_to_fp8
-from quintic.limits import at_most, check, in_options
+from quintic.limits import in_options
 from quintic.model.fp8 import Fp8Recipe
 from quintic.train.config import RunConfig
 
@@ -30,8 +30,6 @@ __all__ = [
     "multiplies_fp8",
     "peak_memory_bytes",
 ]
-
-_MOST_THREADS = 1024  # the system kills a process that starts too many
 
 # Size of the square matrices whose product measures the matrix rate: large enough for full speed, quick to multiply.
 _PRODUCT_SIDES = {"cuda": 8192, "cpu": 1024}
@@ -108,7 +106,6 @@ def choose_hardware(run: RunConfig, *, local_ranks: int = 1) -> Hardware:
         raise ConfigError(in_options(error)) from None
     # Side effects on this process.
     if run.threads is not None:
-        check("threads", run.threads, at_most(_MOST_THREADS))
         torch.set_num_threads(run.threads)
     if device.type == "cpu":
         _keep_freed_memory()

@@ -26,24 +26,16 @@ from quintic.report.progress import Progress
 from quintic.report.report import write_report
 from quintic.stopping import StopRequests
 from quintic.streams import say
-from quintic.train.checkpoint import (
-    Checkpoint,
-    checkpoint_of_step,
-    checkpoints,
-    newest_checkpoint,
-    set_aside_later,
-)
-from quintic.train.config import Config, OptimConfig
+from quintic.train.checkpoint import checkpoint_of_step, checkpoints, newest_checkpoint, set_aside_later
+from quintic.train.config import Config
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts
-from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker
 from quintic.train.recipe import scale_lines
 from quintic.train.runs import TOKENIZER_FILE, lock_run, wandb_id
-from quintic.train.saving.extend import extend_run
-from quintic.train.saving.initial import load_initial_weights
 from quintic.train.saving.source import keep_source
 from quintic.train.schedule import is_due
+from quintic.train.start import allocate_lookups, extend_run, load_initial_weights
 from quintic.train.trainer import Trainer
 from quintic.train.watch import summarize_log
 
@@ -113,18 +105,17 @@ def train(
         for line in scale_lines(config, vocab_size=dataset.vocab_size, data_ranks=run.parallelism.data_size):
             say(line)
         # Weights: of a checkpoint, of another run, or random as `Trainer` has initialised them.
-        allocation = ""
         if checkpoint is not None:
             ranks.run_on_all(lambda: run.restore(checkpoint))
             say(f"Continuing {run_dir.name} after step {run.step}")
         elif (source := config.run.init_from) is not None:
             load = partial(load_initial_weights, run.model, Path(source), dataset.tokenizer, message=say)
             say(ranks.run_on_all(load))
-        else:
-            allocation = allocate_lookups(run.model, dataset, seed=config.run.seed)
-        longer_than = ranks.run_on_all(lambda: extend_run(run, run_dir, say)) if resume else None
+        elif allocation := allocate_lookups(run.model, dataset, seed=config.run.seed):
+            say(allocation)
+        lengths = ranks.run_on_all(lambda: extend_run(run, run_dir, say)) if resume else {}
         ranks.from_rank0(lambda: dataset.tokenizer.save(run_dir / TOKENIZER_FILE))
-        for line in filter(None, [*run.describe(), allocation]):
+        for line in run.describe():
             say(line)
         # From here on the run's folder changes. `held` closes everything in reverse order, also after an error.
         if resume_step is not None:
@@ -142,7 +133,6 @@ def train(
         if checkpoint is None or not has_log:
             log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
         if checkpoint is not None:
-            lengths = {} if longer_than is None else {"steps_before": longer_than, "total_steps": run.total}
             facts = {"command": command, "machine": machine_facts(hardware), "ranks": ranks.size}
             log.write("resume", step=run.step, time=now, **facts, **lengths)
             if ranks.from_rank0(lambda: keep_source(run_dir, run.step)):
@@ -202,9 +192,9 @@ def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
     if run.watch.rollbacks >= _MOST_ROLLBACKS:
         raise _diverged(f"the loss spiked again at step {spike_step} after {run.watch.rollbacks} rollbacks", run)
 
-    def find() -> Checkpoint | None:
+    def find() -> Path | None:
         with contextlib.suppress(CheckpointError):  # none yet, or all damaged: that is no reason to end a healthy run
-            return newest_checkpoint(run.run_dir, message=progress.message, up_to=spike_step - 1)
+            return newest_checkpoint(run.run_dir, message=progress.message)
         return None
 
     checkpoint = run.ranks.from_rank0(find)
@@ -301,21 +291,20 @@ def _check_loss(name: str, record: dict[str, Any], run: Trainer) -> None:
 
 
 def _diverged(reason: str, run: Trainer) -> DivergedError:
-    optim, is_muon = run.config.optim, run.config.optim.optimizer == "muon"
-    rates = ("--muon-lr", "--head-lr") if is_muon else ("--adamw-lr", "--adamw-head-lr")
-    decay = "weight_decay" if is_muon else "adamw_weight_decay"
-    is_high = getattr(optim, decay) > getattr(OptimConfig(), decay)
-    lower = f", a lower weight decay (--{decay.replace('_', '-')})" if is_high else ""
+    rates, decay = "--muon-lr, --head-lr", "--weight-decay"
+    if run.config.optim.optimizer == "adamw":
+        rates, decay = "--adamw-lr, --adamw-head-lr", "--adamw-weight-decay"
     run.background.wait()
     saved = checkpoints(run.run_dir)
     kept = f"{saved[0].name} is kept" if saved else "it has no checkpoint"
     return DivergedError(
         f"{run.run_dir}: {reason}: training has diverged and was stopped ({kept}); start a new run with lower learning "
-        f"rates ({', '.join(rates)}, --embedding-lr, --scalar-lr){lower} or a longer warm-up (--warmup-frac)"
+        f"rates ({rates}, --embedding-lr, --scalar-lr), a lower weight decay ({decay}) or a longer warm-up "
+        "(--warmup-frac)"
     )
 
 
-def _find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None]) -> Checkpoint | None:
+def _find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None]) -> Path | None:
     if step is not None:
         return checkpoint_of_step(run_dir, step)
     if not checkpoints(run_dir):

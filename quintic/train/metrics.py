@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import json
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, TextIO
@@ -15,12 +16,14 @@ from typing import Any, Protocol, Self, TextIO
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError
 from quintic.launch import install_command
+from quintic.report.formatting import flatten
 from quintic.report.history import read_metrics
 from quintic.train.config import RunConfig
 
 __all__ = ["MetricsLog", "TensorBoardTracker", "Tracker", "WandbTracker", "check_trackers"]
 
 _STEPPED_KINDS = ("train", "eval", "core", "sample")
+_CODE = 4 * " "  # indents a code block in Markdown, which keeps spaces and line breaks
 
 
 class Tracker(Protocol):
@@ -153,11 +156,12 @@ class TensorBoardTracker:
         kind, step = record["kind"], record.get("step")
         if kind == "run":
             settings = json.dumps(record.get("config", {}), indent=2, ensure_ascii=False)
-            self._writer.add_text("config", _as_code(settings), 0)
+            self._writer.add_text("config", textwrap.indent(settings, _CODE), 0)
         for name, value in _scalars(record):
             self._writer.add_scalar(name, value, step)
         for index, sample in enumerate(record.get("samples") or ()):
-            self._writer.add_text(f"sample/{index}", _as_code(f"{sample['prompt']}{sample['text']}"), step)
+            text = f"{sample['prompt']}{sample['text']}"
+            self._writer.add_text(f"sample/{index}", textwrap.indent(text, _CODE), step)
         if kind in ("eval", "final"):
             self._writer.flush()
 
@@ -208,20 +212,11 @@ class WandbTracker:
 
 def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the finite numbers of a train, eval, core or final record as ``kind/field`` or ``kind/field/key``."""
-    kind = record["kind"]
-    if kind not in ("train", "eval", "core", "final"):
-        return
-    for field, value in record.items():
+    if record["kind"] in ("train", "eval", "core", "final"):
         # A field that is a mapping, such as the learning rates by group, becomes a chart for each key.
-        entries = value.items() if isinstance(value, Mapping) else [(None, value)]
-        for key, number in entries:
-            if field != "step" and isinstance(number, (int, float)) and not isinstance(number, bool):
-                yield (f"{kind}/{field}" if key is None else f"{kind}/{field}/{key}"), number
-
-
-def _as_code(text: str) -> str:
-    """Return the text as an indented Markdown code block, which keeps spaces and line breaks."""
-    return "\n".join("    " + line for line in text.splitlines())
+        for name, value in flatten(record):
+            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+                yield f"{record['kind']}/{name.replace('.', '/')}", value
 
 
 def check_trackers(run: RunConfig) -> None:

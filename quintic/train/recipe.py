@@ -6,8 +6,9 @@ Embeddings, head, gates and scalars are groups under AdamW with separate learnin
 by orders of magnitude.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -20,10 +21,9 @@ from quintic.limits import in_options
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.rules.table import orthogonalizes, rule_of
-from quintic.train.config import Config, WeightsName
+from quintic.train.config import Config, ModelConfig, WeightsName
 from quintic.train.distributed import Parallelism, micro_batch_rows
 from quintic.train.hardware import check_memory
-from quintic.train.lookups import with_lookups
 from quintic.train.saved_config import with_options
 from quintic.train.schedule import lengths, lr_multiplier, momentum_at, scale_of, weight_decay_multiplier
 
@@ -54,10 +54,8 @@ class _Constants:
     """Muon updates the gates of the value embeddings."""
     neuron_beta: float = 0.95
     """NorMuon's coefficient of the average of squared updates over steps."""
-    betas: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Name of a group -> AdamW's coefficients, where they differ from --beta1 and --beta2."""
-    weight_decay: Mapping[str, float] = field(default_factory=dict)
-    """Name of a group under AdamW -> its weight decay, constant over the run."""
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Name of a group under AdamW -> coefficients that differ from --beta1 and --beta2, and a constant weight decay."""
 
 
 _CONSTANTS = {
@@ -68,7 +66,7 @@ _CONSTANTS = {
         residual_frac=0.01,
         smear_lr=0.2,
         gates_to_muon=True,
-        betas={"x0 scales": (0.96, 0.95)},
+        groups={"x0 scales": {"betas": (0.96, 0.95)}},
     ),
     # As in nanochat's gpt.py and base_train.py at 92d63d4 (2026-07).
     "nanochat": _Constants(
@@ -78,19 +76,23 @@ _CONSTANTS = {
         smear_lr=0.2,
         gates_to_muon=True,
         neuron_beta=0.9,
-        betas={
-            "embedding": (0.8, 0.995),
-            "value embeddings": (0.8, 0.995),
-            "head": (0.8, 0.96),
-            "x0 scales": (0.96, 0.95),
+        groups={
+            "embedding": {"betas": (0.8, 0.995), "weight_decay": 0.001},
+            "value embeddings": {"betas": (0.8, 0.995), "weight_decay": 0.01},
+            "head": {"betas": (0.8, 0.96), "weight_decay": 0.01},
+            "residual scales": {"weight_decay": 0.05},
+            "x0 scales": {"betas": (0.96, 0.95)},
         },
-        weight_decay={"embedding": 0.001, "value embeddings": 0.01, "head": 0.01, "residual scales": 0.05},
     ),
 }
 
 # Learning rate of a lookup layer's tables relative to the token embedding's, after dividing each by the scale of its
 # initial entries: 1 in the embedding, width^-0.5 in a table.
 _LOOKUP_FRAC = 0.5
+
+# The model's parameters per row of a lookup layer's tables where --l3-embeddings is 0 (as in jhspaybar's fork of
+# nanochat, pull request 559).
+_PARAMETERS_PER_EMBEDDING = 1000
 
 
 def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
@@ -102,9 +104,36 @@ def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
     try:
         given = {name: value for name, value in vars(config.model).items() if not name.startswith("l3_")}
         sizes = GPTConfig.from_depth(**given, vocab_size=vocab_size, bos_id=bos_id)
-        return with_lookups(sizes, config.model)
+        return _with_lookups(sizes, config.model)
     except ValueError as error:
         raise ConfigError(f"{in_options(error)}; change one of the model's sizes") from None
+
+
+def _with_lookups(sizes: GPTConfig, model: ModelConfig) -> GPTConfig:
+    """Return the model's sizes with the lookup layers that the options ask for.
+
+    Raises:
+        ValueError: the lookup layers do not fit the model.
+    """
+    if model.l3_layers is None:
+        return sizes
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", model.l3_layers):
+        raise ValueError(f"l3_layers={model.l3_layers}: must be layer numbers separated by commas, such as 2,5")
+    sizes = replace(
+        sizes,
+        l3_layers=tuple(int(layer) for layer in model.l3_layers.split(",")),
+        l3_embeddings=model.l3_embeddings or sizes.vocab_size,
+        l3_d_up=model.l3_d_up,
+        l3_k_max=model.l3_k_max,
+        l3_tied=model.l3_tied,
+    )
+    if model.l3_embeddings:
+        return sizes
+    # A row per 1,000 parameters of the model, whose own tables have the placeholder size of one row per token here.
+    with torch.device("meta"):
+        parameters = sum(param.numel() for param in GPT(sizes).parameters())
+    embeddings = max(sizes.vocab_size, parameters // _PARAMETERS_PER_EMBEDDING)
+    return replace(sizes, l3_embeddings=min(embeddings, sizes.vocab_size * sizes.l3_k_max))
 
 
 def build_model(
@@ -184,13 +213,10 @@ def build_optimizer(
     if constants.smear_lr is not None:
         rates += [("x0 scales", "x0_scales", scalar_lr), ("smear", "smear*", constants.smear_lr)]
         rates.append(("backout", "backout_scale", constants.smear_lr))
-    rules = []
-    for name, pattern, lr in rates:
-        options: dict[str, Any] = {"name": name, "lr": lr}
-        for option, values in (("betas", constants.betas), ("weight_decay", constants.weight_decay)):
-            if name in values:
-                options[option] = values[name]
-        rules.append(Rule(pattern, "adamw", options=options))
+    rules = [
+        Rule(pattern, "adamw", options={"name": name, "lr": lr, **constants.groups.get(name, {})})
+        for name, pattern, lr in rates
+    ]
     rule = rule_of(optim.optimizer, optim.normalize, optim.update_rule)
     matrices = {"name": "matrices", "weight_decay": decay * decay_factor}
     matrices["cautious"] = optim.cautious and rule.constrain is None

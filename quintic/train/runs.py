@@ -14,7 +14,6 @@
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import platform
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from quintic.durable import json_object, lock, new_folder, write_atomically
+from quintic.durable import json_object, lock, new_folder, unused, write_atomically
 from quintic.errors import ConfigError, QuinticError
 from quintic.report.history import METRICS_FILE, SOURCE_FILE, read_metrics
 from quintic.train.config import BaseRunConfig, Config
@@ -96,11 +95,8 @@ def run_folder(run: BaseRunConfig, kind: str, files: Mapping[str, str]) -> Path:
     """
     if run.run is not None:
         folder = run.runs_dir / run.run
-    else:
-        # Several runs may start within a second: number them.
-        name = f"{datetime.now():%Y%m%d-%H%M%S}-{kind}"
-        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-        folder = next(run.runs_dir / name for name in names if not _is_taken(run.runs_dir / name))
+    else:  # several runs may start within a second
+        folder = unused(run.runs_dir / f"{datetime.now():%Y%m%d-%H%M%S}-{kind}")
     try:
         with new_folder(folder) as unfinished:
             for file, content in {**files, **source_files()}.items():
@@ -178,21 +174,19 @@ def find_run(runs_dir: Path, name: str | None, *, allow_speedrun: bool = False) 
     Raises:
         ConfigError: there is no such run.
     """
-    if name is not None:
-        folder = runs_dir / name
-        if allow_speedrun and (folder / METRICS_FILE).is_file():
-            return folder
-        if not (folder / CONFIG_FILE).is_file():
-            if (folder / METRICS_FILE).is_file():
-                advice = "use it with `quintic sample`, `eval`, `export` or `report`"
-                raise ConfigError(f"{folder} is a speedrun, which cannot be resumed or repeated; {advice}")
-            raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
-        load_config(folder / CONFIG_FILE)
+    files = (CONFIG_FILE, METRICS_FILE) if allow_speedrun else (CONFIG_FILE,)
+    if name is None:
+        folders = _newest_first(runs_dir, *files)
+        if not folders:
+            raise ConfigError(f"{runs_dir} holds no run yet; start one with: quintic train")
+        return folders[0]
+    folder = runs_dir / name
+    if any((folder / file).is_file() for file in files):
         return folder
-    folders = _newest_first(runs_dir, *((CONFIG_FILE, METRICS_FILE) if allow_speedrun else (CONFIG_FILE,)))
-    if not folders:
-        raise ConfigError(f"{runs_dir} holds no run yet; start one with: quintic train")
-    return folders[0]
+    if (folder / METRICS_FILE).is_file():
+        advice = "use it with `quintic sample`, `eval`, `export` or `report`"
+        raise ConfigError(f"{folder} is a speedrun, which cannot be resumed or repeated; {advice}")
+    raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
 
 
 def _newest_first(runs_dir: Path, *files: str) -> list[Path]:
@@ -264,10 +258,8 @@ def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
     facts = found[path]["comparison"]
     try:
         config = from_dict(found[path]["config"], origin=str(path))
-        return Comparison(path=path, config=config, seeds=int(facts["seeds"]), command=str(facts["command"]))
-    except ConfigError:  # its message already names the file and the field
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return Comparison(path=path, config=config, seeds=facts["seeds"], command=facts["command"])
+    except KeyError as error:
         raise ConfigError(f"{path}: damaged ({error!r}); start a new comparison, with another --run") from None
 
 

@@ -121,7 +121,7 @@ def check_resumed(saved: Config, asked: Config, path: Path, *, is_comparison: bo
         asked: the configuration with the options given now.
         path: the file of `saved`, for the message.
         is_comparison: check for a comparison, whose number of steps cannot change. A run can be made longer; if `saved`
-            has no number of steps, `saving.extend` checks later that the new number is larger.
+            has no number of steps, `extend_run` checks later that the new number is larger.
 
     Raises:
         ConfigError: an option changes the computation of the run.

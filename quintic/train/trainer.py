@@ -26,7 +26,7 @@ from quintic.kernels.attention.attention import needs_document_starts
 from quintic.model.fp8 import fp8_lines
 from quintic.model.gpt import GPT
 from quintic.optim.layout.layouts import local_tensor
-from quintic.train.checkpoint import Checkpoint, load_model_weights, restore_optimizer, save_checkpoint
+from quintic.train.checkpoint import load_model_weights, read_state, restore_optimizer, save_checkpoint
 from quintic.train.config import Config
 from quintic.train.distributed import SINGLE_PROCESS, Parallelism, Ranks, micro_batch_rows
 from quintic.train.hardware import (
@@ -112,16 +112,16 @@ class Trainer:
         """Floating-point operations per token; read only after the rows of lookup layers were allocated or restored."""
         return self.model.flops_per_token()
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: Path) -> None:
         """Restore the state that a checkpoint saved.
 
         Raises:
             CheckpointError: the checkpoint belongs to another model or to other text.
         """
-        state = checkpoint.state()
+        state = read_state(checkpoint)
         if state["dataset"]["key"] != self.dataset.key:
             raise CheckpointError(
-                f"{checkpoint.path}: was trained on other text ({state['dataset']['path']}) than --data "
+                f"{checkpoint}: was trained on other text ({state['dataset']['path']}) than --data "
                 f"{self.config.data.data} gives now ({self.dataset.path}); restore that text, or start a new run"
             )
         self._restore_weights(checkpoint, state)
@@ -130,14 +130,14 @@ class Trainer:
         self.score = None if state["score"] is None else Score(**state["score"])
         self.compiled_before = state.get("compile_seconds", 0.0)
 
-    def roll_back(self, checkpoint: Checkpoint) -> None:
+    def roll_back(self, checkpoint: Path) -> None:
         """Restore only weights, optimizer and step from a checkpoint of this run; data position and counters go on."""
         rollbacks = self.watch.rollbacks
-        self._restore_weights(checkpoint, checkpoint.state())
+        self._restore_weights(checkpoint, read_state(checkpoint))
         self.watch.rollbacks = rollbacks + 1
         self.score = None
 
-    def _restore_weights(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    def _restore_weights(self, checkpoint: Path, state: dict[str, Any]) -> None:
         load_model_weights(checkpoint, self.model)
         restore_optimizer(checkpoint, self.optimizer)
         self.step = state["step"]

@@ -4,7 +4,7 @@ The RMS of gradients and of updates by kind of layer are the first values to sho
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, harmonic_mean
 from typing import Any
@@ -132,35 +132,28 @@ class LossWatch:
         return above
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all fields except `sigmas`, as JSON can hold them."""
-        state = {name: value for name, value in vars(self).items() if name != "sigmas"}
-        return {**state, "least": self.least if self.steps else None}
+        """Return all fields except `sigmas`."""
+        return {name: value for name, value in vars(self).items() if name != "sigmas"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a result of `state_dict`."""
         vars(self).update(state)
-        self.least = math.inf if self.least is None else self.least
 
 
-def summarize_log(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize_log(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the fields of the final record that follow from a run's log.
 
-    Speeds are those of steady steps, which are all but the first ten of each process; without any, they are missing.
+    Speeds are means over steady steps, which are all but the first ten of each process; without any, they are missing.
     """
+    peaks = [record["peak_memory_bytes"] for record in records if record.get("peak_memory_bytes")]
+    evals = [record for record in records if record.get("kind") == "eval" and record.get("bpb") is not None]
     steps: list[Mapping[str, Any]] = []
     steady: list[Mapping[str, Any]] = []
-    scores: list[tuple[float, int]] = []
-    peaks: list[int] = []
     made = 0  # steps of this process
     for record in records:
-        kind = record.get("kind")
-        if kind in ("train", "eval") and record.get("peak_memory_bytes"):
-            peaks.append(record["peak_memory_bytes"])
-        if kind in ("run", "resume"):
+        if record.get("kind") in ("run", "resume"):
             made = 0
-        elif kind == "eval" and record.get("bpb") is not None:
-            scores.append((record["bpb"], record["step"]))
-        elif kind == "train" and "times_ms" in record:  # logs of older versions may lack it, and `mfu`
+        elif record.get("kind") == "train" and "times_ms" in record:  # logs of older versions may lack it, and `mfu`
             made += 1
             steps.append(record)
             if made > _UNSTEADY_STEPS and record.get("mfu"):
@@ -174,8 +167,8 @@ def summarize_log(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "peak_memory_bytes": max(peaks, default=None),
         "breakdown": {f"{phase}_frac": milliseconds / total for phase, milliseconds in phases.items()},
     }
-    if scores:
-        summary["least_bpb"], summary["least_bpb_step"] = min(scores)
+    if evals:
+        summary["least_bpb"], summary["least_bpb_step"] = min((record["bpb"], record["step"]) for record in evals)
     if steady:
         # Means over time: a slow step counts for as long as it took.
         for field in ("tokens_per_second", "mfu"):

@@ -29,7 +29,14 @@ from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, preset
 from quintic.speedrun.race import Race
 from quintic.speedrun.run import train
 from quintic.speedrun.shards import open_data, write_shard
-from quintic.train.checkpoint import checkpoints, load_model_weights, newest_checkpoint, save_checkpoint, step_of
+from quintic.train.checkpoint import (
+    checkpoints,
+    load_model_weights,
+    newest_checkpoint,
+    read_state,
+    save_checkpoint,
+    step_of,
+)
 from quintic.train.config import RunConfig
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import choose_hardware
@@ -161,9 +168,9 @@ def test_a_vocabulary_of_more_than_bytes_is_read_back(tmp_path: Path, capsys: py
 
 def loaded(run_dir: Path) -> tuple[SpeedrunGPT, dict[str, Any]]:
     checkpoint = newest_checkpoint(run_dir, message=lambda text: None)
-    model = SpeedrunGPT(SpeedrunConfig(**checkpoint.state()["speedrun"]))
+    model = SpeedrunGPT(SpeedrunConfig(**read_state(checkpoint)["speedrun"]))
     load_model_weights(checkpoint, model)
-    return model.eval(), checkpoint.state()
+    return model.eval(), read_state(checkpoint)
 
 
 @pytest.mark.slow

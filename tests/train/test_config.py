@@ -151,6 +151,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
             (RunConfig, f, -1, "must be at least 0")
             for f in ("seed", "eval_every", "sample_every", "sample_tokens", "save_every", "rms_every")
         ],
+        (RunConfig, "threads", 5000, "must be at most 1,024"),
         (RunConfig, "seed", 2**63, r"must be below 2\^63"),
         *[(RunConfig, "run", value, "plain folder name") for value in ("", ".", "..", "a/b", "/a", ".hidden", "a/")],
     ],

@@ -38,7 +38,14 @@ from quintic.errors import CheckpointError, ConfigError, DivergedError, OtherRan
 from quintic.launch import Launch, launched
 from quintic.model.gpt import GPTConfig
 from quintic.report.history import METRICS_FILE, read_metrics
-from quintic.train.checkpoint import _read, checkpoints, load_model_weights, newest_checkpoint, save_checkpoint
+from quintic.train.checkpoint import (
+    _read,
+    checkpoints,
+    load_model_weights,
+    newest_checkpoint,
+    read_state,
+    save_checkpoint,
+)
 from quintic.train.config import Config, ParallelName
 from quintic.train.distributed import SINGLE_PROCESS, Parallelism, Ranks, _agree_on_attempt, micro_batch_rows
 from quintic.train.loop import Interrupted, train
@@ -198,7 +205,7 @@ def weights(run_dir: Path) -> dict[str, Tensor]:
     """Return the weights of a run's newest checkpoint, read by one process."""
     config = load_config(run_dir / "config.json")
     checkpoint = newest_checkpoint(run_dir, message=print)
-    dataset = Dataset.open(checkpoint.state()["dataset"]["path"])
+    dataset = Dataset.open(read_state(checkpoint)["dataset"]["path"])
     sizes = model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
     model = build_model(sizes, device=torch.device("cpu"), dtype=torch.float32, attention="sdpa", seed=5)
     load_model_weights(checkpoint, model)
@@ -361,12 +368,6 @@ def test_copies_of_a_model_need_a_number_of_ranks_that_divides(tiny_dataset: Dat
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def without_waiting(ranks: Ranks) -> Ranks:
-    """Ranks that do not wait until the one with the error has ended: those of the harness end together."""
-    object.__setattr__(ranks, "failed_elsewhere", lambda: OtherRankError("another"))
-    return ranks
-
-
 @pytest.mark.parametrize(("rank", "kind"), [(0, DivergedError), (1, OtherRankError)])
 def test_one_rank_says_that_the_run_diverged(
     rank: int, kind: type[QuinticError], monkeypatch: pytest.MonkeyPatch
@@ -374,7 +375,7 @@ def test_one_rank_says_that_the_run_diverged(
     def diverge(*_: object) -> int:
         raise DivergedError("the same on all ranks")
 
-    ranks = without_waiting(Ranks(rank=rank))
+    ranks = Ranks(rank=rank)
     monkeypatch.setattr("quintic.commands.train.connected", lambda launch: contextlib.nullcontext(ranks))
     monkeypatch.setattr("quintic.commands.train._run", diverge)
     with pytest.raises(kind):
@@ -383,7 +384,7 @@ def test_one_rank_says_that_the_run_diverged(
 
 def save_to_a_full_disk(rank: int, world_size: int, run_dir: Path, beside: bool) -> list[str]:
     """Save twice; the second time the disk of the last rank is full."""
-    ranks = without_waiting(ranks_of(rank, world_size))
+    ranks = ranks_of(rank, world_size)
     background = Background(ranks) if beside else None
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
@@ -420,9 +421,9 @@ def test_a_full_disk_of_one_rank_leaves_the_checkpoint_before(beside: bool, tmp_
     first, second = run(save_to_a_full_disk, 2, tmp_path, beside)
     assert first[0] == second[0] == "step-000001"
     assert "step-000002: cannot be written (No space left on device); free 1 MiB" in first[1]
-    assert second[1] == "another"
+    assert second[1] == "another rank has failed"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
-    assert newest_checkpoint(tmp_path, message=print).path.name == "step-000001"
+    assert newest_checkpoint(tmp_path, message=print).name == "step-000001"
 
 
 @pytest.mark.parametrize("name", [".metadata", "__1_0.distcp", "state.json"])
@@ -496,8 +497,8 @@ def test_a_save_of_several_ranks_is_of_its_step(parallel: str, tmp_path: Path) -
 
 
 def fail_together(rank: int, world_size: int) -> list[str]:
-    """Names of what `agree` raises where one rank fails, where others do, and nowhere."""
-    ranks = without_waiting(ranks_of(rank, world_size))
+    """Return what `run_on_all` returns or raises where no rank fails, where one does, and where several do."""
+    ranks = ranks_of(rank, world_size)
     ended = []
 
     def fail_on(*failing: int) -> str:
@@ -510,17 +511,19 @@ def fail_together(rank: int, world_size: int) -> list[str]:
             ended.append(ranks.run_on_all(lambda failing=failing: fail_on(*failing)))
         except (QuinticError, OSError) as error:
             ended.append(str(error))
-    try:  # as where one call for all ranks contains another
-        ranks.run_on_all(lambda: ranks.from_rank0(lambda: fail_on(0)))
-    except (QuinticError, OSError) as error:
-        ended.append(str(error))
+    for failing in (0, 1):  # one call for all ranks contains another
+        try:
+            ranks.run_on_all(lambda failing=failing: ranks.run_on_all(lambda: fail_on(failing)))
+        except (QuinticError, OSError) as error:
+            ended.append(str(error))
     ended.append(str(ranks.from_rank0(lambda: rank + 7)))
     ended.append(str(ranks.any(rank == 2)) + str(ranks.any(False)))
     return ended
 
 
 def test_ranks_agree_about_errors() -> None:
+    other, rest = "another rank has failed", ["7", "TrueFalse"]
     first, second, third = run(fail_together, 3)
-    assert first == ["fine", "another", "another", "rank 0", "another", "rank 0", "7", "TrueFalse"]
-    assert second == ["fine", "rank 1", "rank 1", "another", "another", "another", "7", "TrueFalse"]
-    assert third == ["fine", "another", "another", "another", "rank 2", "another", "7", "TrueFalse"]
+    assert first == ["fine", other, other, "rank 0", other, "rank 0", other, *rest]
+    assert second == ["fine", "rank 1", "rank 1", other, other, other, "rank 1", *rest]
+    assert third == ["fine", other, other, other, "rank 2", other, other, *rest]

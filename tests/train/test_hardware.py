@@ -95,12 +95,6 @@ def test_every_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert choose_hardware(RunConfig(device="cpu"), local_ranks=3).device.type == "cpu"
 
 
-@pytest.mark.usefixtures("no_gpu", "same_threads")
-def test_more_threads_than_a_machine_can_start() -> None:
-    with pytest.raises(ConfigError, match=r"^--threads 5000: must be at most 1,024$"):
-        choose_hardware(RunConfig(threads=5000))
-
-
 @pytest.mark.parametrize(
     ("cpuinfo", "expected"),
     [

@@ -18,12 +18,13 @@ from quintic.errors import ConfigError
 from quintic.model.allocation import allocate_rows
 from quintic.model.gpt import GPT
 from quintic.report.history import read_metrics
-from quintic.train import lookups, loop
+from quintic.train import loop
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, ModelConfig, OptimConfig
 from quintic.train.recipe import build_model, build_optimizer, model_config
 from quintic.train.saved_config import load_config
 from quintic.train.schedule import scale_of
+from quintic.train.start import allocate_lookups
 
 L3 = {"l3_layers": "0", "l3_embeddings": 700}
 
@@ -195,7 +196,7 @@ def test_a_resumed_run_never_allocates_and_ends_the_same(
         patch.setattr(loop.Trainer, "train_step", interrupted)
         assert main(options) != 0
     with monkeypatch.context() as patch:
-        patch.setattr(lookups, "allocate_rows", lambda *_, **__: pytest.fail("allocated again"))
+        patch.setattr("quintic.train.start.allocate_rows", lambda *_, **__: pytest.fail("allocated again"))
         assert main(["train", "--resume", "--run", "run", "--runs-dir", str(tmp_path)]) == 0
     assert final_weights(tmp_path / "run") == final_weights(finished)
 
@@ -216,11 +217,11 @@ def test_the_plan_shows_the_tables(elsewhere: Path, capsys: pytest.CaptureFixtur
 def test_people_are_told_how_the_rows_are_allocated(tiny_dataset: Dataset, tmp_path: Path) -> None:
     wanted = tiny_config(tiny_dataset, tmp_path, l3_layers="0", l3_embeddings=700, l3_k_max=6)
     model = build(wanted, tiny_dataset.vocab_size)
-    line = lookups.allocate_lookups(model, tiny_dataset, seed=0)
+    line = allocate_lookups(model, tiny_dataset, seed=0)
     shares = model.lookup_offsets.diff().tolist()
     assert line == (
         f"L3 allocation: 700 rows for {tiny_dataset.vocab_size} tokens, {min(shares)} to 6 each (--l3-k-max 6), "
         f"{700 / tiny_dataset.vocab_size:.1f} on average, {model.lookup_mean_rows.item():.1f} for a token of the text"
     )
     assert max(shares) == 6
-    assert lookups.allocate_lookups(build(config(), tiny_dataset.vocab_size), tiny_dataset, seed=0) == ""
+    assert allocate_lookups(build(config(), tiny_dataset.vocab_size), tiny_dataset, seed=0) == ""

@@ -72,11 +72,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
     # The step that diverges is one that would be saved and evaluated, and the only checkpoint would be replaced.
     spoil(monkeypatch, 4, math.nan, before=True)
     options = tiny_options(tiny_dataset, tmp_path, run="run", keep=1, optimizer=optimizer)
-    rates = {"muon": "--muon-lr, --head-lr", "adamw": "--adamw-lr, --adamw-head-lr"}[optimizer]
+    rates, decay = {
+        "muon": ("--muon-lr, --head-lr", "--weight-decay"),
+        "adamw": ("--adamw-lr, --adamw-head-lr", "--adamw-weight-decay"),
+    }[optimizer]
     assert error_of(capsys, "train", *options) == (
         f"{tmp_path / 'run'}: the training loss of step 4 is nan: training has diverged and was stopped (step-000002 "
-        f"is kept); start a new run with lower learning rates ({rates}, --embedding-lr, --scalar-lr) or a longer "
-        "warm-up (--warmup-frac)"
+        f"is kept); start a new run with lower learning rates ({rates}, --embedding-lr, --scalar-lr), a lower weight "
+        f"decay ({decay}) or a longer warm-up (--warmup-frac)"
     )
     assert saved_steps(tmp_path / "run") == ["step-000002"]
     assert kinds(tmp_path / "run") == [
@@ -87,16 +90,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
     report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "not finished: step 4 of 6" in report
     assert "not a finite number in 1 record, first at step 4" in report
-
-
-@pytest.mark.parametrize(("optimizer", "option"), [("muon", "--weight-decay"), ("adamw", "--adamw-weight-decay")])
-def test_a_run_that_diverges_with_a_high_weight_decay_is_told_of_it(
-    optimizer: str, option: str, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil(monkeypatch, 1, math.nan, before=True)
-    changes = {"optimizer": optimizer, option[2:].replace("-", "_"): 50.0}
-    with pytest.raises(DivergedError, match=rf"--scalar-lr\), a lower weight decay \({option}\) or a longer warm-up"):
-        run(tiny_config(tiny_dataset, tmp_path, run="run", **changes), tiny_dataset)
 
 
 def test_a_run_that_diverges_in_its_first_step_has_a_report(
@@ -362,5 +355,5 @@ def test_a_run_that_went_back_and_was_killed_continues_from_there(
     assert (course(resumed.run_dir), final_weights(resumed.run_dir)) == expected
     # Going back again sets aside under other names.
     run_again = train(config, tiny_dataset, whole.run_dir, resume=True, resume_step=5, command="test", say=said.append)
-    assert said[-1].endswith(", as set-aside-step-000006-1")
+    assert said[-1].endswith(", as set-aside-step-000006-2")
     assert (course(run_again.run_dir), final_weights(run_again.run_dir)) == expected

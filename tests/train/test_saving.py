@@ -57,8 +57,8 @@ def test_what_goes_wrong_beside_is_raised_once(contact: str) -> None:
     more: list[int] = []
     background = Background(SINGLE_PROCESS)
     background.start(fail)
-    assert background._thread is not None
-    background._thread.join()
+    assert background._work is not None
+    assert isinstance(background._work.exception(), CheckpointError)  # waits
     assert background.has_failed
     contacts = {
         "wait": background.wait,
@@ -91,8 +91,6 @@ def test_another_rank_tells_what_went_wrong_there(capsys: pytest.CaptureFixture[
         raise OtherRankError("another rank has failed")
 
     background = Background(SINGLE_PROCESS)
-    background.start(fail)
-    background.wait()  # the ranks agree here, and there is only this one
     background.start(fail)
     background.__exit__(KeyboardInterrupt)
     assert capsys.readouterr().err == ""
@@ -227,8 +225,8 @@ def fail_writing(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
     def train_step(self: Trainer) -> dict[str, Any]:
         record = make_step(self)
-        if self.background._thread is not None:
-            self.background._thread.join()
+        if self.background._work is not None:
+            self.background._work.exception()  # waits
         return record
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)

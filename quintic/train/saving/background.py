@@ -3,19 +3,16 @@
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
-from datetime import timedelta
 from typing import Self
 
 import torch
-import torch.distributed as dist
 
 from quintic.errors import OtherRankError
-from quintic.train.distributed import Ranks
+from quintic.train.distributed import Ranks, host_group
 
 __all__ = ["Background"]
-
-_LONGEST_WAIT = timedelta(days=7)
 
 
 class Background:
@@ -29,15 +26,13 @@ class Background:
         self._ranks = self._own_ranks = ranks
         if ranks.size > 1:
             # A separate group: two threads in one group could start their collectives in different orders on two ranks.
-            group = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
-            self._own_ranks = replace(ranks, group=group, in_background=True)
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+            self._own_ranks = replace(ranks, group=host_group())
+        self._work: Future[None] | None = None
 
     @property
     def has_failed(self) -> bool:
         """True if the function failed on this rank; the next `wait` raises its error. Not a collective."""
-        return self._error is not None
+        return self._work is not None and self._work.done() and self._work.exception() is not None
 
     def start(self, work: Callable[[Ranks], object]) -> None:
         """Wait for the function in progress, then start the next one and return.
@@ -50,18 +45,19 @@ class Background:
         """
         self.wait()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        started = self._work = Future[None]()
 
         def run() -> None:
             try:
                 if device is not None:  # new threads start with device 0, which may belong to another rank
                     torch.cuda.set_device(device)
                 work(self._own_ranks)
+                started.set_result(None)
             except BaseException as error:
-                self._error = error
+                started.set_exception(error)
 
-        # A daemon, so that a second Ctrl-C ends the process without waiting for the thread.
-        self._thread = threading.Thread(target=run, name="quintic-background", daemon=True)
-        self._thread.start()
+        # A daemon, unlike the threads of executors: a second Ctrl-C ends the process without waiting for it.
+        threading.Thread(target=run, name="quintic-background", daemon=True).start()
 
     def wait(self) -> None:
         """Wait until the function in progress has ended.
@@ -70,17 +66,10 @@ class Background:
             Exception: the function raised this exception on this rank, and on no lower one.
             OtherRankError: the function raised an exception on another rank.
         """
-        if self._thread is None:
-            return
-        self._thread.join()
-        self._thread = None
-        error, self._error = self._error, None
-
-        def tell() -> None:
-            if error is not None and not isinstance(error, OtherRankError):
-                raise error
-
-        self._ranks.run_on_all(tell)
+        if self._work is not None:
+            self._work.exception()  # waits for the function to end
+            ended, self._work = self._work, None
+            self._ranks.run_on_all(ended.result)
 
     def __enter__(self) -> Self:
         return self
@@ -88,8 +77,8 @@ class Background:
     def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
         if kind is None:
             self.wait()
-        elif self._thread is not None:
+        elif self._work is not None:
             # After an exception, ranks may be at different points in the code, so no collective is called here.
-            self._thread.join()
-            if self._error is not None and not isinstance(self._error, OtherRankError):
-                print(f"quintic: error: {self._error}", file=sys.stderr)
+            error = self._work.exception()  # waits as well
+            if error is not None and not isinstance(error, OtherRankError):
+                print(f"quintic: error: {error}", file=sys.stderr)
