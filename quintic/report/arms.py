@@ -8,12 +8,10 @@ numbers and the page of a comparison are in `comparison`.
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quintic.errors import ConfigError
-from quintic.report.formatting import finite
 from quintic.report.history import METRICS_FILE, RunHistory
 
 __all__ = ["Arm", "Evaluation", "final_difference", "load_arm", "median", "tokenizers_differ", "unit_of"]
@@ -29,38 +27,20 @@ _FREE_AMONG_SEEDS = frozenset(
 Evaluation = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """One run, or several runs that differ in their seeds, with the finite evaluations of each run."""
+class Arm(NamedTuple):
+    """One run, or several runs that differ in their seeds; each has a finite evaluation."""
 
     name: str
     histories: Sequence[RunHistory]
-    curves: Sequence[Sequence[Evaluation]]
 
     def ends(self, field: str) -> list[float | None]:
         """Return a field of the last finite evaluation of each run."""
-        return [points[-1].get(field) for points in self.curves]
-
-    def steps(self) -> list[float | None]:
-        """Return the number of steps of each run, including steps after its last evaluation."""
-        return [history.steps for history in self.histories]
-
-    def newest(self, field: str) -> list[float | None]:
-        """Return a field of the final record, or else of the last training step, of each run."""
-        return [history.newest(field) for history in self.histories]
-
-    def largest(self, field: str) -> list[float | None]:
-        """Return the largest value of a field of each run."""
-        return [history.largest(field) for history in self.histories]
-
-    def matrix_speeds(self) -> list[float | None]:
-        """Return the operations per second at which each run's machine multiplied large matrices."""
-        return [finite(history.run["machine"].get("matrix_flops_per_second")) for history in self.histories]
+        return [history.scored[-1].get(field) for history in self.histories]
 
     def shared(self) -> list[list[Evaluation]]:
-        """Return the evaluations of all runs, for each step at which all of them were evaluated."""
+        """Return the finite evaluations of all runs, for each step at which all of them were evaluated."""
         # step -> evaluation, for each run.
-        by_step = [{point["step"]: point for point in points} for points in self.curves]
+        by_step = [{point["step"]: point for point in history.scored} for history in self.histories]
         steps = set(by_step[0]).intersection(*by_step[1:])
         return [[points[step] for points in by_step] for step in sorted(steps)]
 
@@ -74,14 +54,13 @@ def load_arm(name: str, folders: Sequence[str | Path]) -> Arm:
         DataError: a log is damaged.
     """
     histories = [RunHistory.load(folder) for folder in folders]
-    curves = [[record for record in history.evals if record.get("loss") is not None] for history in histories]
-    for folder, points in zip(folders, curves, strict=True):
-        if not points:
+    for folder, history in zip(folders, histories, strict=True):
+        if not history.scored:
             raise ConfigError(
                 f"{Path(folder) / METRICS_FILE} ({name}) has no finite validation loss: let the run evaluate once"
             )
     _check_seeds(name, [Path(folder).name for folder in folders], histories)
-    arm = Arm(name, histories, curves)
+    arm = Arm(name, histories)
     if not arm.shared():
         raise ConfigError(f"{name}: its runs were never evaluated at the same step: give them the same --eval-every")
     return arm
@@ -128,11 +107,12 @@ def median(values: Iterable[float | None], missing: float | None = None) -> floa
 
 def unit_of(baseline: Arm, arm: Arm) -> tuple[str, str]:
     """Return the field in which two arms are compared, "bpb" or "loss", and the reason if they cannot be compared."""
-    texts = {_validated_on(history) for one in (baseline, arm) for history in one.histories} - {None}
+    histories = [*baseline.histories, *arm.histories]
+    texts = {_validated_on(history) for history in histories} - {None}
     if tokenizers_differ([baseline, arm]) and len(texts) > 1:
         advice = "`quintic eval --data FILE` scores each run on one text"
         return "", f"they were validated on different texts, and so their losses cannot be compared; {advice}"
-    if all(point.get("bpb") is not None for one in (baseline, arm) for points in one.curves for point in points):
+    if all(point.get("bpb") is not None for history in histories for point in history.scored):
         return "bpb", ""
     if tokenizers_differ([baseline, arm]):
         return "", "their tokenizers differ and a log lacks bits per byte, and so their losses cannot be compared"
@@ -186,7 +166,7 @@ def _document_difference(first: RunHistory, other: RunHistory) -> tuple[float, f
     The difference is the ratio of two sums over documents, of bits and of bytes, and its standard error that of such a
     ratio, as in `quintic.eval.score`.
     """
-    ends = [history.evals[-1] if history.evals else {} for history in (first, other)]
+    ends = [history.evals[-1] for history in (first, other)]
     # Nats of each document in both runs, and their bytes.
     nats, num_bytes = ([end.get(f"document_{what}") or [] for end in ends] for what in ("nats", "bytes"))
     sizes = [size for size in num_bytes[0] if size]

@@ -193,6 +193,11 @@ class RunHistory:
         return max(int(records[-1]["step"]) for records in (self.train, self.evals) if records)
 
     @property
+    def scored(self) -> list[Mapping[str, Any]]:
+        """The evaluations with a finite loss."""
+        return [record for record in self.evals if record.get("loss") is not None]
+
+    @property
     def least(self) -> Mapping[str, Any] | None:
         """The evaluation with the fewest bits per byte, the first of equal ones; None if no value is finite."""
         scored = [record for record in self.evals if record.get("bpb") is not None]
