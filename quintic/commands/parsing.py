@@ -27,9 +27,7 @@ __all__ = ["asks_help", "options_of", "parse", "print_help", "read_options"]
 T = TypeVar("T")
 
 
-def parse(
-    kind: type[T], arguments: list[str], command: str, description: str | None = None, default: T | None = None
-) -> T:
+def parse(kind: type[T], arguments: list[str], command: str, description: str | None = None) -> T:
     """Return the options as an instance of `kind`; `--help` prints the help and raises `SystemExit`.
 
     Args:
@@ -37,16 +35,13 @@ def parse(
         arguments: the command line after the command's name.
         command: the command's name, for messages.
         description: first paragraph of the help; None for the docstring of `kind`.
-        default: values of options that are not given; None for the defaults of `kind`.
 
     Raises:
         ConfigError: an option is unknown or missing, or its value has the wrong type or is out of range.
     """
     if asks_help(arguments):
-        print_help(kind, command, description or kind.__doc__, default)
+        print_help(kind, command, description or kind.__doc__)
     given = read_options(dict(options_of(kind)), arguments, command)
-    if default is not None:
-        return typing.cast(T, dataclasses.replace(typing.cast(Any, default), **given))
     for f in dataclasses.fields(typing.cast(Any, kind)):
         if f.name not in given and f.default is f.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{option_of(f.name)} is needed (see quintic {command} --help)")
@@ -64,13 +59,16 @@ def options_of(kind: Any) -> Iterator[tuple[str, Any]]:
                 yield option_of(f"no_{name}"), hint
 
 
-def read_options(options: Mapping[str, Any], arguments: list[str], command: str) -> dict[str, Any]:
+def read_options(
+    options: Mapping[str, Any], arguments: list[str], command: str, elsewhere: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return the values of the options that are given, by the names of their fields; the last one counts.
 
     Args:
         options: option -> type of its field.
         arguments: the command line after the command's name.
         command: the command's name, for messages.
+        elsewhere: option that the command has only with other options -> what to say of it, after its name.
 
     Raises:
         ConfigError: describes the first mistake in one line.
@@ -85,6 +83,8 @@ def read_options(options: Mapping[str, Any], arguments: list[str], command: str)
         if not option.startswith("--"):
             raise ConfigError(f"{typed!r} is not an option; options begin with -- (see quintic {command} --help)")
         if option not in options:
+            if elsewhere is not None and option in elsewhere:
+                raise ConfigError(f"{option} {elsewhere[option]}")
             # Compare without the dashes, which would make all options similar.
             nearest = difflib.get_close_matches(option[2:], [name[2:] for name in options], n=1)
             hint = f"did you mean --{nearest[0]}?" if nearest else f"quintic {command} --help lists the options"
