@@ -5,19 +5,16 @@ their docstrings. tyro's own messages are boxes of many lines about Python types
 of fields that are known are str, int, float, bool, Path, Literal, tuple of str, and unions of these with None.
 """
 
-import contextlib
 import dataclasses
 import difflib
-import io
 import re
 import shutil
-import sys
 import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TextIO, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from quintic.errors import ConfigError
 from quintic.limits import option_of
@@ -40,7 +37,7 @@ def parse(kind: type[T], arguments: list[str], command: str, description: str | 
         ConfigError: an option is unknown or missing, or its value has the wrong type or is out of range.
     """
     if asks_help(arguments):
-        print_help(kind, command, description or kind.__doc__)
+        print_help(kind, command, description or str(kind.__doc__))
     given = read_options(dict(options_of(kind)), arguments, command)
     for f in dataclasses.fields(typing.cast(Any, kind)):
         if f.name not in given and f.default is f.default_factory is dataclasses.MISSING:
@@ -167,46 +164,20 @@ def asks_help(arguments: list[str]) -> bool:
     return "-h" in arguments or "--help" in arguments
 
 
-def print_help(kind: Any, command: str, description: str | None, default: Any = None) -> NoReturn:
-    """Print the options of a dataclass with their defaults, and end the command."""
+def print_help(kind: Any, command: str, description: str, default: Any = None) -> NoReturn:
+    """Print a description and the options of a dataclass with their defaults, and end the command."""
     import tyro
 
-    printed = _CapturedOutput(sys.stdout)
+    # Printed here because tyro would not wrap it.
+    for paragraph in description.split("\n\n"):
+        print(textwrap.fill(paragraph, shutil.get_terminal_size().columns), end="\n\n")
     options: dict[str, Any] = {} if default is None else {"default": default}
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        tyro.cli(
-            kind,
-            prog=f"quintic {command}",
-            description=description,
-            args=["--help"],
-            config=(tyro.conf.OmitArgPrefixes,),
-            **options,
-        )
-    print(_wrap_description(printed.getvalue()), end="")
-    raise SystemExit(0)
-
-
-class _CapturedOutput(io.StringIO):
-    """Collects tyro's output, which gets colours and frames if the stream that it stands for can show them."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def isatty(self) -> bool:
-        """Tell tyro whether to use colours."""
-        return self._stream.isatty()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # None in the base class
-        """Tell tyro whether frames can be drawn."""
-        return self._stream.encoding
-
-
-def _wrap_description(text: str) -> str:
-    """Wrap the description above the options of a help text, because tyro does not."""
-    # The options begin with a box, or, without frames, with a heading.
-    match = re.search(r"^(?:╭| *options *$)", text, re.MULTILINE)
-    above, options = (text[: match.start()], text[match.start() :]) if match else (text, "")
-    width = shutil.get_terminal_size().columns
-    return "\n\n".join(textwrap.fill(lines, width) for lines in above.split("\n\n")) + options
+    tyro.cli(
+        kind,
+        prog=f"quintic {command}",
+        description="",
+        args=["--help"],
+        config=(tyro.conf.OmitArgPrefixes,),
+        **options,
+    )
+    raise SystemExit(0)  # as tyro has done already
