@@ -193,6 +193,11 @@ class RunHistory:
         return max(int(records[-1]["step"]) for records in (self.train, self.evals) if records)
 
     @property
+    def newest_score(self) -> Mapping[str, Any]:
+        """The last evaluation; empty without any."""
+        return self.evals[-1] if self.evals else {}
+
+    @property
     def scored(self) -> list[Mapping[str, Any]]:
         """The evaluations with a finite loss."""
         return [record for record in self.evals if record.get("loss") is not None]

@@ -49,7 +49,6 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
         "run.html",
         history=history,
         name=str(history.run.get("name") or folder.resolve().name),
-        newest={field: _last_score(history, field) for field in ("loss", "bpb")},
         facts=_facts(history),
         learning=_learning(history),
         core=line_chart([core], title="Mean centred accuracy", unit="share of right answers"),
@@ -98,7 +97,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
     counted, of = (sum(filter(None, scaling)), " of matrices and head") if all(scaling) else (parameters, "")
     trained_on = "trained on this device" if history.ranks == 1 else f"trained on {history.ranks:,} of this device"
     facts: list[tuple[Any, Callable[[Any], str], str]] = [
-        (_last_score(history, "loss"), "{:.3f}".format, "validation loss (nats per token)"),
+        (history.newest_score.get("loss"), "{:.3f}".format, "validation loss (nats per token)"),
         (least and least["bpb"], "{:.4f}".format, f"bits per byte at the least, at step {(least or last)['step']:,}"),
         (parameters, large_number, "parameters (numbers that were learnt)"),
         (tokens, large_number, "tokens read"),
@@ -204,12 +203,6 @@ def _by_kind(records: Records, field: str) -> dict[str, Curve]:
         values = [{"step": step, "value": of_kind[name]} for step, of_kind in entries if name in of_kind]
         curves[name] = curve_of(values, "step", "value", label=name, look=look)
     return curves
-
-
-def _last_score(history: RunHistory, field: str) -> float | None:
-    """Return the field's value in the final record or else the last evaluation; None if that value is not finite."""
-    records = [record for record in (*history.evals, history.final) if field in record]
-    return records[-1][field] if records else None
 
 
 def _thinned(records: Records, most: int) -> Records:

@@ -28,7 +28,7 @@ def about_speed(history: RunHistory) -> dict[str, Any]:
         "chart": line_chart([curve], title="Tokens per second", low=0.0) if speeds else None,
         "median": statistics.median(speeds) if speeds else None,
         "step": statistics.median(sum(phases.values()) for phases in times) if times else None,
-        "shares": [(label, f"{100 * share:.1f} %", share, 0, 0) for label, share in _time_shares(history, times)],
+        "shares": [(label, f"{100 * share:.1f} %", share, 0, 0) for label, share in _time_shares(times)],
     }
 
 
@@ -55,18 +55,11 @@ def unequal_speed(runs: Sequence[RunHistory]) -> float | None:
     return ratio if ratio > _MOST_UNEQUAL else None
 
 
-def _time_shares(history: RunHistory, times: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
-    """Return the fraction of a step's time in each phase, from the final record or else from the steps so far."""
-    breakdown = history.final.get("breakdown") or {}
-    shares = {name: breakdown.get(f"{name}_frac") for name in _PHASES}
-    if not any(shares.values()):
-        sums = {name: sum(phases.get(name, 0.0) for phases in times) for name in _PHASES}
-        total = sum(sums.values())
-        shares = {name: value / total if total > 0 else None for name, value in sums.items()}
-    known = [(_PHASES[name], share) for name, share in shares.items() if share is not None]
-    # Time outside of the measured phases, unless negligible.
-    rest = 1.0 - sum(share for _, share in known)
-    return [*known, ("everything else", rest)] if known and rest > 0.002 else known
+def _time_shares(times: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
+    """Return the fraction of the steps' time in each phase; nothing without any time."""
+    sums = {words: sum(phases.get(name, 0.0) for phases in times) for name, words in _PHASES.items()}
+    total = sum(sums.values())
+    return [(words, size / total) for words, size in sums.items()] if total > 0 else []
 
 
 def _times(history: RunHistory) -> list[Mapping[str, float]]:
