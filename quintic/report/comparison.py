@@ -13,7 +13,7 @@ from typing import Any
 
 from quintic.report.arms import Arm, Evaluation, final_difference, load_arm, median, tokenizers_differ, unit_of
 from quintic.report.charts import Chart, Curve, Point, line_chart, upper_edge
-from quintic.report.formatting import duration, finite, flatten, humanize, large_number
+from quintic.report.formatting import duration, flatten, humanize, large_number
 from quintic.report.history import RunHistory
 from quintic.report.page import learning_axes, write_page
 from quintic.report.speed import unequal_speed
@@ -39,7 +39,7 @@ _ROWS: tuple[tuple[str, Form, Callable[[RunHistory], float | None]], ...] = (
     (
         "speed of plain matrix products at the start (operations per second)",
         large_number,
-        lambda run: finite(run.run["machine"].get("matrix_flops_per_second")),
+        lambda run: run.run["machine"].get("matrix_flops_per_second"),
     ),
 )
 # Entries that differ between any two runs, and so are not settings.

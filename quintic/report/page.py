@@ -9,7 +9,7 @@ from quintic.durable import write_atomically
 from quintic.errors import ConfigError
 from quintic.launch import with_program
 from quintic.report import formatting
-from quintic.report.formatting import finite, or_dash
+from quintic.report.formatting import or_dash
 
 __all__ = ["learning_axes", "write_page"]
 
@@ -29,7 +29,6 @@ def _environment() -> Any:
     environment.filters |= {
         "date": formatting.date,
         "duration": or_dash(formatting.duration),
-        "finite": finite,
         "flatten": formatting.flatten,
         "format_si": formatting.format_si,
         # Given the context, so that Jinja does not evaluate it for constant text when it compiles the template.

@@ -12,7 +12,7 @@ from typing import Any
 
 from quintic.durable import json_object
 from quintic.report.charts import MAX_POINTS, Chart, Curve, Point, curve_of, line_chart, upper_edge
-from quintic.report.formatting import duration, finite, large_number
+from quintic.report.formatting import duration, large_number
 from quintic.report.history import SOURCE_FILE, RunHistory
 from quintic.report.page import learning_axes, write_page
 from quintic.report.speed import about_speed
@@ -91,9 +91,9 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
     last = (history.train or history.evals)[-1]
     model, machine = history.run["model"], history.run["machine"]
     least = history.least if len(history.evals) > 1 else None
-    tokens, parameters = last.get("tokens"), finite(model.get("parameters"))
+    tokens, parameters = last.get("tokens"), model.get("parameters")
     # The parameters that --tokens-per-param counts.
-    scaling = [finite(model.get(f"parameters_{part}")) for part in ("blocks", "head")]
+    scaling = [model.get(f"parameters_{part}") for part in ("blocks", "head")]
     counted, of = (sum(filter(None, scaling)), " of matrices and head") if all(scaling) else (parameters, "")
     trained_on = "trained on this device" if history.ranks == 1 else f"trained on {history.ranks:,} of this device"
     facts: list[tuple[Any, Callable[[Any], str], str]] = [
