@@ -276,8 +276,8 @@ def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None
         f"does not work with --preset {name}, whose model and schedule are fixed; leave it out (quintic {command} "
         "--help lists its options)"
     )
-    elsewhere = {option: why for kind in (Config, StartOptions) for option, _ in options_of(kind)}
-    given = read_options({"--preset": str, **dict(options_of(SpeedrunOptions))}, arguments, command, elsewhere)
+    unavailable = {option: why for kind in (Config, StartOptions) for option, _ in options_of(kind)}
+    given = read_options({"--preset": str, **dict(options_of(SpeedrunOptions))}, arguments, command, unavailable)
     options = dataclasses.replace(chosen.options, **{name: given[name] for name in given.keys() - {"preset"}})
     if options.tokenizer is not None and chosen.model.bos_id == BYTES_BOS:
         raise ConfigError(f"--tokenizer does not work with --preset {name}, whose tokens are bytes; leave it out")
@@ -305,8 +305,8 @@ def _read_start(arguments: list[str], command: str) -> Start:
     kind, shows_help = _START_OPTIONS[command], asks_help(arguments)
     options = dict([*options_of(Config), *options_of(kind)])
     needs = "needs --model NAME: a model to plan for, such as llama-3-70b"
-    elsewhere = {option: needs for option, _ in options_of(SimulationOptions)} if command == "plan" else None
-    given = read_options(options, [word for word in arguments if word not in ("-h", "--help")], command, elsewhere)
+    unavailable = {option: needs for option, _ in options_of(SimulationOptions)} if command == "plan" else None
+    given = read_options(options, [word for word in arguments if word not in ("-h", "--help")], command, unavailable)
     values = {name: given[name] for name in values_of(Config()) if name in given}
     start = kind(**{name: value for name, value in given.items() if name not in values})
     sources = [f"--{name}" for name in ("config", "preset") if getattr(start, name) is not None]

@@ -5,6 +5,7 @@ their docstrings. tyro's own messages are boxes of many lines about Python types
 of fields that are known are str, int, float, bool, Path, Literal, tuple of str, and unions of these with None.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -22,6 +23,9 @@ from quintic.limits import option_of
 __all__ = ["asks_help", "options_of", "parse", "print_help", "read_options"]
 
 T = TypeVar("T")
+
+# The types of values in words.
+_TYPES: Mapping[Any, str] = {str: "a text", int: "a whole number", float: "a number", Path: "a path"}
 
 
 def parse(kind: type[T], arguments: list[str], command: str, description: str | None = None) -> T:
@@ -57,7 +61,7 @@ def options_of(kind: Any) -> Iterator[tuple[str, Any]]:
 
 
 def read_options(
-    options: Mapping[str, Any], arguments: list[str], command: str, elsewhere: Mapping[str, str] | None = None
+    options: Mapping[str, Any], arguments: list[str], command: str, unavailable: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Return the values of the options that are given, by the names of their fields; the last one counts.
 
@@ -65,7 +69,7 @@ def read_options(
         options: option -> type of its field.
         arguments: the command line after the command's name.
         command: the command's name, for messages.
-        elsewhere: option that the command has only with other options -> what to say of it, after its name.
+        unavailable: option that the command only has together with others -> the message, after the option's name.
 
     Raises:
         ConfigError: describes the first mistake in one line.
@@ -80,8 +84,8 @@ def read_options(
         if not option.startswith("--"):
             raise ConfigError(f"{typed!r} is not an option; options begin with -- (see quintic {command} --help)")
         if option not in options:
-            if elsewhere is not None and option in elsewhere:
-                raise ConfigError(f"{option} {elsewhere[option]}")
+            if unavailable is not None and option in unavailable:
+                raise ConfigError(f"{option} {unavailable[option]}")
             # Compare without the dashes, which would make all options similar.
             nearest = difflib.get_close_matches(option[2:], [name[2:] for name in options], n=1)
             hint = f"did you mean --{nearest[0]}?" if nearest else f"quintic {command} --help lists the options"
@@ -113,50 +117,39 @@ def read_options(
     return given
 
 
+def _members(hint: Any) -> list[Any]:
+    """Return the types of a field's values; in place of bool, None and a Literal, the values themselves."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return [member for part in typing.get_args(hint) for member in _members(part)]
+    if typing.get_origin(hint) is Literal:
+        return list(typing.get_args(hint))
+    if hint is bool:
+        return [True, False]
+    return [None if hint is types.NoneType else hint]
+
+
 def _is_switch(hint: Any) -> bool:
     """Return whether an option needs no value: on with `--x`, off with `--no-x`; None may leave it to the command."""
-    return hint is bool or set(typing.get_args(hint)) == {bool, types.NoneType}
+    return True in _members(hint)
 
 
 def _only_value(option: str, values: list[str], hint: Any) -> Any:
     """Return the value of an option that takes exactly one of its type."""
-    expected = _expected(hint)
+    members = _members(hint)
+    expected = " or ".join(_TYPES.get(member, str(member)) for member in members)
     if not values:
         raise ConfigError(f"{option} needs a value: {expected}")
     if len(values) > 1:
         raise ConfigError(f"{option} takes one value, but {values[1]!r} follows it; quote a value that has spaces")
     if not values[0]:
         raise ConfigError(f"{option} '': the value is empty; give {expected} or leave {option} out")
-    try:
-        return _value_of(values[0], hint)
-    except ValueError:
-        raise ConfigError(f"{option} {values[0]}: give {expected}") from None
-
-
-def _value_of(text: str, hint: Any) -> Any:
-    """Return a word of the command line as a value of a field's type; raises ValueError if it does not fit."""
-    choices = typing.get_args(hint)
-    if types.NoneType in choices and text == "None":
-        return None
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        (hint,) = (choice for choice in choices if choice is not types.NoneType)
-        return _value_of(text, hint)
-    if typing.get_origin(hint) is Literal or hint is bool:
-        named = {str(choice): choice for choice in choices or (True, False)}
-        if text not in named:
-            raise ValueError(text)
-        return named[text]
-    return hint(text)  # str, int, float or Path
-
-
-def _expected(hint: Any) -> str:
-    """Describe the values of a field's type for a message."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return " or ".join(_expected(option) for option in typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
-        return " or ".join(typing.get_args(hint))
-    names = {int: "a whole number", float: "a number", bool: "True or False", Path: "a path", types.NoneType: "None"}
-    return names.get(hint, "a text")
+    named = {str(member): member for member in members if member not in _TYPES}
+    if values[0] in named:
+        return named[values[0]]
+    for kind in (member for member in members if member in _TYPES):
+        with contextlib.suppress(ValueError):
+            return kind(values[0])
+    raise ConfigError(f"{option} {values[0]}: give {expected}")
 
 
 def asks_help(arguments: list[str]) -> bool:
