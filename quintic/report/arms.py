@@ -1,8 +1,8 @@
 """`Arm`: the runs under one name in a comparison, and the unit in which two arms can be compared.
 
 `load_arm` reads the runs of a name and checks that they differ only in their seeds. `unit_of` decides between bits per
-byte and nats per token. `final_difference` says by how much two arms differ at the end, and how sure that is. The other
-numbers and the page of a comparison are in `comparison`.
+byte and nats per token, and `unequal_speed` whether times can be compared. `final_difference` says by how much two arms
+differ at the end, and how sure that is. The other numbers and the page of a comparison are in `comparison`.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE, RunHistory
 
-__all__ = ["Arm", "Evaluation", "final_difference", "load_arm", "median", "tokenizers_differ", "unit_of"]
+__all__ = ["Arm", "final_difference", "load_arm", "median", "tokenizers_differ", "unequal_speed", "unit_of"]
 
 # Options in which the runs of one name may differ in addition to the seed: folder, observation, and device of a run.
 _FREE_AMONG_SEEDS = frozenset(
@@ -23,8 +23,8 @@ _FREE_AMONG_SEEDS = frozenset(
      "tensorboard", "wandb"}
 )  # fmt: skip
 
-
-Evaluation = Mapping[str, Any]
+# Forward and backward passes of the same model differ by less than this on a machine that does nothing else.
+_MOST_UNEQUAL = 1.5
 
 
 class Arm(NamedTuple):
@@ -37,7 +37,7 @@ class Arm(NamedTuple):
         """Return a field of the last finite evaluation of each run."""
         return [history.scored[-1].get(field) for history in self.histories]
 
-    def shared(self) -> list[list[Evaluation]]:
+    def shared(self) -> list[list[Mapping[str, Any]]]:
         """Return the finite evaluations of all runs, for each step at which all of them were evaluated."""
         # step -> evaluation, for each run.
         by_step = [{point["step"]: point for point in history.scored} for history in self.histories]
@@ -117,6 +117,29 @@ def unit_of(baseline: Arm, arm: Arm) -> tuple[str, str]:
     if tokenizers_differ([baseline, arm]):
         return "", "their tokenizers differ and a log lacks bits per byte, and so their losses cannot be compared"
     return "loss", ""
+
+
+def unequal_speed(runs: Sequence[RunHistory]) -> float | None:
+    """Return how many times as long the slowest run's forward and backward passes took as the fastest one's.
+
+    The passes do not depend on the optimizer. If the same model needs much longer for them, something else slowed it,
+    such as other programs, and the runs' times cannot be compared.
+
+    Returns:
+        The ratio if it is above 1.5; None if it is less, the models differ, or the passes were not timed.
+    """
+    if len({history.run["model"].get("flops_per_token") for history in runs}) > 1:
+        return None
+    seconds = []
+    for history in runs:
+        passes = [times["forward_backward"] for times in history.times if "forward_backward" in times]
+        tokens = history.train[-1].get("tokens") if history.train else None
+        if not passes or not tokens:
+            return None
+        # The first step of a compiled run takes long for another reason.
+        seconds.append(statistics.mean(passes[1:] or passes) * history.train[-1]["step"] / tokens)
+    ratio = max(seconds) / min(seconds) if min(seconds) > 0 else 1.0
+    return ratio if ratio > _MOST_UNEQUAL else None
 
 
 def final_difference(baseline: Arm, arm: Arm) -> tuple[float | None, float | None, str | None]:

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quintic.report.arms import Arm, Evaluation, final_difference, load_arm, median, tokenizers_differ, unit_of
+from quintic.report.arms import Arm, final_difference, load_arm, median, tokenizers_differ, unequal_speed, unit_of
 from quintic.report.charts import Chart, Curve, Point, line_chart, upper_edge
 from quintic.report.formatting import duration, flatten, humanize, large_number
 from quintic.report.history import RunHistory
 from quintic.report.page import learning_axes, write_page
-from quintic.report.speed import unequal_speed
 
 __all__ = ["ComparedArm", "write_comparison"]
 
@@ -58,7 +57,7 @@ class ComparedArm:
         difference: how many more bits per byte it needed at the end than the baseline.
         difference_stderr: the standard error of the difference, None if it is not known.
         ended: the difference in words, or why it has no error; None without bits per byte.
-        unequal_speed: see `quintic.report.speed.unequal_speed`.
+        unequal_speed: how many times as long one run's passes took as another's, if times cannot be compared for that.
     """
 
     sentence: str
@@ -121,7 +120,7 @@ def write_comparison(
     return candidates
 
 
-def _reached(points: Sequence[Evaluation], loss: float, unit: str) -> tuple[float | None, float | None]:
+def _reached(points: Sequence[Mapping[str, Any]], loss: float, unit: str) -> tuple[float | None, float | None]:
     """Return the step and the seconds at which a curve first is at or below ``loss``; None if it never is.
 
     Args:
@@ -193,7 +192,7 @@ def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float | None], step: floa
     return sentence
 
 
-def _point(x: float, runs: Sequence[Evaluation], field: str, *, errors: bool) -> Point:
+def _point(x: float, runs: Sequence[Mapping[str, Any]], field: str, *, errors: bool) -> Point:
     """Return the median and range of several runs; of a single one, with `errors`, bits per byte ± a standard error."""
     values = [run[field] for run in runs if run.get(field) is not None]
     if len(values) < len(runs):

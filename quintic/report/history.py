@@ -224,6 +224,11 @@ class RunHistory:
         return max(int(records[-1]["step"]) for records in (self.train, self.evals) if records)
 
     @property
+    def times(self) -> list[Mapping[str, float]]:
+        """The milliseconds of each phase, of the steps that were timed."""
+        return [record["times_ms"] for record in self.train if record.get("times_ms")]
+
+    @property
     def newest_score(self) -> Mapping[str, Any]:
         """The last evaluation; empty without any."""
         return self.evals[-1] if self.evals else {}

@@ -5,6 +5,7 @@ chooses the charts and figures. A page is one file without scripts, which can be
 """
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,17 @@ from quintic.report.charts import MAX_POINTS, Chart, Curve, Point, curve_of, lin
 from quintic.report.formatting import duration, large_number
 from quintic.report.history import SOURCE_FILE, RunHistory
 from quintic.report.page import learning_axes, write_page
-from quintic.report.speed import about_speed
 
 __all__ = ["write_report"]
 
 _REPORT_FILE = "report.html"
 _MAX_EVALUATIONS = 40
 _MAX_SAMPLES = 12
+_PHASES = {
+    "data": "waiting for data",
+    "forward_backward": "forward and backward pass (predicting, and computing the gradients)",
+    "optimizer": "optimizer (changing the weights)",
+}
 _SETUP_TABLES = (("Model", "model"), ("Data", "data"), ("Machine", "machine"), ("Versions", "versions"))
 
 Records = Sequence[Mapping[str, Any]]
@@ -54,7 +59,7 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
         core=line_chart([core], title="Mean centred accuracy", unit="share of right answers"),
         rates=_rates(history),
         layers=_layers(history),
-        speed=about_speed(history),
+        speed=_speed(history),
         samples=_thinned(history.samples, _MAX_SAMPLES),
         setup=list(_setup(history)),
         sources=list(_sources(folder)),
@@ -193,6 +198,21 @@ def _layers(history: RunHistory) -> list[Chart]:
         curve = curve_of(norms, "step", "grad_norm", label="", look=4)
         charts.append(line_chart([curve], title="Norm of the whole gradient", unit="nats per token", log_y=True))
     return charts
+
+
+def _speed(history: RunHistory) -> dict[str, Any]:
+    """Return ``chart`` and ``median`` of tokens per second, ``step`` (milliseconds) and ``shares`` of its phases."""
+    curve = curve_of(history.train, "step", "tokens_per_second", label="", noisy=True, look=2)
+    speeds = [point.y for piece in curve.pieces for point in piece]
+    sums = {words: sum(times.get(name, 0.0) for times in history.times) for name, words in _PHASES.items()}
+    total = sum(sums.values())
+    shares = {words: size / total for words, size in sums.items()} if total > 0 else {}
+    return {
+        "chart": line_chart([curve], title="Tokens per second", low=0.0) if speeds else None,
+        "median": statistics.median(speeds) if speeds else None,
+        "step": statistics.median(sum(times.values()) for times in history.times) if history.times else None,
+        "shares": [(words, f"{100 * share:.1f} %", share, 0, 0) for words, share in shares.items()],
+    }
 
 
 def _by_kind(records: Records, field: str) -> dict[str, Curve]:
