@@ -1,12 +1,12 @@
 """Formats numbers, times and names for readers."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["date", "duration", "flatten", "format_si", "humanize", "large_number", "or_dash", "value_text"]
+__all__ = ["date", "duration", "flatten", "format_si", "humanize", "large_number", "value_text"]
 
 _NO_BREAK = "\u00a0"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -37,11 +37,6 @@ _WORDS = {
     "bytes_per_token": "bytes per token",
 }
 _PREFIXES = (("parameters_", "parameters in "), ("train_", "training "), ("val_", "validation "))
-
-
-def or_dash(form: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Return the format extended by a dash for missing values."""
-    return lambda value: "–" if value is None else form(value)
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
