@@ -142,15 +142,14 @@ def unequal_speed(runs: Sequence[RunHistory]) -> float | None:
     return ratio if ratio > _MOST_UNEQUAL else None
 
 
-def final_difference(baseline: Arm, arm: Arm) -> tuple[float | None, float | None, str | None]:
-    """Return the difference of two arms' final bits per byte, its standard error, and both in words.
+def final_difference(baseline: Arm, arm: Arm) -> tuple[str | None, float | None]:
+    """Return in words by how much two arms' final bits per byte differ, and the standard error of that.
 
     Two single runs are compared document by document: they were scored on the same text, and so most of the error that
     each has does not count for their difference. Several runs are paired by their seeds.
 
     Returns:
-        The difference, negative if `arm` needs fewer bits; its error, None if the logs do not tell it; and the words,
-        which then say why. Without bits per byte all three are None.
+        The words, None without bits per byte; and the error, None if the logs do not tell it: the words then say why.
     """
     found: tuple[float, float | None] | None
     if len(baseline.histories) == len(arm.histories) == 1:
@@ -165,11 +164,11 @@ def final_difference(baseline: Arm, arm: Arm) -> tuple[float | None, float | Non
     if found is None and ends[0] is not None and ends[1] is not None:
         found = ends[1] - ends[0], None
     if found is None:
-        return None, None, None
+        return None, None
     difference, error = found
     side = "below" if difference < 0 else "above"
     sure = f"; how sure that is, is not known: {lacking}" if error is None else f", ± {error:.4f} {over}"
-    return difference, error, f"{arm.name} ended {abs(difference):.4f} bits per byte {side} {baseline.name}{sure}"
+    return f"{arm.name} ended {abs(difference):.4f} bits per byte {side} {baseline.name}{sure}", error
 
 
 def _seed_difference(baseline: Arm, arm: Arm) -> tuple[float, float] | None:

@@ -50,23 +50,19 @@ class ComparedArm:
     """The comparison of one arm with the baseline.
 
     Attributes:
-        sentence: the main result in words.
-        steps: the step at which it reached the baseline's last loss; None if it never did, or cannot be compared.
-        seconds: the training time until then, and None as well if it was not timed.
+        sentence: the main result in words: at which step it reached the baseline's last loss.
+        seconds: the training time until then; None if it never did, cannot be compared, or was not timed.
         percent_of_seconds: that time in percent of the baseline's until its last evaluation.
-        difference: how many more bits per byte it needed at the end than the baseline.
-        difference_stderr: the standard error of the difference, None if it is not known.
-        ended: the difference in words, or why it has no error; None without bits per byte.
+        ended: how far they were from each other at the end, in words; None without bits per byte.
+        difference_stderr: the standard error of that, None if it is not known.
         unequal_speed: how many times as long one run's passes took as another's, if times cannot be compared for that.
     """
 
     sentence: str
-    steps: float | None
     seconds: float | None
     percent_of_seconds: float | None
-    difference: float | None
-    difference_stderr: float | None
     ended: str | None
+    difference_stderr: float | None
     unequal_speed: float | None
 
 
@@ -152,15 +148,13 @@ def _against(baseline: Arm, arm: Arm) -> ComparedArm:
     step = median(steps, math.inf)
     seconds = None if step is None else median([second for _, second in reached], math.inf)
     total = median(baseline.ends("seconds"))
-    difference, error, ended = (None, None, None) if obstacle else final_difference(baseline, arm)
+    ended, error = (None, None) if obstacle else final_difference(baseline, arm)
     return ComparedArm(
         sentence=f"{arm.name} and {baseline.name}: {obstacle}" if obstacle else _sentence(baseline, arm, steps, step),
-        steps=step,
         seconds=seconds,
         percent_of_seconds=100 * seconds / total if seconds and total and total > 0 else None,
-        difference=difference,
-        difference_stderr=error,
         ended=ended,
+        difference_stderr=error,
         unequal_speed=unequal_speed([*baseline.histories, *arm.histories]),
     )
 
