@@ -18,12 +18,11 @@ import torch
 from tiny_runs import ROOT, error_of, final_weights, start, tiny_config, tiny_options
 
 from quintic.cli import main
-from quintic.commands.options import EvalOptions, ExportOptions, SampleOptions
+from quintic.commands.options import EvalOptions, ExportOptions, ReportOptions, SampleOptions
 from quintic.data.dataset import Dataset
 from quintic.data.loader import validation_rows
 from quintic.eval.baselines import reference_scores
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
-from quintic.report.options import ReportOptions
 from quintic.simulate.options import RatesOptions
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig

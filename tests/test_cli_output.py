@@ -96,6 +96,27 @@ def test_lines_for_people_are_wrapped_on_a_terminal_alone(monkeypatch: pytest.Mo
         assert stream.getvalue() == expected + "\n"
 
 
+def test_help_on_a_terminal_fits_it_although_it_has_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    texts = []
+    for stream in (_Utf8(), _Utf8Terminal()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(["eval", "--help"]) == 0
+        texts.append(stream.getvalue())
+    assert "\x1b" in texts[1]
+    assert re.sub(r"\x1b\[[0-9;]*m", "", texts[1]) == texts[0]
+    assert max(map(len, texts[0].splitlines())) == 60
+
+
+class _Utf8(io.StringIO):
+    encoding = "utf-8"
+
+
+class _Utf8Terminal(_Utf8, Terminal):
+    pass
+
+
 def test_waiting_is_told_on_a_terminal_alone(
     mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

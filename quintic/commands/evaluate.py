@@ -37,17 +37,18 @@ def run(arguments: list[str]) -> int:
     options = parse(EvalOptions, arguments, "eval")
     suite = None if options.core is None else load_core(options.core)
     trained = trained_model(options, options.device, options.threads)
-    if isinstance(trained.dataset, Dataset):
-        verify(trained.dataset, again=options.verify)  # all of it: the bigram model reads the training text
-    elif isinstance(trained.dataset, DataError) and options.data is None and suite is None:
-        raise DataError(f"{trained.dataset}; or score other text with --data, or tasks with --core")
-    if isinstance(trained.dataset, RaceText) and options.data is None:
-        _score_race(trained, trained.dataset, options.tokens)
-    elif not isinstance(trained.dataset, DataError) or options.data is not None:
+    text = trained.dataset
+    if isinstance(text, Dataset):
+        verify(text, again=options.verify)  # all of it: the bigram model reads the training text
+    if options.data is not None or isinstance(text, Dataset):
         _score_text(trained, options.data, options.text_field, options.tokens)
-    else:
+    elif isinstance(text, RaceText):
+        _score_race(trained, text, options.tokens)
+    elif suite is not None:
         trained.say_origin()
-        print(f"The validation text is not scored: {trained.dataset}", file=sys.stderr)
+        print(f"The validation text is not scored: {text}", file=sys.stderr)
+    else:
+        raise DataError(f"{text}; or score other text with --data, or tasks with --core")
     if suite is not None:
         say_waiting("Answering the tasks of CORE")
         config = trained.config

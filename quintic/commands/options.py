@@ -19,7 +19,6 @@ from quintic.commands.parsing import asks_help, options_of, parse, print_help, r
 from quintic.commands.presets import check_initial, preset, suitable_preset, unused_options, with_initial, with_recipe
 from quintic.errors import ConfigError
 from quintic.limits import Count, Limited, Whole, at_least, at_most
-from quintic.report.options import ReportOptions
 from quintic.simulate.options import RatesOptions, SimulationOptions, size_in_bytes
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
 from quintic.speedrun.presets import preset as speedrun_preset
@@ -32,6 +31,7 @@ __all__ = [
     "EvalOptions",
     "ExportOptions",
     "PlanOptions",
+    "ReportOptions",
     "SampleOptions",
     "Start",
     "StartOptions",
@@ -195,6 +195,21 @@ class SampleOptions(TrainedOptions):
             raise ConfigError("--prompts: --interactive reads beginnings from standard input; leave one of the two out")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Write report.html of a run again, or a page that compares several (--runs)."""
+
+    run: str | None = None
+    """Name of the run; by default the one started last."""
+    runs: tuple[str, ...] = ()
+    """Names of runs, two at least, to compare on one page; the first is what the others are measured against. Runs that
+    differ in their seeds only go together: LABEL=RUN,RUN,... stands for their median and range."""
+    runs_dir: Path = Path("runs")
+    """Folder of all runs."""
+    out: Path | None = None
+    """The page; by default report.html in the folder of the run, or comparison.html in the folder of all runs."""
+
+
 _PLAIN_OPTIONS: Mapping[str, Any] = {
     "sample": SampleOptions,
     "eval": EvalOptions,
@@ -235,17 +250,10 @@ def export_options(arguments: list[str]) -> ExportOptions:
 
 
 def simulation_options(arguments: list[str]) -> SimulationOptions | None:
-    """Read the options of `quintic plan --model`; None without `--model`, to plan a run of `quintic train`.
-
-    Raises:
-        ConfigError: options that belong to `--model` are given without it, or an option is wrong.
-    """
-    others = {name for kind in (Config, PlanOptions) for name, _ in options_of(kind)}
-    own = {name for name, _ in options_of(SimulationOptions)} - others
-    given = [name for argument in arguments if (name := argument.partition("=")[0]) in own]
-    if given and "--model" not in given:
-        raise ConfigError(f"{given[0]} needs --model NAME: a model to plan for, such as llama-3-70b")
-    return parse(SimulationOptions, arguments, "plan --model NAME") if given else None
+    """Read the options of `quintic plan --model`; None without `--model`, to plan a run of `quintic train`."""
+    if all(argument.partition("=")[0] != "--model" for argument in arguments):
+        return None
+    return parse(SimulationOptions, arguments, "plan --model NAME")
 
 
 def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None:
@@ -260,19 +268,16 @@ def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None
     if not name.startswith("speedrun"):
         return None
     chosen = speedrun_preset(name)
-    own = {"--preset": str, **dict(options_of(SpeedrunOptions))}
     command = f"train --preset {name}"
     if asks_help(arguments):
         description = f"Run the speedrun. Features that can be left out (--without): {', '.join(switches())}."
         print_help(SpeedrunOptions, command, description, chosen.options)
-    others = {name for kind in (Config, StartOptions) for name, _ in options_of(kind)} - own.keys()
-    for argument in arguments:
-        if (option := argument.partition("=")[0].replace("_", "-")) in others:
-            raise ConfigError(
-                f"{option} does not work with --preset {name}, whose model and schedule are fixed; leave it "
-                f"out (quintic {command} --help lists its options)"
-            )
-    given = read_options(own, arguments, command)
+    why = (
+        f"does not work with --preset {name}, whose model and schedule are fixed; leave it out (quintic {command} "
+        "--help lists its options)"
+    )
+    unavailable = {option: why for kind in (Config, StartOptions) for option, _ in options_of(kind)}
+    given = read_options({"--preset": str, **dict(options_of(SpeedrunOptions))}, arguments, command, unavailable)
     options = dataclasses.replace(chosen.options, **{name: given[name] for name in given.keys() - {"preset"}})
     if options.tokenizer is not None and chosen.model.bos_id == BYTES_BOS:
         raise ConfigError(f"--tokenizer does not work with --preset {name}, whose tokens are bytes; leave it out")
@@ -299,7 +304,9 @@ def training_options(arguments: list[str], command: str) -> Start:
 def _read_start(arguments: list[str], command: str) -> Start:
     kind, shows_help = _START_OPTIONS[command], asks_help(arguments)
     options = dict([*options_of(Config), *options_of(kind)])
-    given = read_options(options, [word for word in arguments if word not in ("-h", "--help")], command)
+    needs = "needs --model NAME: a model to plan for, such as llama-3-70b"
+    unavailable = {option: needs for option, _ in options_of(SimulationOptions)} if command == "plan" else None
+    given = read_options(options, [word for word in arguments if word not in ("-h", "--help")], command, unavailable)
     values = {name: given[name] for name in values_of(Config()) if name in given}
     start = kind(**{name: value for name, value in given.items() if name not in values})
     sources = [f"--{name}" for name in ("config", "preset") if getattr(start, name) is not None]

@@ -8,16 +8,14 @@ of fields that are known are str, int, float, bool, Path, Literal, tuple of str,
 import contextlib
 import dataclasses
 import difflib
-import io
 import re
 import shutil
-import sys
 import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TextIO, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from quintic.errors import ConfigError
 from quintic.limits import option_of
@@ -26,10 +24,11 @@ __all__ = ["asks_help", "options_of", "parse", "print_help", "read_options"]
 
 T = TypeVar("T")
 
+# The types of values in words.
+_TYPES: Mapping[Any, str] = {str: "a text", int: "a whole number", float: "a number", Path: "a path"}
 
-def parse(
-    kind: type[T], arguments: list[str], command: str, description: str | None = None, default: T | None = None
-) -> T:
+
+def parse(kind: type[T], arguments: list[str], command: str, description: str | None = None) -> T:
     """Return the options as an instance of `kind`; `--help` prints the help and raises `SystemExit`.
 
     Args:
@@ -37,16 +36,13 @@ def parse(
         arguments: the command line after the command's name.
         command: the command's name, for messages.
         description: first paragraph of the help; None for the docstring of `kind`.
-        default: values of options that are not given; None for the defaults of `kind`.
 
     Raises:
         ConfigError: an option is unknown or missing, or its value has the wrong type or is out of range.
     """
     if asks_help(arguments):
-        print_help(kind, command, description or kind.__doc__, default)
+        print_help(kind, command, description or str(kind.__doc__))
     given = read_options(dict(options_of(kind)), arguments, command)
-    if default is not None:
-        return typing.cast(T, dataclasses.replace(typing.cast(Any, default), **given))
     for f in dataclasses.fields(typing.cast(Any, kind)):
         if f.name not in given and f.default is f.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{option_of(f.name)} is needed (see quintic {command} --help)")
@@ -64,13 +60,16 @@ def options_of(kind: Any) -> Iterator[tuple[str, Any]]:
                 yield option_of(f"no_{name}"), hint
 
 
-def read_options(options: Mapping[str, Any], arguments: list[str], command: str) -> dict[str, Any]:
+def read_options(
+    options: Mapping[str, Any], arguments: list[str], command: str, unavailable: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return the values of the options that are given, by the names of their fields; the last one counts.
 
     Args:
         options: option -> type of its field.
         arguments: the command line after the command's name.
         command: the command's name, for messages.
+        unavailable: option that the command only has together with others -> the message, after the option's name.
 
     Raises:
         ConfigError: describes the first mistake in one line.
@@ -85,6 +84,8 @@ def read_options(options: Mapping[str, Any], arguments: list[str], command: str)
         if not option.startswith("--"):
             raise ConfigError(f"{typed!r} is not an option; options begin with -- (see quintic {command} --help)")
         if option not in options:
+            if unavailable is not None and option in unavailable:
+                raise ConfigError(f"{option} {unavailable[option]}")
             # Compare without the dashes, which would make all options similar.
             nearest = difflib.get_close_matches(option[2:], [name[2:] for name in options], n=1)
             hint = f"did you mean --{nearest[0]}?" if nearest else f"quintic {command} --help lists the options"
@@ -116,50 +117,39 @@ def read_options(options: Mapping[str, Any], arguments: list[str], command: str)
     return given
 
 
+def _members(hint: Any) -> list[Any]:
+    """Return the types of a field's values; in place of bool, None and a Literal, the values themselves."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return [member for part in typing.get_args(hint) for member in _members(part)]
+    if typing.get_origin(hint) is Literal:
+        return list(typing.get_args(hint))
+    if hint is bool:
+        return [True, False]
+    return [None if hint is types.NoneType else hint]
+
+
 def _is_switch(hint: Any) -> bool:
     """Return whether an option needs no value: on with `--x`, off with `--no-x`; None may leave it to the command."""
-    return hint is bool or set(typing.get_args(hint)) == {bool, types.NoneType}
+    return True in _members(hint)
 
 
 def _only_value(option: str, values: list[str], hint: Any) -> Any:
     """Return the value of an option that takes exactly one of its type."""
-    expected = _expected(hint)
+    members = _members(hint)
+    expected = " or ".join(_TYPES.get(member, str(member)) for member in members)
     if not values:
         raise ConfigError(f"{option} needs a value: {expected}")
     if len(values) > 1:
         raise ConfigError(f"{option} takes one value, but {values[1]!r} follows it; quote a value that has spaces")
     if not values[0]:
         raise ConfigError(f"{option} '': the value is empty; give {expected} or leave {option} out")
-    try:
-        return _value_of(values[0], hint)
-    except ValueError:
-        raise ConfigError(f"{option} {values[0]}: give {expected}") from None
-
-
-def _value_of(text: str, hint: Any) -> Any:
-    """Return a word of the command line as a value of a field's type; raises ValueError if it does not fit."""
-    choices = typing.get_args(hint)
-    if types.NoneType in choices and text == "None":
-        return None
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        (hint,) = (choice for choice in choices if choice is not types.NoneType)
-        return _value_of(text, hint)
-    if typing.get_origin(hint) is Literal or hint is bool:
-        named = {str(choice): choice for choice in choices or (True, False)}
-        if text not in named:
-            raise ValueError(text)
-        return named[text]
-    return hint(text)  # str, int, float or Path
-
-
-def _expected(hint: Any) -> str:
-    """Describe the values of a field's type for a message."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return " or ".join(_expected(option) for option in typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
-        return " or ".join(typing.get_args(hint))
-    names = {int: "a whole number", float: "a number", bool: "True or False", Path: "a path", types.NoneType: "None"}
-    return names.get(hint, "a text")
+    named = {str(member): member for member in members if member not in _TYPES}
+    if values[0] in named:
+        return named[values[0]]
+    for kind in (member for member in members if member in _TYPES):
+        with contextlib.suppress(ValueError):
+            return kind(values[0])
+    raise ConfigError(f"{option} {values[0]}: give {expected}")
 
 
 def asks_help(arguments: list[str]) -> bool:
@@ -167,46 +157,20 @@ def asks_help(arguments: list[str]) -> bool:
     return "-h" in arguments or "--help" in arguments
 
 
-def print_help(kind: Any, command: str, description: str | None, default: Any = None) -> NoReturn:
-    """Print the options of a dataclass with their defaults, and end the command."""
+def print_help(kind: Any, command: str, description: str, default: Any = None) -> NoReturn:
+    """Print a description and the options of a dataclass with their defaults, and end the command."""
     import tyro
 
-    printed = _CapturedOutput(sys.stdout)
+    # Printed here because tyro would not wrap it.
+    for paragraph in description.split("\n\n"):
+        print(textwrap.fill(paragraph, shutil.get_terminal_size().columns), end="\n\n")
     options: dict[str, Any] = {} if default is None else {"default": default}
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        tyro.cli(
-            kind,
-            prog=f"quintic {command}",
-            description=description,
-            args=["--help"],
-            config=(tyro.conf.OmitArgPrefixes,),
-            **options,
-        )
-    print(_wrap_description(printed.getvalue()), end="")
-    raise SystemExit(0)
-
-
-class _CapturedOutput(io.StringIO):
-    """Collects tyro's output, which gets colours and frames if the stream that it stands for can show them."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def isatty(self) -> bool:
-        """Tell tyro whether to use colours."""
-        return self._stream.isatty()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # None in the base class
-        """Tell tyro whether frames can be drawn."""
-        return self._stream.encoding
-
-
-def _wrap_description(text: str) -> str:
-    """Wrap the description above the options of a help text, because tyro does not."""
-    # The options begin with a box, or, without frames, with a heading.
-    match = re.search(r"^(?:╭| *options *$)", text, re.MULTILINE)
-    above, options = (text[: match.start()], text[match.start() :]) if match else (text, "")
-    width = shutil.get_terminal_size().columns
-    return "\n\n".join(textwrap.fill(lines, width) for lines in above.split("\n\n")) + options
+    tyro.cli(
+        kind,
+        prog=f"quintic {command}",
+        description="",
+        args=["--help"],
+        config=(tyro.conf.OmitArgPrefixes,),
+        **options,
+    )
+    raise SystemExit(0)  # as tyro has done already

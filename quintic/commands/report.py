@@ -2,10 +2,10 @@
 
 from functools import partial
 
+from quintic.commands.options import ReportOptions
 from quintic.commands.parsing import parse
 from quintic.errors import ConfigError
 from quintic.report.comparison import write_comparison
-from quintic.report.options import ReportOptions
 from quintic.report.report import write_report
 from quintic.train.runs import find_run
 

@@ -1,5 +1,6 @@
 """`quintic sample`: lets a trained model write, printing each token as soon as it is drawn."""
 
+import contextlib
 import io
 import sys
 from collections.abc import Iterator
@@ -57,7 +58,8 @@ def _lines() -> Iterator[str]:
     """Yield the lines of standard input until it ends; Ctrl-C while waiting for a line does not end it."""
     is_typed = sys.stdin.isatty()
     if is_typed:
-        _import_line_editing()
+        with contextlib.suppress(ImportError):  # gives `input` line editing and a history, where the system has it
+            import readline  # noqa: F401
         print("Type the beginning of a text; Ctrl-C stops a text, Ctrl-D ends.", file=sys.stderr)
     elif isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # `check_prompts` reports lines that are not UTF-8
@@ -73,11 +75,3 @@ def _lines() -> Iterator[str]:
         if not line:
             return
         yield line.removesuffix("\n").removesuffix("\r")
-
-
-def _import_line_editing() -> None:
-    """Give `input` line editing and a history, where the system has the readline library."""
-    try:
-        import readline  # noqa: F401
-    except ImportError:
-        return

@@ -21,7 +21,7 @@ from quintic.launch import Launch, hint, launched
 from quintic.report.history import RunHistory
 from quintic.streams import say
 from quintic.train.checkpoint import newest_checkpoint, step_of
-from quintic.train.config import Config, DataConfig
+from quintic.train.config import DataConfig
 from quintic.train.distributed import Ranks, connected
 from quintic.train.loop import Interrupted, Result, train
 from quintic.train.runs import (
@@ -99,7 +99,8 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
             discard_unstarted(run_dir)
         raise
     _print_result(result)
-    if _is_small_gpu_run(config):
+    # A GPU that trained on the text of the Python installation, which is meant for a first try.
+    if config.data.data == DataConfig.data and config.run.device != "cpu" and torch.cuda.is_available():
         _print_next_steps(ranks)
     return 0
 
@@ -157,11 +158,6 @@ def _print_result(result: Result) -> None:
     if final.get("least_bpb", final["bpb"]) < final["bpb"]:
         print(f"least:      {final['least_bpb']:.4f} bits per byte, at step {final['least_bpb_step']:,}")
     print(f"report:     {result.report}")
-
-
-def _is_small_gpu_run(config: Config) -> bool:
-    """Return whether a GPU trained on the text of the Python installation, which is meant for a first try."""
-    return config.data.data == DataConfig.data and config.run.device != "cpu" and torch.cuda.is_available()
 
 
 def _print_next_steps(ranks: Ranks) -> None:

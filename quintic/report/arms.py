@@ -1,22 +1,20 @@
 """`Arm`: the runs under one name in a comparison, and the unit in which two arms can be compared.
 
 `load_arm` reads the runs of a name and checks that they differ only in their seeds. `unit_of` decides between bits per
-byte and nats per token. `final_difference` says by how much two arms differ at the end, and how sure that is. The other
-numbers and the page of a comparison are in `comparison`.
+byte and nats per token, and `unequal_speed` whether times can be compared. `final_difference` says by how much two arms
+differ at the end, and how sure that is. The other numbers and the page of a comparison are in `comparison`.
 """
 
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quintic.errors import ConfigError
-from quintic.report.formatting import finite
 from quintic.report.history import METRICS_FILE, RunHistory
 
-__all__ = ["Arm", "Evaluation", "final_difference", "load_arm", "median", "tokenizers_differ", "unit_of"]
+__all__ = ["Arm", "final_difference", "load_arm", "median", "tokenizers_differ", "unequal_speed", "unit_of"]
 
 # Options in which the runs of one name may differ in addition to the seed: folder, observation, and device of a run.
 _FREE_AMONG_SEEDS = frozenset(
@@ -25,42 +23,24 @@ _FREE_AMONG_SEEDS = frozenset(
      "tensorboard", "wandb"}
 )  # fmt: skip
 
+# Forward and backward passes of the same model differ by less than this on a machine that does nothing else.
+_MOST_UNEQUAL = 1.5
 
-Evaluation = Mapping[str, Any]
 
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """One run, or several runs that differ in their seeds, with the finite evaluations of each run."""
+class Arm(NamedTuple):
+    """One run, or several runs that differ in their seeds; each has a finite evaluation."""
 
     name: str
     histories: Sequence[RunHistory]
-    curves: Sequence[Sequence[Evaluation]]
 
     def ends(self, field: str) -> list[float | None]:
         """Return a field of the last finite evaluation of each run."""
-        return [points[-1].get(field) for points in self.curves]
+        return [history.scored[-1].get(field) for history in self.histories]
 
-    def steps(self) -> list[float | None]:
-        """Return the number of steps of each run, including steps after its last evaluation."""
-        return [history.steps for history in self.histories]
-
-    def newest(self, field: str) -> list[float | None]:
-        """Return a field of the final record, or else of the last training step, of each run."""
-        return [history.newest(field) for history in self.histories]
-
-    def largest(self, field: str) -> list[float | None]:
-        """Return the largest value of a field of each run."""
-        return [history.largest(field) for history in self.histories]
-
-    def matrix_speeds(self) -> list[float | None]:
-        """Return the operations per second at which each run's machine multiplied large matrices."""
-        return [finite(history.run["machine"].get("matrix_flops_per_second")) for history in self.histories]
-
-    def shared(self) -> list[list[Evaluation]]:
-        """Return the evaluations of all runs, for each step at which all of them were evaluated."""
+    def shared(self) -> list[list[Mapping[str, Any]]]:
+        """Return the finite evaluations of all runs, for each step at which all of them were evaluated."""
         # step -> evaluation, for each run.
-        by_step = [{point["step"]: point for point in points} for points in self.curves]
+        by_step = [{point["step"]: point for point in history.scored} for history in self.histories]
         steps = set(by_step[0]).intersection(*by_step[1:])
         return [[points[step] for points in by_step] for step in sorted(steps)]
 
@@ -74,14 +54,13 @@ def load_arm(name: str, folders: Sequence[str | Path]) -> Arm:
         DataError: a log is damaged.
     """
     histories = [RunHistory.load(folder) for folder in folders]
-    curves = [[record for record in history.evals if record.get("loss") is not None] for history in histories]
-    for folder, points in zip(folders, curves, strict=True):
-        if not points:
+    for folder, history in zip(folders, histories, strict=True):
+        if not history.scored:
             raise ConfigError(
                 f"{Path(folder) / METRICS_FILE} ({name}) has no finite validation loss: let the run evaluate once"
             )
     _check_seeds(name, [Path(folder).name for folder in folders], histories)
-    arm = Arm(name, histories, curves)
+    arm = Arm(name, histories)
     if not arm.shared():
         raise ConfigError(f"{name}: its runs were never evaluated at the same step: give them the same --eval-every")
     return arm
@@ -128,26 +107,49 @@ def median(values: Iterable[float | None], missing: float | None = None) -> floa
 
 def unit_of(baseline: Arm, arm: Arm) -> tuple[str, str]:
     """Return the field in which two arms are compared, "bpb" or "loss", and the reason if they cannot be compared."""
-    texts = {_validated_on(history) for one in (baseline, arm) for history in one.histories} - {None}
+    histories = [*baseline.histories, *arm.histories]
+    texts = {_validated_on(history) for history in histories} - {None}
     if tokenizers_differ([baseline, arm]) and len(texts) > 1:
         advice = "`quintic eval --data FILE` scores each run on one text"
         return "", f"they were validated on different texts, and so their losses cannot be compared; {advice}"
-    if all(point.get("bpb") is not None for one in (baseline, arm) for points in one.curves for point in points):
+    if all(point.get("bpb") is not None for history in histories for point in history.scored):
         return "bpb", ""
     if tokenizers_differ([baseline, arm]):
         return "", "their tokenizers differ and a log lacks bits per byte, and so their losses cannot be compared"
     return "loss", ""
 
 
-def final_difference(baseline: Arm, arm: Arm) -> tuple[float | None, float | None, str | None]:
-    """Return the difference of two arms' final bits per byte, its standard error, and both in words.
+def unequal_speed(runs: Sequence[RunHistory]) -> float | None:
+    """Return how many times as long the slowest run's forward and backward passes took as the fastest one's.
+
+    The passes do not depend on the optimizer. If the same model needs much longer for them, something else slowed it,
+    such as other programs, and the runs' times cannot be compared.
+
+    Returns:
+        The ratio if it is above 1.5; None if it is less, the models differ, or the passes were not timed.
+    """
+    if len({history.run["model"].get("flops_per_token") for history in runs}) > 1:
+        return None
+    seconds = []
+    for history in runs:
+        passes = [times["forward_backward"] for times in history.times if "forward_backward" in times]
+        tokens = history.train[-1].get("tokens") if history.train else None
+        if not passes or not tokens:
+            return None
+        # The first step of a compiled run takes long for another reason.
+        seconds.append(statistics.mean(passes[1:] or passes) * history.train[-1]["step"] / tokens)
+    ratio = max(seconds) / min(seconds) if min(seconds) > 0 else 1.0
+    return ratio if ratio > _MOST_UNEQUAL else None
+
+
+def final_difference(baseline: Arm, arm: Arm) -> tuple[str | None, float | None]:
+    """Return in words by how much two arms' final bits per byte differ, and the standard error of that.
 
     Two single runs are compared document by document: they were scored on the same text, and so most of the error that
     each has does not count for their difference. Several runs are paired by their seeds.
 
     Returns:
-        The difference, negative if `arm` needs fewer bits; its error, None if the logs do not tell it; and the words,
-        which then say why. Without bits per byte all three are None.
+        The words, None without bits per byte; and the error, None if the logs do not tell it: the words then say why.
     """
     found: tuple[float, float | None] | None
     if len(baseline.histories) == len(arm.histories) == 1:
@@ -162,11 +164,11 @@ def final_difference(baseline: Arm, arm: Arm) -> tuple[float | None, float | Non
     if found is None and ends[0] is not None and ends[1] is not None:
         found = ends[1] - ends[0], None
     if found is None:
-        return None, None, None
+        return None, None
     difference, error = found
     side = "below" if difference < 0 else "above"
     sure = f"; how sure that is, is not known: {lacking}" if error is None else f", ± {error:.4f} {over}"
-    return difference, error, f"{arm.name} ended {abs(difference):.4f} bits per byte {side} {baseline.name}{sure}"
+    return f"{arm.name} ended {abs(difference):.4f} bits per byte {side} {baseline.name}{sure}", error
 
 
 def _seed_difference(baseline: Arm, arm: Arm) -> tuple[float, float] | None:
@@ -186,7 +188,7 @@ def _document_difference(first: RunHistory, other: RunHistory) -> tuple[float, f
     The difference is the ratio of two sums over documents, of bits and of bytes, and its standard error that of such a
     ratio, as in `quintic.eval.score`.
     """
-    ends = [history.evals[-1] if history.evals else {} for history in (first, other)]
+    ends = [history.evals[-1] for history in (first, other)]
     # Nats of each document in both runs, and their bytes.
     nats, num_bytes = ([end.get(f"document_{what}") or [] for end in ends] for what in ("nats", "bytes"))
     sizes = [size for size in num_bytes[0] if size]

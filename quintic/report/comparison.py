@@ -11,34 +11,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quintic.errors import ConfigError
-from quintic.report.arms import Arm, Evaluation, final_difference, load_arm, median, tokenizers_differ, unit_of
+from quintic.report.arms import Arm, final_difference, load_arm, median, tokenizers_differ, unequal_speed, unit_of
 from quintic.report.charts import Chart, Curve, Point, line_chart, upper_edge
 from quintic.report.formatting import duration, flatten, humanize, large_number
 from quintic.report.history import RunHistory
 from quintic.report.page import learning_axes, write_page
-from quintic.report.speed import unequal_speed
 
 __all__ = ["ComparedArm", "write_comparison"]
 
 Form = Callable[[float], str]
-Values = list[float | None]
 
-# The rows of the table of results: what, its format, and the values of each run of an arm.
-_ROWS: tuple[tuple[str, Form, Callable[[Arm], Values]], ...] = (
-    ("steps", "{:,.0f}".format, lambda arm: arm.steps()),
-    ("step of this evaluation", "{:,.0f}".format, lambda arm: arm.ends("step")),
-    ("tokens read", large_number, lambda arm: arm.ends("tokens")),
-    ("training time", duration, lambda arm: arm.ends("seconds")),
-    ("loss (nats per token)", "{:.4f}".format, lambda arm: arm.ends("loss")),
-    ("bits per byte", "{:.4f}".format, lambda arm: arm.ends("bpb")),
-    ("standard error over documents (bits per byte)", "{:.4f}".format, lambda arm: arm.ends("bpb_stderr")),
-    ("tokens per second", large_number, lambda arm: arm.newest("tokens_per_second")),
-    ("model FLOPs utilisation", "{:.1%}".format, lambda arm: arm.newest("mfu")),
-    ("floating-point operations", large_number, lambda arm: arm.newest("flops")),
-    ("most memory (GiB)", lambda value: f"{value / 2**30:.3g}", lambda arm: arm.largest("peak_memory_bytes")),
-    ("least smoothed training loss (nats per token)", "{:.4f}".format, lambda arm: arm.newest("least_loss")),
-    ("speed of plain matrix products at the start (operations per second)", large_number, Arm.matrix_speeds),
+# The rows of the table of results: what, its format, and the value of a run.
+_ROWS: tuple[tuple[str, Form, Callable[[RunHistory], float | None]], ...] = (
+    ("steps", "{:,.0f}".format, lambda run: run.steps),
+    ("step of this evaluation", "{:,.0f}".format, lambda run: run.scored[-1]["step"]),
+    ("tokens read", large_number, lambda run: run.scored[-1].get("tokens")),
+    ("training time", duration, lambda run: run.scored[-1].get("seconds")),
+    ("loss (nats per token)", "{:.4f}".format, lambda run: run.scored[-1]["loss"]),
+    ("bits per byte", "{:.4f}".format, lambda run: run.scored[-1].get("bpb")),
+    ("standard error over documents (bits per byte)", "{:.4f}".format, lambda run: run.scored[-1].get("bpb_stderr")),
+    ("tokens per second", large_number, lambda run: run.newest("tokens_per_second")),
+    ("model FLOPs utilisation", "{:.1%}".format, lambda run: run.newest("mfu")),
+    ("floating-point operations", large_number, lambda run: run.newest("flops")),
+    ("most memory (GiB)", lambda value: f"{value / 2**30:.3g}", lambda run: run.largest("peak_memory_bytes")),
+    ("least smoothed training loss (nats per token)", "{:.4f}".format, lambda run: run.newest("least_loss")),
+    (
+        "speed of plain matrix products at the start (operations per second)",
+        large_number,
+        lambda run: run.run["machine"].get("matrix_flops_per_second"),
+    ),
 )
 # Entries that differ between any two runs, and so are not settings.
 _NOT_SETTINGS = frozenset({"config.run.run", "config.run", "machine.matrix_flops_per_second"})
@@ -49,23 +50,19 @@ class ComparedArm:
     """The comparison of one arm with the baseline.
 
     Attributes:
-        sentence: the main result in words.
-        steps: the step at which it reached the baseline's last loss; None if it never did, or cannot be compared.
-        seconds: the training time until then, and None as well if it was not timed.
+        sentence: the main result in words: at which step it reached the baseline's last loss.
+        seconds: the training time until then; None if it never did, cannot be compared, or was not timed.
         percent_of_seconds: that time in percent of the baseline's until its last evaluation.
-        difference: how many more bits per byte it needed at the end than the baseline.
-        difference_stderr: the standard error of the difference, None if it is not known.
-        ended: the difference in words, or why it has no error; None without bits per byte.
-        unequal_speed: see `quintic.report.speed.unequal_speed`.
+        ended: how far they were from each other at the end, in words; None without bits per byte.
+        difference_stderr: the standard error of that, None if it is not known.
+        unequal_speed: how many times as long one run's passes took as another's, if times cannot be compared for that.
     """
 
     sentence: str
-    steps: float | None
     seconds: float | None
     percent_of_seconds: float | None
-    difference: float | None
-    difference_stderr: float | None
     ended: str | None
+    difference_stderr: float | None
     unequal_speed: float | None
 
 
@@ -88,17 +85,15 @@ def write_comparison(
         title: heading of the page.
 
     Raises:
-        ConfigError: there are fewer than two names, a run has no log or no finite validation loss, or the runs of one
-            name were never evaluated at the same step, differ in more than their seeds, or have equal seeds.
+        ConfigError: a run has no log or no finite validation loss, or the runs of one name were never evaluated at the
+            same step, differ in more than their seeds, or have equal seeds.
         DataError: a log is damaged.
     """
-    if len(runs) < 2:
-        raise ConfigError(f"a comparison needs two runs at least, got {len(runs)}: give a baseline and a candidate")
     arms = [load_arm(name, [folders] if isinstance(folders, str | Path) else folders) for name, folders in runs.items()]
     baseline, *others = arms
     candidates = {arm.name: _against(baseline, arm) for arm in others}
     # Standard errors are shown only then: next to the range of several runs one could be mistaken for a range.
-    is_single = all(len(arm.curves) == 1 for arm in arms)
+    is_single = all(len(arm.histories) == 1 for arm in arms)
     histories = [(arm.name, history) for arm in arms for history in arm.histories]
     write_page(
         Path(out),
@@ -121,7 +116,7 @@ def write_comparison(
     return candidates
 
 
-def _reached(points: Sequence[Evaluation], loss: float, unit: str) -> tuple[float | None, float | None]:
+def _reached(points: Sequence[Mapping[str, Any]], loss: float, unit: str) -> tuple[float | None, float | None]:
     """Return the step and the seconds at which a curve first is at or below ``loss``; None if it never is.
 
     Args:
@@ -147,36 +142,36 @@ def _against(baseline: Arm, arm: Arm) -> ComparedArm:
     """Compare one arm with the baseline."""
     unit, obstacle = unit_of(baseline, arm)
     target = None if obstacle else median(baseline.ends(unit))
-    reached = [(None, None) if target is None else _reached(points, target, unit) for points in arm.curves]
+    reached = [(None, None) if target is None else _reached(run.scored, target, unit) for run in arm.histories]
     # Runs that never reached the loss count as infinite in the median.
     steps = [step for step, _ in reached]
     step = median(steps, math.inf)
     seconds = None if step is None else median([second for _, second in reached], math.inf)
     total = median(baseline.ends("seconds"))
-    difference, error, ended = (None, None, None) if obstacle else final_difference(baseline, arm)
+    ended, error = (None, None) if obstacle else final_difference(baseline, arm)
     return ComparedArm(
         sentence=f"{arm.name} and {baseline.name}: {obstacle}" if obstacle else _sentence(baseline, arm, steps, step),
-        steps=step,
         seconds=seconds,
         percent_of_seconds=100 * seconds / total if seconds and total and total > 0 else None,
-        difference=difference,
-        difference_stderr=error,
         ended=ended,
+        difference_stderr=error,
         unequal_speed=unequal_speed([*baseline.histories, *arm.histories]),
     )
 
 
 def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float | None], step: float | None) -> str:
     """Say after which of the candidate's ``steps`` (one of each run, and their median) it reached the baseline."""
-    whose = f"{baseline.name}'s {'median ' if len(baseline.curves) > 1 else ''}final validation loss"
+    whose = f"{baseline.name}'s {'median ' if len(baseline.histories) > 1 else ''}final validation loss"
     if tokenizers_differ([baseline, arm]):
         whose += " in bits per byte"
     some = [at for at in steps if at is not None]
     if step is None and some:
         return f"{arm.name} reached {whose} in {len(some)} of {len(steps)} runs only"
     if step is None:
-        return f"{arm.name} never reached {whose} in its {median(arm.steps()):,.0f} steps"
-    last, made = median(baseline.ends("step")) or 0.0, median(baseline.steps()) or 0.0
+        made = statistics.median(history.steps for history in arm.histories)
+        return f"{arm.name} never reached {whose} in its {made:,.0f} steps"
+    last = median(baseline.ends("step")) or 0.0
+    made = statistics.median(history.steps for history in baseline.histories)
     # In a run of few steps, a tenth of a step matters.
     form = "{:,.0f}" if last >= 100 else "{:.3g}"
     sentence = f"{arm.name} reached {whose} after {form.format(step)} of {last:,.0f} steps"
@@ -191,7 +186,7 @@ def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float | None], step: floa
     return sentence
 
 
-def _point(x: float, runs: Sequence[Evaluation], field: str, *, errors: bool) -> Point:
+def _point(x: float, runs: Sequence[Mapping[str, Any]], field: str, *, errors: bool) -> Point:
     """Return the median and range of several runs; of a single one, with `errors`, bits per byte ± a standard error."""
     values = [run[field] for run in runs if run.get(field) is not None]
     if len(values) < len(runs):
@@ -205,19 +200,19 @@ def _point(x: float, runs: Sequence[Evaluation], field: str, *, errors: bool) ->
 
 def _bar(arm: Arm, *, errors: bool) -> tuple[str, str, float, float, float] | None:
     """Return (name, text, value, low, high) of an arm's bar; None without a value."""
-    _, value, low, high = _point(0.0, [points[-1] for points in arm.curves], "bpb", errors=errors)
+    _, value, low, high = _point(0.0, [history.scored[-1] for history in arm.histories], "bpb", errors=errors)
     if math.isnan(value):
         return None
     if math.isnan(low):
         return arm.name, f"{value:.3f}", value, value, value
-    some = f"({low:.3f} to {high:.3f})" if len(arm.curves) > 1 else f"± {high - value:.3f}"
+    some = f"({low:.3f} to {high:.3f})" if len(arm.histories) > 1 else f"± {high - value:.3f}"
     return arm.name, f"{value:.3f} {some}", value, low, high
 
 
 def _results(arms: Sequence[Arm]) -> list[list[str]]:
     """Return the rows of a table with the last finite evaluation and the measurements of each arm."""
 
-    def text(values: Values, form: Form) -> str:
+    def text(values: list[float | None], form: Form) -> str:
         known = [value for value in values if value is not None]
         if not known:
             return "–"
@@ -226,8 +221,8 @@ def _results(arms: Sequence[Arm]) -> list[list[str]]:
 
     warning = "; not comparable here" if tokenizers_differ(arms) else ""
     rows: list[list[str]] = []
-    for label, form, values_of in _ROWS:
-        texts = [text(values_of(arm), form) for arm in arms]
+    for label, form, value_of in _ROWS:
+        texts = [text([value_of(history) for history in arm.histories], form) for arm in arms]
         # A run may have made steps after its last finite evaluation.
         is_repeated = label == "step of this evaluation" and texts == rows[0][1:]
         if set(texts) != {"–"} and not is_repeated:
@@ -248,7 +243,7 @@ def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Cha
     def draw(field: str, x: str, x_label: str, divisor: float) -> Chart:
         curves = []
         for look, (arm, rows) in enumerate(zip(arms, shared, strict=True)):
-            seeds = f" (median and range of {len(arm.curves)} runs)" if len(arm.curves) > 1 else ""
+            seeds = f" (median and range of {len(arm.histories)} runs)" if len(arm.histories) > 1 else ""
             # The position of a point is the median over runs, for example of their training times.
             placed = [(at, row) for row in rows if (at := median(point.get(x) for point in row)) is not None]
             points = [_point(at / divisor, row, field, errors=errors) for at, row in placed]

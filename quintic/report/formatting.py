@@ -1,12 +1,12 @@
-"""Formats numbers, times and names for readers, and reads numbers from values of a log."""
+"""Formats numbers, times and names for readers."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["date", "duration", "finite", "flatten", "format_si", "humanize", "large_number", "or_dash", "value_text"]
+__all__ = ["date", "duration", "flatten", "format_si", "humanize", "large_number", "value_text"]
 
 _NO_BREAK = "\u00a0"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -39,18 +39,6 @@ _WORDS = {
 _PREFIXES = (("parameters_", "parameters in "), ("train_", "training "), ("val_", "validation "))
 
 
-def finite(value: Any) -> float | None:
-    """Return the value as a float if it is a finite number, else None."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf"):
-        return float(value)
-    return None
-
-
-def or_dash(form: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Return the format extended by a dash for values that are missing or not finite."""
-    return lambda value: "–" if finite(value) is None else form(value)
-
-
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the entries of nested mappings, with their names joined by dots."""
     for key, value in settings.items():
@@ -76,8 +64,7 @@ def value_text(value: Any) -> str:
         return value
     if isinstance(value, bool):
         return "yes" if value else "no"
-    # Integers of a log may be too large for a float.
-    if isinstance(value, int | float) and 1e9 <= value <= 1e300:
+    if isinstance(value, int | float) and value >= 1e9:
         return large_number(value)
     if isinstance(value, int) and abs(value) >= 10_000:
         return f"{value:,}"

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from quintic.errors import ConfigError, DataError
 from quintic.report.formatting import flatten
-from quintic.report.records import wrong_in
 
 __all__ = ["METRICS_FILE", "SOURCE_FILE", "RunHistory", "read_metrics"]
 
@@ -21,10 +20,31 @@ METRICS_FILE = "metrics.jsonl"
 SOURCE_FILE = "source.json"
 """The name of the file that describes the source code of a run; a .diff may accompany it."""
 
-
 _SETTINGS = ("config", "machine", "versions", "git", "model", "data")
 # Facts of a machine that do not matter for the result.
 _MEASURED_FACTS = ("memory_gb", "matrix_flops_per_second")
+
+_STEPPED_KINDS = ("train", "eval", "core", "sample", "resume", "rollback")
+# JSON's types of the fields that a run writes: (type, in words, names). None stands for a missing value of any type.
+_FIELDS = (
+    (str, "a text", "kind name time command repeat code on_spike"),
+    (
+        (int, float),
+        "a number",
+        "step total_steps steps_before spike_step least_bpb_step epoch stage ranks tokens seconds loss bpb "
+        "bpb_stderr core core_stderr lr_multiplier momentum weight_decay tokens_per_second smoothed_loss least_loss "
+        "least_bpb flops mfu peak_memory_bytes grad_norm spike first_step_extra_seconds compile_seconds "
+        "warmup_seconds",
+    ),
+    (
+        dict,
+        "an object",
+        "lr times_ms grad_rms update_rms baselines breakdown centred accuracy epochs config machine versions git model "
+        "data track",
+    ),
+    (list, "a list", "document_nats document_bytes missing samples"),
+)
+_TYPES = {name: (types, words) for types, words, names in _FIELDS for name in names.split()}
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -59,12 +79,23 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             raise DataError(
                 f"{path}, line {number}: not valid JSON ({error}); remove the line or restore the file"
             ) from error
-        if not isinstance(record, dict):
-            raise DataError(f"{path}, line {number}: not a JSON object; remove the line or restore the file")
-        if (wrong := wrong_in(record)) is not None:
+        if (wrong := _wrong_in(record)) is not None:
             raise DataError(f"{path}, line {number}: {wrong}; remove the line or restore the file")
         records.append(record)
     return records
+
+
+def _wrong_in(record: Any) -> str | None:
+    """Describe the first mistake in a line of the log, such as `"loss" is not a number`; None if it is right."""
+    if not isinstance(record, dict):
+        return "not a JSON object"
+    if record.get("kind") in _STEPPED_KINDS and record.get("step") is None:
+        return 'it has no "step"'
+    for name, value in record.items():
+        types, words = _TYPES.get(name, (object, ""))
+        if value is not None and not isinstance(value, types):
+            return f'"{name}" is not {words}'
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +222,21 @@ class RunHistory:
     def steps(self) -> int:
         """Number of steps made so far, including steps after the last evaluation."""
         return max(int(records[-1]["step"]) for records in (self.train, self.evals) if records)
+
+    @property
+    def times(self) -> list[Mapping[str, float]]:
+        """The milliseconds of each phase, of the steps that were timed."""
+        return [record["times_ms"] for record in self.train if record.get("times_ms")]
+
+    @property
+    def newest_score(self) -> Mapping[str, Any]:
+        """The last evaluation; empty without any."""
+        return self.evals[-1] if self.evals else {}
+
+    @property
+    def scored(self) -> list[Mapping[str, Any]]:
+        """The evaluations with a finite loss."""
+        return [record for record in self.evals if record.get("loss") is not None]
 
     @property
     def least(self) -> Mapping[str, Any] | None:

@@ -1,7 +1,7 @@
 """`write_page` fills in a template of ``templates/`` and writes a page, a single HTML file that includes its styles."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ from quintic.durable import write_atomically
 from quintic.errors import ConfigError
 from quintic.launch import with_program
 from quintic.report import formatting
-from quintic.report.formatting import finite, or_dash
 
 __all__ = ["learning_axes", "write_page"]
 
@@ -28,18 +27,22 @@ def _environment() -> Any:
     )
     environment.filters |= {
         "date": formatting.date,
-        "duration": or_dash(formatting.duration),
-        "finite": finite,
+        "duration": _or_dash(formatting.duration),
         "flatten": formatting.flatten,
         "format_si": formatting.format_si,
         # Given the context, so that Jinja does not evaluate it for constant text when it compiles the template.
         "here": jinja2.pass_context(lambda context, text: with_program(text)),
         "humanize": formatting.humanize,
-        "large_number": or_dash(formatting.large_number),
-        "number": lambda value, form: or_dash(form.format)(value),
+        "large_number": _or_dash(formatting.large_number),
+        "number": lambda value, form: _or_dash(form.format)(value),
         "value_text": formatting.value_text,
     }
     return environment
+
+
+def _or_dash(form: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Return the format extended by a dash for missing values."""
+    return lambda value: "–" if value is None else form(value)
 
 
 def write_page(path: Path, template: str, **context: Any) -> None:

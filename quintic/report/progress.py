@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.console import Group
 
 __all__ = ["Progress"]
 
@@ -36,8 +36,7 @@ class Progress:
     Args:
         total_steps: the step at which the run ends.
         start_step: the step from which the run continues; 0 for a new run.
-        output: output for plain lines, by default standard output; ignored if ``console`` is given.
-        console: a rich console to draw on; by default one on ``output`` if that is a terminal.
+        output: the terminal or other output, by default standard output.
         clock: function that returns seconds since an arbitrary start.
     """
 
@@ -47,7 +46,6 @@ class Progress:
         *,
         start_step: int = 0,
         output: TextIO | None = None,
-        console: "Console | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps = total_steps
@@ -66,18 +64,17 @@ class Progress:
         self._waits: dict[str, float] = {}
         # The display is drawn by another thread, which must not see an incomplete update.
         self._lock = threading.Lock()
-        self._live: Any = self._start_live(console)
+        self._live: Any = self._start_live()
 
-    def _start_live(self, console: "Console | None") -> Any:
-        """Start and return the live display; None if the output is not a terminal."""
-        if console is None and not self._output.isatty():
+    def _start_live(self) -> Any:
+        """Start and return the live display; None if the output is not a terminal that can show it."""
+        if not self._output.isatty():
             return None
         from rich.console import Console
         from rich.live import Live
 
-        console = Console(file=self._output) if console is None else console
+        console = Console(file=self._output)
         if not console.is_terminal or console.is_dumb_terminal:
-            self._output = console.file
             return None
         live = Live(console=console, get_renderable=lambda: self._render(console.width), refresh_per_second=4)
         live.start()

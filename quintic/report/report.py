@@ -5,6 +5,7 @@ chooses the charts and figures. A page is one file without scripts, which can be
 """
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +13,20 @@ from typing import Any
 
 from quintic.durable import json_object
 from quintic.report.charts import MAX_POINTS, Chart, Curve, Point, curve_of, line_chart, upper_edge
-from quintic.report.formatting import duration, finite, large_number
+from quintic.report.formatting import duration, large_number
 from quintic.report.history import SOURCE_FILE, RunHistory
 from quintic.report.page import learning_axes, write_page
-from quintic.report.speed import about_speed
 
 __all__ = ["write_report"]
 
 _REPORT_FILE = "report.html"
 _MAX_EVALUATIONS = 40
 _MAX_SAMPLES = 12
+_PHASES = {
+    "data": "waiting for data",
+    "forward_backward": "forward and backward pass (predicting, and computing the gradients)",
+    "optimizer": "optimizer (changing the weights)",
+}
 _SETUP_TABLES = (("Model", "model"), ("Data", "data"), ("Machine", "machine"), ("Versions", "versions"))
 
 Records = Sequence[Mapping[str, Any]]
@@ -49,13 +54,12 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
         "run.html",
         history=history,
         name=str(history.run.get("name") or folder.resolve().name),
-        newest={field: _last_score(history, field) for field in ("loss", "bpb")},
         facts=_facts(history),
         learning=_learning(history),
         core=line_chart([core], title="Mean centred accuracy", unit="share of right answers"),
         rates=_rates(history),
         layers=_layers(history),
-        speed=about_speed(history),
+        speed=_speed(history),
         samples=_thinned(history.samples, _MAX_SAMPLES),
         setup=list(_setup(history)),
         sources=list(_sources(folder)),
@@ -92,13 +96,13 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
     last = (history.train or history.evals)[-1]
     model, machine = history.run["model"], history.run["machine"]
     least = history.least if len(history.evals) > 1 else None
-    tokens, parameters = last.get("tokens"), finite(model.get("parameters"))
+    tokens, parameters = last.get("tokens"), model.get("parameters")
     # The parameters that --tokens-per-param counts.
-    scaling = [finite(model.get(f"parameters_{part}")) for part in ("blocks", "head")]
+    scaling = [model.get(f"parameters_{part}") for part in ("blocks", "head")]
     counted, of = (sum(filter(None, scaling)), " of matrices and head") if all(scaling) else (parameters, "")
     trained_on = "trained on this device" if history.ranks == 1 else f"trained on {history.ranks:,} of this device"
     facts: list[tuple[Any, Callable[[Any], str], str]] = [
-        (_last_score(history, "loss"), "{:.3f}".format, "validation loss (nats per token)"),
+        (history.newest_score.get("loss"), "{:.3f}".format, "validation loss (nats per token)"),
         (least and least["bpb"], "{:.4f}".format, f"bits per byte at the least, at step {(least or last)['step']:,}"),
         (parameters, large_number, "parameters (numbers that were learnt)"),
         (tokens, large_number, "tokens read"),
@@ -196,6 +200,21 @@ def _layers(history: RunHistory) -> list[Chart]:
     return charts
 
 
+def _speed(history: RunHistory) -> dict[str, Any]:
+    """Return ``chart`` and ``median`` of tokens per second, ``step`` (milliseconds) and ``shares`` of its phases."""
+    curve = curve_of(history.train, "step", "tokens_per_second", label="", noisy=True, look=2)
+    speeds = [point.y for piece in curve.pieces for point in piece]
+    sums = {words: sum(times.get(name, 0.0) for times in history.times) for name, words in _PHASES.items()}
+    total = sum(sums.values())
+    shares = {words: size / total for words, size in sums.items()} if total > 0 else {}
+    return {
+        "chart": line_chart([curve], title="Tokens per second", low=0.0) if speeds else None,
+        "median": statistics.median(speeds) if speeds else None,
+        "step": statistics.median(sum(times.values()) for times in history.times) if history.times else None,
+        "shares": [(words, f"{100 * share:.1f} %", share, 0, 0) for words, share in shares.items()],
+    }
+
+
 def _by_kind(records: Records, field: str) -> dict[str, Curve]:
     """Return a curve for each entry of a field that holds a mapping, over the steps that have it."""
     entries = [(record["step"], record[field]) for record in records if record.get(field)]
@@ -204,12 +223,6 @@ def _by_kind(records: Records, field: str) -> dict[str, Curve]:
         values = [{"step": step, "value": of_kind[name]} for step, of_kind in entries if name in of_kind]
         curves[name] = curve_of(values, "step", "value", label=name, look=look)
     return curves
-
-
-def _last_score(history: RunHistory, field: str) -> float | None:
-    """Return the field's value in the final record or else the last evaluation; None if that value is not finite."""
-    records = [record for record in (*history.evals, history.final) if field in record]
-    return records[-1][field] if records else None
 
 
 def _thinned(records: Records, most: int) -> Records:

@@ -48,10 +48,6 @@ class Every:
 )
 def test_words_become_values(words: str, expected: dict[str, Any]) -> None:
     assert parse(Every, ["--name", "x", *words.split()], "test") == Every(name="x", **expected)
-    default = Every(name="y", count=7, rate=None, flag=True)
-    assert parse(Every, ["--name=x", *words.split()], "test", default=default) == Every(
-        **{**vars(default), "name": "x", **expected}
-    )
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,15 @@ from torch import nn
 
 import quintic
 from quintic.cli import OPTION_ALIASES
-from quintic.commands.options import ComparisonOptions, EvalOptions, ExportOptions, SampleOptions, answer_early
+from quintic.commands.options import (
+    ComparisonOptions,
+    EvalOptions,
+    ExportOptions,
+    ReportOptions,
+    SampleOptions,
+    answer_early,
+)
 from quintic.errors import ConfigError
-from quintic.report.options import ReportOptions
 from quintic.simulate.options import RatesOptions, SimulationOptions
 from quintic.train.config import Config
 

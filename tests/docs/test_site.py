@@ -91,11 +91,11 @@ def test_help_texts_are_those_of_the_commands(capsys, monkeypatch):
 
 
 def test_the_page_of_the_metrics_file_names_the_fields_that_its_reader_checks():
-    from quintic.report import records
+    from quintic.report import history
 
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text("utf-8")
     named = set(re.findall(r"\w+", page))
-    assert {name for name in records._CHECK_OF if name not in named} == set()
+    assert {name for name in history._TYPES if name not in named} == set()
 
 
 def test_a_page_shows_a_script_as_it_is():

@@ -218,7 +218,6 @@ def test_numbers_as_people_write_them() -> None:
     assert counts == ["950", "12,300", "124.4 million", "2.5 billion", "1.47 × 10¹⁸"]
     assert date("2026-03-04T12:30:00") == "2026-03-04 at 12:30"
     assert date("yesterday") == "yesterday"
-    values = (True, None, 12_345, 4096, 2.5, [1, "a"], {}, 10**400)
-    assert [value_text(value) for value in values[:-1]] == ["yes", "–", "12,345", "4096", "2.5", '[1, "a"]', "{}"]
-    assert value_text(values[-1]).startswith("10,000,000")
+    values = (True, None, 12_345, 4096, 2.5, [1, "a"], {})
+    assert [value_text(value) for value in values] == ["yes", "–", "12,345", "4096", "2.5", '[1, "a"]', "{}"]
     assert humanize("parameters_value_embeddings") == "parameters in value embeddings"

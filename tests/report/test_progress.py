@@ -8,7 +8,6 @@ import threading
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from quintic.report.progress import Progress
 
@@ -85,12 +84,31 @@ def screen(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-def live(width: int = 100) -> tuple[Progress, io.StringIO]:
-    from rich.console import Console
+class _Terminal(io.StringIO):
+    """A terminal that loses what is written once `error` is the number of an error."""
 
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True, width=width, _environ={"TERM": "xterm"})
-    return Progress(1000, console=console, clock=Clock()), output
+    error: int | None = None
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self.error is not None:
+            raise OSError(self.error, "cannot write")
+        return super().write(text)
+
+
+class _File(_Terminal):
+    def isatty(self) -> bool:
+        return False
+
+
+def live(width: int = 100, output: _Terminal | None = None, term: str = "xterm") -> tuple[Progress, _Terminal]:
+    output = _Terminal() if output is None else output
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", term)
+        patch.setenv("COLUMNS", str(width))
+        return Progress(1000, output=output, clock=Clock()), output
 
 
 def test_the_live_display_shows_the_newest_figures() -> None:
@@ -211,13 +229,10 @@ def test_the_display_shows_that_ctrl_c_was_heard() -> None:
 
 
 def test_a_dumb_terminal_gets_plain_lines() -> None:
-    from rich.console import Console
-
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True, _environ={"TERM": "dumb"})
-    with Progress(10, console=console, clock=Clock()) as progress:
+    progress, output = live(term="dumb")
+    with progress:
         progress.train(record(1))
-    assert output.getvalue().startswith("step 1/10 (10.0 %)  loss 3.220")
+    assert output.getvalue().startswith("step 1/1,000 (0.1 %)  loss 3.220")
     assert "\x1b" not in output.getvalue()
 
 
@@ -307,25 +322,13 @@ def test_nothing_is_smeared_over_the_screen(width: int) -> None:
     assert text.index("step 3/1,000 validation") < text.index("step 6/1,000 validation") < text.index("step 7/1,000")
 
 
-class _Lost(io.StringIO):
-    """An output that takes nothing more once `number` is that of an error."""
-
-    number: int | None = None
-
-    def write(self, text: str) -> int:
-        if self.number is not None:
-            raise OSError(self.number, "cannot write")
-        return super().write(text)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the thread that draws
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_terminal_that_is_gone_does_not_stop_the_run(is_terminal: bool) -> None:
-    output = _Lost()
-    console = Console(file=output, force_terminal=True, width=80) if is_terminal else None
-    with Progress(10, output=output, console=console) as progress:
+@pytest.mark.parametrize("kind", [_File, _Terminal])
+def test_a_terminal_that_is_gone_does_not_stop_the_run(kind: type[_Terminal]) -> None:
+    progress, output = live(output=kind())
+    with progress:
         progress.message("seen")
-        output.number = errno.EIO
+        output.error = errno.EIO
         with progress.busy("scoring"):
             progress.message("lost")
     assert "seen" in output.getvalue()
@@ -333,8 +336,8 @@ def test_a_terminal_that_is_gone_does_not_stop_the_run(is_terminal: bool) -> Non
 
 
 def test_a_full_disk_is_told() -> None:
-    output = _Lost()
+    output = _File()
     progress = Progress(10, output=output)
-    output.number = errno.ENOSPC
+    output.error = errno.ENOSPC
     with pytest.raises(OSError, match="cannot write"):
         progress.message("lost")
