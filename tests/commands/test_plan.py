@@ -171,13 +171,17 @@ def test_plan_names_the_cheapest_settings_that_fit(capsys):
     assert list(rows) == [
         'bfloat16 weights, master="fp32"',
         '+ master="mantissa"',
+        "+ release_gradients=True",
         '+ state_dtype="bf16"',
         "+ fsdp on 2 ranks",
+        "+ max_workspace_bytes=2**28",
         '+ state_dtype="int8"',
         '+ master="8bit"',
+        "+ offload=True",
     ]
-    assert [row["costs"] for row in rows.values()] == ["", "nothing", "loss", "messages", "loss", "loss"]
-    assert [row["fits"] for row in rows.values()] == ["no", "no", "no", "yes", "yes", "yes"]
+    costs = ["", "nothing", "nothing", "loss", "messages", "time", "loss", "loss", "copies"]
+    assert [row["costs"] for row in rows.values()] == costs
+    assert [row["fits"] for row in rows.values()] == ["no"] * 4 + ["yes"] * 5
     for row in rows.values():
         parts = [float(row[name]) for name in ("weights", "gradients", "state", "step")]
         assert float(row["sum"]) == pytest.approx(sum(parts), abs=0.03)
@@ -185,7 +189,7 @@ def test_plan_names_the_cheapest_settings_that_fit(capsys):
     # bfloat16 state, which costs some loss, is not needed on two ranks.
     assert printed.splitlines()[-2:] == [
         "    groups = quintic.param_groups(model)  # bfloat16 weights, fsdp on 2 ranks",
-        '    optimizer = quintic.Muon(groups, master="mantissa")',
+        '    optimizer = quintic.Muon(groups, master="mantissa", release_gradients=True)',
     ]
 
 
@@ -209,7 +213,7 @@ def test_the_printed_python_makes_an_optimizer_of_the_printed_size(memory, more,
 def test_without_a_fit_plan_says_how_many_gpus_would(capsys):
     found = {}
     for ranks in (2, 4):
-        assert main(["plan", "--model", "gpt2", "--memory", "600MiB", "--mesh", str(ranks)]) == 0
+        assert main(["plan", "--model", "gpt2", "--memory", "480MiB", "--mesh", str(ranks)]) == 0
         found[ranks] = capsys.readouterr().out
     last = found[2].splitlines()[-1]
     size = re.fullmatch(
@@ -217,7 +221,8 @@ def test_without_a_fit_plan_says_how_many_gpus_would(capsys):
     )[1]
     assert "Cheapest that fits" in found[4]
     *_, last_row = rows_of(found[4]).values()
-    assert last_row["sum"] == size
+    # What saves nothing on two ranks may save a little on four.
+    assert float(last_row["sum"]) == pytest.approx(float(size), abs=0.015)
 
 
 def test_a_memory_that_no_number_of_gpus_has_enough_of(capsys):
