@@ -51,8 +51,8 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "muown": {"weight_decay": 0.0},
     "relative_update": {"weight_decay": 0.0},
 }
-# A setting that is tried of all, since Muon is free to choose it.
-_LOW_MOMENTUM = ("momentum 0.9", {"momentum": 0.9})
+# A setting that is tried of all, since Muon is free to choose it. The default of training is 0.9.
+_HIGH_MOMENTUM = ("momentum 0.95", {"momentum": 0.95})
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def candidate(name: str) -> Candidate:
             changed = {**{other: RULES[other] for other in parts}, part: replace(RULES[part], **stages)}
             rules = [changed[other] for other in parts]
             settings[label] = Setting(rules[0] if len(rules) == 1 else _put_together(name, rules), options)
-    label, values = _LOW_MOMENTUM
+    label, values = _HIGH_MOMENTUM
     settings[label] = Setting(rule, {**options, **values})
     return Candidate(name, rule.title, settings)
 

@@ -204,7 +204,7 @@ def test_a_search_is_over_when_rates_and_settings_were_tried() -> None:
     assert not Study(rows, ["muon"], [101], 100).is_searched("muon")
     rows.append(row("muon", 101, 3.05, rate=0.0283))
     low = row("muon", 101, 3.3)
-    rows.append({**low, "cell": {**low["cell"], "setting": "momentum 0.9"}})
+    rows.append({**low, "cell": {**low["cell"], "setting": "momentum 0.95"}})
     assert Study(rows, ["muon"], [101], 100).is_searched("muon")
     assert not Study(rows[:-1], ["muon"], [101], 100).is_searched("muon")
 
