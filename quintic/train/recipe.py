@@ -20,6 +20,7 @@ from quintic.kernels.attention.attention import AttentionName
 from quintic.limits import in_options
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.numeric.bf16_state import MAX_BF16_BETA
 from quintic.optim.rules.table import orthogonalizes, rule_of
 from quintic.train.config import Config, ModelConfig, WeightsName
 from quintic.train.distributed import Parallelism, micro_batch_rows
@@ -189,8 +190,18 @@ def build_optimizer(
         config: only the sections `model`, `optim` and `schedule` are read.
         on_gpu: whether the optimizer will run on a GPU; None if it will run on the model's device.
         comms: the optimizer's option of this name, see `Parallelism.comms`.
+
+    Raises:
+        ConfigError: --state-dtype cannot hold an average of the recipe.
     """
     optim, constants = config.optim, _CONSTANTS[config.optim.recipe]
+    for name, options in constants.groups.items():
+        beta = max(options.get("betas", (0.0,)))
+        if optim.state_dtype is not None and beta > MAX_BF16_BETA:
+            raise ConfigError(
+                f"--state-dtype {optim.state_dtype}: --recipe {optim.recipe} has the coefficient {beta} for the {name}, "
+                f"and such state follows at most {MAX_BF16_BETA}; leave one of the two out"
+            )
     scale = scale_of(config, model.config)
     lr_factor, decay_factor = (scale.lr_factor, scale.decay_factor) if optim.scale_rates else (1.0, 1.0)
     by_width = lr_factor * (model.config.width / constants.lr_width) ** -0.5

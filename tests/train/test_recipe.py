@@ -22,6 +22,7 @@ from quintic.train.recipe import (
     apply_schedule,
     build_model,
     build_optimizer,
+    empty_model,
     model_config,
     scale_lines,
 )
@@ -274,6 +275,20 @@ def test_the_rates_of_the_named_recipes() -> None:
             assert rule_of("muon", matrices["normalize"], matrices["update_rule"]) == RULES[name]
             assert matrices["normalize_beta"] == beta
             assert "blocks.1.attention.value_gate.weight" in found["matrices"]["param_names"]
+
+
+@pytest.mark.parametrize("recipe", ["quintic", "seed", "nanochat"])
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+def test_state_that_cannot_follow_a_recipe_is_an_error_that_names_both(recipe: str, state_dtype: str) -> None:
+    config = with_recipe(with_options(Config(), depth=2, state_dtype=state_dtype), recipe)
+    model = empty_model(model_config(config, vocab_size=64, bos_id=0), dtype=torch.float32, attention="sdpa")
+    if recipe != "nanochat":
+        build_optimizer(model, config)
+        return
+    with pytest.raises(
+        ConfigError, match=rf"^--state-dtype {state_dtype}: --recipe nanochat has the coefficient 0\.995"
+    ):
+        build_optimizer(model, config)
 
 
 def test_a_rule_is_chosen_by_name() -> None:
