@@ -39,8 +39,8 @@ Settings: TypeAlias = Mapping[str, Any]
 """Name of an option -> its value."""
 
 Parts: TypeAlias = Mapping[str, int]
-"""Purpose -> bytes on one device: `weights`, `gradients`, `state`, `step` for what the optimizer's step needs beside
-these, and `activations` where they are known. `host` is state in host memory, which is not on the device."""
+"""Purpose -> bytes on one device: `weights`, `gradients`, `state`, `step` for the bytes that the optimizer's step needs
+beside these, and `activations` where they are known. `host` is state in host memory, which is not on the device."""
 
 FREE = "nothing"
 SAVINGS: tuple[tuple[Settings, str], ...] = (
@@ -235,7 +235,7 @@ def _python(options: SimulationOptions, settings: Settings) -> list[str]:
     if "dp" in mesh[1]:
         keywords["comms"] = "averaged"
     where = "whole on each GPU" if mesh == _ONE_DEVICE else _setting({"mesh": mesh})
-    # What is no option of a group is here only if it was set.
+    # Options of the whole optimizer are here only if they were set.
     changed = {name: value for name, value in keywords.items() if name not in OPTIONS or value != OPTIONS[name].default}
     return [
         f"    groups = quintic.param_groups(model)  # {options.dtype} weights, {where}",

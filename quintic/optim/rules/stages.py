@@ -126,7 +126,7 @@ class StageOptions:
     normalize_beta: float = 0.95
     """Coefficient of the average of squares that a stage normalises by."""
     kernels: Kernels = "torch"
-    """What the functions of `sums.py` add up with: `"triton"` where the bucket has kernels."""
+    """An argument of `norms`: `"triton"` where the bucket has kernels."""
 
 
 @dataclass(frozen=True)
