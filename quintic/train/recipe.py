@@ -199,8 +199,8 @@ def build_optimizer(
         beta = max(options.get("betas", (0.0,)))
         if optim.state_dtype is not None and beta > MAX_BF16_BETA:
             raise ConfigError(
-                f"--state-dtype {optim.state_dtype}: --recipe {optim.recipe} has the coefficient {beta} for the {name}, "
-                f"and such state follows at most {MAX_BF16_BETA}; leave one of the two out"
+                f"--state-dtype {optim.state_dtype}: --recipe {optim.recipe} has the coefficient {beta} for the "
+                f"{name}, and such state follows at most {MAX_BF16_BETA}; leave one of the two out"
             )
     scale = scale_of(config, model.config)
     lr_factor, decay_factor = (scale.lr_factor, scale.decay_factor) if optim.scale_rates else (1.0, 1.0)
