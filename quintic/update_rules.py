@@ -27,9 +27,10 @@ from quintic.optim.rules.library.ema_nesterov import Lookahead
 from quintic.optim.rules.library.hyperball import Hyperball, without_scale
 from quintic.optim.rules.library.muon_plus import Renormalize
 from quintic.optim.rules.library.muoneq import Equalize
-from quintic.optim.rules.library.muown import Magnitudes, RowDirections
+from quintic.optim.rules.library.muown import Magnitudes
 from quintic.optim.rules.library.normuon import NeuronSecondMoment
 from quintic.optim.rules.library.radial import RadialBrake, RelativeUpdate
+from quintic.optim.rules.library.row_directions import RowDirections
 from quintic.optim.rules.library.two_rate import TwoRateMomentum
 from quintic.optim.rules.rule import MOMENTUM, UpdateRule
 from quintic.optim.rules.stages import (

@@ -21,43 +21,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quintic.optim.numeric.sums import norms, sums
-from quintic.optim.rules.rule import MOMENTUM, UpdateRule
-from quintic.optim.rules.stages import WEIGHT, MatrixStage, StageOptions, StateSpec, WeightStage, WholeGradient
+from quintic.optim.numeric.sums import norms
+from quintic.optim.rules.library.row_directions import LEAST, ROW_GRADIENT, ROW_LENGTH, ROW_MAGNITUDE, RowDirections
+from quintic.optim.rules.rule import UpdateRule
+from quintic.optim.rules.stages import StageOptions, StateSpec, WeightStage, WholeGradient
 
-__all__ = ["MUOWN", "Magnitudes", "RowDirections"]
+__all__ = ["MUOWN", "Magnitudes"]
 
-_MAGNITUDE, _LENGTH = StateSpec("row_magnitude", "wide", "rows"), StateSpec("row_length", "wide", "rows")
-_GRADIENT = StateSpec("row_gradient", "wide", "rows")
 _MEAN, _SQUARE = StateSpec("row_exp_avg", "wide", "rows"), StateSpec("row_exp_avg_sq", "wide", "rows")
 _STEPS = StateSpec("row_step", "wide", "matrix")
-_LEAST = 1e-12  # of magnitudes and lengths: rows of zeros begin with it, and grow as Adam moves it
-
-
-@dataclass(frozen=True)
-class RowDirections(MatrixStage):
-    """Momentum of the gradient with respect to the directions of rows."""
-
-    label = "row directions"
-    state = (StateSpec(MOMENTUM, "average", "param"), _MAGNITUDE, _LENGTH, _GRADIENT)
-    averages = ("momentum",)
-    reads_weights = True
-
-    def apply(
-        self, matrices: Tensor, state: Mapping[str, Tensor], options: StageOptions
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the momentum (b, m, n), and no factors; note the gradients of magnitudes."""
-        weights, magnitude, length = state[WEIGHT], state[_MAGNITUDE.name], state[_LENGTH.name]
-        norm = norms(weights, -1, kernels=options.kernels).clamp_min(_LEAST)
-        # Zeros before the first step, which begins with magnitudes and lengths of the weight itself.
-        for kept in (magnitude, length):
-            kept.copy_(torch.where(length == 0, norm, kept))
-        g, e, m = matrices.to(weights.dtype), weights / magnitude, state[MOMENTUM]
-        h = sums(g * e, -1)  # (b, m, 1)
-        state[_GRADIENT.name].copy_(h)
-        gradient = magnitude / length * (g - h * e)
-        m += (gradient - m) * (1 - options.momentum)
-        return gradient + (m - gradient) * options.momentum if options.nesterov else m.clone(), None
 
 
 @dataclass(frozen=True)
@@ -65,7 +37,7 @@ class Magnitudes(WeightStage):
     """Steps magnitudes by Adam, and rows along their directions."""
 
     label = "row magnitudes"
-    state = (_MAGNITUDE, _LENGTH, _GRADIENT, _MEAN, _SQUARE, _STEPS)
+    state = (ROW_MAGNITUDE, ROW_LENGTH, ROW_GRADIENT, _MEAN, _SQUARE, _STEPS)
     numbers = "rows"
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -85,10 +57,10 @@ class Magnitudes(WeightStage):
         old, length = a.clone(), c.clone()
         a -= adam * options.lr
         a -= a * options.lr * options.weight_decay
-        a.copy_(torch.where(a.abs() < _LEAST, _LEAST, a))
+        a.copy_(torch.where(a.abs() < LEAST, LEAST, a))
         rate = scales * options.lr
         v = weights * (length / old) - rate * updates.to(weights.dtype)
-        c.copy_(norms(v, -1, kernels=options.kernels).clamp_min(_LEAST))
+        c.copy_(norms(v, -1, kernels=options.kernels).clamp_min(LEAST))
         return a / c * length / old, a / c * rate
 
 
