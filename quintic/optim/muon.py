@@ -331,7 +331,7 @@ class Muon(Optimizer):
 
     def plan(self) -> Plan:
         """Return the plan of a step: its buckets, with FLOPs and temporary memory; `print` it for a table."""
-        return replace(self._plans.planned().plan, release_gradients=self._plans.release_gradients)
+        return replace(self._plans.planned().plan, release_gradients=self._plans.frees_all_gradients())
 
     def last_step(self) -> StepReport:
         """Return a report of the last step: matrices orthogonalised by method, AdamW parameters, steps skipped.

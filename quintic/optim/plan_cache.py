@@ -22,7 +22,7 @@ from quintic.optim.comms.sharing import layouts_of
 from quintic.optim.group_keys import WATCHED_KEYS, settle_keys
 from quintic.optim.groups.group import Group, needs_state
 from quintic.optim.groups.options import SCHEDULED_OPTIONS, options_affecting
-from quintic.optim.layout.wrappers import OPENED, close, open_for_step
+from quintic.optim.layout.wrappers import OPENED, close, is_opened, open_for_step
 from quintic.optim.linked_options import LinkedOptions
 from quintic.optim.plan.order import Orders
 from quintic.optim.qk_clip.step import QKStep
@@ -102,6 +102,13 @@ class PlanCache:
         self.runner = None
         self.reduction.use_plan((), (), ())
         self._qk_step = None
+
+    def frees_all_gradients(self) -> bool:
+        """Return whether every step frees each gradient that it is given, so that the plan may count on the memory."""
+        # Groups that wait for their step keep their gradients, and wrappers until they are written back.
+        return self.release_gradients and all(
+            group.step_every == 1 and not any(map(is_opened, group.params)) for group in self.current_groups()
+        )
 
     def current_groups(self) -> Sequence[Group]:
         """Return the groups as a step would see them now: checked, frozen and typed."""

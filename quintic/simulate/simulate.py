@@ -188,7 +188,7 @@ def simulate_plan(
         in_order, schedule = order_buckets([one.bucket for one in comms], groups, orders)
         bytes_of = {id(one.bucket): dict(zip(one.bucket.ranks, one.phase_bytes, strict=True)) for one in comms}
         _fill_workspaces_(workspaces, [bytes_of[id(bucket)] for bucket in in_order], schedule, loads, ranks.like)
-    if num_ranks == 1 and optimizer._plans.release_gradients:
+    if num_ranks == 1 and optimizer._plans.frees_all_gradients():
         workspaces.fill_(bytes_beyond_gradients(local))
     # Flags and tables that kernels need on every rank.
     workspaces += small_bytes(param.device for group in groups for param in group.params)

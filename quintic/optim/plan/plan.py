@@ -72,7 +72,7 @@ class Plan:
     cut_state_bytes: int = 0
     """Temporary memory, during the whole step, for state of 8 bits whose groups lie on several ranks."""
     release_gradients: bool = False
-    """Whether steps free gradients, as the optimizer's option of this name says."""
+    """Whether every step frees all gradients, as the optimizer's option of this name says."""
 
     def __iter__(self) -> Iterator[Bucket]:
         """Iterate over the buckets."""

@@ -144,6 +144,16 @@ def test_the_plan_counts_the_memory_of_freed_gradients(limit):
     assert "beyond" not in str(kept)
 
 
+def test_the_plan_does_not_count_on_gradients_that_a_step_keeps():
+    params = params_of()
+    for more in ({"step_every": 2}, {}):
+        groups = groups_of(params)
+        groups[0] |= more
+        plans = [Muon(groups, kernels="torch", release_gradients=on).plan() for on in (False, True)]
+        released, kept = (plan.peak_workspace_bytes for plan in reversed(plans))
+        assert (released < kept) == (not more)
+
+
 def test_a_bank_in_several_buckets_counts_as_freed_with_the_last_of_them():
     bank, single = nn.Parameter(torch.randn(4, 64, 48)), nn.Parameter(torch.randn(16, 24))
     groups = [{"params": [("bank", bank)], "view": quintic.Experts()}, {"params": [("single", single)]}]
