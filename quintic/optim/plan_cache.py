@@ -22,6 +22,7 @@ from quintic.optim.comms.sharing import layouts_of
 from quintic.optim.group_keys import WATCHED_KEYS, settle_keys
 from quintic.optim.groups.group import Group, needs_state
 from quintic.optim.groups.options import SCHEDULED_OPTIONS, options_affecting
+from quintic.optim.layout.layouts import gradient_dtype, is_dtensor
 from quintic.optim.layout.wrappers import OPENED, close, is_opened, open_for_step
 from quintic.optim.linked_options import LinkedOptions
 from quintic.optim.plan.order import Orders
@@ -41,6 +42,12 @@ _SCHEDULED = frozenset(SCHEDULED_OPTIONS)
 States: TypeAlias = dict[Tensor, dict[str, Any]]
 
 _PARAMS, _QK_CLIP = itemgetter("params"), attrgetter("qk_clip")
+
+
+def _is_freed(param: Tensor) -> bool:
+    """Return whether a step that frees a parameter's gradient makes room for as many bytes as the parameter has."""
+    # Wrappers keep gradients until they are written back, and FSDP2 has those of a module in one buffer.
+    return not is_opened(param) and not is_dtensor(param) and gradient_dtype(param) == param.dtype
 
 
 class PlanCache:
@@ -105,9 +112,10 @@ class PlanCache:
 
     def frees_all_gradients(self) -> bool:
         """Return whether every step frees each gradient that it is given, so that the plan may count on the memory."""
-        # Groups that wait for their step keep their gradients, and wrappers until they are written back.
+        # Groups that wait for their step keep their gradients.
+        groups = self.current_groups() if self.release_gradients else ()
         return self.release_gradients and all(
-            group.step_every == 1 and not any(map(is_opened, group.params)) for group in self.current_groups()
+            group.step_every == 1 and all(map(_is_freed, group.params)) for group in groups
         )
 
     def current_groups(self) -> Sequence[Group]:

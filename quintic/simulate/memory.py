@@ -45,7 +45,7 @@ beside these, and `activations` where they are known. `host` is state in host me
 FREE = "nothing"
 SAVINGS: tuple[tuple[Settings, str], ...] = (
     ({"master": "mantissa"}, FREE),
-    ({"release_gradients": True}, FREE),
+    ({"release_gradients": True}, "graphs"),
     ({"max_workspace_bytes": 2**28}, "time"),
     ({"state_dtype": "bf16"}, "loss"),
     ({"mesh": None}, "messages"),  # the mesh that was given

@@ -39,7 +39,7 @@ from quintic.optim.state.owners import balance
 from quintic.optim.validate import check_offloaded
 from quintic.simulate.meta_tensors import MetaTensors
 from quintic.simulate.parallelism import layouts_by_name
-from quintic.simulate.stored import StoredBytes, cut_state_bytes, offload_buffer_bytes, stored_bytes
+from quintic.simulate.stored import StoredBytes, cut_state_bytes, cut_state_traffic, offload_buffer_bytes, stored_bytes
 
 __all__ = ["BucketLoad", "Simulation", "simulate_plan"]
 
@@ -79,6 +79,9 @@ class Simulation:
     """Bytes of weights and state on each rank."""
     workspace_bytes: Tensor
     """Peak temporary memory of each rank by its plan, (ranks,) int64; with offload, all have the buffers of rank 0."""
+    state_traffic: tuple[Tensor, Tensor]
+    """Bytes that each rank sends, and as many that it receives, for 8-bit state whose groups ranks share; and those of
+    them that it sends to other nodes."""
     choices: tuple[ReplicaChoice, ...] = ()
     """How ranks share the work on parameters with several copies, if `replicas="auto"` had to choose."""
 
@@ -100,17 +103,17 @@ class Simulation:
     @property
     def bytes_sent(self) -> Tensor:
         """Return the bytes that each rank sends, (ranks,) int64."""
-        return _sum([load.bytes_sent for load in self.bucket_loads], self.num_ranks)
+        return _sum([load.bytes_sent for load in self.bucket_loads], self.num_ranks) + self.state_traffic[0]
 
     @property
     def bytes_received(self) -> Tensor:
         """Return the bytes that each rank receives, (ranks,) int64."""
-        return _sum([load.bytes_received for load in self.bucket_loads], self.num_ranks)
+        return _sum([load.bytes_received for load in self.bucket_loads], self.num_ranks) + self.state_traffic[0]
 
     @property
     def bytes_between(self) -> Tensor:
         """Return the bytes that each rank sends to ranks of other nodes, (ranks,) int64."""
-        return _sum([load.bytes_between for load in self.bucket_loads], self.num_ranks)
+        return _sum([load.bytes_between for load in self.bucket_loads], self.num_ranks) + self.state_traffic[1]
 
     @property
     def balance(self) -> float:
@@ -196,7 +199,8 @@ def simulate_plan(
     if any(group.offload for group in groups):
         workspaces += offload_buffer_bytes(groups, everywhere, classes[0][0].layouts)
     stored = stored_bytes(groups, everywhere, num_ranks)
-    return Simulation(tuple(mesh), tuple(names), tuple(loads), stored, workspaces, tuple(choices.values()))
+    traffic = cut_state_traffic(groups, everywhere, nodes)
+    return Simulation(tuple(mesh), tuple(names), tuple(loads), stored, workspaces, traffic, tuple(choices.values()))
 
 
 class _RankClass(NamedTuple):

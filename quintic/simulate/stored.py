@@ -13,12 +13,12 @@ from quintic.optim.layout.layouts import Layout, numel_of, size_of
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.planning import build_plan
-from quintic.optim.state.cut_state import STORING_BYTES
+from quintic.optim.state.cut_state import storing_bytes
 from quintic.optim.state.placement import shares_groups, state_forms
 from quintic.optim.step.offload.offload import Offload
 from quintic.simulate.meta_tensors import MetaTensors
 
-__all__ = ["StoredBytes", "cut_state_bytes", "offload_buffer_bytes", "stored_bytes"]
+__all__ = ["StoredBytes", "cut_state_bytes", "cut_state_traffic", "offload_buffer_bytes", "stored_bytes"]
 
 
 class StoredBytes(NamedTuple):
@@ -40,8 +40,29 @@ def cut_state_bytes(groups: Sequence[Group], layouts: Sequence[Sequence[Layout]]
             if shares_groups(param, group, layout):
                 entries = torch.tensor([numel_of(layout.box_of(rank)) for rank in range(num_ranks)])
                 wide += 4 * len(group.rule.packed_state) * entries
-                most = max(most, STORING_BYTES * math.prod(layout.shape))
+                most = max(most, storing_bytes(layout))
     return wide + most
+
+
+def cut_state_traffic(
+    groups: Sequence[Group], layouts: Sequence[Sequence[Layout]], nodes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return the bytes that each rank sends, and receives, for such state in a step, and those sent to other nodes.
+
+    Both are (ranks,) int64; `nodes` has the node of each rank.
+    """
+    sent, between = torch.zeros(2, len(nodes), dtype=torch.int64)
+    for group, of_group in zip(groups, layouts, strict=True):
+        for param, layout in zip(group.params, of_group, strict=True):
+            if not shares_groups(param, group, layout):
+                continue
+            # Each average is gathered three times: its bytes, its values in float32, and its bytes.
+            largest = max(numel_of(layout.box_of(rank)) for rank in layout.ranks)
+            each = (1 + 4 + 1) * len(group.rule.packed_state) * largest
+            for rank in layout.ranks:
+                sent[rank] += each * (len(layout.ranks) - 1)
+                between[rank] += each * sum(nodes[other] != nodes[rank] for other in layout.ranks)
+    return sent, between
 
 
 def stored_bytes(groups: Sequence[Group], layouts: Sequence[Sequence[Layout]], num_ranks: int) -> StoredBytes:

@@ -3,6 +3,8 @@
 `test_cut_groups.py` has its checkpoints and errors.
 """
 
+import functools
+
 import pytest
 import torch
 from harness import DEVICE, run
@@ -56,13 +58,17 @@ def make(layout=None, dtype=torch.float32, names=tuple(PARAMETERS), **options):
 
 def laid_out(name, value, layout):
     if layout is None:
-        return value
+        return value.to(DEVICE)
     mesh, placements = layout
-    ranks = torch.arange(torch.Size(mesh).numel()).view(mesh)
     placements = [Shard(one.dim % value.ndim) if isinstance(one, Shard) else one for one in placements]
     if name == "whole":
         placements = [Replicate()] * len(mesh)
-    return distribute_tensor(value.to(DEVICE), DeviceMesh(DEVICE, ranks), placements)
+    return distribute_tensor(value.to(DEVICE), mesh_of(mesh), placements, src_data_rank=None)
+
+
+@functools.cache
+def mesh_of(shape):
+    return DeviceMesh(DEVICE, torch.arange(torch.Size(shape).numel()).view(shape))
 
 
 def gradient(name, step, dtype):

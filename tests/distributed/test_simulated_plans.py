@@ -131,6 +131,7 @@ CASES = {
         ((2,), ("fsdp",), DENSE, torch.float32, {"offload": True, "update_rule": "adamuon"}),
         ((2,), ("tp",), DENSE, torch.bfloat16, {"offload": True, "master": "fp32"}),
         ((2,), ("dp",), DENSE, torch.bfloat16, BF16),
+        ((2,), ("tp",), CUT, torch.float32, {"state_dtype": "int8"}),
     ],
     3: [
         ((3,), ("fsdp",), DENSE, torch.float32, {}),
@@ -139,6 +140,7 @@ CASES = {
         ((3,), ("replicate",), DENSE, torch.float32, {}),
         ((3,), ("tp",), DENSE, torch.float32, {"max_workspace_bytes": 8000}),
         ((3,), ("fsdp",), DENSE, torch.float32, {"max_workspace_bytes": 8000}),
+        ((3,), ("tp",), CUT, torch.float32, {"state_dtype": "int8"}),
     ],
     4: [
         ((2, 2), ("replicate", "fsdp"), DENSE, torch.float32, {"normalize": "neuron", "replicas": "divide"}),
@@ -146,6 +148,7 @@ CASES = {
         ((2, 2), ("replicate", "fsdp"), DENSE, torch.float32, {"normalize": "neuron"}),
         ((2, 2), ("fsdp", "tp"), DENSE, torch.float32, {"replicas": "repeat", "max_workspace_bytes": 8000}),
         ((2, 2), ("fsdp", "tp"), DENSE, torch.bfloat16, {"master": "fp32"}),
+        ((2, 2), ("fsdp", "tp"), CUT, torch.float32, {"state_dtype": "int8"}),
         ((2, 2), ("fsdp", "ep"), MIXTURE, torch.float32, {"normalize": "neuron"}),
     ],
 }

@@ -13,15 +13,21 @@ def norms(x: Tensor, dim: int, dtype: torch.dtype | None = None, *, kernels: Ker
 
     Args:
         x: matrices (b, m, n); without kernels any tensor.
-        dim: -1 or -2.
+        dim: the last dimension or the one before.
         dtype: of the norms and of the sums; None for that of `x`.
-        kernels: `"triton"` reads `x` once, where Triton can, and gives float32.
+        kernels: `"triton"` reads `x` once and gives float32; float64 is computed without kernels.
+
+    Raises:
+        ValueError: kernels are asked for norms of something else than rows or columns of matrices (b, m, n).
     """
-    if kernels == "triton":
+    if kernels == "triton" and (dtype or x.dtype) != torch.float64:
         from quintic.kernels.update.square_sums import square_sums
 
-        norm = _pairwise(square_sums(x, dim), 1).sqrt()  # (b, 1, m or n)
-        return norm.mT if dim == -1 else norm
+        if x.ndim != 3 or dim not in (-1, 2, -2, 1):
+            raise ValueError(f"norms of {tuple(x.shape)} along dimension {dim}: kernels take matrices (b, m, n)")
+        is_of_rows = dim in (-1, 2)
+        norm = _pairwise(square_sums(x, -1 if is_of_rows else -2), 1).sqrt()  # (b, 1, m or n)
+        return norm.mT if is_of_rows else norm
     # PyTorch's own sums on CPUs do not depend on the batch.
     if not x.is_cuda:
         result: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=dtype)

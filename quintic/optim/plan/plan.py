@@ -38,6 +38,8 @@ def small_bytes(devices: Iterable[torch.device]) -> int:
 def bytes_beyond_gradients(buckets: Iterable[Bucket]) -> int:
     """Return the most bytes that a step with `release_gradients=True` needs beside weights, state and all gradients.
 
+    All are the gradients of every parameter, whether they are there or not.
+
     Args:
         buckets: all buckets of a step; none sends messages.
     """
@@ -87,7 +89,8 @@ class Plan:
     def peak_workspace_bytes(self) -> int:
         """Return an upper bound of the temporary bytes of a step on this rank, see `overlapping_bytes`.
 
-        With `release_gradients`, and no messages, these are the bytes beyond weights, state and all gradients.
+        With `release_gradients`, and no messages, these are the bytes beyond weights, state and a gradient of every
+        parameter, if nothing else refers to the gradients, as DDP's `gradient_as_bucket_view=True` does.
         """
         # Averaging is over before the first bucket starts, so the larger of the two counts.
         # Buckets with collectives overlap as the schedule says; the others run one at a time.

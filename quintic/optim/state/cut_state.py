@@ -20,17 +20,13 @@ from torch import Tensor
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.group import Group
-from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.numeric.int8_state import read_packed, store_packed_
+from quintic.optim.layout.layouts import Layout, local_tensor, numel_of
+from quintic.optim.numeric.int8_state import PIECE, PIECE_BYTES, read_packed, store_packed_
 from quintic.optim.rules.rule import STEP
 from quintic.optim.state.parameters import Parameter, all_parameters
 from quintic.optim.state.placement import shares_groups
 
-__all__ = ["STORING_BYTES", "CutState", "cut_state_of"]
-
-# For each entry of an average of 8 bits that is stored as a whole: the gathered values twice in float32, the bytes
-# before, after and of the choice, and a mark where it changed.
-STORING_BYTES = 4 + 4 + 1 + 1 + 1 + 1
+__all__ = ["CutState", "cut_state_of", "storing_bytes"]
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
 
@@ -50,6 +46,17 @@ def cut_state_of(groups: Sequence[Group], state: State, communicators: Communica
     cut = [one for one in everything if one.is_here and shares_groups(one.param, one.group, one.layout)]
     # Messages of several sets of ranks in one order on all ranks.
     return CutState(sorted(cut, key=lambda one: one.ranks), state) if cut else None
+
+
+def storing_bytes(layout: Layout) -> int:
+    """Return the temporary bytes of storing an average of 8 bits whose groups lie on the ranks of a layout."""
+    entries = math.prod(layout.shape)
+    largest = max(numel_of(layout.box_of(rank)) for rank in layout.ranks)
+    # The gather: pieces of all ranks in float32, each as long as the longest, and the whole.
+    gathering = 4 * len(layout.ranks) * largest + 4 * entries
+    # Rounding: the whole, the bytes of before and after, the values that were before, and a mark where they changed.
+    rounding = (4 + 1 + 1 + 4 + 1) * entries + PIECE_BYTES * min(entries, PIECE)
+    return max(gathering, rounding)
 
 
 class CutState(State):
@@ -73,8 +80,7 @@ class CutState(State):
         """Return the temporary bytes of a step: averages in float32, and the largest whole one as it is stored."""
         wide = sum(piece.numel() * piece.itemsize for pieces in self._wide.values() for piece in pieces.values())
         # Only a layout cuts groups.
-        whole = max(math.prod(one.layout.shape) for one in self._cut if one.layout is not None)
-        return wide + STORING_BYTES * whole
+        return wide + max(storing_bytes(one.layout) for one in self._cut if one.layout is not None)
 
     def __getitem__(self, param: Tensor) -> Mapping[str, Tensor]:
         wide = self._wide.get(param)
@@ -101,7 +107,8 @@ class CutState(State):
                 self._read(one)
             yield
             for one in due:
-                self._store(one)
+                for key, average in self._wide[one.param].items():
+                    self._store(one, key, average)
         finally:
             for one in due:
                 for wide in self._wide[one.param].values():
@@ -115,20 +122,19 @@ class CutState(State):
             if wide.numel():  # an empty piece may have another shape
                 wide.copy_(values)
 
-    def _store(self, one: Parameter) -> None:
+    def _store(self, one: Parameter, key: str, average: Tensor) -> None:
+        # The averages of all ranks in the parameter's whole shape, then their bytes; this rank keeps its own.
         state = self._state[one.param]
-        for key, wide in self._wide[one.param].items():
-            # The averages of all ranks in the parameter's whole shape, then their bytes; this rank keeps its own.
-            whole, kept = one.whole(wide), local_tensor(state[key])
-            before = one.whole(kept)
-            stored = torch.empty_like(before)
-            # Second moments are rounded by AdamW's count of steps, which the step has increased.
-            store_packed_(stored, whole, state.get(STEP))
-            # A step changes averages, unless all are zero. Without one the bytes stay: tiny values, whose float32
-            # arithmetic underflows, would get other bytes if stored again. Bits are compared, since NaN equals nothing.
-            is_stepped = (whole.view(torch.int32) != read_packed(before).view(torch.int32)).any()
-            if kept.numel():
-                kept.copy_(one.piece(torch.where(is_stepped, stored, before), this_rank()))
+        whole, kept = one.whole(average), local_tensor(state[key])
+        before = one.whole(kept)
+        stored = torch.empty_like(before)
+        # Second moments are rounded by AdamW's count of steps, which the step has increased.
+        store_packed_(stored, whole, state.get(STEP))
+        # A step changes averages, unless all are zero. Without one the bytes stay: tiny values, whose float32
+        # arithmetic underflows, would get other bytes if stored again. Bits are compared, since NaN equals nothing.
+        is_stepped = (whole.view(torch.int32) != read_packed(before).view(torch.int32)).any()
+        if kept.numel():
+            kept.copy_(one.piece(torch.where(is_stepped, stored, before), this_rank()))
 
 
 # Tensors made in inference mode could not be changed outside of it.

@@ -261,6 +261,8 @@ class Runner:
             elif step.has_local_work and (host_mask or not step.is_guarded):
                 local.append(step)
                 local_generators.append(step.run(apply_mask))
+            elif release_gradients:
+                step.active = step.active._replace(gradients=[])  # nothing reads them
         if release_gradients:
             # Buckets that need much memory run when gradients of the others are freed.
             local.sort(key=_WORKSPACE_BYTES)

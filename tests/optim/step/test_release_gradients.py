@@ -154,6 +154,31 @@ def test_the_plan_does_not_count_on_gradients_that_a_step_keeps():
         assert (released < kept) == (not more)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no gradients of another dtype")
+def test_the_plan_does_not_count_on_gradients_that_are_smaller_than_their_weights():
+    params = params_of()
+    params["a0"].grad_dtype = torch.bfloat16
+    plans = [Muon(groups_of(params), kernels="torch", release_gradients=on).plan() for on in (False, True)]
+    assert plans[0].peak_workspace_bytes == plans[1].peak_workspace_bytes
+
+
+def test_buckets_that_are_left_out_keep_no_gradients():
+    params = [nn.Parameter(torch.ones(200, 200)) for _ in range(6)]
+    table = nn.Parameter(torch.ones(8000, 64))
+    groups = [{"params": params}, {"params": [table], "algorithm": "adamw", "on_nonfinite": "skip"}]
+    optimizer = Muon(groups, kernels="torch", max_workspace_bytes=500_000, release_gradients=True)
+    everything = [*params, table]
+
+    def step(value):
+        for param in everything:
+            param.grad = torch.full_like(param, value if param is table else 1.0)
+        optimizer.step()
+
+    step(1.0)
+    gradients = sum(param.nbytes for param in everything)
+    assert peak_bytes(lambda: step(torch.inf)) <= gradients + optimizer.plan().peak_workspace_bytes
+
+
 def test_a_bank_in_several_buckets_counts_as_freed_with_the_last_of_them():
     bank, single = nn.Parameter(torch.randn(4, 64, 48)), nn.Parameter(torch.randn(16, 24))
     groups = [{"params": [("bank", bank)], "view": quintic.Experts()}, {"params": [("single", single)]}]
