@@ -21,6 +21,7 @@ push out the good checkpoints, which are older.
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import warnings
@@ -115,7 +116,8 @@ def save_checkpoint(
 def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep: int, ranks: Ranks) -> None:
     """Write a checkpoint's folder from copied tensors, then delete older checkpoints."""
     folder = final.parent
-    temporary = folder / f".{final.name}.tmp"
+    # A process of a launch that was killed may be writing still, so that the name must be this launch's own.
+    temporary = folder / ranks.from_rank0(lambda: f".{final.name}.{os.getpid()}.tmp")
 
     def begin() -> None:
         if not folder.exists():
@@ -173,14 +175,21 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None]) -> Path:
+def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None], before: float = math.inf) -> Path:
     """Return the newest undamaged checkpoint's folder; call `message` with a line for each damaged one that is skipped.
+
+    Args:
+        run_dir: the run's folder.
+        message: called with lines for the user.
+        before: look at checkpoints of earlier steps only.
 
     Raises:
         CheckpointError: the run has no usable checkpoint.
     """
     damage = ""
     for path in checkpoints(run_dir):
+        if step_of(path) >= before:
+            continue
         damage = _damage(path)
         if not damage:
             return path

@@ -194,7 +194,7 @@ def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
 
     def find() -> Path | None:
         with contextlib.suppress(CheckpointError):  # none yet, or all damaged: that is no reason to end a healthy run
-            return newest_checkpoint(run.run_dir, message=progress.message)
+            return newest_checkpoint(run.run_dir, message=progress.message, before=spike_step)
         return None
 
     checkpoint = run.ranks.from_rank0(find)

@@ -16,7 +16,6 @@ from typing import Any, Protocol, Self, TextIO
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError
 from quintic.launch import install_command
-from quintic.report.formatting import flatten
 from quintic.report.history import read_metrics
 from quintic.train.config import RunConfig
 
@@ -214,9 +213,11 @@ def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the finite numbers of a train, eval, core or final record as ``kind/field`` or ``kind/field/key``."""
     if record["kind"] in ("train", "eval", "core", "final"):
         # A field that is a mapping, such as the learning rates by group, becomes a chart for each key.
-        for name, value in flatten(record):
-            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
-                yield f"{record['kind']}/{name.replace('.', '/')}", value
+        for field, value in record.items():
+            entries = value.items() if isinstance(value, Mapping) else [(None, value)]
+            for key, number in entries:
+                if field != "step" and isinstance(number, (int, float)) and not isinstance(number, bool):
+                    yield f"{record['kind']}/{field}" + (f"/{key}" if key is not None else ""), number
 
 
 def check_trackers(run: RunConfig) -> None:

@@ -246,7 +246,7 @@ def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
     """Return the comparison of the given name, or the one that was started last if `name` is None.
 
     Raises:
-        ConfigError: there is no such comparison, or its file is damaged.
+        ConfigError: there is no such comparison, or its file is no JSON or lacks an entry.
     """
     paths = [runs_dir / f"{name}.json"] if name is not None else list(runs_dir.glob("*.json"))
     found = {path: json_object(path) for path in paths}

@@ -132,12 +132,14 @@ class LossWatch:
         return above
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all fields except `sigmas`."""
-        return {name: value for name, value in vars(self).items() if name != "sigmas"}
+        """Return all fields except `sigmas`, as JSON can hold them."""
+        state = {name: value for name, value in vars(self).items() if name != "sigmas"}
+        return {**state, "least": self.least if self.steps else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a result of `state_dict`."""
         vars(self).update(state)
+        self.least = math.inf if self.least is None else self.least
 
 
 def summarize_log(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

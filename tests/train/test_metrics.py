@@ -224,7 +224,7 @@ RECORDS: list[dict[str, Any]] = [
     {"kind": "train", "step": 1, "loss": 2.5, "bpb": None, "lr": {"muon": 0.02, "adamw": 0.001}},
     {"kind": "eval", "step": 1, "loss": 2.0},
     {"kind": "sample", "step": 1, "samples": [{"prompt": "Once", "text": " upon\na time"}]},
-    {"kind": "final", "step": 1, "loss": 2.0, "baselines": {"xz_bpb": 2.1}, "samples": []},
+    {"kind": "final", "step": 1, "loss": 2.0, "baselines": {"xz_bpb": 2.1, "v1.2/a.txt": 3.0}, "samples": []},
 ]
 
 
@@ -238,6 +238,7 @@ def test_tensorboard_shows_the_numbers(tmp_path: Path) -> None:
     events.Reload()
     assert set(events.Tags()["scalars"]) == {
         "train/loss", "train/lr/muon", "train/lr/adamw", "eval/loss", "final/loss", "final/baselines/xz_bpb",
+        "final/baselines/v1.2/a.txt",
     }  # fmt: skip
     (point,) = events.Scalars("train/loss")
     assert (point.step, point.value) == (1, 2.5)
@@ -270,7 +271,7 @@ def test_wandb_gets_the_numbers_and_the_configuration(tmp_path: Path, monkeypatc
         ("config", {"config": {"seed": 1}}),
         ("log 1", {"train/loss": 2.5, "train/lr/muon": 0.02, "train/lr/adamw": 0.001}),
         ("log 1", {"eval/loss": 2.0}),
-        ("log 1", {"final/loss": 2.0, "final/baselines/xz_bpb": 2.1}),
+        ("log 1", {"final/loss": 2.0, "final/baselines/xz_bpb": 2.1, "final/baselines/v1.2/a.txt": 3.0}),
         ("finish", None),
     ]
 

@@ -524,7 +524,7 @@ def test_a_process_killed_while_it_writes_keeps_the_checkpoint_before(
     run_dir = tmp_path / "run"
     folder = run_dir / "checkpoints"
     assert [path.name for path in checkpoints(run_dir)] == ["step-000002"]
-    assert [path.name for path in folder.glob(".step-000004.tmp/*")] == ["model.safetensors"]
+    assert [path.name for path in folder.glob(".step-000004.*.tmp/*")] == ["model.safetensors"]
     assert read_metrics(run_dir / METRICS_FILE)[-1]["step"] == 5
     assert main(["train", "--resume", "--run", "run", "--runs-dir", str(tmp_path)]) == 0
     assert final_weights(run_dir) == final_weights(whole)

@@ -272,3 +272,12 @@ def test_a_full_disk_at_a_stop_is_no_saved_step(
     )
     assert "is saved" not in capsys.readouterr().out
     assert saved_steps(tmp_path / "run") == ["step-000002"]
+
+
+def test_a_thread_that_cannot_start_is_an_error_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"), Background(SINGLE_PROCESS) as background:
+        background.start(lambda ranks: None)

@@ -45,7 +45,7 @@ class Background:
         """
         self.wait()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        started = self._work = Future[None]()
+        started = Future[None]()
 
         def run() -> None:
             try:
@@ -58,6 +58,7 @@ class Background:
 
         # A daemon, unlike the threads of executors: a second Ctrl-C ends the process without waiting for it.
         threading.Thread(target=run, name="quintic-background", daemon=True).start()
+        self._work = started  # only now: nobody waits for a thread that could not start
 
     def wait(self) -> None:
         """Wait until the function in progress has ended.
