@@ -80,8 +80,8 @@ class Simulation:
     workspace_bytes: Tensor
     """Peak temporary memory of each rank by its plan, (ranks,) int64; with offload, all have the buffers of rank 0."""
     state_traffic: tuple[Tensor, Tensor]
-    """Bytes that each rank sends, and as many that it receives, for 8-bit state whose groups ranks share; and those of
-    them that it sends to other nodes."""
+    """For 8-bit state whose groups ranks share, the bytes that each rank sends, and receives, and those sent to other
+    nodes."""
     choices: tuple[ReplicaChoice, ...] = ()
     """How ranks share the work on parameters with several copies, if `replicas="auto"` had to choose."""
 

@@ -18,7 +18,7 @@ def norms(x: Tensor, dim: int, dtype: torch.dtype | None = None, *, kernels: Ker
         kernels: `"triton"` reads `x` once and gives float32; float64 is computed without kernels.
 
     Raises:
-        ValueError: kernels are asked for norms of something else than rows or columns of matrices (b, m, n).
+        ValueError: kernels are given something else than rows or columns of matrices (b, m, n).
     """
     if kernels == "triton" and (dtype or x.dtype) != torch.float64:
         from quintic.kernels.update.square_sums import square_sums
