@@ -331,7 +331,8 @@ class Muon(Optimizer):
 
     def plan(self) -> Plan:
         """Return the plan of a step: its buckets, with FLOPs and temporary memory; `print` it for a table."""
-        return replace(self._plans.planned().plan, release_gradients=self._plans.frees_all_gradients())
+        plan = self._plans.planned().plan
+        return replace(plan, release_gradients=True) if self._plans.frees_all_gradients() else plan
 
     def last_step(self) -> StepReport:
         """Return a report of the last step: matrices orthogonalised by method, AdamW parameters, steps skipped.
