@@ -334,6 +334,10 @@ def _damage(path: Path) -> str:
     """Describe the damage of a checkpoint folder; "" if it is intact."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        # The optimizer's file is optional: a speedrun saves only its model.
+        missing = {_METADATA if _METADATA in manifest else _FILES["model"], _STATE} - set(manifest)
+        if missing:
+            return f"{_MANIFEST} does not list {min(missing)}"
         for name, expected in manifest.items():
             file = path / name
             if file.stat().st_size != expected["bytes"]:

@@ -246,7 +246,7 @@ def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
     """Return the comparison of the given name, or the one that was started last if `name` is None.
 
     Raises:
-        ConfigError: there is no such comparison, or its file is no JSON or lacks an entry.
+        ConfigError: there is no such comparison, or its file is damaged.
     """
     paths = [runs_dir / f"{name}.json"] if name is not None else list(runs_dir.glob("*.json"))
     found = {path: json_object(path) for path in paths}
@@ -258,8 +258,10 @@ def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
     facts = found[path]["comparison"]
     try:
         config = from_dict(found[path]["config"], origin=str(path))
-        return Comparison(path=path, config=config, seeds=facts["seeds"], command=facts["command"])
-    except KeyError as error:
+        return Comparison(path=path, config=config, seeds=int(facts["seeds"]), command=str(facts["command"]))
+    except ConfigError:  # its message already names the file and the field
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path}: damaged ({error!r}); start a new comparison, with another --run") from None
 
 

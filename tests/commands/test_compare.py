@@ -216,8 +216,13 @@ def test_what_a_resumed_comparison_refuses(
     # Its file is no --config of quintic train.
     assert all(message.endswith(", or start a new one") for message in (steps, rate))
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "c.json").write_text('{"comparison": {"seeds": "two"}}')
-    assert "c.json: damaged" in error_of(capsys, "compare", "--resume")
+    for damaged in (
+        '{"comparison": {"seeds": "two"}}',
+        '{"comparison": {"seeds": "two", "command": ""}, "config": {}}',
+        '{"comparison": {"seeds": 1, "command": ""}, "config": []}',
+    ):
+        (tmp_path / "runs" / "c.json").write_text(damaged)
+        assert "c.json: damaged" in error_of(capsys, "compare", "--resume")
     (tmp_path / "runs" / "c.json").write_text(
         '{"comparison": {"seeds": 1, "command": ""}, "config": {"data": {"x": 1}}}'
     )

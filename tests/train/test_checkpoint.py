@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
         assert name in said[0]
 
 
-@pytest.mark.parametrize("content", ["[]", "null", '{"state.json": 3}', "\x80", '{"model.safetensors": {}}'])
+@pytest.mark.parametrize("content", ["[]", "{}", "null", '{"state.json": 3}', "\x80", '{"model.safetensors": {}}'])
 def test_a_manifest_of_another_form_is_damage(content: str, tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
