@@ -112,11 +112,11 @@ class PlanCache:
 
     def frees_all_gradients(self) -> bool:
         """Return whether every step frees each gradient that it is given, so that the plan may count on the memory."""
+        if not self.release_gradients:
+            return False
         # Groups that wait for their step keep their gradients.
-        groups = self.current_groups() if self.release_gradients else ()
-        return self.release_gradients and all(
-            group.step_every == 1 and all(map(_is_freed, group.params)) for group in groups
-        )
+        groups = self.current_groups()
+        return all(group.step_every == 1 and all(map(_is_freed, group.params)) for group in groups)
 
     def current_groups(self) -> Sequence[Group]:
         """Return the groups as a step would see them now: checked, frozen and typed."""

@@ -1,7 +1,7 @@
 """Bytes that each rank keeps: weights, state on the device or in host memory, and buffers for the latter."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,16 +31,21 @@ class StoredBytes(NamedTuple):
     """The part of `state` in host memory."""
 
 
+def _shared_averages(groups: Sequence[Group], layouts: Sequence[Sequence[Layout]]) -> Iterator[tuple[int, Layout]]:
+    """Yield the number of averages and the layout of each parameter whose groups of 8-bit state ranks share."""
+    for group, of_group in zip(groups, layouts, strict=True):
+        for param, layout in zip(group.params, of_group, strict=True):
+            if shares_groups(param, group, layout):
+                yield len(group.rule.packed_state), layout
+
+
 def cut_state_bytes(groups: Sequence[Group], layouts: Sequence[Sequence[Layout]], num_ranks: int) -> Tensor:
     """Return (ranks,) temporary bytes of a step for 8-bit state whose groups lie on several ranks (`cut_state.py`)."""
     wide = torch.zeros(num_ranks, dtype=torch.int64)
     most = 0
-    for group, of_group in zip(groups, layouts, strict=True):
-        for param, layout in zip(group.params, of_group, strict=True):
-            if shares_groups(param, group, layout):
-                entries = torch.tensor([numel_of(layout.box_of(rank)) for rank in range(num_ranks)])
-                wide += 4 * len(group.rule.packed_state) * entries
-                most = max(most, storing_bytes(layout))
+    for averages, layout in _shared_averages(groups, layouts):
+        wide += 4 * averages * torch.tensor([numel_of(layout.box_of(rank)) for rank in range(num_ranks)])
+        most = max(most, storing_bytes(layout))
     return wide + most
 
 
@@ -52,16 +57,12 @@ def cut_state_traffic(
     Both are (ranks,) int64; `nodes` has the node of each rank.
     """
     sent, between = torch.zeros(2, len(nodes), dtype=torch.int64)
-    for group, of_group in zip(groups, layouts, strict=True):
-        for param, layout in zip(group.params, of_group, strict=True):
-            if not shares_groups(param, group, layout):
-                continue
-            # Each average is gathered three times: its bytes, its values in float32, and its bytes.
-            largest = max(numel_of(layout.box_of(rank)) for rank in layout.ranks)
-            each = (1 + 4 + 1) * len(group.rule.packed_state) * largest
-            for rank in layout.ranks:
-                sent[rank] += each * (len(layout.ranks) - 1)
-                between[rank] += each * sum(nodes[other] != nodes[rank] for other in layout.ranks)
+    for averages, layout in _shared_averages(groups, layouts):
+        # Each average is gathered three times: its bytes, its values in float32, and its bytes.
+        each = (1 + 4 + 1) * averages * max(numel_of(layout.box_of(rank)) for rank in layout.ranks)
+        for rank in layout.ranks:
+            sent[rank] += each * (len(layout.ranks) - 1)
+            between[rank] += each * sum(nodes[other] != nodes[rank] for other in layout.ranks)
     return sent, between
 
 

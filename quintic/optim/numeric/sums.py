@@ -41,8 +41,8 @@ def divided_by_norms(x: Tensor | float, norm: Tensor) -> Tensor:
 
 
 def frobenius_norms(x: Tensor, *, kernels: Kernels = "torch") -> Tensor:
-    """Return the norms (b, 1, 1) of matrices (b, m, n), in float32 or float64; see `norms`."""
-    # Norms of rows, then the norm of these: the order of addition does not depend on b.
+    """Return the norms (..., 1, 1) of matrices (..., m, n), in float32 or float64; see `norms`."""
+    # Norms of rows, then of these: GPUs, and the threads of CPUs, then add up in the same way in every batch.
     of_rows = norms(x, -1, torch.promote_types(x.dtype, torch.float32), kernels=kernels)
     return norms(of_rows, -2, kernels=kernels)
 

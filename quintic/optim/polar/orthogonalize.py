@@ -36,7 +36,7 @@ from torch import Tensor
 from quintic.kernels.dispatch import KernelsOption, choose_kernels
 from quintic.kernels.products.choose_products import choose_products
 from quintic.optim.numeric.dynamo import disable_dynamo
-from quintic.optim.numeric.sums import norms
+from quintic.optim.numeric.sums import frobenius_norms
 from quintic.optim.polar.cpu_orthogonalize import iterate_on_cpu, iterates_on_cpu
 from quintic.optim.polar.forms import Form, Method, Polynomials, resolve
 from quintic.optim.polar.products import padded_side
@@ -192,8 +192,7 @@ def _normalized(
     # Divide by the largest entry first: squares of entries below 1e-19 or above 1e19 would leave float32's range.
     peak = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=True).to(work_dtype)  # (..., 1, 1)
     work = x / peak.masked_fill(peak == 0, 1)
-    # Norms of rows first, then of these: CPUs then split the sums among threads in the same way in every batch.
-    total = norms(norms(work, -1), -2)  # (..., m, 1), then (..., 1, 1)
+    total = frobenius_norms(work)  # (..., 1, 1)
     divisor = total.masked_fill(total == 0, 1) / norm
     result: Tensor = work / divisor if work.requires_grad else work.div_(divisor)
     return result.to(dtype) if out is None else out.copy_(result)
