@@ -1,13 +1,13 @@
 """Measure what the README claims, and write its chart and its table of figures.
 
     python -m benchmarks.readme --out FOLDER --devices cuda:0 cuda:1 --peers FOLDER_OF_OTHER_LIBRARIES
-    python -m benchmarks.readme --out FOLDER --write
+    python -m benchmarks.readme --out FOLDER --write NAME NAME
 
 The first command trains the harness' default model with AdamW and with Muon (`curves.py`), times `optimizer.step()` on
 one device and in several layouts beside other libraries (`benchmarks.optimizer_step`), and whole training steps beside
 AdamW's (`benchmarks.end_to_end`, which needs transformers). It keeps all of it in FOLDER/NAME.json and FOLDER/NAME.md;
 what FOLDER has already is not measured again. `--write` measures nothing: it puts the chart into docs/assets, and the
-table into README.md and docs/index.md, from these files.
+table into README.md and docs/index.md, from the files it names. Where two have the same part, the later one's counts.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,12 @@ PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "index.md")
 
 def main() -> int:
     options = arguments()
-    path = options.out / options.name
-    if not options.write:
-        result = measure(options, path.with_suffix(".json"))
-        write_result(path, result, page(result))
-    result = json.loads(path.with_suffix(".json").read_text("utf-8"))
     if options.write:
-        write(result, path)
+        write([options.out / name for name in options.write])
+        return 0
+    path = options.out / options.name
+    result = measure(options, path.with_suffix(".json"))
+    write_result(path, result, page(result))
     print(page(result))
     return 0
 
@@ -80,22 +80,28 @@ def page(result: dict[str, Any]) -> str:
         machine = result["curves"]["machine"]
         lines += [f"{machine['device']}, preset `{result['curves']['preset']}`.", ""]
         lines += [*curves.page(result["curves"]), ""]
-    rows = figures.rows(result, None)
+    rows = figures.rows(result, {})
     if rows:
         lines += figures.table_of(rows)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def write(result: dict[str, Any], path: Path) -> None:
-    """Write the chart, and the table into the README and the manual's first page."""
+def write(paths: Sequence[Path]) -> None:
+    """Write the chart, and the table into the README and the manual's first page, from results without their suffix."""
+    result: dict[str, Any] = {}
+    pages: dict[str, Path] = {}
+    for path in paths:
+        parts = json.loads(path.with_suffix(".json").read_text("utf-8"))
+        result |= parts
+        pages |= dict.fromkeys(parts, path.with_suffix(".md").resolve())
     ASSETS.mkdir(exist_ok=True)
     drawn = curves.curves_in(result["curves"])
     for theme in chart.THEMES:
         (ASSETS / f"{CHART}-{theme}.svg").write_text(chart.draw(drawn, theme), "utf-8")
         (ASSETS / f"{CHART}-narrow-{theme}.svg").write_text(chart.draw(drawn, theme, is_narrow=True), "utf-8")
     for page in PAGES:
-        link = os.path.relpath(path.with_suffix(".md").resolve(), page.parent)
-        page.write_text(figures.in_page(page.read_text("utf-8"), result, link), "utf-8")
+        links = {part: os.path.relpath(path, page.parent) for part, path in pages.items()}
+        page.write_text(figures.in_page(page.read_text("utf-8"), result, links), "utf-8")
 
 
 def arguments() -> argparse.Namespace:
@@ -112,11 +118,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="OPTION=VALUE", help="of the runs: depth=1 steps=10")
     parser.add_argument(
-        "--write", action="store_true", help="measure nothing: write chart and table from FOLDER/NAME.json"
+        "--write", nargs="+", metavar="NAME", help="measure nothing: write chart and table from these of FOLDER"
     )
     options = parser.parse_args()
-    if options.write and not (options.out / f"{options.name}.json").exists():
-        parser.error(f"{options.out / options.name}.json does not exist: measure first, without --write")
+    for name in options.write or ():
+        if not (options.out / f"{name}.json").exists():
+            parser.error(f"{options.out / name}.json does not exist: measure first, without --write")
     if options.peers is not None and not options.peers.is_dir():
         parser.error(f"--peers {options.peers}: no such folder")
     return options

@@ -43,12 +43,12 @@ NAMES = {
 _BEGIN, _END = "<!-- figures: python -m benchmarks.readme -->", "<!-- end of figures -->"
 
 
-def rows(result: Mapping[str, Any], link: str | None) -> list[tuple[str, str]]:
-    """Return (claim, figure) for everything that a result holds; `link` is its page, for the first cell."""
+def rows(result: Mapping[str, Any], links: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return (claim, figure) for everything that a result holds; `links` has each part's page, for the first cell."""
     found: list[tuple[str, str]] = []
 
-    def add(claim: str, figure: str) -> None:
-        found.append((f"[{claim}]({link})" if link else claim, figure))
+    def add(part: str, claim: str, figure: str) -> None:
+        found.append((f"[{claim}]({links[part]})" if part in links else claim, figure))
 
     layouts = _measured(result.get("layouts"))
     if layouts:
@@ -56,6 +56,7 @@ def rows(result: Mapping[str, Any], link: str | None) -> list[tuple[str, str]]:
         differing = sum(row["differing_entries"] for row in own)
         names = ", ".join(LAYOUTS[name] for name in LAYOUTS if any(row["layout"] == name for row in own))
         add(
+            "layouts",
             f"Weights under {names}, against one device's",
             "the same bits" if not differing else f"{differing} entries differ",
         )
@@ -66,6 +67,7 @@ def rows(result: Mapping[str, Any], link: str | None) -> list[tuple[str, str]]:
             if found_shares:
                 middle_share, least, most = (100 * f(found_shares) for f in (statistics.median, min, max))
                 add(
+                    "curves",
                     f"{name.capitalize()} until Muon reaches AdamW's final loss",
                     f"{middle_share:.0f} % ({least:.0f} to {most:.0f}, {len(found_shares)} seeds)",
                 )
@@ -74,18 +76,19 @@ def rows(result: Mapping[str, Any], link: str | None) -> list[tuple[str, str]]:
         ratio = steps["quintic"] / steps["torch-adamw"]
         size = result["training"]["parameters"] / 1e6
         add(
+            "training",
             f"A whole training step, two GPUs, FSDP2, {size:.0f}M parameters",
             f"{ratio:.2f} times that with fused AdamW",
         )
     for name, text in SETS.items():
         one = _by_name(_measured(result.get("one")), name)
         if "quintic" in one:
-            add(f"`optimizer.step()`, one GPU, {text}", _beside(one))
+            add("one", f"`optimizer.step()`, one GPU, {text}", _beside(one))
     for name, text in SETS.items():
         for layout in ("fsdp2", "sharded"):
             one = _by_name([row for row in layouts if row["layout"] == layout], name)
             if "quintic" in one:
-                add(f"`optimizer.step()`, two GPUs, {LAYOUTS[layout]}, {text}", _beside(one))
+                add("layouts", f"`optimizer.step()`, two GPUs, {LAYOUTS[layout]}, {text}", _beside(one))
     return found
 
 
@@ -94,20 +97,20 @@ def table_of(found: Sequence[tuple[str, str]]) -> list[str]:
     return table(("what was measured", "figure"), found)
 
 
-def in_page(text: str, result: Mapping[str, Any], link: str) -> str:
+def in_page(text: str, result: Mapping[str, Any], links: Mapping[str, str]) -> str:
     """Return a page's text with the table of a result between its two marks.
 
     Args:
         text: the page.
         result: what was measured.
-        link: from the page to that of the result.
+        links: from the page to those of the result's parts.
 
     Raises:
         ValueError: the marks are missing.
     """
     if _BEGIN not in text or _END not in text:
         raise ValueError(f"the page has no lines {_BEGIN!r} and {_END!r} for the table")
-    lines = "\n".join(table_of(rows(result, link)))
+    lines = "\n".join(table_of(rows(result, links)))
     return re.sub(
         f"(?<={re.escape(_BEGIN)}\n).*?(?={re.escape(_END)})", lambda _: f"\n{lines}\n\n", text, flags=re.DOTALL
     )

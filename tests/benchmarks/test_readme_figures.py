@@ -84,11 +84,14 @@ RESULT = {
 ONE_GPU = "**3.10 ms**; nanochat 4.90, torch.optim.Muon 22.8"
 
 
-def test_the_table_has_a_row_for_each_claim() -> None:
-    assert figures.rows(RESULT, "result.md") == [
+LINKS = dict.fromkeys(RESULT, "result.md")
+
+
+def test_the_table_has_a_row_for_each_claim_with_the_page_of_its_part() -> None:
+    assert figures.rows(RESULT, LINKS | {"curves": "curves.md"}) == [
         ("[Weights under DDP, FSDP2, against one device's](result.md)", "the same bits"),
-        ("[Steps until Muon reaches AdamW's final loss](result.md)", "62 % (62 to 75, 3 seeds)"),
-        ("[Seconds until Muon reaches AdamW's final loss](result.md)", "78 % (78 to 94, 3 seeds)"),
+        ("[Steps until Muon reaches AdamW's final loss](curves.md)", "62 % (62 to 75, 3 seeds)"),
+        ("[Seconds until Muon reaches AdamW's final loss](curves.md)", "78 % (78 to 94, 3 seeds)"),
         (
             "[`optimizer.step()`, one GPU, 124M parameters](result.md)",
             ONE_GPU,
@@ -100,9 +103,9 @@ def test_the_table_has_a_row_for_each_claim() -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_table_takes_the_place_of_the_one_before(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
-    once = figures.in_page(text, RESULT, "result.md")
+    once = figures.in_page(text, RESULT, LINKS)
     assert "nanochat 4.90" in once
-    assert figures.in_page(once, RESULT, "result.md") == once
+    assert figures.in_page(once, RESULT, LINKS) == once
     begin, _, rest = once.partition("<!-- figures")
     assert text.startswith(begin)
     assert text.endswith(rest.rpartition("end of figures -->")[2])
@@ -110,4 +113,4 @@ def test_the_table_takes_the_place_of_the_one_before(page: str) -> None:
 
 def test_a_page_without_a_place_for_the_table_is_an_error() -> None:
     with pytest.raises(ValueError, match="has no lines"):
-        figures.in_page("# A page", RESULT, "result.md")
+        figures.in_page("# A page", RESULT, LINKS)

@@ -13,7 +13,7 @@ SETTINGS = Path(__file__).parents[2] / "pyproject.toml"
 CASES = sorted(Path(__file__).parent.rglob("triton_*.py"))
 
 # Files whose cases take longest, mostly to compile: workers of xdist share them.
-SHARES = {"triton_loss": 4, "triton_lookup": 4, "triton_neuron": 4, "triton_linear": 4}
+SHARES = {"triton_cases": 4, "triton_loss": 4, "triton_lookup": 4, "triton_neuron": 4, "triton_linear": 4}
 
 of_every_share = pytest.mark.parametrize(
     ("cases", "share"),
