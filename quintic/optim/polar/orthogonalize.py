@@ -234,7 +234,7 @@ def _iterate(x: Tensor, form: Form, uses_kernels: bool, dtype: torch.dtype | Non
 
 
 def _svd(x: Tensor) -> Tensor:
-    """Return U V^T of each normalised matrix of `x`, (..., m, n); directions of singular value zero stay zero."""
+    """Return U V^T of each normalised matrix of `x`; directions of singular value zero, and rows of zeros, stay zero."""
     if x.device.type != "cpu":
         return _svd_of_batch(x)
     # The last bits of LAPACK and of MKL's products depend on a matrix's address, and so on its place in a batch. One
@@ -251,7 +251,10 @@ def _svd_of_batch(x: Tensor) -> Tensor:
     # The usual numerical rank: smaller singular values are rounding errors.
     cutoff = s[..., :1] * max(x.shape[-2:]) * torch.finfo(x.dtype).eps
     factor: Tensor = (u * (s > cutoff).to(u.dtype).unsqueeze(-2)) @ vh
-    return factor.masked_fill(bad, math.nan)
+    # Rows and columns of zeros have rounding errors here, and stages that divide by their norms would enlarge them.
+    is_zero = x == 0
+    empty = is_zero.all(-1, keepdim=True) | is_zero.all(-2, keepdim=True)
+    return factor.masked_fill(empty, 0).masked_fill(bad, math.nan)
 
 
 def ieee_matmul(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:

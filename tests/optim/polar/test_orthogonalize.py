@@ -164,6 +164,16 @@ def test_svd_keeps_the_null_space_empty():
     torch.testing.assert_close(quintic.orthogonalize(x, "svd"), x / x.norm())
 
 
+@pytest.mark.parametrize(("method", "dtype"), COMBINATIONS)
+@pytest.mark.parametrize("shape", [(12, 5), (5, 12), (16, 16)])
+def test_rows_and_columns_of_zeros_stay_zeros(method, dtype, shape):
+    """Stages that divide by norms of rows or columns would enlarge the rounding errors there."""
+    x = torch.randn(3, *shape)
+    x[0, 1], x[1, :, 2], x[2, [0, 3]], x[2, :, 4] = 0, 0, 0, 0
+    out = polar_factor(x, method, compute_dtype=dtype)
+    assert torch.equal(out == 0, x == 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(20, 64), (64, 20)])
 @pytest.mark.parametrize("num_large", [1, 16])
