@@ -33,6 +33,10 @@ _SHAPES = ((6, 6), (9, 5), (5, 9), (1, 4))
 _BATCH = 5
 # The number of the matrix of zeros in a batch: a gradient may be zero.
 _ZEROS = 2
+# An entry far above the others: a stage may clip by what it sees, and ordinary entries may never reach its limit.
+_OUTLIER = 1000.0
+# Of the entries that an element-wise stage sees: enough that the outlier is 30 times their root mean square.
+_ROWS, _COLUMNS = 20, 50
 
 _OPTIONS = StageOptions(lr=0.02, weight_decay=0.1)
 
@@ -126,6 +130,7 @@ def _inputs_of(stages: Sequence[object], m: int, n: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(m * 31 + n)
     matrices = torch.randn(_BATCH, m, n, generator=generator)
     matrices[_ZEROS] = 0.0
+    matrices[-1, 0, 0] = _OUTLIER
     inputs = {"matrices": matrices}
     if any(isinstance(one, WeightStage) or getattr(one, "reads_weights", False) for one in stages):
         inputs[WEIGHT] = torch.randn(_BATCH, m, n, generator=generator) * 0.3
@@ -205,21 +210,21 @@ def _wrong_shapes(stage: object, result: Mapping[str, Tensor], m: int, n: int) -
 
 def _check_elementwise(stage: GradientStage | DriftStage) -> list[str]:
     name = "gradient" if isinstance(stage, GradientStage) else "step"
-    entries = torch.randn(7, 9, generator=torch.Generator().manual_seed(0))
-    entries[3] = 0.0
+    entries = torch.randn(_ROWS, _COLUMNS, generator=torch.Generator().manual_seed(0))
+    entries[3], entries[1, 2] = 0.0, _OUTLIER
 
     def call(inputs: dict[str, Tensor], state: dict[str, Tensor], options: StageOptions) -> dict[str, Tensor]:
         return {"result": stage.apply(inputs[name], state, options)}
 
-    what = "tensor (7, 9)"
+    what = f"tensor ({_ROWS}, {_COLUMNS})"
     whole, wrong = _twice(call, {name: entries}, stage.state, what)
     if not wrong and whole["result"].shape != entries.shape:
-        wrong = [f"returns the shape {tuple(whole['result'].shape)} for a {name} (7, 9)"]
+        wrong = [f"returns the shape {tuple(whole['result'].shape)} for a {name} ({_ROWS}, {_COLUMNS})"]
     if wrong := wrong or _wrong_values(whole, what) or _waits(call, {name: entries}, stage.state):
         return wrong
     pieces: dict[str, Callable[[Tensor], Tensor]] = {
         "rows 0 to 2": lambda x: x[:3],
-        "columns 4 to 8": lambda x: x[:, 4:],
+        "columns 4 and later": lambda x: x[:, 4:],
         "entries 10 to 40, in a row": lambda x: x.flatten()[10:41],
         "row 5": lambda x: x[5],
     }

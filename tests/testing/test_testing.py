@@ -245,6 +245,33 @@ class Normalized(GradientStage):
         return gradient / (gradient.norm() + 1e-8)
 
 
+def _clipped(x, roots):
+    limit = x.square().mean().sqrt() * roots
+    return torch.minimum(torch.maximum(x, -limit), limit)
+
+
+@dataclass(frozen=True)
+class Outlying(GradientStage):
+    """Clips by the root mean square of a piece, which ordinary entries do not reach."""
+
+    label = "outlying"
+    roots: float = 6.0
+
+    def apply(self, gradient, state, options):
+        return _clipped(gradient, self.roots)
+
+
+@dataclass(frozen=True)
+class OutlyingInBatch(MatrixStage):
+    """Clips by the root mean square of a batch, which ordinary entries do not reach."""
+
+    label = "outlying in a batch"
+    roots: float = 6.0
+
+    def apply(self, matrices, state, options):
+        return _clipped(matrices, self.roots), None
+
+
 @dataclass(frozen=True)
 class Itself(GradientStage):
     """Returns its state itself."""
@@ -319,6 +346,9 @@ BROKEN = {
     "shape": (UpdateRule(title="broken", constrain=Wide()), r"Wide: returns keep of the shape \(5, 6, 1\)"),
     "factors": (UpdateRule(title="broken", after=(Undeclared(),)), "Undeclared: returns factors that it does not"),
     "whole": (UpdateRule(title="broken", direction=Normalized()), "Normalized: is not element-wise: result of rows 0"),
+    "outliers": (UpdateRule(title="broken", direction=Outlying()), "Outlying: is not element-wise: result of"),
+    "rare outliers": (UpdateRule(title="broken", direction=Outlying(20.0)), "Outlying: is not element-wise: result"),
+    "outliers of a batch": (UpdateRule(title="broken", before=(OutlyingInBatch(),)), "InBatch: depends on the batch"),
     "alias": (UpdateRule(title="broken", direction=Itself()), "Itself: returns the memory of its state 'momentum_b"),
     "row": (UpdateRule(title="broken", drift=Neighbours()), "Neighbours: is not element-wise: result of columns"),
     "rounds": (UpdateRule(title="broken", polar=Miscounted()), "Miscounted: orthogonalises 2 times, and rounds_of"),
