@@ -14,7 +14,6 @@ has the steps 2 to 5. Names are the bare
 model's, without the prefixes that wrappers add (`optim/groups/names.py`).
 """
 
-import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
@@ -28,6 +27,7 @@ from quintic.grouping.doubts import taken_features
 from quintic.grouping.forward.roles import Roles, decided
 from quintic.grouping.heads import heads_of
 from quintic.grouping.layer_types import with_layer_types
+from quintic.grouping.patterns import matches, patterns_of
 from quintic.grouping.registry import registry_matches
 from quintic.grouping.uses import ParameterUse, attribute_of, uses_of
 from quintic.optim.groups.assignment import Algorithm, Assignment
@@ -47,8 +47,8 @@ class Rule:
     """Decide the treatment of the parameters whose name matches a pattern; the first matching rule wins.
 
     Args:
-        pattern: shell-style pattern on the full parameter name, e.g. `"blocks.*.attn.qkv.weight"`; of a tensor with
-            several names, on any of them.
+        pattern: shell-style pattern on the full parameter name, e.g. `"blocks.*.attn.qkv.weight"`, or the name itself;
+            of a tensor with several names, on any of them.
         algorithm: `"muon"` or `"adamw"`.
         view: how a Muon parameter is made of matrices; None for the view that would be chosen without the rule, or
             `Matrix()` if there is none.
@@ -101,7 +101,7 @@ def assign(
     taken = taken_features(uses)
     names_of_rules = [_matching_names(rule, uses.values()) for rule in rules]
     assignments: dict[Tensor, Assignment] = {}
-    uncovered: list[str] = []
+    uncovered: dict[str, list[str]] = {}  # shapes and remarks -> names
     used_rules: set[int] = set()
     # A tensor that is registered several times comes once, under its first name.
     for name, param in model_parameters(model):
@@ -120,7 +120,7 @@ def assign(
             found = _by_rule(rules[number], found)
             _check_view_fits(name, param, found)
         if not isinstance(found, Assignment):
-            uncovered.append(f"{name} of shape {tuple(param.shape)}{found}")
+            uncovered.setdefault(f"{tuple(param.shape)}{found}", []).append(name)
             continue
         why = f"{found.why}; {found.doubt}" if found.doubt else found.why
         assignments[param] = found._replace(name=name, why=why + _tied_text(other_names))
@@ -128,7 +128,8 @@ def assign(
         raise ValueError(f"roles of {roles.model} name no parameter of {type(model).__name__}: trace this model")
     if wanted is None:
         if uncovered:
-            raise ValueError(_uncovered_message(uncovered))
+            covered = {use.name for param in assignments for use in uses.get(param, ())}
+            raise ValueError(_uncovered_message(uncovered, covered))
         _check_rules_are_used(model, [rule for number, rule in enumerate(rules) if number not in used_rules])
         if not assignments:
             raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True")
@@ -183,8 +184,8 @@ def _check_is_whole(model: nn.Module) -> None:
 def _matching_names(rule: Rule, uses: Iterable[Sequence[ParameterUse]]) -> set[str]:
     """Return the names that a rule matches. The prefixes of wrappers count only if no bare name matches."""
     every = [use for several in uses for use in several]
-    names = {use.name for use in every if fnmatch.fnmatchcase(use.name, rule.pattern)}
-    return names or {use.name for use in every if fnmatch.fnmatchcase(use.given_name, rule.pattern)}
+    names = {use.name for use in every if matches(use.name, rule.pattern)}
+    return names or {use.name for use in every if matches(use.given_name, rule.pattern)}
 
 
 def _first_match(names_of_rules: Sequence[set[str]], names: Sequence[str]) -> int | None:
@@ -222,13 +223,18 @@ def _tied_text(other_names: Sequence[str]) -> str:
     return f"; tied to {other_names[0]}{more}"
 
 
-def _uncovered_message(uncovered: Sequence[str]) -> str:
-    first = uncovered[0].partition(" ")[0]
-    count = "this parameter" if len(uncovered) == 1 else f"these {len(uncovered)} parameters"
+def _uncovered_message(uncovered: Mapping[str, Sequence[str]], covered: Collection[str]) -> str:
+    entries: dict[str, str] = {}  # the text of each pattern of a rule
+    every = {name for names in uncovered.values() for name in names}
+    for about, names in uncovered.items():
+        patterns = patterns_of(names, every.union(covered).difference(names)).values()
+        entries |= {pattern: f"{pattern} of shape {about}" for pattern in patterns}
+    first = next(iter(entries))
+    count = "this parameter" if len(every) == 1 else f"these {len(every)} parameters"
     return (
-        f"no rule covers {count}: {list_some(uncovered)}; add quintic.Rule({first!r}, 'adamw') to rules for a "
-        f"parameter that is added or looked up (positions, embeddings), or 'muon' for one that inputs are multiplied "
-        f"with, and a view if it holds several matrices or is stored as (in_features, out_features)"
+        f"no rule covers {count}: {list_some(list(entries.values()))}; add quintic.Rule({first!r}, 'adamw') to rules "
+        f"for a parameter that is added or looked up (positions, embeddings), or 'muon' for one that inputs are "
+        f"multiplied with, and a view if it holds several matrices or is stored as (in_features, out_features)"
     )
 
 
@@ -238,7 +244,7 @@ def _check_rules_are_used(model: nn.Module, unused: Sequence[Rule]) -> None:
     pattern = unused[0].pattern
     message = f"rule {pattern!r} matches no trainable parameter that an earlier rule left"
     frozen = [name for name, param in model_parameters(model) if not param.requires_grad]
-    frozen = [name for name in frozen if fnmatch.fnmatchcase(name, pattern)]
+    frozen = [name for name in frozen if matches(name, pattern)]
     if frozen:
         message += f"; these parameters are frozen and need none: {list_some(frozen)}"
     raise ValueError(message)

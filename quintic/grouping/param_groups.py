@@ -8,7 +8,7 @@ is an error that names it, and never a silent choice (`assign.py`).
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,10 +19,11 @@ from quintic.grouping.doubts import BY_PASS, WARNINGS
 from quintic.grouping.forward.roles import Roles
 from quintic.grouping.forward.trace import trace
 from quintic.grouping.layer_types import with_layer_types
+from quintic.grouping.patterns import patterns_of
 from quintic.grouping.plain_groups import Request, remember
 from quintic.grouping.uses import stored
 from quintic.optim.groups.assignment import Assignment
-from quintic.optim.groups.names import mask_layer_indices
+from quintic.optim.groups.names import clean_names
 from quintic.optim.groups.options import adopt_old_names, with_new_names
 from quintic.optim.rules.table import orthogonalizes
 
@@ -142,9 +143,10 @@ def _hyperparameters(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def _warn_of_doubts(model: nn.Module, assignments: Mapping[Tensor, Assignment]) -> None:
     every = assignments.values()
     for doubt, text in WARNINGS.items():
-        # Layers that differ in their numbers share a line, and a rule.
-        names = list(dict.fromkeys(mask_layer_indices(one.name) for one in every if doubt in one.doubt))
-        if names:
+        doubtful = {param: one for param, one in assignments.items() if doubt in one.doubt}
+        if doubtful:
+            # Layers that differ in their numbers share an entry, and a rule.
+            names = _patterns(model, doubtful, assignments)
             warnings.warn(text.format(list_some(names), repr(names[0])) + BY_PASS, UserWarning, stacklevel=3)
     if not any(orthogonalizes(one.algorithm) for one in every):
         missing = _without_matrices(model, assignments)
@@ -172,6 +174,19 @@ def _without_matrices(model: nn.Module, assignments: Mapping[Tensor, Assignment]
         )
     if any(assignments[weight].why == "convolution" for weight in trained):
         return "its weights are convolutions; quintic.param_groups(model, convolutions='muon') takes them as matrices"
-    found = [assignments[weight] for weight in trained]
-    reasons = list(dict.fromkeys(f"{mask_layer_indices(one.name)} ({one.why})" for one in found))
-    return f"{list_some(reasons)}; quintic.Rule(name, 'muon') decides otherwise"
+    # By reason, as the weights of a list of layers may have several.
+    reasons = dict.fromkeys(assignments[weight].why for weight in trained)
+    listed = []
+    for why in reasons:
+        weights = [weight for weight in trained if assignments[weight].why == why]
+        listed += [f"{name} ({why})" for name in _patterns(model, weights, assignments)]
+    return f"{list_some(listed)}; quintic.Rule(name, 'muon') decides otherwise"
+
+
+def _patterns(model: nn.Module, params: Collection[Tensor], assignments: Mapping[Tensor, Assignment]) -> list[str]:
+    """Return patterns for rules about these of the parameters that were assigned."""
+    clean = clean_names(model)
+    every = nn.Module.named_parameters(model, remove_duplicate=False)
+    chosen = set(params)
+    others = {clean[name] for name, param in every if param in assignments and param not in chosen}
+    return list(dict.fromkeys(patterns_of((assignments[param].name for param in params), others).values()))
