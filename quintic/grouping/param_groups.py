@@ -24,7 +24,7 @@ from quintic.grouping.plain_groups import Request, remember
 from quintic.grouping.uses import stored
 from quintic.optim.groups.assignment import Assignment
 from quintic.optim.groups.names import clean_names
-from quintic.optim.groups.options import adopt_old_names, with_new_names
+from quintic.optim.groups.options import OPTIONS, adopt_old_names, with_new_names
 from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["grouped", "param_groups", "roles_of"]
@@ -49,8 +49,8 @@ def param_groups(
     its first name, and is an embedding if any of its uses is one. `quintic.explain` shows each decision and its reason.
     A compiled, data-parallel or checkpointed model gives the names of the bare model.
 
-    Warns where a weight is taken as one matrix and may be several, and where a model with linear layers or convolutions
-    has no matrix for Muon although no rule says so.
+    Warns where a weight is taken as one matrix and may be several, where a model with linear layers or convolutions has
+    no matrix for Muon although no rule says so, and of options that groups of the algorithm do not read.
 
     Args:
         model: any module; parameters with `requires_grad=False` are left out.
@@ -83,6 +83,7 @@ def param_groups(
             _logger.debug("%s %s: %s, because: %s", one.name, tuple(param.shape), how, one.why)
     groups = grouped(assignments, muon=muon, adamw=adamw)
     options = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
+    _warn_of_idle_options(options, assignments)
     for given in options.values():
         adopt_old_names(given)
     remember(model, Request(rules, convolutions, options, roles))
@@ -138,6 +139,18 @@ def _hyperparameters(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
                 f"quintic.Rule(pattern, algorithm, view)"
             )
     return with_new_names(dict(options), source, stacklevel=4)
+
+
+def _warn_of_idle_options(given: Mapping[str, Mapping[str, Any]], assignments: Mapping[Tensor, Assignment]) -> None:
+    """Warn of options that groups of their algorithm do not read, as AdamW's groups do not read `momentum`."""
+    sources = [(f"{algorithm}=", algorithm, options) for algorithm, options in given.items()]
+    sources += [(f"options of {one.why}", one.algorithm, one.options) for one in assignments.values() if one.by_rule]
+    idle = {(source, algorithm, key): None for source, algorithm, options in sources for key in options}
+    for source, algorithm, key in idle:
+        reader = OPTIONS[key].algorithm if key in OPTIONS else None
+        if reader not in (None, algorithm):
+            message = f"{source}: {key} does nothing there, as only groups of {reader!r} read it; give it in {reader}="
+            warnings.warn(f"{message}, or to quintic.Muon", UserWarning, stacklevel=3)
 
 
 def _warn_of_doubts(model: nn.Module, assignments: Mapping[Tensor, Assignment]) -> None:

@@ -100,7 +100,8 @@ class Muon(Optimizer):
         nesterov: look one gradient ahead.
         orthogonalizer: `"auto"` (Polar Express in the cheapest form for the shape), `"polar_express"`, `"gram"`,
             `"newton_schulz"`, `"svd"`, or a function (b, m, n) -> (b, m, n).
-        orthogonalizer_steps: polynomial steps of the named methods. None: five, or as many as named coefficients have.
+        orthogonalizer_steps: polynomial steps of the named methods; ignored by `"svd"`, and with one triple per step.
+            None: five, or as many as named coefficients have.
         coefficients: other polynomials for the named methods: one triple (a, b, c), one per step, or a name:
             `"polar_express"`, `"muon"`, `"moonlight"`, `"deepseek_v4"`, `"cubic"`, `"cans"`; see, also for few steps,
             `docs/explanation/orthogonalization.md`.
@@ -120,7 +121,7 @@ class Muon(Optimizer):
             add up (AdamW does not see their scale).
 
     Args: Precision
-        compute_dtype: dtype of the orthogonaliser's matrix products; None: the method's own (`quintic.orthogonalize`).
+        compute_dtype: dtype of the named methods' matrix products; None: the method's own (`quintic.orthogonalize`).
         master: how 16-bit weights keep more precision. None: not at all; `"fp32"`: updates go to a float32
             copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit the trajectory of the
             copy at half its memory; `"8bit"`: to weight and uint8 bits, rounded to nearest: steps below 2^-17 of a

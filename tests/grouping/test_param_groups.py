@@ -9,6 +9,7 @@ from torch import nn
 import quintic
 from quintic import Experts, Heads, Matrix, Rule, Split
 from quintic.grouping.assign import assign
+from quintic.optim.groups.options import OPTIONS
 
 
 class Decoder(nn.Module):
@@ -406,9 +407,10 @@ def test_a_rule_without_a_view_keeps_the_view():
 
 
 def test_options_need_not_be_hashable():
-    rules = [Rule("*.up.weight", "muon", options={"betas": [0.8, 0.9]}), Rule("*.down.weight", "muon")]
+    rules = [Rule("*.up.weight", "muon", options={"lr_multipliers": [0.5]}), Rule("*.down.weight", "muon")]
     groups = quintic.param_groups(Decoder(), rules=[*rules, Rule("*.up.bias", "adamw", options={"betas": [0.8, 0.9]})])
-    assert [group["betas"] for group in groups if "betas" in group] == [[0.8, 0.9], [0.8, 0.9]]
+    given = [group.get("lr_multipliers") or group.get("betas") for group in groups]
+    assert [value for value in given if value] == [[0.5], [0.8, 0.9]]
 
 
 def test_a_rule_for_a_frozen_parameter_says_that_it_is_frozen():
@@ -496,3 +498,29 @@ def test_other_arguments_are_checked(options, error, message):
     for function in (quintic.param_groups, quintic.explain):
         with pytest.raises(error, match=message):
             function(Decoder(), **options)
+
+
+# ------------------------------------------------------------------------------------- options that would do nothing
+
+
+ONE_ALGORITHM = {name: option for name, option in OPTIONS.items() if option.algorithm is not None and option.is_keyword}
+
+
+@pytest.mark.parametrize("name", ONE_ALGORITHM)
+def test_an_option_is_warned_of_where_groups_do_not_read_it(name):
+    model = nn.ModuleDict({"up": nn.Linear(8, 16), "table": nn.Embedding(4, 8)})
+    reader, value = ONE_ALGORITHM[name].algorithm, ONE_ALGORITHM[name].default
+    other, pattern = ("adamw", "table.weight") if reader == "muon" else ("muon", "up.weight")
+    told = f"{name} does nothing there, as only groups of '{reader}' read it; give it in {reader}=, or to quintic.Muon"
+    with pytest.warns(UserWarning, match=f"^{other}=: {told}$") as caught:
+        quintic.param_groups(model, **{other: {name: value}})
+    assert [one.filename for one in caught] == [__file__]
+    with pytest.warns(UserWarning, match=f"^options of rule '{pattern}': {told}$"):
+        quintic.param_groups(model, rules=[quintic.Rule(pattern, other, options={name: value})])
+    # Where it is read there is nothing to warn of.
+    quintic.param_groups(model, **{reader: {name: value}})
+
+
+def test_keys_of_the_user_and_options_of_both_algorithms_are_not_warned_of():
+    options = {"lr": 0.1, "weight_decay": 0.1, "cautious": True, "layer_id": 3, "lr_scale": 0.5}
+    quintic.param_groups(nn.Linear(8, 16), muon=options, adamw=options)

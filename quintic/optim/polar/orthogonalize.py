@@ -234,7 +234,7 @@ def _iterate(x: Tensor, form: Form, uses_kernels: bool, dtype: torch.dtype | Non
 
 
 def _svd(x: Tensor) -> Tensor:
-    """Return U V^T of each normalised matrix of `x`; directions of singular value zero, and rows of zeros, stay zero."""
+    """Return U V^T of each normalised matrix of `x`; directions of singular value zero stay zero, and so do rows."""
     if x.device.type != "cpu":
         return _svd_of_batch(x)
     # The last bits of LAPACK and of MKL's products depend on a matrix's address, and so on its place in a batch. One
