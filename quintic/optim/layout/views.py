@@ -25,18 +25,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Experts",
-    "Flatten",
-    "Heads",
-    "Matrix",
-    "Rows",
-    "Split",
-    "Unit",
-    "View",
-    "is_plain",
-    "is_transposed",
-]
+from quintic.optim.numeric.numbers import settle_integers
+
+__all__ = ["Experts", "Flatten", "Heads", "Matrix", "Rows", "Split", "Unit", "View", "is_plain", "is_transposed"]
 
 
 @dataclass(frozen=True)
@@ -120,7 +111,8 @@ class Heads(View):
     dim: int = 0
 
     def __post_init__(self) -> None:
-        """Check the dimension."""
+        """Check the number and the dimension."""
+        settle_integers(self, "num_heads")
         if self.dim not in (0, 1):
             raise ValueError(f"{self}: dim is 0 (output features) or 1 (input features)")
 
@@ -177,7 +169,7 @@ class Split(View):
 
     def __post_init__(self) -> None:
         """Accept any sequence of sizes, so that `Split([256, 256])` is hashable too."""
-        object.__setattr__(self, "sizes", tuple(self.sizes))
+        settle_integers(self, "groups", "sizes")
         if self.names is not None:
             object.__setattr__(self, "names", tuple(self.names))
             if len(self.names) != len(self.sizes) or any(self.names.count(name) > 1 for name in ("query", "key")):
@@ -187,10 +179,14 @@ class Split(View):
         if self.heads is None:
             return
         # Heads must divide a part's features, and every group must hold whole heads.
-        object.__setattr__(self, "heads", tuple(self.heads))
-        if len(self.heads) != len(self.sizes) or any(
-            heads < 1 or heads % self.groups or (size * self.groups) % heads
-            for heads, size in zip(self.heads, self.sizes, strict=True)
+        settle_integers(self, several="heads")
+        if (
+            self.groups < 1
+            or len(self.heads) != len(self.sizes)
+            or any(
+                heads < 1 or heads % self.groups or (size * self.groups) % heads
+                for heads, size in zip(self.heads, self.sizes, strict=True)
+            )
         ):
             raise ValueError(f"{self}: heads needs, per part, a multiple of groups that divides the part's features")
 
@@ -280,6 +276,10 @@ class Rows(View):
     num_rows: int
     transposed: bool = False
 
+    def __post_init__(self) -> None:
+        """Check the number."""
+        settle_integers(self, "num_rows")
+
     def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return the bank as (rows / num_rows, 1, num_rows, columns)."""
         _check_ndim(self, tensor, 2)
@@ -310,6 +310,10 @@ class Flatten(View):
 
     transposed: bool = False
     groups: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        settle_integers(self, "groups")
 
     def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return the filters as (groups, 1, m, n), in channels_last as (groups, 1, m, channels, kernel).

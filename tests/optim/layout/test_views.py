@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -138,6 +139,37 @@ def test_a_view_that_does_not_fit_says_so(view, shape, message):
 def test_heads_of_parts_must_divide_them(arguments):
     with pytest.raises(ValueError, match="heads needs"):
         Split((4, 2), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Heads(24 / 4), r"Heads: num_heads=6\.0 must be an integer; divide sizes with // and not with /"),
+        (lambda: Heads("4"), "Heads: num_heads='4' must be an integer"),
+        (lambda: Split(8), r"Split: sizes=8 must be integers, such as \(64, 64\)"),
+        (lambda: Split((24 / 3,) * 3), r"Split: sizes=\(8\.0, 8\.0, 8\.0\) must be integers"),
+        (lambda: Split("ab"), "Split: sizes='ab' must be integers"),
+        (lambda: Split((8, 8), groups=2.0), r"Split: groups=2\.0 must be an integer"),
+        (lambda: Split((8, 8), heads=2), "Split: heads=2 must be integers"),
+        (lambda: Split((8, 8), heads=(2.0, 1)), r"Split: heads=\(2\.0, 1\) must be integers"),
+        (lambda: Rows(12 / 2), r"Rows: num_rows=6\.0 must be an integer"),
+        (lambda: Flatten(groups="2"), "Flatten: groups='2' must be an integer"),
+    ],
+)
+def test_numbers_of_a_view_are_integers(make, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        make()
+
+
+def test_numbers_of_a_view_may_be_of_numpy():
+    one = Split(np.array([8, 16]), groups=np.int64(1), heads=np.array([2, 4]))
+    assert repr(one) == repr(Split((8, 16), groups=1, heads=(2, 4)))
+    assert repr((Heads(np.int32(3)), Rows(np.int64(2)))) == repr((Heads(3), Rows(2)))
+
+
+def test_heads_of_parts_need_groups():
+    with pytest.raises(ValueError, match="heads needs"):
+        Split((4, 2), groups=0, heads=(1, 1))
 
 
 def test_heads_have_two_dimensions_to_choose_from():
