@@ -73,7 +73,8 @@ def taken_features(uses: Mapping[Tensor, Sequence[ParameterUse]]) -> set[int] | 
                 linears.add((module.out_features, module.in_features))
             elif isinstance(module, nn.modules.conv._ConvNd):
                 taken.add(module.in_channels)
-            elif param.ndim > 1 or use.attribute == "weight":
+            # Other vectors, also those stored with more dimensions, are added to the features that they are as long as.
+            elif use.attribute == "weight" or param.numel() != max(param.shape, default=1):
                 taken.update(param.shape)
     is_chain = any(one[0] == other[1] for one in linears for other in linears - {one})
     return taken if is_chain else None

@@ -143,13 +143,13 @@ def _hyperparameters(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _warn_of_idle_options(given: Mapping[str, Mapping[str, Any]], assignments: Mapping[Tensor, Assignment]) -> None:
     """Warn of options that groups of their algorithm do not read, as AdamW's groups do not read `momentum`."""
-    sources = [(f"{algorithm}=", algorithm, options) for algorithm, options in given.items()]
+    sources = [(algorithm, algorithm, options) for algorithm, options in given.items()]
     sources += [(f"options of {one.why}", one.algorithm, one.options) for one in assignments.values() if one.by_rule]
-    idle = {(source, algorithm, key): None for source, algorithm, options in sources for key in options}
-    for source, algorithm, key in idle:
+    every = dict.fromkeys((source, algorithm, key) for source, algorithm, options in sources for key in options)
+    for source, algorithm, key in every:
         reader = OPTIONS[key].algorithm if key in OPTIONS else None
         if reader not in (None, algorithm):
-            message = f"{source}: {key} does nothing there, as only groups of {reader!r} read it; give it in {reader}="
+            message = f"{source}: only groups of {reader!r} read {key!r}, so it does nothing here; give it in {reader}="
             warnings.warn(f"{message}, or to quintic.Muon", UserWarning, stacklevel=3)
 
 

@@ -33,9 +33,9 @@ _SHAPES = ((6, 6), (9, 5), (5, 9), (1, 4))
 _BATCH = 5
 # The number of the matrix of zeros in a batch: a gradient may be zero.
 _ZEROS = 2
-# An entry far above the others: a stage may clip by what it sees, and ordinary entries may never reach its limit.
+# An entry far above the others: a stage may clip by the size of all, and ordinary entries may never reach its limit.
 _OUTLIER = 1000.0
-# Of the entries that an element-wise stage sees: enough that the outlier is 30 times their root mean square.
+# The tensor for element-wise stages has so many entries that the outlier is 30 times their root mean square.
 _ROWS, _COLUMNS = 20, 50
 
 _OPTIONS = StageOptions(lr=0.02, weight_decay=0.1)

@@ -511,8 +511,8 @@ def test_an_option_is_warned_of_where_groups_do_not_read_it(name):
     model = nn.ModuleDict({"up": nn.Linear(8, 16), "table": nn.Embedding(4, 8)})
     reader, value = ONE_ALGORITHM[name].algorithm, ONE_ALGORITHM[name].default
     other, pattern = ("adamw", "table.weight") if reader == "muon" else ("muon", "up.weight")
-    told = f"{name} does nothing there, as only groups of '{reader}' read it; give it in {reader}=, or to quintic.Muon"
-    with pytest.warns(UserWarning, match=f"^{other}=: {told}$") as caught:
+    told = f"only groups of '{reader}' read '{name}', so it does nothing here; give it in {reader}=, or to quintic.Muon"
+    with pytest.warns(UserWarning, match=f"^{other}: {told}$") as caught:
         quintic.param_groups(model, **{other: {name: value}})
     assert [one.filename for one in caught] == [__file__]
     with pytest.warns(UserWarning, match=f"^options of rule '{pattern}': {told}$"):
