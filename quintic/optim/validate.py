@@ -334,11 +334,13 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     # A user's function is tried for each shape (m, n) of matrices now, and not in the middle of a step.
-    if callable(group["adjust_lr"]):
+    rule = _rule_of(group)
+    what, scale = ("adjust_lr", group["adjust_lr"]) if rule.scale is None else (f"scale of {rule.title}", rule.scale)
+    if callable(scale):
         for _, m, n in view.shapes(param.shape):
-            scale = group["adjust_lr"](m, n) if m and n else 1.0
-            if not is_number(scale):
-                raise ValueError(f"{name}: adjust_lr({m}, {n}) returned {scale!r}; it must return a finite number")
+            factor = scale(m, n) if m and n else 1.0
+            if not is_number(factor):
+                raise ValueError(f"{name}: {what}({m}, {n}) returned {factor!r}; it must return a finite number")
     if multipliers is not None and len(multipliers) != count:
         raise ValueError(
             f"{name}: lr_multipliers are {len(multipliers)}, the matrices {count}; "

@@ -146,10 +146,23 @@ class UpdateRule:
                     f"{self.title}: {type(stage).__name__} is element-wise, and can only have state of the shape "
                     f"'param'"
                 )
+        names = [spec.name for spec in self.state]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"{self.title}: its state {name!r} is declared in two ways; choose another name for one"
+                )
         _declare(self.state, self.title)
 
     def _check_kinds(self) -> None:
         """Raise a TypeError or ValueError for stages of a wrong kind, or without their declarations."""
+        if not isinstance(self.title, str):
+            raise TypeError(f"title={self.title!r} must be a text, the name of the rule for people")
+        if not callable(self.scale):
+            try:
+                adjust_lr_factor(self.scale, 1, 1)
+            except ValueError as error:
+                raise ValueError(f"{self.title}: {str(error).replace('adjust_lr', 'scale', 1)}") from None
         for field, kind in (("before", MatrixStage), ("after", MatrixStage)):
             stages: object = getattr(self, field)
             if not isinstance(stages, tuple) or not all(isinstance(stage, kind) for stage in stages):

@@ -307,12 +307,20 @@ def check_declarations(stage: Any) -> None:
     # Rules are keys, and checkpoints name them by their stages' fields.
     if not is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise TypeError(f"{kind.__name__} must be a frozen dataclass: put @dataclass(frozen=True) above the class")
+    try:
+        hash(stage)
+    except TypeError:
+        raise TypeError(f"{stage}: its fields must be hashable; give tuples in place of lists") from None
     if isinstance(stage, PolarStage):
         return
     if not isinstance(getattr(stage, "label", None), str):
         raise TypeError(f"{kind.__name__} has no label: give it one, such as label = 'my stage'")
     if not isinstance(stage.state, tuple) or not all(isinstance(spec, StateSpec) for spec in stage.state):
         raise TypeError(f"{kind.__name__}: state must be a tuple of StateSpecs, as (StateSpec(...),)")
+    if any(spec.name == WEIGHT for spec in stage.state):
+        raise ValueError(
+            f"{kind.__name__}: its state {WEIGHT!r} is named like the weights for stages; choose another name"
+        )
     for field in ("factors", "numbers"):
         shape = getattr(stage, field, None)
         is_needed = field == "numbers" and isinstance(stage, WeightStage)

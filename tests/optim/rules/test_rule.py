@@ -295,6 +295,19 @@ class Plain(MatrixStage):
     label = "plain"
 
 
+@dataclass(frozen=True)
+class Weighted(MatrixStage):
+    """A setting that cannot be hashed, if it is a list."""
+
+    label = "weighted"
+    weights: list
+
+
+def two_of(*shapes):
+    """Two declarations of one name."""
+    return tuple(StateSpec("declared_twice", "wide", shape) for shape in shapes)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -316,6 +329,29 @@ class Plain(MatrixStage):
             r"Mine: factors=\(1, 1\); choose",
         ),
         (lambda: UpdateRule(title="r", constrain=stage_of(WeightStage)), "Mine: numbers=None; choose"),
+        (
+            lambda: UpdateRule(
+                title="r", before=(stage_of(MatrixStage, state=(StateSpec("weight", "wide", "param"),)),)
+            ),
+            "Mine: its state 'weight' is named like the weights for stages; choose another name",
+        ),
+        (
+            lambda: UpdateRule(title="r", before=(stage_of(MatrixStage, state=two_of("rows", "matrix")),)),
+            "r: its state 'declared_twice' is declared in two ways; choose another name for one",
+        ),
+        (
+            lambda: UpdateRule(
+                title="r", before=tuple(stage_of(MatrixStage, state=(one,)) for one in two_of("rows", "param"))
+            ),
+            "r: its state 'declared_twice' is declared in two ways",
+        ),
+        (
+            lambda: UpdateRule(title="r", before=(Weighted([1.0]),)),
+            r"Weighted\(.*: its fields must be hashable; .*tuples",
+        ),
+        (lambda: UpdateRule(title=3), "title=3 must be a text"),
+        (lambda: UpdateRule(title="r", scale="spectrall"), "r: scale='spectrall': choose 'spectral', .* function of"),
+        (lambda: UpdateRule(title="r", scale=0.2), r"r: scale=0\.2: choose 'spectral'"),
         (lambda: StateSpec("a", "wide", "row"), r"StateSpec\('a'\): shape='row'; choose 'param', 'scalar', 'neurons'"),
         (lambda: StateSpec("a", "float16", "rows"), r"StateSpec\('a'\): dtype='float16'; choose 'average'"),
     ],
@@ -339,3 +375,13 @@ def test_factors_that_a_stage_does_not_declare_are_an_error_in_a_step():
     weight.grad = torch.ones(3, 2)
     with pytest.raises(ValueError, match=r"Mine returns factors, and declares factors=None"):
         quintic.Muon([weight], update_rule=UpdateRule(title="r", after=(stage,))).step()
+
+
+@pytest.mark.parametrize("factor", [None, float("nan"), float("inf"), "1"])
+def test_a_scale_of_a_rule_is_tried_for_each_shape(factor):
+    rule = UpdateRule(title="mine", scale=lambda m, n: factor if (m, n) == (4, 3) else 1.0)
+    with pytest.raises(
+        ValueError, match=rf"^w: scale of mine\(4, 3\) returned {factor!r}; it must return a finite number$"
+    ):
+        muon(update_rule=rule)
+    quintic.Muon([("w", weight_of(3, 4))], update_rule=rule)
