@@ -35,7 +35,7 @@ _BATCH = 5
 _ZEROS = 2
 # An entry far above the others: a stage may clip by the size of all, and ordinary entries may never reach its limit.
 _OUTLIER = 1000.0
-# The tensor for element-wise stages has so many entries that the outlier is 30 times their root mean square.
+# The shape for element-wise stages: the outlier is 30 times the root mean square of all entries.
 _ROWS, _COLUMNS = 20, 50
 
 _OPTIONS = StageOptions(lr=0.02, weight_decay=0.1)
