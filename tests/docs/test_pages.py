@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 from torch import nn
 
 import quintic
@@ -98,7 +97,7 @@ def runs_here(block):
 @pytest.mark.filterwarnings("ignore:perhaps several matrices")  # qkv of the model above, which pages make rules for
 @pytest.mark.parametrize("page", [page for page in MANUAL if any(map(runs_here, blocks(page)))], ids=name)
 def test_python_in_the_pages_runs(page, capsys):
-    namespace = {"quintic": quintic, "torch": torch, "model": Documented()}
+    namespace = {"model": Documented()}  # a page imports what it uses
     for block in blocks(page):
         if runs_here(block):
             code = "\n" * block.line + block.code
