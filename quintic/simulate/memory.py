@@ -16,7 +16,7 @@ from quintic.optim.groups.options import OPTIONS
 from quintic.simulate.options import SimulationOptions, size_in_bytes
 from quintic.simulate.planned_models import planned_model
 from quintic.simulate.simulate import simulate_plan
-from quintic.simulate.table import mesh_of, naming_options, planned_optimizer
+from quintic.simulate.table import mesh_of, naming_options, planned_optimizer, whose_memory
 from quintic.tables import aligned
 
 __all__ = [
@@ -212,6 +212,8 @@ def memory_text(options: SimulationOptions) -> str:
         memory_table(setups, memory, parameters, start, _setting),
         "\nNot counted: activations, and what CUDA and FSDP keep for themselves.",
     ]
+    if note := whose_memory():
+        lines.append(f"step: temporary memory {note}.")
     return "\n".join([*lines, *result])
 
 

@@ -10,13 +10,14 @@ from torch import Tensor
 
 import quintic
 from quintic.errors import ConfigError
+from quintic.kernels.dispatch import triton_is_installed
 from quintic.optim.groups.options import OPTIONS
 from quintic.optim.rules.table import rule_of
 from quintic.simulate.options import SimulationOptions
 from quintic.simulate.planned_models import planned_model
 from quintic.simulate.simulate import BucketLoad, Simulation, simulate_plan
 
-__all__ = ["mesh_of", "naming_options", "planned_optimizer", "simulation_text", "table"]
+__all__ = ["mesh_of", "naming_options", "planned_optimizer", "simulation_text", "table", "whose_memory"]
 
 
 def simulation_text(options: SimulationOptions) -> str:
@@ -96,10 +97,19 @@ def table(simulation: Simulation) -> str:
         "state": f"{_most_and_mean(simulation.state_bytes, 2**20)} MiB",
         "temporary memory": f"at most {_most_and_mean(simulation.workspace_bytes, 2**20)} MiB",
     }
+    if note := whose_memory():
+        totals["temporary memory"] += f", {note}"
     if simulation.bytes_between.any():
         totals["sent between nodes"] = f"{_most_and_mean(simulation.bytes_between, 1e6)} MB"
     chosen = map(str, simulation.choices)
     return "\n".join([*lines, "", *(f"{name:18} {text}" for name, text in totals.items()), *chosen])
+
+
+def whose_memory() -> str:
+    """Return whose temporary memory was counted where it is not that of Triton's kernels, else an empty text."""
+    if triton_is_installed():
+        return ""
+    return "of plain PyTorch, since Triton is not installed here; with Triton a GPU usually needs less"
 
 
 def _sum_loads(values: Iterable[Tensor]) -> Tensor:

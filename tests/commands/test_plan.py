@@ -334,6 +334,15 @@ def test_a_parameter_that_nobody_decided_about_is_an_error(tmp_path, capsys, mon
     assert re.match(r"quintic: error: --model odd: no rule covers .* strange", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("memory", [[], ["--memory", "80GiB"]], ids=["mesh", "memory"])
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_plan_without_triton_says_so(memory, installed, monkeypatch, capsys):
+    monkeypatch.setattr("quintic.simulate.table.triton_is_installed", lambda: installed)
+    assert main(["plan", "--model", "gpt2", *memory]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "Triton is not installed" in line]
+    assert [line.split(", since ")[0].split()[-3:] for line in notes] == [["of", "plain", "PyTorch"]] * (not installed)
+
+
 def test_the_tables_in_the_guide_are_what_is_printed(capsys):
     pytest.importorskip("triton")  # how much fits into a bucket depends on the kernels
     page = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "plan.md").read_text("utf-8")
