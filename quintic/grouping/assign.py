@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from quintic.grouping.classify import Convolutions, classify
-from quintic.grouping.doubts import taken_features
+from quintic.grouping.doubts import BY_PASS, taken_features
 from quintic.grouping.forward.roles import Roles, decided
 from quintic.grouping.heads import heads_of
 from quintic.grouping.layer_types import with_layer_types
@@ -129,7 +129,7 @@ def assign(
     if wanted is None:
         if uncovered:
             covered = {use.name for param in assignments for use in uses.get(param, ())}
-            raise ValueError(_uncovered_message(uncovered, covered))
+            raise ValueError(_uncovered_message(uncovered, covered) + (BY_PASS if roles is None else ""))
         _check_rules_are_used(model, [rule for number, rule in enumerate(rules) if number not in used_rules])
         if not assignments:
             raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True")

@@ -44,7 +44,7 @@ WARNINGS = {
 """The text of `param_groups` for each doubt, with places for a list of names and for the first of them."""
 
 BY_PASS = "; or let a forward pass find out: quintic.param_groups(model, example=...)"
-"""The end of every warning."""
+"""The end of every warning, and of the error for parameters that nothing decides."""
 
 NOTES = {
     PERHAPS_FUSED: "several matrices",

@@ -183,7 +183,7 @@ def test_names_that_the_page_about_adamw_gives_for_tables():
             rows = {row.name: row for row in quintic.explain(network).rows}
             assert rows[name].algorithm == "adamw"
         else:
-            with pytest.raises(ValueError, match=rf"no rule covers .*quintic\.Rule\('{name}', 'adamw'\)"):
+            with pytest.raises(ValueError, match=rf"no rule covers .*quintic\.Rule\('{name}', 'adamw'\).*example="):
                 quintic.param_groups(network)
 
 
