@@ -29,7 +29,7 @@ LR, LEAST_LR, MOST_LR = 0.02, 0.01, 0.04
 SHORT_RUN_DECAY = 0.1
 
 _CAVEAT = """\
-Rates were searched here in models of up to 256 channels. For larger ones these are places to begin a search, not
+Rates were searched here in models of up to 768 channels. For larger ones these are places to begin a search, not
 results: see docs/how-to/choose-settings.md."""
 
 # Options of the optimizer that decide about the bytes of its state.
