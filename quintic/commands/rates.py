@@ -131,7 +131,7 @@ def _rows(options: RatesOptions, start: StartingPoint, parameters: int) -> list[
             "weight_decay",
             f"{start.weight_decay:.2g}",
             f"{least:.2g} to {max(most, SHORT_RUN_DECAY):.2g}",
-            f"as sqrt(batch) / tokens (arXiv 2405.13698); {start.same_product:.2g} has AdamW's lr * weight_decay",
+            f"sqrt(batch) / tokens (arXiv 2405.13698), falling to 0; {start.same_product:.2g}: AdamW's lr * decay",
         ),
         ("warm-up", f"{max(1, round(0.02 * scale.steps)):,}", "", "2 % of the steps"),
     ]
