@@ -30,7 +30,8 @@ from quintic.optim.numeric.int8_state import is_packed, read_packed, rounding_of
 from quintic.optim.numeric.precision import full_precision
 from quintic.optim.rules.rule import EXP_AVG, EXP_AVG_SQ, STEP
 from quintic.optim.state.parameters import Parameter
-from quintic.optim.state.state import master_key, vectors_of
+from quintic.optim.state.state import master_key, master_of, vectors_of
+from quintic.optim.verify.allowed import allowed_change, allowed_state
 from quintic.optim.verify.matrix_step import Rounding, largest
 from quintic.optim.verify.reference import Roundings, run_reference
 from quintic.optim.verify.report import Difference, RankReport, Verification, merge_reports, severity_key
@@ -42,10 +43,9 @@ __all__ = ["verify"]
 # measurement may have been lower than usual by chance.
 _ROUNDINGS = 4.0
 
-# The allowed effect of another order of element-wise arithmetic: relative to the largest change of a matrix; of values,
-# in units of their dtype's eps; of AdamW's update, in units of its learning rate.
+# The allowed effect of another order of element-wise arithmetic: relative to the largest change of a matrix; of AdamW's
+# update, in units of its learning rate. That on values is in `allowed.py`.
 _CHANGE = 2.0**-18
-_EPS = 8
 _ADAMW = 1e-4
 
 # The most differences that a rank reports to the others.
@@ -243,9 +243,11 @@ def _compare_adamw(
             continue
         scale = largest(right - old if key == "weight" else right)
         if key == "weight":
-            allowed = _allowed_change(parameter.group, old, right, _ADAMW * parameter.group.effective_lr)
+            allowed = allowed_change(
+                parameter.group, old, right, _ADAMW * parameter.group.effective_lr, master_of(expected)
+            )
         else:
-            allowed = (torch.zeros_like(right) if key == STEP else _allowed_state(right, old)) + rounding
+            allowed = (torch.zeros_like(right) if key == STEP else allowed_state(right, old)) + rounding
         yield _difference(parameter, key, right, mine, allowed, scale)
 
 
@@ -279,9 +281,9 @@ def _compare_matrices(
                 scale = largest(right - old)
                 slack = _ROUNDINGS * rounding.update + _CHANGE * scale
                 decay_factor = _decay_factor(parameter.group, number, *right.shape)
-                allowed = _allowed_change(parameter.group, old, right, slack, decay_factor)
+                allowed = allowed_change(parameter.group, old, right, slack, master_of(expected), decay_factor)
             else:
-                scale, allowed = largest(right), _allowed_state(right, old) + (steps[block][index] if steps else 0.0)
+                scale, allowed = largest(right), allowed_state(right, old) + (steps[block][index] if steps else 0.0)
                 if key in of_updates:
                     allowed = allowed + _ROUNDINGS * rounding.second_moment
             one = _difference(parameter, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
@@ -298,7 +300,7 @@ def _compare_matrices(
             if right.numel() == 0 or this_rank() not in holders.get((block, index), parameter.ranks):
                 continue
             rounding = roundings.get((parameter.param, number), Rounding(0.0, 0.0))
-            allowed = _allowed_state(right, right) + _ROUNDINGS * rounding.second_moment
+            allowed = allowed_state(right, right) + _ROUNDINGS * rounding.second_moment
             yield _difference(
                 parameter, spec.name, right, mine, allowed, largest(right), matrix=number, num_matrices=len(numbers)
             )
@@ -336,36 +338,6 @@ def _value(parameter: Parameter, values: Mapping[str, Tensor], key: str) -> Tens
         return full_precision(values[key], None if of_master is None else values[of_master])
     # The master is sharded over ranks: gather it for this rank's weight.
     return full_precision(values[key], parameter.whole_of(of_master, values[of_master]))
-
-
-def _allowed_change(group: Group, old: Tensor, right: Tensor, slack: float, scale: float = 1.0) -> Tensor:
-    """Return the difference that rounding explains for each weight, in the shape of `right`.
-
-    `old` and `right` are weights before and after the reference step, `slack` is the explained difference of an update,
-    and `scale` the factor on weight decay.
-    """
-    # Rounding of the arithmetic, and of 16-bit weights, which may end at neighbouring numbers.
-    relative = _EPS * torch.finfo(torch.float64 if right.dtype == torch.float64 else torch.float32).eps
-    if right.itemsize < 4:
-        relative += torch.finfo(right.dtype).eps
-    wide = torch.promote_types(right.dtype, torch.float32)
-    old, right = old.to(wide), right.to(wide)
-    allowed = right.abs().mul(relative).add(slack)
-    lr = group.effective_lr
-    rate = lr * float(group.weight_decay) * scale
-    if group.cautious and rate:
-        # Cautious decay depends on the update's sign, which rounding decides if the update is tiny: allow the decay.
-        decay = old.abs() * (rate * lr if group.decay_coupling == "lr_squared" else rate)
-        allowed += decay * ((right - old).abs() <= decay + allowed)
-    return allowed
-
-
-def _allowed_state(right: Tensor, old: Tensor) -> Tensor:
-    """Return the difference that rounding explains for each entry of a state, in the shape of `right`."""
-    wide = torch.promote_types(right.dtype, torch.float32)
-    # 16-bit state may end at neighbouring numbers; sums are as exact as their largest terms.
-    allowed = right.abs().to(wide) * (torch.finfo(right.dtype).eps if right.itemsize < 4 else 0.0)
-    return allowed + _EPS * torch.finfo(wide).eps * (largest(right) + largest(old))
 
 
 def _difference(
