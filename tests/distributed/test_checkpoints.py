@@ -356,6 +356,29 @@ def test_masters_are_converted_on_every_rank(name):
     run(other_masters, LAYOUTS[name].world_size, LAYOUTS[name], timeout=100)
 
 
+def broadcast_another_master(rank, world_size, layout):
+    """Only rank 0 sees the master that was saved; the others have their own, and must not go on with it."""
+    named, of_form = CASES["mantissa"], {}
+    for master in (None, "mantissa", "8bit"):
+        of_form[master] = start(layout, replace(named, options={**named.options, "master": master}))
+        step(of_form[master], range(BEFORE))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    whole = {
+        master: get_optimizer_state_dict(trained.model, trained.optimizer, options=FULL)
+        for master, trained in of_form.items()
+    }
+    twin = of_form["8bit"]
+    with pytest.raises(ValueError, match=r"the state was saved with master='mantissa', and .*'mantissa_byte' of this"):
+        set_optimizer_state_dict(twin.model, twin.optimizer, whole["mantissa"] if rank == 0 else {}, options=options)
+    set_optimizer_state_dict(twin.model, twin.optimizer, whole[None] if rank == 0 else {}, options=options)
+    for name, param in twin.model.named_parameters():
+        assert not local_of(twin.optimizer.state[param]["mantissa_byte"]).any(), name
+
+
+def test_a_master_of_another_form_is_refused_on_every_rank():
+    run(broadcast_another_master, 2, Layout((2,), wrappings.data_parallel))
+
+
 def before_the_first_step(rank, world_size, layout, folder):
     """All ranks have the same keys from the start, though some never see a gradient; then these are saved."""
     trained = start(layout, CASES["neuron"])

@@ -29,7 +29,14 @@ import torch
 from torch import Tensor
 
 from quintic.optim.checkpoint.changes import Change, change_error, changed_option, state_after, warn_of_changes
-from quintic.optim.checkpoint.masters import in_saved_form, replace_master
+from quintic.optim.checkpoint.masters import (
+    in_saved_form,
+    lacks_master,
+    named_masters,
+    replace_master,
+    warn_of_lost_masters,
+    without_own,
+)
 from quintic.optim.checkpoint.matching import Match, adopted_names, matched
 from quintic.optim.groups.group import Group
 from quintic.optim.groups.names import is_made_up, resolve_name
@@ -112,7 +119,9 @@ def load_state(
     copies: list[tuple[Tensor, Tensor]] = []  # (target, source)
     made: dict[Tensor, dict[str, Tensor]] = {}  # new state of parameters that have none here
     masters: dict[Tensor, Mapping[str, Tensor]] = {}  # state with the master in its saved form, if that is another
+    lost: dict[str, list[str]] = {}  # {option master: parameters that were saved with it, and are loaded without}
     changes: dict[str, tuple[Change, list[str], list[str]]] = {}  # {name: (change, state loaded, state begun anew)}
+    named = named_masters(saved_groups)
     matched_params = {match.param for match in matches}
     without = {param for group in groups for param in group["params"] if param not in matched_params}
     # Compare the saved state of each parameter with its own, and collect the copies.
@@ -134,6 +143,9 @@ def load_state(
                 )
             without.add(param)
             continue
+        saved = without_own(name, saved, named)
+        if lacks_master(param, saved, saved_groups[saved_number]):
+            lost.setdefault(saved_groups[saved_number]["master"], []).append(name)
         own = state.get(param, {})
         shards = sharded[param].local if param in sharded else None
         # Outside inference mode, since later steps could not change its tensors.
@@ -173,8 +185,9 @@ def load_state(
     same = {id(param): param for group in groups for param in group["params"]}
     own_entries = {key: deepcopy(value, same) for key, value in saved_states.items() if key not in keys}
     own_values = {match.param: _users_values(match.param, saved_states.get(match.key) or {}) for match in matches}
-    # Everything fits: from here on the optimizer changes, unless this warning is an error.
+    # Everything fits: from here on the optimizer changes, unless one of these warnings is an error.
     warn_of_changes(changes, stacklevel=3)
+    warn_of_lost_masters(lost, stacklevel=3)
     for target, source in copies:
         copy_(target, source)
     for param in without:

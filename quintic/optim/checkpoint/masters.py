@@ -2,8 +2,13 @@
 
 The saved form is loaded, and the next use of state converts it, as if the option had been changed after loading
 (`state/sync.py`). Converting at once may need the weights, and these are often loaded after the optimizer.
+
+PyTorch's distributed checkpoints may lose or mix masters, which the saved options tell. `dcp.load` reads only keys that
+the optimizer has, and so no master where `master=None`. With `full_state_dict=True` PyTorch adds this optimizer's own
+master to a saved state without one of this form.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +21,61 @@ from quintic.optim.state.placement import empty_master
 from quintic.optim.state.shards import StateShard
 from quintic.optim.state.state import MASTER_KEYS, master_key
 
-__all__ = ["in_saved_form", "replace_master"]
+__all__ = ["in_saved_form", "lacks_master", "named_masters", "replace_master", "warn_of_lost_masters", "without_own"]
+
+_Groups = Sequence[Mapping[str, Any]]
+
+
+def named_masters(saved_groups: _Groups) -> dict[str, str] | None:
+    """Return {state key: option} for the masters that the options of saved groups name; None if a group has no option.
+
+    Without any master it is empty.
+    """
+    if not all("master" in group for group in saved_groups):
+        return None
+    options = {str(group["master"]) for group in saved_groups}
+    return {spec.name: option for option, spec in MASTER_SPECS.items() if option in options}
+
+
+def without_own(name: str, saved: Mapping[str, Any], named: Mapping[str, str] | None) -> Mapping[str, Any]:
+    """Return a saved state without the master that PyTorch has added to it, from this optimizer.
+
+    Args:
+        name: the parameter's name, for errors.
+        saved: its saved state.
+        named: as `named_masters` returns it.
+
+    Raises:
+        ValueError: another form was saved, which other ranks may lack.
+    """
+    added = next((key for key in MASTER_KEYS if named is not None and key in saved and key not in named), None)
+    if added is None or named is None:
+        return saved
+    if named:
+        option = next(iter(named.values()))
+        raise ValueError(
+            f"{name}: the state was saved with master={option!r}, and torch.distributed.checkpoint has put "
+            f"{added!r} of this optimizer into it; make it with master={option!r}, load, and change the option then"
+        )
+    return _without_master(saved)
+
+
+def lacks_master(param: Tensor, saved: Mapping[str, Any], saved_group: Mapping[str, Any]) -> bool:
+    """Return whether a saved state of low-precision weights has no master, and its group was saved with one."""
+    return saved_group.get("master") in MASTER_SPECS and param.dtype.itemsize < 4 and master_key(saved) is None
+
+
+def warn_of_lost_masters(lost: Mapping[str, Sequence[str]], stacklevel: int) -> None:
+    """Warn once of parameters whose masters were not loaded: {option that they were saved with: names}."""
+    for option, names in lost.items():
+        more = f" (and {len(names) - 1} more)" if names[1:] else ""
+        warnings.warn(
+            f"{names[0]}{more}: saved with master={option!r}, and loaded without: torch.distributed.checkpoint leaves "
+            f"out what an optimizer with master=None has no place for, and the weights alone go on; to keep all bits, "
+            f"make it with master={option!r}, load again, and change the option then",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
 def in_saved_form(

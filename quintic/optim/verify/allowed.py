@@ -28,7 +28,7 @@ def allowed_change(
         master: the master of the weights, if they have one; it tells how stored values are rounded.
         scale: the factor on weight decay.
     """
-    # Rounding of the arithmetic, and of what is stored: values of 16 and of 24 bits may end at neighbouring numbers.
+    # Rounding of the arithmetic, and of stored values, which with 16 and with 24 bits may end at neighbouring numbers.
     relative = _EPS * torch.finfo(torch.float64 if right.dtype == torch.float64 else torch.float32).eps
     if right.itemsize < 4:
         relative += torch.finfo(right.dtype).eps

@@ -1,5 +1,6 @@
 """Loading saved state: parameters in other groups, hyperparameters that come back, state of other optimizers."""
 
+import contextlib
 import copy
 import itertools
 
@@ -11,7 +12,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
+    get_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 
 import quintic
@@ -365,6 +368,57 @@ def test_a_whole_state_dict_with_another_master_is_set(saved, wanted):
     other, twin = in_a_model(wanted)
     set_optimizer_state_dict(other, twin, copy.deepcopy(state))
     other.load_state_dict(model.state_dict())
+    before = value_of(model.weight, optimizer.state[model.weight], saved)
+    assert torch.equal(value_of(other.weight, twin.state[other.weight], wanted), of_form(before, wanted))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process, on purpose
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("saved", MASTERS)
+def test_masters_that_a_distributed_checkpoint_leaves_out_are_named(saved, is_flat, tmp_path):
+    option = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    model, optimizer = in_a_model(saved)
+    take_step(model.weight, optimizer, 0)
+    states = get_state_dict(model, optimizer, options=option)
+    dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=tmp_path, no_dist=True)
+
+    def load(other, twin):
+        states = get_state_dict(other, twin, options=option)
+        dcp.load(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=tmp_path, no_dist=True)
+        set_state_dict(other, twin, model_state_dict=states[0], optim_state_dict=states[1], options=option)
+
+    other, twin = in_a_model(None)
+    take_step(other.weight, twin, 7)
+    message = rf"^weight: saved with master='{saved}', and loaded without: .* make it with master='{saved}', load again"
+    with pytest.warns(UserWarning, match=message) if saved else contextlib.nullcontext():
+        load(other, twin)
+    assert torch.equal(other.weight, model.weight)
+    assert twin.state[other.weight].keys() == {"momentum_buffer"}
+    assert torch.equal(twin.state[other.weight]["momentum_buffer"], optimizer.state[model.weight]["momentum_buffer"])
+    # What the message says.
+    again, with_master = in_a_model(saved)
+    load(again, with_master)
+    before = value_of(model.weight, optimizer.state[model.weight], saved)
+    assert torch.equal(value_of(again.weight, with_master.state[again.weight], saved), before)
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [pair for pair in itertools.permutations(MASTERS, 2) if pair[1]])
+def test_a_master_that_pytorch_adds_to_a_whole_state_is_not_taken_for_a_saved_one(saved, wanted):
+    """Where the optimizer was stepped, its own bits would complete the loaded weights, which they do not belong to."""
+    whole = StateDictOptions(full_state_dict=True)
+    model, optimizer = in_a_model(saved)
+    take_step(model.weight, optimizer, 0)
+    states = copy.deepcopy(get_state_dict(model, optimizer, options=whole))
+    other, twin = in_a_model(wanted)
+    take_step(other.weight, twin, 7)
+    keys = {"model_state_dict": states[0], "optim_state_dict": states[1], "options": whole}
+    if saved is not None:
+        message = rf"^weight: the state was saved with master='{saved}', and .* '{KEYS[wanted]}' of this optimizer"
+        with pytest.raises(ValueError, match=message):
+            set_state_dict(other, twin, **keys)
+        twin.param_groups[0]["master"] = saved
+    set_state_dict(other, twin, **keys)
+    twin.param_groups[0]["master"] = wanted
     before = value_of(model.weight, optimizer.state[model.weight], saved)
     assert torch.equal(value_of(other.weight, twin.state[other.weight], wanted), of_form(before, wanted))
 
