@@ -292,8 +292,8 @@ def _bring_averages(captured: Averages, averages: Averages) -> None:
 
 def _check_groups_of_8(optimizer: Muon) -> None:
     for group in optimizer._plans.current_groups():
-        for name, param in zip(group.param_names, group.params, strict=True):
-            if shares_groups(param, group):
+        for index, (name, param) in enumerate(zip(group.param_names, group.params, strict=True)):
+            if index not in group.idle and shares_groups(param, group):
                 raise ValueError(
                     f"{name}: its columns are cut between ranks inside of {GROUP} neighbours, which state_dtype='int8' "
                     f"stores together, by way of memory that each step allocates; step as usual, or use "

@@ -1,5 +1,6 @@
 """State of 8 bits where columns are cut inside of groups of 8: the bits of one device, and the errors that remain."""
 
+import contextlib
 import copy
 import math
 
@@ -278,6 +279,37 @@ def check_state_of_others(rank, world_size):
     assert optimizer.state[frozen] == {"note": 1}
 
 
+def check_frozen(rank, world_size):
+    """Frozen parameters have no state that ranks could share, until they are unfrozen."""
+    mesh = DeviceMesh(DEVICE, range(world_size))
+    model = Weights(24, placed_on(mesh, 1))
+    cut = (model.first, model.second, model.table)
+    for param in cut:
+        param.requires_grad_(False)
+    optimizer = optimizer_of(model)
+    for step in range(2):
+        give(model, step)
+        for param in cut:
+            param.grad = None
+        optimizer.step()
+    assert optimizer.plan().cut_state_bytes == 0
+    # On the CPU the device is all that a capture lacks.
+    with contextlib.nullcontext() if DEVICE == "cuda" else pytest.raises(ValueError, match="one CUDA device"):
+        quintic.CapturedStep(optimizer).close()
+    for param in cut:
+        param.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"first: its columns are cut "):
+        quintic.CapturedStep(optimizer)
+    train(model, optimizer, range(2))
+    assert optimizer.plan().cut_state_bytes
+    assert optimizer.state[model.first]["momentum_buffer"].to_local().any()
+    # One that is frozen later keeps its state, and is stepped if it is given a gradient.
+    model.first.requires_grad_(False)
+    before = model.first.detach().clone()
+    train(model, optimizer, range(1))
+    assert not torch.equal(whole(before), whole(model.first.detach()))
+
+
 def check_columns_in_memory(rank, world_size):
     """Column by column in memory averages are float32, on ranks with empty pieces, too."""
 
@@ -306,6 +338,10 @@ def test_empty_pieces_take_part(algorithm):
 
 def test_frozen_parameters_and_inference_mode():
     run(check_state_of_others, 2)
+
+
+def test_frozen_parameters_share_no_groups():
+    run(check_frozen, 2)
 
 
 def test_all_ranks_agree_on_parameters_in_columns():

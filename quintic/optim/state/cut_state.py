@@ -43,7 +43,9 @@ def cut_state_of(groups: Sequence[Group], state: State, communicators: Communica
     if not any(group.state_dtype == "int8" for group in groups):
         return None
     everything = all_parameters(groups, communicators)
-    cut = [one for one in everything if one.is_here and shares_groups(one.param, one.group, one.layout)]
+    frozen = {group.params[index] for group in groups for index in group.idle}
+    trained = [one for one in everything if one.is_here and one.param not in frozen]
+    cut = [one for one in trained if shares_groups(one.param, one.group, one.layout)]
     # Messages of several sets of ranks in one order on all ranks.
     return CutState(sorted(cut, key=lambda one: one.ranks), state) if cut else None
 
@@ -95,13 +97,7 @@ class CutState(State):
     @contextmanager
     def of_step(self, steps_waited: Sequence[int]) -> Iterator[None]:
         """Provide the averages of groups that are due, and store them unless the step fails; all ranks must call it."""
-        # Parameters that were always frozen have no state.
-        due = [
-            one
-            for one in self._cut
-            if steps_waited[one.group.number] == 0
-            and self._wide[one.param].keys() <= self._state.get(one.param, {}).keys()
-        ]
+        due = [one for one in self._cut if steps_waited[one.group.number] == 0]
         try:
             for one in due:
                 self._read(one)
