@@ -666,6 +666,7 @@ class Muon(Optimizer):
         for options in (state["defaults"], *state["param_groups"]):
             adopt_old_names(options)  # of a file that an older version wrote
         super().__setstate__({**state, "state": with_mantissas(state["state"], torch.uint16)})
+        self.defaults.pop("differentiable", None)  # PyTorch's addition, which groups would get that are added later
         self._begin(self.__dict__.pop("_orders"), self.__dict__.pop("_release_gradients", False))
         self._undecided.decided_by = self.__dict__.pop("_decided_by", "nobody")
         self._links.watch(self._home["param_groups"])

@@ -267,6 +267,21 @@ def test_a_copy_goes_on_as_the_original_and_is_independent(make, way):
     assert_same_state(optimizer.state_dict(), twin.state_dict())
 
 
+@BOTH
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_group_added_to_a_copy_has_the_keys_of_the_original_s(make, way):
+    """Distributed checkpoints look for every key of a group."""
+    model = model_of()
+    optimizer = make(list(model.parameters())[:-1])
+    twin_model, twin = (
+        copy.deepcopy((model, optimizer)) if way == "deepcopy" else pickle.loads(pickle.dumps((model, optimizer)))
+    )
+    for own, of_model in ((optimizer, model), (twin, twin_model)):
+        own.add_param_group({"params": list(of_model.parameters())[-1:]})
+    assert [group.keys() for group in twin.param_groups] == [group.keys() for group in optimizer.param_groups]
+    assert twin.defaults == optimizer.defaults
+
+
 def test_loading_keeps_nothing_of_what_it_was_given():
     model = model_of()
     optimizer = named_muon(model)
