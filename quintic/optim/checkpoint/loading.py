@@ -154,7 +154,7 @@ def load_state(
             if own.keys().isdisjoint(STATE_KEYS):
                 own = made[param] = init_state(param, typed[number], shards)
             converted = in_saved_form(name, param, typed[number], own, saved, shards, strict=strict)
-        _check_is_not_cast(name, param, typed[number], saved, saved_groups[saved_number].get("state_dtype"))
+        _check_is_not_cast(name, param, typed[number], own, saved, saved_groups[saved_number].get("state_dtype"))
         if converted is not None:
             own, saved = converted
             masters[param] = own
@@ -312,16 +312,23 @@ def _is_same(values: Sequence[Any]) -> bool:
 
 
 def _check_is_not_cast(
-    name: str, param: Tensor, group: Group, saved: Mapping[str, Any], state_dtype: StateDtype
+    name: str,
+    param: Tensor,
+    group: Group,
+    own: Mapping[str, Tensor],
+    saved: Mapping[str, Any],
+    state_dtype: StateDtype,
 ) -> None:
     """Reject averages of 8 bits that were cast as if their bytes were numbers, or numbers cast to bytes.
 
-    `torch.distributed.checkpoint.load` does so where it reads into the state of an optimizer with another dtype.
+    `torch.distributed.checkpoint.load` does so where it reads into the state of an optimizer with another dtype, so a
+    cast average has the dtype of this optimizer's. In any other dtype it is as it was saved, for another view or order
+    in memory.
     """
     packed = state_dtype == "int8" and has_packed_state(param, replace(group, state_dtype=state_dtype))
-    for key in group.rule.packed_state.keys() & saved.keys():
+    for key in group.rule.packed_state.keys() & saved.keys() & own.keys():
         dtype = saved_tensor(saved[key], f"{name}: saved {key}").dtype
-        if dtype.is_floating_point == packed:
+        if dtype == own[key].dtype and dtype.is_floating_point == packed:
             raise ValueError(
                 f"{name}: saved {key} is {dtype}, and the checkpoint is of state_dtype={state_dtype!r}: "
                 f"torch.distributed.checkpoint.load has cast it to the dtype of this optimizer's state; set "

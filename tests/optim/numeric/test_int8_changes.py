@@ -191,6 +191,41 @@ def test_a_checkpoint_that_was_cast_on_loading_is_refused(saved, own, tmp_path):
     assert_converted(averages(twin_params, twin), averages(params, optimizer))
 
 
+WHOLE, CUT = quintic.Matrix(), quintic.Heads(4, dim=1)
+
+
+def of_form(view, order, state_dtype):
+    """A matrix whose momentum is of 8 bits if the option says so, the view cuts no groups, and rows lie together."""
+    torch.manual_seed(0)
+    whole = torch.randn(6, 16)
+    param = nn.Parameter(whole if order == "rows" else whole.mT.contiguous().mT)
+    return param, quintic.Muon([{"params": [("matrix", param)], "view": view}], lr=0.01, state_dtype=state_dtype)
+
+
+@pytest.mark.filterwarnings("ignore:parameters are not what they were")
+@pytest.mark.parametrize(
+    "own", [(WHOLE, "rows", "int8"), (CUT, "rows", "int8"), (WHOLE, "columns", "int8"), (CUT, "rows", None)]
+)
+@pytest.mark.parametrize("saved", [(WHOLE, "rows", "int8"), (CUT, "rows", "int8"), (WHOLE, "columns", "int8")])
+def test_momentum_goes_on_where_its_groups_may_not_be_stored_together_any_more(saved, own):
+    """Another view or order in memory also decides whether averages are of 8 bits; nothing was cast."""
+    param, optimizer = of_form(*saved)
+    twin_param, twin = of_form(*own)
+    for each, its_optimizer in ((param, optimizer), (twin_param, twin)):
+        each.grad = torch.randn(6, 16)
+        its_optimizer.step()
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()), strict=saved[0] == own[0])
+    found, expected = twin.state[twin_param]["momentum_buffer"], optimizer.state[param]["momentum_buffer"]
+    assert is_packed(found) == (own == (WHOLE, "rows", "int8"))
+    values = read_packed(expected) if is_packed(expected) else expected
+    if is_packed(found):
+        stored = torch.empty_like(found)
+        store_packed_(stored, values.contiguous())
+        assert torch.equal(found, stored)
+    else:
+        assert torch.equal(found, values)
+
+
 def test_state_goes_to_pytorch_as_numbers_and_back():
     params, optimizer = stepped(state_dtype="int8")
     exported = export_torch_state(optimizer)
