@@ -62,7 +62,7 @@ def without_own(name: str, saved: Mapping[str, Any], named: Mapping[str, str] | 
 
 def lacks_master(param: Tensor, saved: Mapping[str, Any], saved_group: Mapping[str, Any]) -> bool:
     """Return whether a saved state of low-precision weights has no master, and its group was saved with one."""
-    return saved_group.get("master") in MASTER_SPECS and param.dtype.itemsize < 4 and master_key(saved) is None
+    return str(saved_group.get("master")) in MASTER_SPECS and param.dtype.itemsize < 4 and master_key(saved) is None
 
 
 def warn_of_lost_masters(lost: Mapping[str, Sequence[str]], stacklevel: int) -> None:
