@@ -29,7 +29,7 @@ from quintic.optim.rules.library.normuon import NEURON_MOMENT
 from quintic.optim.rules.rule import MOMENTUM, PARAM_SHAPED_STATE
 from quintic.optim.state.placement import check_conversion
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
-from quintic.optim.state.state import copy_, saved_tensor
+from quintic.optim.state.state import copy_, saved_tensor, separate_sources
 
 __all__ = ["SecondMoments", "Source", "import_state", "import_torch_state"]
 
@@ -231,7 +231,8 @@ def _copy_in(entries: Sequence[SavedState], owned: Mapping[str, _Owned], mode: S
             raise ValueError(f"{entry.name}: has two saved states; each parameter can have one")
         seen.add(entry.name)
         copies += _copies(entry, owned[entry.name], mode)
-    for target, source, factor in copies:
+    pairs = separate_sources([(one.target, one.source) for one in copies])
+    for (target, source), (_, _, factor) in zip(pairs, copies, strict=True):
         if factor != 1:  # multiplied in float32 or wider; `copy_` rounds once
             source = source.to(torch.promote_types(target.dtype, torch.float32)) * factor
         copy_(target, source)

@@ -47,7 +47,7 @@ from quintic.optim.numeric.bf16_state import StateDtype
 from quintic.optim.rules.rule import PARAM_SHAPED_STATE, STATE_KEYS
 from quintic.optim.state.placement import check_conversion, has_packed_state, init_state
 from quintic.optim.state.shards import ShardedState, shard_of_saved, sharded_parameters
-from quintic.optim.state.state import MASTER_KEYS, copy_, piece_of, saved_tensor
+from quintic.optim.state.state import MASTER_KEYS, copy_, piece_of, saved_tensor, separate_sources
 
 __all__ = ["check_is_state_dict", "load_state"]
 
@@ -188,7 +188,7 @@ def load_state(
     # Everything fits: from here on the optimizer changes, unless one of these warnings is an error.
     warn_of_changes(changes, stacklevel=3)
     warn_of_lost_masters(lost, stacklevel=3)
-    for target, source in copies:
+    for target, source in separate_sources(copies):
         copy_(target, source)
     for param in without:
         for key in STATE_KEYS & state.get(param, {}).keys():

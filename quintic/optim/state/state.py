@@ -42,6 +42,7 @@ __all__ = [
     "master_of",
     "piece_of",
     "saved_tensor",
+    "separate_sources",
     "vectors_of",
 ]
 
@@ -163,3 +164,17 @@ def copy_(target: Tensor, source: Tensor) -> None:
     if target.dtype == torch.uint16 and source.dtype != torch.uint16:
         target = target.view(torch.int16)  # the cast keeps the low 16 bits
     target.copy_(source)
+
+
+def separate_sources(copies: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Return copies (target, source) that may be made one after the other: no target is the memory of a later source.
+
+    Saved tensors may be this optimizer's own, such as after `torch.distributed.checkpoint.load` into its state dict,
+    and belong to other parameters than their memory does.
+    """
+    memory = [[local_tensor(one).untyped_storage().data_ptr() for one in pair] for pair in copies]
+    targets = {target for target, _ in memory}
+    return [
+        (target, source.clone() if place != own and place in targets else source)
+        for (target, source), (own, place) in zip(copies, memory, strict=True)
+    ]

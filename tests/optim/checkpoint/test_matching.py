@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import quintic
+from quintic.interchange import export_torch_state, import_state
 from quintic.optim.checkpoint.matching import Match, adopted_names
 
 NAMES = ("a", "b", "c", "d")
@@ -320,3 +322,58 @@ def test_a_saved_name_is_given_to_one_parameter_only():
         Match(name, param, 0, 0, key, "weight") for key, (name, param) in enumerate(zip(names, params, strict=True))
     ]
     assert adopted_names([{"params": params, "param_names": names}], matches) == {"group0.param0": "weight"}
+
+
+# -- memory that both sides share --------------------------------------------------------------------------------------
+
+
+def exchange_by_dcp(optimizer, twin, folder):
+    """PyTorch reads by number, into tensors that belong to other parameters than the saved names say."""
+    dcp.save(optimizer.state_dict(), checkpoint_id=folder, no_dist=True)
+    found = twin.state_dict()
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    twin.load_state_dict(found)
+
+
+def exchange_own(optimizer, twin, folder):
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # by name
+    found = twin.state_dict()
+    for group in found["param_groups"]:
+        group["params"] = [*group["params"][1:], group["params"][0]]
+    twin.load_state_dict(found)
+    found = twin.state_dict()
+    for group in found["param_groups"]:
+        group["params"] = [group["params"][-1], *group["params"][:-1]]
+    twin.load_state_dict(found)
+
+
+def exchange_by_import(optimizer, twin, folder):
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for order in ("bca", "cab"):
+        for exported in export_torch_state(twin).values():
+            if exported["state"]:
+                names = [name for group in exported["param_groups"] for name in group["param_names"]]
+                moved = dict(zip("abc", order, strict=True))
+                import_state(twin, exported, source="torch", names=[moved[name] for name in names])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process, on purpose
+@pytest.mark.parametrize("exchange", [exchange_by_dcp, exchange_own, exchange_by_import])
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "int8"}, {"master": "mantissa"}], ids=str)
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_state_that_is_read_from_memory_of_other_parameters(algorithm, options, exchange, tmp_path):
+    def make(order):
+        params = {name: nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16)) for name in order}
+        group = {"params": list(params.items()), "algorithm": algorithm}
+        optimizer = quintic.Muon([group], lr=0.02, **options)
+        for name, param in params.items():
+            param.grad = torch.randn(8, 8).bfloat16() * 10.0 ** "abc".index(name)
+        optimizer.step()
+        return params, optimizer
+
+    (params, optimizer), (twins, twin) = make("abc"), make("cab")
+    exchange(optimizer, twin, tmp_path)
+    for name, param in params.items():
+        for key, value in optimizer.state[param].items():
+            if key != "mantissa" or exchange is not exchange_by_import:
+                assert torch.equal(twin.state[twins[name]][key], value), f"{name}: {key}"
