@@ -144,7 +144,7 @@ def load_state(
             without.add(param)
             continue
         saved = without_own(name, saved, named)
-        if lacks_master(param, saved, saved_groups[saved_number]):
+        if lacks_master(param, typed[number], saved, saved_groups[saved_number]):
             lost.setdefault(saved_groups[saved_number]["master"], []).append(name)
         own = state.get(param, {})
         shards = sharded[param].local if param in sharded else None

@@ -60,9 +60,10 @@ def without_own(name: str, saved: Mapping[str, Any], named: Mapping[str, str] | 
     return _without_master(saved)
 
 
-def lacks_master(param: Tensor, saved: Mapping[str, Any], saved_group: Mapping[str, Any]) -> bool:
-    """Return whether a saved state of low-precision weights has no master, and its group was saved with one."""
-    return str(saved_group.get("master")) in MASTER_SPECS and param.dtype.itemsize < 4 and master_key(saved) is None
+def lacks_master(param: Tensor, group: Group, saved: Mapping[str, Any], saved_group: Mapping[str, Any]) -> bool:
+    """Return whether low-precision weights have no master from now on, and a saved group had one."""
+    is_lost = str(saved_group.get("master")) in MASTER_SPECS and master_key(saved) is None
+    return is_lost and group.master is None and param.dtype.itemsize < 4
 
 
 def warn_of_lost_masters(lost: Mapping[str, Sequence[str]], stacklevel: int) -> None:
