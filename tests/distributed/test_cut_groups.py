@@ -327,6 +327,26 @@ def check_columns_in_memory(rank, world_size):
     assert optimizer.state[param]["exp_avg"].dtype == torch.float32
 
 
+def check_reference(rank, world_size, is_sharded):
+    """Second moments, too, which are rounded by a hash of the count of steps."""
+    found = []
+    for function in (quintic.Muon.step, quintic.reference_step):
+        model = Weights(24, None if is_sharded else placed_on(DeviceMesh(DEVICE, range(world_size)), 1))
+        optimizer = optimizer_of(model, comms="sharded" if is_sharded else "none")
+        for step in range(3):
+            give(model, 4 + step)
+            function(optimizer)
+        state = optimizer.state_dict()["state"]
+        found.append({(key, name): whole(value) for key, of_key in state.items() for name, value in of_key.items()})
+    assert not [place for place, value in found[0].items() if not torch.equal(value, found[1][place])]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="kernels differ from plain PyTorch in the last bit")
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_the_reference_step_makes_the_bytes_of_a_step(is_sharded):
+    run(check_reference, 2, is_sharded)
+
+
 def test_verify_waits_for_no_gradient():
     run(check_one_rank_without_gradient, 2)
 

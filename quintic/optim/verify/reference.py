@@ -235,7 +235,7 @@ def _step_parameter(
         _step_matrices(parameter, whole, vectors, roundings)
     for key in packed:
         wide, whole[key] = whole[key], torch.empty_like(whole[key], dtype=local[key].dtype)
-        store_packed_(whole[key], wide)
+        store_packed_(whole[key], wide, local.get(STEP))  # second moments are rounded by AdamW's count of steps
     # Scatter: this rank's pieces.
     for key, value in local.items():
         if key in names and value.numel():
