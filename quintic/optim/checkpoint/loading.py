@@ -132,6 +132,8 @@ def load_state(
         if change is not None:
             changes[name] = change, [], []
         saved = saved_states.get(saved_key)
+        if not isinstance(saved, Mapping | None):
+            raise TypeError(f"{name}: the saved state is a {type(saved).__name__}, and must be a mapping")
         if saved is None or saved.keys().isdisjoint(STATE_KEYS):
             # No state is right for a parameter that is or was frozen. PyTorch's distributed checkpoints, whose keys are
             # names, check themselves that no state is missing.
@@ -217,6 +219,10 @@ def check_is_state_dict(state_dict: object) -> None:
     for number, group in enumerate(state_dict.get("param_groups", ())):
         if not isinstance(group, Mapping):
             raise TypeError(f"the state dict's parameter group {number} is a {type(group).__name__}, not a mapping")
+        for key in group.keys() & {"params", "param_names"}:
+            if not isinstance(group[key], Sequence if key == "params" else Sequence | None):
+                what = f"the state dict's parameter group {number} has {type(group[key]).__name__} as {key!r}"
+                raise TypeError(f"{what}, and must have a list")
 
 
 def _check_is_ours(saved_groups: _Groups) -> None:

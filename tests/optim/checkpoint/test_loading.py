@@ -546,6 +546,11 @@ def test_saved_state_without_groups_is_refused(groups):
         optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
 
+def in_group(saved, **changed):
+    first, *others = saved["param_groups"]
+    return {**saved, "param_groups": [{**first, **changed}, *others]}
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -556,6 +561,15 @@ def test_saved_state_without_groups_is_refused(groups):
         (lambda saved: {**saved, "state": []}, "'state' is a list, and must be a mapping"),
         (lambda saved: {**saved, "param_groups": None}, "'param_groups' is a NoneType, and must be a list of"),
         (lambda saved: {**saved, "param_groups": [None]}, "parameter group 0 is a NoneType, not a mapping"),
+        (
+            lambda saved: in_group(saved, params=None),
+            "parameter group 0 has NoneType as 'params', and must have a list",
+        ),
+        (lambda saved: in_group(saved, param_names=3), "parameter group 0 has int as 'param_names', and must have"),
+        (
+            lambda saved: {**saved, "state": {**saved["state"], 0: [1]}},
+            r"^\w+\.weight: the saved state is a list, and must",
+        ),
     ],
 )
 def test_what_is_no_state_dict_is_named(damage, message):
