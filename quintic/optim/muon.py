@@ -100,8 +100,7 @@ class Muon(Optimizer):
         nesterov: look one gradient ahead.
         orthogonalizer: `"auto"` (Polar Express in the cheapest form for the shape), `"polar_express"`, `"gram"`,
             `"newton_schulz"`, `"svd"`, or a function (b, m, n) -> (b, m, n).
-        orthogonalizer_steps: polynomial steps of the named methods; ignored by `"svd"`, and with one triple per step.
-            None: five, or as many as named coefficients have.
+        orthogonalizer_steps: of the polynomials, ignored by `"svd"`; None: five, or as many as coefficients have.
         coefficients: other polynomials for the named methods: one triple (a, b, c), one per step, or a name:
             `"polar_express"`, `"muon"`, `"moonlight"`, `"deepseek_v4"`, `"cubic"`, `"cans"`; see, also for few steps,
             `docs/explanation/orthogonalization.md`.

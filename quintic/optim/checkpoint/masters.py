@@ -48,6 +48,7 @@ def without_own(name: str, saved: Mapping[str, Any], named: Mapping[str, str] | 
     Raises:
         ValueError: another form was saved, which other ranks may lack.
     """
+    # PyTorch adds under this optimizer's key, which the saved options do not name.
     added = next((key for key in MASTER_KEYS if named is not None and key in saved and key not in named), None)
     if added is None or named is None:
         return saved
@@ -62,6 +63,7 @@ def without_own(name: str, saved: Mapping[str, Any], named: Mapping[str, str] | 
 
 def lacks_master(param: Tensor, group: Group, saved: Mapping[str, Any], saved_group: Mapping[str, Any]) -> bool:
     """Return whether low-precision weights have no master from now on, and a saved group had one."""
+    # Float32 weights have no master, whatever the option says.
     is_lost = str(saved_group.get("master")) in MASTER_SPECS and master_key(saved) is None
     return is_lost and group.master is None and param.dtype.itemsize < 4
 

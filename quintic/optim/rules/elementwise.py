@@ -30,6 +30,7 @@ def stage_direction_(
     mask: Tensor | None = None,
 ) -> Tensor:
     """Return the direction of a gradient stage, in the dtype of its arithmetic, and advance its state in place."""
+    # All have the shape of the gradient, which may be a piece of a parameter's.
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     new = widened(state, [spec.name for spec in stage.state])
     direction = stage.apply(wide, new, options)
@@ -46,6 +47,7 @@ def keep_and_step_(
     masks: Sequence[Tensor | None],
 ) -> None:
     """Replace weights by keep w - rate u; factors are broadcast to weights."""
+    # weight, update (..., m, n); factors (..., m or 1, n or 1)
     for weight, master, update, kept, rated, mask in zip(weights, masters, updates, keep, rate, masks, strict=True):
         current = wide_weight(weight, master)
         _put(weight, master, current * kept - update.to(current.dtype) * rated, current, mask)

@@ -48,11 +48,13 @@ class BalancedPolar(PolarStage):
         m, n = matrices.shape[1:]
         if m == n:
             return orthogonalize(matrices)
+        # The shorter side is orthogonal in any case; d scales what lies along the longer one.
         dim, share = (-1, n / m) if m > n else (-2, m / n)
         wide = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
         d = divided_by_norms(1.0, norms(wide, dim))  # (b, m, 1) or (b, 1, n)
         for _ in range(self.num_rounds - 1):
             o = orthogonalize((wide * d).to(matrices.dtype))
+            # Squared norms have the mean `share`: rows above it get a smaller d in the next round.
             square = norms(o, dim, torch.promote_types(o.dtype, wide.dtype)).square()
             d = d * divided_by_norms(share, square).pow(self.power)
         return orthogonalize((wide * d).to(matrices.dtype))
