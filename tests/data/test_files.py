@@ -45,7 +45,7 @@ def documents_of(source: Source) -> list[str]:
 
 
 @pytest.mark.parametrize("pack", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("layout", ["lines", "array", "pretty array", "pretty objects", "one line"])
+@pytest.mark.parametrize("layout", ["lines", "array", "pretty array", "pretty objects", "one line", "two arrays"])
 def test_json_in_every_layout(tmp_path: Path, layout: str, pack: str) -> None:
     records = [{"id": n, "text": f'"{n}" [é]}}\\\n', "more": [{"text": "inner"}, None]} for n in range(50)]
     plain = {
@@ -54,6 +54,7 @@ def test_json_in_every_layout(tmp_path: Path, layout: str, pack: str) -> None:
         "pretty array": json.dumps(records, indent=2, ensure_ascii=False) + "\n",
         "pretty objects": "\n\n".join(json.dumps(record, indent=1) for record in records),
         "one line": "".join(json.dumps(record) for record in records),
+        "two arrays": f"{json.dumps(records[:20])}[]\n{json.dumps(records[20:])}",
     }[layout].encode()
     data = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[pack](plain)
     path = tmp_path / f"a.json{pack}"
@@ -102,6 +103,12 @@ def test_surrogates_and_escapes(tmp_path: Path, written: str) -> None:
         ("a.jsonl", '["x"]', "a.jsonl:1: no field 'text' (the record is not an object)"),
         ("a.json", '[{"text": "x"}, 3]', "a.json: record 2: not a JSON object ('3]'); expected an array of objects"),
         ("a.json", '[{"text": "x"}, {"text": "y"', "a.json: record 2: not a JSON object, or the file ends inside it"),
+        ("a.json", '[{"text": "x"}, {"text": "y"},', "a.json: the file ends inside an array, after record 2"),
+        ("a.json", '[{"text": "x"}', "a.json: the file ends inside an array, after record 1"),
+        ("a.json", "[", "a.json: the file ends inside an array, after record 0"),
+        ("a.json", '{"text": "x"}]', "a.json: record 2: not a JSON object (']'); expected an array of objects"),
+        ("a.json", '[{"text": "x"}]]', "a.json: record 2: not a JSON object (']'); expected an array of objects"),
+        ("a.json", '[[{"text": "x"}]]', "a.json: record 1: not a JSON object ('[{"),
         ("a.json", '{"text": tru}', "a.json: record 1: not a JSON object, or the file ends inside it (Expecting value"),
         ("a.json", "plain text", "a.json: record 1: not a JSON object ('plain text')"),
         ("a.json", '{"body": 1}', "a.json: record 1: no field 'text' (its fields are body)"),
@@ -122,12 +129,18 @@ def test_any_text_in_csv(tmp_path_factory: pytest.TempPathFactory, texts: list[s
     assert texts_in(path, "body") == ["no"] * len(texts)
 
 
+def test_empty_cells_behind_the_last_column(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id,text\n1,x,\n2,y,,\n")
+    assert texts_in(tmp_path / "a.csv") == ["x", "y"]
+
+
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
         ("id,body\n1,x\n", "a.csv: no field 'text' (its fields are id, body); choose the one that holds the text with"),
         ("text,id,text\nx,1,y\n", "a.csv: 2 columns named 'text'; rename all but the one"),
         ("id,text\n1\n", "a.csv:2: 1 cells, but 'text' is column 2 of 2"),
+        ("id,text\n1,x\n2,x, y\n", "a.csv:3: 3 cells, but 'text' is column 2 of 2; put quotes"),
         ('text\n"x" y\n', "a.csv:2: not a row of CSV"),
         ('text\n"x\n', "a.csv:2: not a row of CSV"),
         ("text\n" + "x" * 300_000 + "\n" + "y" * 40_000_000, "a.csv: a line of more than 32 MiB"),

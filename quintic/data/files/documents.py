@@ -41,8 +41,8 @@ MAX_DOCUMENT_BYTES = 64 * 1024
 _MAX_TEXT_BYTES = 64 << 20
 _MAX_RECORD_BYTES = 256 << 20
 _MAX_CELL_BYTES = 32 << 20
-# Between the objects of a `.json` file: spaces, the commas and brackets of an array, and a byte order mark.
-_BETWEEN_RECORDS = re.compile(r"[\s,\[\]\ufeff]*")
+# Between the objects of a `.json` file: spaces, commas, and a byte order mark. Brackets are compared one by one.
+_BETWEEN_RECORDS = re.compile(r"[\s,\ufeff]*")
 # Number of fields that a message names.
 _NAMED_FIELDS = 20
 
@@ -137,6 +137,7 @@ def _read_json(path: Path, field: str) -> Iterator[bytes]:
     """Yield the texts of objects in an array, or one after the other, with or without line ends."""
     decoder = json.JSONDecoder()
     number = 1
+    is_open = False  # whether an array has begun and not ended
     held = ""  # the text from the next record on
     tried = 0  # length of an incomplete record; it is parsed again when there is twice as much
     for block in chain(_decoded_blocks(path), [""]):
@@ -144,9 +145,12 @@ def _read_json(path: Path, field: str) -> Iterator[bytes]:
         is_last = not block
         if len(held) < 2 * tried and not is_last:
             continue
-        start = _skip_to_record(held, 0)
-        while start < len(held):
+        start = 0
+        while (start := _skip_to_record(held, start)) < len(held):
             place = f"{path}: record {number}"
+            if held[start] == ("]" if is_open else "["):
+                is_open, start = not is_open, start + 1
+                continue
             if held[start] != "{":
                 raise DataError(
                     f"{place}: not a JSON object ({held[start : start + 20]!r}); expected an array of objects, or one "
@@ -161,7 +165,7 @@ def _read_json(path: Path, field: str) -> Iterator[bytes]:
                     ) from error
                 break
             yield _text_of(record, place, field)
-            number, start = number + 1, _skip_to_record(held, end)
+            number, start = number + 1, end
         held = held[start:]
         tried = len(held)
         if tried > _MAX_RECORD_BYTES:
@@ -169,6 +173,8 @@ def _read_json(path: Path, field: str) -> Iterator[bytes]:
                 f"{path}: record {number}: more than {_MAX_RECORD_BYTES >> 20} MiB, or not a JSON object; write one "
                 "object per line, each with a document of a sensible size"
             )
+    if is_open:
+        raise DataError(f"{path}: the file ends inside an array, after record {number - 1}; copy or write it again")
 
 
 def _skip_to_record(text: str, start: int) -> int:
@@ -218,7 +224,8 @@ def _read_csv(path: Path, field: str) -> Iterator[bytes]:
         for row in rows:
             if not row:  # an empty line
                 continue
-            if len(row) <= column:
+            # Empty cells at the end come from a table that was wider; others from a text with commas that lacks quotes.
+            if len(row) <= column or any(row[len(names) :]):
                 raise DataError(
                     f"{path}:{rows.line_num}: {len(row)} cells, but {field!r} is column {column + 1} of {len(names)}; "
                     "put quotes around cells with commas or line ends, or leave such rows out"
