@@ -132,7 +132,7 @@ def unequal_speed(runs: Sequence[RunHistory]) -> float | None:
         return None
     seconds = []
     for history in runs:
-        passes = [times["forward_backward"] for times in history.times if "forward_backward" in times]
+        passes = [time for times in history.times if (time := times.get("forward_backward")) is not None]
         tokens = history.train[-1].get("tokens") if history.train else None
         if not passes or not tokens:
             return None
@@ -221,5 +221,5 @@ def _validated_on(history: RunHistory) -> tuple[Any, ...] | None:
     differently.
     """
     data = history.run["data"]
-    source = history.options.get("data.val_data") or data.get("source")
+    source = str(history.options.get("data.val_data") or data.get("source"))
     return (source, data.get("val_documents"), data.get("val_bytes")) if data else None

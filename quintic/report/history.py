@@ -4,6 +4,7 @@ Every record has a ``kind``: run, train, eval, core, sample, resume, rollback or
 lists their fields and says what these mean.
 """
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,26 +26,37 @@ _SETTINGS = ("config", "machine", "versions", "git", "model", "data")
 _MEASURED_FACTS = ("memory_gb", "matrix_flops_per_second")
 
 _STEPPED_KINDS = ("train", "eval", "core", "sample", "resume", "rollback")
-# JSON's types of the fields that a run writes: (type, in words, names). None stands for a missing value of any type.
+# JSON's types of the fields that a run writes: (type, that of its entries, in words, names). None stands for a missing
+# value of any type, and for a missing number in an object or a list.
+_NUMBER = (int, float)
 _FIELDS = (
-    (str, "a text", "kind name time command repeat code on_spike"),
+    (str, object, "a text", "kind name time command repeat code on_spike source key"),
     (
-        (int, float),
+        _NUMBER,
+        object,
         "a number",
         "step total_steps steps_before spike_step least_bpb_step epoch stage ranks tokens seconds loss bpb "
         "bpb_stderr core core_stderr lr_multiplier momentum weight_decay tokens_per_second smoothed_loss least_loss "
         "least_bpb flops mfu peak_memory_bytes grad_norm spike first_step_extra_seconds compile_seconds "
-        "warmup_seconds",
+        "warmup_seconds parameters parameters_blocks parameters_head flops_per_token matrix_flops_per_second "
+        "val_documents val_bytes",
     ),
     (
         dict,
-        "an object",
-        "lr times_ms grad_rms update_rms baselines breakdown centred accuracy epochs config machine versions git model "
-        "data track",
+        (*_NUMBER, type(None)),
+        "an object of numbers",
+        "lr times_ms grad_rms update_rms baselines breakdown centred accuracy epochs",
     ),
-    (list, "a list", "document_nats document_bytes missing samples"),
+    (dict, object, "an object", "config machine versions git model data track"),
+    (list, (*_NUMBER, type(None)), "a list of numbers", "document_nats document_bytes"),
+    (list, str, "a list of texts", "missing"),
+    (list, dict, "a list of objects", "samples"),
 )
-_TYPES = {name: (types, words) for types, words, names in _FIELDS for name in names.split()}
+# Objects whose fields are in the table, too.
+_DESCRIPTIONS = ("machine", "model", "data")
+# No run writes larger numbers. Squares and sums of those that people write into a log would not be finite.
+_LARGEST = 1e100
+_TYPES = {name: (types, inner, words) for types, inner, words, names in _FIELDS for name in names.split()}
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -54,7 +66,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         path: the file. An incomplete last line, left by a crash or a run that is writing, is ignored.
 
     Returns:
-        The records; a number that was not finite is ``None``.
+        The records; a number that was not finite, or is beyond 1e100, is ``None``.
 
     Raises:
         ConfigError: the file does not exist.
@@ -72,7 +84,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line, parse_constant=lambda _: None)
+            record = json.loads(
+                line,
+                parse_constant=lambda _: None,
+                parse_float=lambda text: _measured(float(text)),
+                parse_int=lambda text: _measured(int(text)),
+            )
         except (ValueError, RecursionError) as error:
             if number == last:
                 break
@@ -85,15 +102,22 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
+def _measured(number: float) -> float | None:
+    return number if abs(number) <= _LARGEST else None
+
+
 def _wrong_in(record: Any) -> str | None:
     """Describe the first mistake in a line of the log, such as `"loss" is not a number`; None if it is right."""
     if not isinstance(record, dict):
         return "not a JSON object"
     if record.get("kind") in _STEPPED_KINDS and record.get("step") is None:
         return 'it has no "step"'
-    for name, value in record.items():
-        types, words = _TYPES.get(name, (object, ""))
-        if value is not None and not isinstance(value, types):
+    descriptions = [record[name] for name in _DESCRIPTIONS if isinstance(record.get(name), dict)]
+    for name, value in itertools.chain(record.items(), *(fields.items() for fields in descriptions)):
+        types, inner, words = _TYPES.get(name, (object, object, ""))
+        entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        is_right = isinstance(value, types) and all(isinstance(entry, inner) for entry in entries)
+        if value is not None and not is_right:
             return f'"{name}" is not {words}'
     return None
 
@@ -146,7 +170,7 @@ class RunHistory:
         run, final = kinds.get("run", [{}])[-1], kinds.get("final", [{}])[-1]
         train, evals = _by_step(kinds.get("train", [])), _by_step(kinds.get("eval", []))
         # A final evaluation without an `eval` record: `final` has no tokens, except in a speedrun.
-        if final.get("loss") is not None and final.get("step", 0) > (evals[-1]["step"] if evals else 0):
+        if final.get("loss") is not None and (final.get("step") or 0) > (evals[-1]["step"] if evals else 0):
             evals.append({"tokens": train[-1].get("tokens") if train else None, **final})
         if not (train or evals):
             raise ConfigError(f"{path} has no training step yet: wait for the first one")
@@ -176,7 +200,8 @@ class RunHistory:
     @property
     def seed(self) -> int | None:
         """The seed of the run; None if the log does not have it."""
-        return next((value for name, value in self.options.items() if name.split(".")[-1] == "seed"), None)
+        seeds = [value for name, value in self.options.items() if name.split(".")[-1] == "seed"]
+        return next((seed for seed in seeds if isinstance(seed, int)), None)
 
     @property
     def ranks(self) -> int:

@@ -204,13 +204,15 @@ def _speed(history: RunHistory) -> dict[str, Any]:
     """Return ``chart`` and ``median`` of tokens per second, ``step`` (milliseconds) and ``shares`` of its phases."""
     curve = curve_of(history.train, "step", "tokens_per_second", label="", noisy=True, look=2)
     speeds = [point.y for piece in curve.pieces for point in piece]
-    sums = {words: sum(times.get(name, 0.0) for times in history.times) for name, words in _PHASES.items()}
+    sums = {words: sum(times.get(name) or 0.0 for times in history.times) for name, words in _PHASES.items()}
     total = sum(sums.values())
     shares = {words: size / total for words, size in sums.items()} if total > 0 else {}
     return {
         "chart": line_chart([curve], title="Tokens per second", low=0.0) if speeds else None,
         "median": statistics.median(speeds) if speeds else None,
-        "step": statistics.median(sum(times.values()) for times in history.times) if history.times else None,
+        "step": statistics.median(sum(filter(None, times.values())) for times in history.times)
+        if history.times
+        else None,
         "shares": [(words, f"{100 * share:.1f} %", share, 0, 0) for words, share in shares.items()],
     }
 
