@@ -33,6 +33,11 @@ class Arm(NamedTuple):
     name: str
     histories: Sequence[RunHistory]
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a run has made fewer steps than it should."""
+        return any(history.steps < (history.total_steps or 0) for history in self.histories)
+
     def ends(self, field: str) -> list[float | None]:
         """Return a field of the last finite evaluation of each run."""
         return [history.scored[-1].get(field) for history in self.histories]
@@ -168,7 +173,8 @@ def final_difference(baseline: Arm, arm: Arm) -> tuple[str | None, float | None]
     difference, error = found
     side = "below" if difference < 0 else "above"
     sure = f"; how sure that is, is not known: {lacking}" if error is None else f", ± {error:.4f} {over}"
-    return f"{arm.name} ended {abs(difference):.4f} bits per byte {side} {baseline.name}{sure}", error
+    verb = "is so far" if baseline.is_stopped or arm.is_stopped else "ended"
+    return f"{arm.name} {verb} {abs(difference):.4f} bits per byte {side} {baseline.name}{sure}", error
 
 
 def _seed_difference(baseline: Arm, arm: Arm) -> tuple[float, float] | None:

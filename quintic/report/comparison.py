@@ -161,7 +161,8 @@ def _against(baseline: Arm, arm: Arm) -> ComparedArm:
 
 def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float | None], step: float | None) -> str:
     """Say after which of the candidate's ``steps`` (one of each run, and their median) it reached the baseline."""
-    whose = f"{baseline.name}'s {'median ' if len(baseline.histories) > 1 else ''}final validation loss"
+    which = "last" if baseline.is_stopped else "final"
+    whose = f"{baseline.name}'s {'median ' if len(baseline.histories) > 1 else ''}{which} validation loss"
     if tokenizers_differ([baseline, arm]):
         whose += " in bits per byte"
     some = [at for at in steps if at is not None]
@@ -169,6 +170,8 @@ def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float | None], step: floa
         return f"{arm.name} reached {whose} in {len(some)} of {len(steps)} runs only"
     if step is None:
         made = statistics.median(history.steps for history in arm.histories)
+        if arm.is_stopped:
+            return f"{arm.name} has not reached {whose} in its {made:,.0f} steps so far"
         return f"{arm.name} never reached {whose} in its {made:,.0f} steps"
     last = median(baseline.ends("step")) or 0.0
     made = statistics.median(history.steps for history in baseline.histories)
@@ -254,7 +257,9 @@ def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Cha
             title=titles[field][0],
             unit=titles[field][1],
             x_label=x_label,
-            references={f"{arms[0].name}'s final loss: {target:.3f}": target} if target and field == decisive else {},
+            references={f"{arms[0].name}'s {'last' if arms[0].is_stopped else 'final'} loss: {target:.3f}": target}
+            if target and field == decisive
+            else {},
             high=upper_edge(values),
         )
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,15 @@ def test_the_difference_of_two_runs_is_surer_than_each(tmp_path: Path) -> None:
         assert "A difference of more than two of them is hardly chance" not in text
 
 
+def share_beyond(threshold: float, number: int) -> float:
+    """The share of Student's t with `number` - 1 degrees of freedom beyond ± threshold, by a sum over the density."""
+    free = number - 1
+    scale = math.gamma((free + 1) / 2) / (math.sqrt(free * math.pi) * math.gamma(free / 2))
+    step = threshold / 10_000
+    inside = sum((1 + ((n + 0.5) * step) ** 2 / free) ** (-(free + 1) / 2) for n in range(10_000))
+    return 1 - 2 * scale * step * inside
+
+
 def test_the_difference_of_several_seeds_is_that_of_pairs(tmp_path: Path) -> None:
     def arm(name: str, ends: dict[int, float]) -> list[Path]:
         return [write_documents(tmp_path / f"{name}{seed}", [end], [1], seed=seed) for seed, end in ends.items()]
@@ -114,7 +124,17 @@ def test_the_difference_of_several_seeds_is_that_of_pairs(tmp_path: Path) -> Non
     found = write_comparison(arms, tmp_path / "page.html", title="")["b"]
     assert found.difference_stderr == pytest.approx(0.25 / math.sqrt(3))
     assert found.ended == "b ended 0.5000 bits per byte below a, ± 0.1443 over 3 seeds"
-    assert "What another seed" not in read(tmp_path / "page.html").text
+    text = read(tmp_path / "page.html").text
+    assert "What another seed" not in text
+    # Two standard errors are not enough of so few seeds.
+    assert "A difference of more than two of them is hardly chance" not in text
+    said = re.search(
+        r"larger than ([\d.]+) of them with two seeds, ([\d.]+) with three, ([\d.]+) with five and ([\d.]+) with ten",
+        text,
+    )
+    assert said is not None
+    for number, threshold in zip((2, 3, 5, 10), said.groups(), strict=True):
+        assert share_beyond(float(threshold), number) == pytest.approx(0.05, rel=0.1)
     others = {"a": arms["a"], "c": arm("c", {0: 1.0, 1: 2.0, 7: 3.0})}
     found = write_comparison(others, tmp_path / "page.html", title="")["c"]
     assert found.difference_stderr is None
@@ -306,6 +326,23 @@ def test_several_seeds_are_a_median_and_a_range(tmp_path: Path) -> None:
     assert whiskers == ["left:85.29%;width:14.71%", "left:58.82%;width:35.29%"]
     # At the last point 1.5, from 1.45 to 1.7.
     assert page.words.count("1.5 (1.45 to 1.7)") == 3
+
+
+def test_a_run_that_is_not_at_its_end_has_no_final_loss(tmp_path: Path) -> None:
+    runs = {name: write_curve(tmp_path / name, {10: loss}) for name, loss in (("whole", 2.0), ("part", 3.0))}
+    for folder in runs.values():
+        log = folder / "metrics.jsonl"
+        log.write_text(
+            log.read_text().replace('"kind":"run",', f'"kind":"run","total_steps":{10 + (folder.name == "part")},')
+        )
+    found = write_comparison(runs, tmp_path / "page.html", title="")["part"]
+    assert found.sentence == "part has not reached whole's final validation loss in its 10 steps so far"
+    assert found.ended == f"part is so far 0.5000 bits per byte above whole; {UNKNOWN}"
+    assert "whole's final loss" in read(tmp_path / "page.html").text
+    found = write_comparison(dict(reversed(runs.items())), tmp_path / "page.html", title="")["whole"]
+    assert found.sentence == "whole reached part's last validation loss after 10 of 10 steps (100.0 %)"
+    assert found.ended == f"whole is so far 0.5000 bits per byte below part; {UNKNOWN}"
+    assert "part's last loss" in read(tmp_path / "page.html").text
 
 
 def test_most_seeds_must_reach_the_loss(tmp_path: Path) -> None:
