@@ -16,6 +16,7 @@ from quintic.commands.text import prepared
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
 from quintic.launch import hint
+from quintic.limits import option_of
 from quintic.optim.rules.table import rule_of
 from quintic.report.comparison import write_comparison
 from quintic.streams import say
@@ -30,7 +31,7 @@ from quintic.train.runs import (
     is_finished,
     save_comparison,
 )
-from quintic.train.saved_config import check_resumed, load_config, with_options
+from quintic.train.saved_config import computation_changes, load_config, with_options
 
 __all__ = ["compare", "run", "variants"]
 
@@ -95,9 +96,14 @@ def compare(
         was_finished = is_there and is_finished(folder)
         runs[label].append(folder)
         print(f"\n=== {label}{seed} ==={f' finished before: {folder}' if was_finished else ''}", flush=True)
-        # The folder may be from another comparison of that name.
-        if is_there:
-            check_resumed(load_config(folder / CONFIG_FILE), variant, folder / CONFIG_FILE, is_comparison=True)
+        # The run may be of another comparison of that name, or was made longer.
+        changes = computation_changes(load_config(folder / CONFIG_FILE), variant) if is_there else {}
+        for name, (of_run, of_comparison) in changes.items():
+            raise ConfigError(
+                f"{folder / CONFIG_FILE}: {option_of(name)} is {of_run} in this run, and {of_comparison} in the "
+                "comparison, which so cannot be continued; draw runs as they are with `quintic report --runs ...`, or "
+                "start a new comparison, with another --run"
+            )
         if was_finished:
             continue
         if not is_there:

@@ -26,7 +26,7 @@ _SETTINGS = ("config", "machine", "versions", "git", "model", "data")
 _MEASURED_FACTS = ("memory_gb", "matrix_flops_per_second")
 
 _STEPPED_KINDS = ("train", "eval", "core", "sample", "resume", "rollback")
-# JSON's types of the fields that a run writes: (type, that of its entries, in words, names). None stands for a missing
+# JSON's types of the fields that a run writes: (type, type of its entries, in words, names). None stands for a missing
 # value of any type, and for a missing number in an object or a list.
 _NUMBER = (int, float)
 _FIELDS = (
@@ -54,7 +54,7 @@ _FIELDS = (
 )
 # Objects whose fields are in the table, too.
 _DESCRIPTIONS = ("machine", "model", "data")
-# No run writes larger numbers. Squares and sums of those that people write into a log would not be finite.
+# No run writes larger numbers. Where a person does, their squares and sums would not be finite.
 _LARGEST = 1e100
 _TYPES = {name: (types, inner, words) for types, inner, words, names in _FIELDS for name in names.split()}
 

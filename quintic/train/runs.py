@@ -14,6 +14,7 @@
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import platform
@@ -184,8 +185,15 @@ def find_run(runs_dir: Path, name: str | None, *, allow_speedrun: bool = False) 
     if any((folder / file).is_file() for file in files):
         return folder
     if (folder / METRICS_FILE).is_file():
+        kind = f"a speedrun, or a run whose {CONFIG_FILE} is lost"
         advice = "use it with `quintic sample`, `eval`, `export` or `report`"
-        raise ConfigError(f"{folder} is a speedrun, which cannot be resumed or repeated; {advice}")
+        raise ConfigError(f"{folder} is {kind}, which cannot be resumed or repeated; {advice}")
+    if isinstance(json_object(runs_dir / f"{name}.json").get("comparison"), dict):
+        of_it = ", ".join(sorted(path.parent.name for path in runs_dir.glob(f"{glob.escape(name)}-*/{CONFIG_FILE}")))
+        raise ConfigError(
+            f"{folder} is no run but a comparison{f', of the runs {of_it}' if of_it else ''}: name a run, or continue "
+            f"the comparison with `quintic compare --resume --run {name}`"
+        )
     raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
 
 

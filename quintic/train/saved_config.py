@@ -16,6 +16,7 @@ __all__ = [
     "changed_options",
     "check_longer",
     "check_resumed",
+    "computation_changes",
     "from_dict",
     "load_config",
     "repeat_command",
@@ -113,6 +114,13 @@ _FREE_WHEN_RESUMED = frozenset(
 )  # fmt: skip
 
 
+def computation_changes(saved: Config, asked: Config) -> dict[str, tuple[Any, Any]]:
+    """Return the changed options that affect the trained weights, as name -> (old value, new value)."""
+    # Rollbacks go back to the newest checkpoint, so with them the interval of checkpoints affects the weights.
+    free = _FREE_WHEN_RESUMED - ({"save_every"} if saved.optim.on_spike == "rollback" else set())
+    return {name: values for name, values in changed_options(saved, asked).items() if name not in free}
+
+
 def check_resumed(saved: Config, asked: Config, path: Path, *, is_comparison: bool = False) -> None:
     """Check that the options given now may be used to continue a run.
 
@@ -126,13 +134,11 @@ def check_resumed(saved: Config, asked: Config, path: Path, *, is_comparison: bo
     Raises:
         ConfigError: an option changes the computation of the run.
     """
-    # Rollbacks go back to the newest checkpoint, so with them the interval of checkpoints affects the weights.
-    free = _FREE_WHEN_RESUMED - ({"save_every"} if saved.optim.on_spike == "rollback" else set())
-    for name, (old, new) in changed_options(saved, asked).items():
-        # A run may get more steps; every other change must be of an option that does not affect the weights.
+    for name, (old, new) in computation_changes(saved, asked).items():
+        # A run may get more steps.
         if name == "steps" and not is_comparison and new is not None:
             check_longer(new, old)
-        elif name not in free:
+        else:
             option, why = option_of(name), ""
             if name in ("steps", "target_flops", "tokens_per_param"):
                 why = ", because the schedules of all its steps depend on it"

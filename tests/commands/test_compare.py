@@ -1,6 +1,7 @@
 """The comparison: two runs that differ in the optimizer of the matrices alone."""
 
 import html
+import json
 import os
 import re
 import shutil
@@ -193,6 +194,19 @@ def test_a_finished_comparison_is_drawn_again(whole: Path, tmp_path: Path, capsy
     printed = capsys.readouterr().out
     assert printed.count("finished before") == 2
     assert (tmp_path / "moved" / "c.html").exists()
+
+
+def test_a_run_that_is_not_as_the_comparison_made_it_is_named(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole, tmp_path / "moved")
+    file = tmp_path / "moved" / "c-adamw" / "config.json"
+    config = json.loads(file.read_text())
+    steps = config["schedule"]["steps"]
+    config["schedule"]["steps"] += 10  # as a longer run leaves it
+    file.write_text(json.dumps(config))
+    message = error_of(capsys, "compare", "--resume", "--run", "c", "--runs-dir", str(tmp_path / "moved"))
+    assert message.startswith(f"{file}: --steps is {steps + 10} in this run, and {steps} in the comparison, which so")
 
 
 def test_what_a_resumed_comparison_refuses(

@@ -294,7 +294,7 @@ def test_a_batch_has_the_losses_and_logits_of_its_rows(finished: Path) -> None:
 
 def test_mistakes_are_named(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = error_of(capsys, "train", "--resume", "--run", "race", "--runs-dir", str(finished.parent))
-    assert "race is a speedrun, which cannot be resumed or repeated" in message
+    assert "race is a speedrun, or a run whose config.json is lost, which cannot be resumed or repeated" in message
 
     copy = tmp_path / "runs" / "race"
     shutil.copytree(finished, copy)

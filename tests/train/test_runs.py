@@ -18,8 +18,17 @@ from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE, SOURCE_FILE
 from quintic.train import runs
 from quintic.train.config import Config, ModelConfig, RunConfig
-from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted, find_run, lock_run, wandb_id
-from quintic.train.saved_config import load_config
+from quintic.train.runs import (
+    CONFIG_FILE,
+    check_new_run,
+    create_run,
+    discard_unstarted,
+    find_run,
+    lock_run,
+    save_comparison,
+    wandb_id,
+)
+from quintic.train.saved_config import load_config, with_options
 
 
 def config(runs_dir: Path, run: str | None = None, depth: int = 4) -> Config:
@@ -150,11 +159,19 @@ def test_a_run_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "race" / METRICS_FILE).write_text("{}\n")
     with pytest.raises(
         ConfigError,
-        match=r"race is a speedrun, which cannot be resumed or repeated; use it with `quintic sample`, `eval`",
+        match=r"race is a speedrun, or a run whose config\.json is lost, which cannot be resumed or repeated; use it",
     ):
         find_run(tmp_path, "race")
     with pytest.raises(ConfigError, match=r"notes is not a run: it has no config\.json; check --run and --runs-dir"):
         find_run(tmp_path, "notes")
+    save_comparison(with_options(Config(), run="c", runs_dir=tmp_path), seeds=1, command="")
+    with pytest.raises(ConfigError, match=r"c is no run but a comparison: name a run, or continue"):
+        find_run(tmp_path, "c")
+    for name in ("c-muon", "c-adamw"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / CONFIG_FILE).touch()
+    with pytest.raises(ConfigError, match=r"a comparison, of the runs c-adamw, c-muon: .*compare --resume --run c`"):
+        find_run(tmp_path, "c")
 
 
 def test_only_a_run_that_logged_nothing_is_discarded(tmp_path: Path) -> None:
