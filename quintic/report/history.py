@@ -173,7 +173,10 @@ class RunHistory:
         if final.get("loss") is not None and (final.get("step") or 0) > (evals[-1]["step"] if evals else 0):
             evals.append({"tokens": train[-1].get("tokens") if train else None, **final})
         if not (train or evals):
-            raise ConfigError(f"{path} has no training step yet: wait for the first one")
+            raise ConfigError(
+                f"{path} has no training step yet: wait for the first one, or continue the run if it was stopped, with "
+                f"`quintic train --resume --run {Path(folder).name}`"
+            )
         resumed = kinds.get("resume", [])
         sampled = [*_by_step(kinds.get("sample", [])), final]
         return cls(

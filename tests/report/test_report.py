@@ -180,7 +180,9 @@ def test_folders_that_cannot_be_reported_are_named(tmp_path: Path) -> None:
         write_report(tmp_path)
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         log.write("run", name="x")
-    with pytest.raises(ConfigError, match="has no training step yet"):
+    with pytest.raises(
+        ConfigError, match=r"no training step yet: wait .*, or continue the run if it was stopped, with"
+    ):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("broken\n{}\n")
     with pytest.raises(DataError, match="line 1"):
