@@ -85,6 +85,7 @@ def test_other_programs_speak_of_quintic() -> None:
 def test_make_is_told_to_continue_with_make(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUINTIC_STARTED_BY", "make")
     monkeypatch.setattr(sys, "argv", [".venv/bin/quintic", "train"])
+    monkeypatch.setenv("PATH", os.devnull)  # which may have the environment's commands
     assert hint("train") == "make train"
     assert hint("train", ["--resume", "--run", "20260102-d4"]) == 'make train ARGS="--resume --run 20260102-d4"'
     assert hint("compare", ["--depth", "3"]) == 'make compare ARGS="--depth 3"'
