@@ -134,6 +134,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float]
     return lambda limit: Worker("small_library", tmp_path / "log", limit)
 
 
+@pytest.mark.slow
 def test_a_class_that_crashes_or_hangs_costs_itself_only(library: Callable[[float], Worker], tmp_path: Path) -> None:
     worker = library(120.0)
     families = worker.families()

@@ -58,6 +58,7 @@ def test_device_and_text_decide_the_defaults(command: str, options: list[str], e
     assert start.config.model == sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.usefixtures("gpu")
 def test_a_gpu_without_data_has_text_enough_for_its_defaults(ranks: int, python_text: Dataset) -> None:
