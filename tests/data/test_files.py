@@ -236,6 +236,35 @@ def test_a_folder_whose_files_lack_the_field_lists_those_there_are(tmp_path: Pat
     assert documents_of(source) == ["x"]
 
 
+OTHER_JSON = {
+    "numbers.json": "[1, 2]",
+    "word.json": '"x"',
+    "tsconfig.json": '{\n  // comments, which JSON has not\n  "strict": true,\n}',
+    "lines.json": "// nothing else",
+    "cut.json": '{"name": "x',
+    "wide.json": '["' + "ä" * (1 << 20) + '"]',
+}
+
+
+@pytest.mark.parametrize("name", OTHER_JSON)
+def test_json_that_is_no_text_does_not_stop_a_folder(tmp_path: Path, name: str) -> None:
+    root = write(tmp_path / "text", {"a.md": "text", name: OTHER_JSON[name]})
+    source = open_source(str(root), cache_dir=tmp_path)
+    assert documents_of(source) == ["text"]
+    assert source.notes == (f"{root}: 1 file left out without a field 'text' ({name})",)
+    # Alone, it says itself what is wrong.
+    (root / "a.md").unlink()
+    alone = data_error_of(lambda: documents_of(open_source(str(root / name), cache_dir=tmp_path)))
+    assert data_error_of(lambda: documents_of(open_source(str(root), cache_dir=tmp_path))) == alone
+
+
+@pytest.mark.parametrize("data", [b'[{"text": "a"},', b'{"text": "a', b'"text"', b"\xff\xfe[\x001\x00]\x00"])
+def test_json_of_a_folder_that_may_be_text_is_an_error_if_it_is_damaged(tmp_path: Path, data: bytes) -> None:
+    root = write(tmp_path / "text", {"a.md": "text"})
+    (root / "b.json").write_bytes(data)
+    assert f"{root / 'b.json'}" in data_error_of(lambda: documents_of(open_source(str(root), cache_dir=tmp_path)))
+
+
 OPTIONS = json.dumps({section: {} for section in ("data", "model", "optim", "schedule", "run")})
 
 

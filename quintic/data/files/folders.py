@@ -5,13 +5,15 @@ prepared text, downloads), recognised by their content and not by their names; f
 `.csv` files without the field of the text, which are usually settings.
 """
 
+import codecs
+import contextlib
 import json
 import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from quintic.data.files.blocks import COMPRESSIONS
+from quintic.data.files.blocks import COMPRESSIONS, blocks_of
 from quintic.data.files.documents import ENDINGS_ADVICE, MissingField, format_of, read_documents
 from quintic.durable import json_object
 from quintic.errors import DataError
@@ -88,7 +90,9 @@ def list_folder(root: Path, spec: str, *, cache_dir: Path, text_field: str) -> t
         if paths:
             notes.append(f"left out as {what}: {_first(paths)}")
     if not files and without_field:
-        name, fields = next(iter(without_field.items()))
+        name, fields = next((item for item in without_field.items() if item[1]), (next(iter(without_field)), ()))
+        if not fields:
+            return [found[name]], ()  # reading it says what is wrong with it
         raise MissingField(f"{spec}: {name}", text_field, fields)
     if not files:
         about = f" ({'; '.join(notes)})" if notes else ""
@@ -166,12 +170,16 @@ def _ending(name: str) -> str:
 def _fields_without(path: Path, text_field: str) -> tuple[str, ...] | None:
     """Return the fields of the first record if it lacks the text's field; None if the file should be read.
 
-    A damaged file counts as a file to read, so that reading it raises an error that explains the damage.
+    A damaged file counts as a file to read, so that reading it raises an error that explains the damage. A file that
+    cannot be read and begins without the field's name is of another kind: a list of numbers, settings with comments.
     """
     try:
         next(read_documents(path, text_field), None)
     except MissingField as error:
         return error.fields
     except DataError:
-        pass
+        with contextlib.suppress(DataError, UnicodeDecodeError):
+            # Not `bytes.decode`: the block may end within a character.
+            text = codecs.getincrementaldecoder("utf-8")().decode(next(blocks_of(path), b""))
+            return None if text_field in text else ()
     return None
