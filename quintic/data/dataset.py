@@ -16,6 +16,7 @@
 import contextlib
 import json
 import platform
+import shlex
 import zlib
 from collections.abc import Callable
 from functools import cached_property
@@ -147,11 +148,19 @@ class Dataset:
         self.path = path
         self.manifest = manifest
         self._splits = {
-            name: DocumentSplit(path, manifest["splits"][name], manifest["dtype"], manifest["command"])
+            name: DocumentSplit(path, manifest["splits"][name], manifest["dtype"], self.prepare_command)
             for name in SPLITS
         }
         self.bos_id = int(manifest["bos_id"])
         self.vocab_size = int(manifest["vocab_size"])
+
+    @property
+    def prepare_command(self) -> str:
+        """The `quintic prepare` command that makes this folder, where it is now."""
+        words = shlex.split(self.manifest["command"])
+        if "--data-dir" in words:
+            words[words.index("--data-dir") + 1] = str(self.path.parent)
+        return shlex.join(words)
 
     @classmethod
     def open(cls, path: str | Path) -> "Dataset":
@@ -200,7 +209,7 @@ class Dataset:
         path = self.path / TOKENIZER_NAME
         tokenizer = Tokenizer.load(path)
         if tokenizer.fingerprint() != self.manifest["tokenizer"]["fingerprint"]:
-            raise DataError(f"{path}: changed since the text was prepared; run again: {self.manifest['command']}")
+            raise DataError(f"{path}: changed since the text was prepared; run again: {self.prepare_command}")
         return tokenizer
 
     def source_ranges(self, name: SplitName) -> list[SourceRange]:
@@ -284,7 +293,7 @@ class Dataset:
 
     def _verify_shard(self, split: DocumentSplit, number: int, fields: dict[str, Any]) -> None:
         path = self.path / fields["file"]
-        mend = f"delete it and run again: {self.manifest['command']}"
+        mend = f"delete it and run again: {self.prepare_command}"
         crc = 0
         try:
             with path.open("rb") as file:
@@ -306,6 +315,6 @@ class Dataset:
         try:
             stats = [path.stat(), path.with_suffix(".idx").stat()]
         except FileNotFoundError as error:
-            raise DataError(f"{error.filename}: missing; run again: {self.manifest['command']}") from error
+            raise DataError(f"{error.filename}: missing; run again: {self.prepare_command}") from error
         files = [value for stat in stats for value in (stat.st_size, stat.st_mtime_ns)]
         return [*files, fields.get("crc32"), self.vocab_size, self.bos_id]

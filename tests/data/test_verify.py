@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,20 @@ def test_only_what_changed_is_read_again(made: Dataset) -> None:
         os.utime(path, ns=(0, 0))
     changed = [made.path / "train_00001.bin", made.path / "val_00000.bin"]
     assert bytes_read(made, once=True) == sum(path.stat().st_size for path in changed)
+
+
+def test_the_command_that_mends_prepared_text_names_the_folder_it_was_moved_to(made: Dataset) -> None:
+    folder = made.path.parent
+    moved = folder.rename(folder.with_name("moved here"))
+    path = moved / made.path.name / "train_00000.bin"
+    flip(path)
+    found = [damage_found(Dataset.open(path.parent), once=True)]
+    path.unlink()
+    with pytest.raises(DataError) as missing:
+        Dataset.open(path.parent)
+    for text in (*found, str(missing.value)):
+        words = shlex.split(text.split("run again: ")[1])
+        assert words[words.index("--data-dir") + 1] == str(moved)
 
 
 @pytest.mark.parametrize("name", ["train_00001.bin", "val_00000.idx"])
