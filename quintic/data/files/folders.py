@@ -92,7 +92,7 @@ def list_folder(root: Path, spec: str, *, cache_dir: Path, text_field: str) -> t
     if not files and without_field:
         name, fields = next((item for item in without_field.items() if item[1]), (next(iter(without_field)), ()))
         if not fields:
-            return [found[name]], ()  # reading it says what is wrong with it
+            return [found[name]], ()  # the error of reading it explains it
         raise MissingField(f"{spec}: {name}", text_field, fields)
     if not files:
         about = f" ({'; '.join(notes)})" if notes else ""

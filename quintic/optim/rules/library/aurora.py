@@ -48,7 +48,7 @@ class BalancedPolar(PolarStage):
         m, n = matrices.shape[1:]
         if m == n:
             return orthogonalize(matrices)
-        # The shorter side is orthogonal in any case; d scales what lies along the longer one.
+        # The shorter side is orthogonal in any case; d scales rows, or columns, along the longer one.
         dim, share = (-1, n / m) if m > n else (-2, m / n)
         wide = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
         d = divided_by_norms(1.0, norms(wide, dim))  # (b, m, 1) or (b, 1, n)
