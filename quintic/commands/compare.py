@@ -98,7 +98,8 @@ def compare(
         print(f"\n=== {label}{seed} ==={f' finished before: {folder}' if was_finished else ''}", flush=True)
         # The run may be of another comparison of that name, or was made longer.
         changes = computation_changes(load_config(folder / CONFIG_FILE), variant) if is_there else {}
-        for name, (of_run, of_comparison) in changes.items():
+        if changes:
+            name, (of_run, of_comparison) = next(iter(changes.items()))
             raise ConfigError(
                 f"{folder / CONFIG_FILE}: {option_of(name)} is {of_run} in this run, and {of_comparison} in the "
                 "comparison, which so cannot be continued; draw runs as they are with `quintic report --runs ...`, or "

@@ -188,11 +188,10 @@ def _without_matrices(model: nn.Module, assignments: Mapping[Tensor, Assignment]
     if any(assignments[weight].why == "convolution" for weight in trained):
         return "its weights are convolutions; quintic.param_groups(model, convolutions='muon') takes them as matrices"
     # By reason, as the weights of a list of layers may have several.
-    reasons = dict.fromkeys(assignments[weight].why for weight in trained)
-    listed = []
-    for why in reasons:
-        weights = [weight for weight in trained if assignments[weight].why == why]
-        listed += [f"{name} ({why})" for name in _patterns(model, weights, assignments)]
+    by_reason: dict[str, list[Tensor]] = {}
+    for weight in trained:
+        by_reason.setdefault(assignments[weight].why, []).append(weight)
+    listed = [f"{name} ({why})" for why, some in by_reason.items() for name in _patterns(model, some, assignments)]
     return f"{list_some(listed)}; quintic.Rule(name, 'muon') decides otherwise"
 
 

@@ -38,6 +38,11 @@ class Arm(NamedTuple):
         """Whether a run has made fewer steps than it should."""
         return any(history.steps < (history.total_steps or 0) for history in self.histories)
 
+    @property
+    def last(self) -> str:
+        """The word for its last loss."""
+        return "last" if self.is_stopped else "final"
+
     def ends(self, field: str) -> list[float | None]:
         """Return a field of the last finite evaluation of each run."""
         return [history.scored[-1].get(field) for history in self.histories]

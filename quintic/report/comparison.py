@@ -161,8 +161,7 @@ def _against(baseline: Arm, arm: Arm) -> ComparedArm:
 
 def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float | None], step: float | None) -> str:
     """Say after which of the candidate's ``steps`` (one of each run, and their median) it reached the baseline."""
-    which = "last" if baseline.is_stopped else "final"
-    whose = f"{baseline.name}'s {'median ' if len(baseline.histories) > 1 else ''}{which} validation loss"
+    whose = f"{baseline.name}'s {'median ' if len(baseline.histories) > 1 else ''}{baseline.last} validation loss"
     if tokenizers_differ([baseline, arm]):
         whose += " in bits per byte"
     some = [at for at in steps if at is not None]
@@ -257,7 +256,7 @@ def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Cha
             title=titles[field][0],
             unit=titles[field][1],
             x_label=x_label,
-            references={f"{arms[0].name}'s {'last' if arms[0].is_stopped else 'final'} loss: {target:.3f}": target}
+            references={f"{arms[0].name}'s {arms[0].last} loss: {target:.3f}": target}
             if target and field == decisive
             else {},
             high=upper_edge(values),

@@ -89,12 +89,12 @@ def list_folder(root: Path, spec: str, *, cache_dir: Path, text_field: str) -> t
     ):
         if paths:
             notes.append(f"left out as {what}: {_first(paths)}")
-    if not files and without_field:
-        name, fields = next((item for item in without_field.items() if item[1]), (next(iter(without_field)), ()))
-        if not fields:
-            return [found[name]], ()  # the error of reading it explains it
-        raise MissingField(f"{spec}: {name}", text_field, fields)
     if not files:
+        for name, fields in without_field.items():
+            if fields:
+                raise MissingField(f"{spec}: {name}", text_field, fields)
+        if without_field:
+            return [found[next(iter(without_field))]], ()  # the error of reading it explains it
         about = f" ({'; '.join(notes)})" if notes else ""
         raise DataError(f"{spec}: no file with a supported ending{about}; {ENDINGS_ADVICE}")
     return files, tuple(f"{spec}: {note}" for note in notes)

@@ -26,18 +26,17 @@ __all__ = ["in_saved_form", "lacks_master", "named_masters", "replace_master", "
 _Groups = Sequence[Mapping[str, Any]]
 
 
-def named_masters(saved_groups: _Groups) -> dict[str, str] | None:
-    """Return {state key: option} for the masters that the options of saved groups name; None if a group has no option.
+def named_masters(saved_groups: _Groups) -> dict[str, str]:
+    """Return {state key: option} for the masters that may have been saved, by the options of saved groups.
 
-    Without any master it is empty.
+    All of them, if a group lacks the option.
     """
-    if not all("master" in group for group in saved_groups):
-        return None
-    options = {str(group["master"]) for group in saved_groups}
+    is_known = all("master" in group for group in saved_groups)
+    options = {str(group["master"]) for group in saved_groups} if is_known else MASTER_SPECS.keys()
     return {spec.name: option for option, spec in MASTER_SPECS.items() if option in options}
 
 
-def without_own(name: str, saved: Mapping[str, Any], named: Mapping[str, str] | None) -> Mapping[str, Any]:
+def without_own(name: str, saved: Mapping[str, Any], named: Mapping[str, str]) -> Mapping[str, Any]:
     """Return a saved state without the master that PyTorch has added to it, from this optimizer.
 
     Args:
@@ -49,8 +48,8 @@ def without_own(name: str, saved: Mapping[str, Any], named: Mapping[str, str] | 
         ValueError: another form was saved, which other ranks may lack.
     """
     # PyTorch adds under this optimizer's key, which the saved options do not name.
-    added = next((key for key in MASTER_KEYS if named is not None and key in saved and key not in named), None)
-    if added is None or named is None:
+    added = next((key for key in MASTER_KEYS if key in saved and key not in named), None)
+    if added is None:
         return saved
     if named:
         option = next(iter(named.values()))
@@ -63,7 +62,7 @@ def without_own(name: str, saved: Mapping[str, Any], named: Mapping[str, str] | 
 
 def lacks_master(param: Tensor, group: Group, saved: Mapping[str, Any], saved_group: Mapping[str, Any]) -> bool:
     """Return whether low-precision weights have no master from now on, and a saved group had one."""
-    # Float32 weights have no master, whatever the option says.
+    # Float32 weights have no master, with any option.
     is_lost = str(saved_group.get("master")) in MASTER_SPECS and master_key(saved) is None
     return is_lost and group.master is None and param.dtype.itemsize < 4
 

@@ -25,7 +25,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quintic.optim.numeric.numbers import settle_integers
+from quintic.optim.numeric.numbers import settle_integer, settle_integers
 
 __all__ = ["Experts", "Flatten", "Heads", "Matrix", "Rows", "Split", "Unit", "View", "is_plain", "is_transposed"]
 
@@ -112,7 +112,7 @@ class Heads(View):
 
     def __post_init__(self) -> None:
         """Check the number and the dimension."""
-        settle_integers(self, "num_heads")
+        settle_integer(self, "num_heads")
         if self.dim not in (0, 1):
             raise ValueError(f"{self}: dim is 0 (output features) or 1 (input features)")
 
@@ -169,7 +169,8 @@ class Split(View):
 
     def __post_init__(self) -> None:
         """Accept any sequence of sizes, so that `Split([256, 256])` is hashable too."""
-        settle_integers(self, "groups", "sizes")
+        settle_integer(self, "groups")
+        settle_integers(self, "sizes")
         if self.names is not None:
             object.__setattr__(self, "names", tuple(self.names))
             if len(self.names) != len(self.sizes) or any(self.names.count(name) > 1 for name in ("query", "key")):
@@ -179,7 +180,7 @@ class Split(View):
         if self.heads is None:
             return
         # Heads must divide a part's features, and every group must hold whole heads.
-        settle_integers(self, several="heads")
+        settle_integers(self, "heads")
         if (
             self.groups < 1
             or len(self.heads) != len(self.sizes)
@@ -278,7 +279,7 @@ class Rows(View):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        settle_integers(self, "num_rows")
+        settle_integer(self, "num_rows")
 
     def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return the bank as (rows / num_rows, 1, num_rows, columns)."""
@@ -313,7 +314,7 @@ class Flatten(View):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        settle_integers(self, "groups")
+        settle_integer(self, "groups")
 
     def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return the filters as (groups, 1, m, n), in channels_last as (groups, 1, m, channels, kernel).

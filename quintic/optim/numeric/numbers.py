@@ -1,13 +1,14 @@
 """Checks and conversions of options that must be numbers."""
 
 import math
+from collections.abc import Callable
 from numbers import Integral, Real
 from operator import index
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["cpu_scalar_or_none", "is_count", "is_number", "settle_integers", "to_python_scalar"]
+__all__ = ["cpu_scalar_or_none", "is_count", "is_number", "settle_integer", "settle_integers", "to_python_scalar"]
 
 
 def is_number(value: object, least: float = -math.inf, below: float = math.inf) -> bool:
@@ -44,18 +45,20 @@ def cpu_scalar_or_none(value: Any) -> float | None:
     return float(value) if hasattr(value, "__setitem__") and is_number(value) else None
 
 
-def settle_integers(frozen: object, one: str | None = None, several: str | None = None) -> None:
-    """Make a field of a frozen dataclass a Python integer, or a tuple of several; a TypeError names the field."""
-    for name, settle, need in ((one, index, "an integer"), (several, _integers, "integers, such as (64, 64)")):
-        if name is None:
-            continue
-        given = getattr(frozen, name)
-        try:
-            object.__setattr__(frozen, name, settle(given))
-        except TypeError:
-            what = f"{type(frozen).__name__}: {name}={given!r}"
-            raise TypeError(f"{what} must be {need}; divide sizes with // and not with /") from None
+def settle_integer(frozen: object, name: str) -> None:
+    """Make a field of a frozen dataclass a Python integer; a TypeError names the field."""
+    _settle(frozen, name, index, "an integer")
 
 
-def _integers(given: Any) -> tuple[int, ...]:
-    return tuple(map(index, given))
+def settle_integers(frozen: object, name: str) -> None:
+    """Make a field of a frozen dataclass a tuple of Python integers; a TypeError names the field."""
+    _settle(frozen, name, lambda given: tuple(map(index, given)), "integers, such as (64, 64)")
+
+
+def _settle(frozen: object, name: str, convert: Callable[[Any], object], need: str) -> None:
+    given = getattr(frozen, name)
+    try:
+        object.__setattr__(frozen, name, convert(given))
+    except TypeError:
+        what = f"{type(frozen).__name__}: {name}={given!r}"
+        raise TypeError(f"{what} must be {need}; divide sizes with // and not with /") from None
