@@ -35,6 +35,7 @@ from benchmarks.common.results import (
 )
 
 MODULE = "benchmarks.train_throughput"
+CONTESTANTS = "quintic, quintic-NAME, nanochat, nanochat-fp8 (its own products with 8 bits)"
 HEADS = (
     *("contestant", "tokens/s", "step (ms)", "optimizer (ms)", "waiting for data (ms)", "MFU", "peak (GiB)"),
     *("first step (s)", "bits per byte"),
@@ -80,7 +81,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="text, as for quintic train")
     parser.add_argument("--data-dir", type=Path, default=Path("data"), help="where prepared text is kept")
     parser.add_argument("--peers", type=Path, help="folder that holds nanochat's repository")
-    parser.add_argument("--only", nargs="+", default=["quintic", "nanochat"], help="quintic, quintic-NAME, nanochat")
+    parser.add_argument("--only", nargs="+", default=["quintic", "nanochat"], help=CONTESTANTS)
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--rows", type=int, default=32)
@@ -100,7 +101,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(words)
     if not 0 <= options.skip < options.steps:
         parser.error(f"--skip {options.skip}: must be below --steps {options.steps}")
-    if "nanochat" in options.only and options.peers is None:
+    if any(name.startswith("nanochat") for name in options.only) and options.peers is None:
         parser.error("nanochat needs --peers, the folder that its repository is in")
     return options
 
@@ -155,6 +156,8 @@ def run_nanochat(options: argparse.Namespace, folder: Path, name: str) -> Iterat
     prepared = subprocess.run(prepare, check=True, capture_output=True, text=True).stdout
     dataset = prepared.strip().splitlines()[-1].removeprefix("ready: ")
     words = ["--peer", str(options.peers / "nanochat"), "--dataset", dataset, *shared_words(options)]
+    if name == "nanochat-fp8":
+        words.append("--fp8")
     command = [*launched(options, "benchmarks.training.nanochat_loop"), *words]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     yield from (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
@@ -223,11 +226,11 @@ def page(result: dict[str, Any], options: argparse.Namespace) -> str:
         "",
         *table(HEADS, map(cells, result["rows"])),
     ]
-    peers = [row for row in rows if row["contestant"] == "nanochat"]
-    for row in rows if peers else []:
-        if row is not peers[0]:
-            ratio = row["tokens_per_second"]["median"] / peers[0]["tokens_per_second"]["median"]
-            lines += ["", f"{row['contestant']}: {ratio:.3f} times nanochat's tokens per second."]
+    for peer in (row for row in rows if row["contestant"].startswith("nanochat")):
+        for row in rows:
+            if row is not peer:
+                ratio = row["tokens_per_second"]["median"] / peer["tokens_per_second"]["median"]
+                lines += ["", f"{row['contestant']}: {ratio:.3f} times the tokens per second of {peer['contestant']}."]
     if any(row["evaluations"] for row in rows):
         steps = sorted({step for row in rows for step, _ in row["evaluations"]})
         heads = ["bits per byte after step", *map(str, steps)]

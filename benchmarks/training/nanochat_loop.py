@@ -47,6 +47,8 @@ def main() -> None:
     torch.manual_seed(42)
     dataset = Dataset.open(options.dataset)
     model, scaling = new_model(options.depth, dataset.vocab_size, options.seq_len, device)
+    if options.fp8:
+        with_fp8(model)
     compiled: Any = torch.compile(model, dynamic=False)
     decay = DECAY * math.sqrt(options.batch_tokens / BASE_BATCH)
     if options.depth != 12:  # as for a horizon of RATIO tokens per parameter
@@ -97,6 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dataset", type=Path, required=True, help="folder that `quintic prepare` made")
     for name in ("depth", "steps", "rows", "seq-len", "batch-tokens", "eval-every", "eval-tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--fp8", action="store_true", help="nanochat's products with 8 bits")
     return parser.parse_args()
 
 
@@ -119,6 +122,18 @@ def new_model(depth: int, vocab_size: int, seq_len: int, device: torch.device) -
         model.to_empty(device=device)
         model.init_weights()
     return model, counts["transformer_matrices"] + counts["lm_head"]
+
+
+def with_fp8(model: Any) -> None:
+    """Make nanochat's products ones with 8 bits: where both sizes are multiples of 16 and neither is below 128."""
+    from nanochat.fp8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+
+    def fits(module: torch.nn.Linear, name: str) -> bool:
+        sizes = (module.in_features, module.out_features)
+        return all(size % 16 == 0 for size in sizes) and min(sizes) >= 128
+
+    config = Float8LinearConfig.from_recipe_name("tensorwise")
+    convert_to_float8_training(model, config=config, module_filter_fn=fits)
 
 
 class WindowedAttention:

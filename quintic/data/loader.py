@@ -113,7 +113,8 @@ def numbered(device: torch.device | str) -> torch.device:
 class Loader(Iterator[Batch]):
     """An endless iterator over the batches of one rank, made ahead in a background thread, with a resumable state.
 
-    Use it in a `with` block, or call `close`; the thread also ends if the loader is collected.
+    Use it in a `with` block, or call `close`; the thread also ends if the loader is collected. Whoever calls
+    `prepare_next` while the device is busy finds the next batch on it.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Loader(Iterator[Batch]):
             _next_batch, self._stream, dataset, self._device, rows=rows, rank=rank, world_size=world_size
         )
         self._prefetcher: Prefetcher[tuple[Batch, list[Position]]] | None = None
+        self._next: tuple[Batch, list[Position]] | None = None
 
     def __next__(self) -> Batch:
         """Return the next batch.
@@ -175,10 +177,25 @@ class Loader(Iterator[Batch]):
         Raises:
             DataError: the text has an id outside of the vocabulary.
         """
+        self.prepare_next()
+        assert self._next is not None
+        (batch, self._positions), self._next = self._next, None
+        return batch
+
+    def prepare_next(self) -> None:
+        """Send the next batch to the device, and wake the thread to make another.
+
+        The thread then keeps Python from the caller for a few milliseconds, which cost nothing while the device works.
+
+        Raises:
+            DataError: the text has an id outside of the vocabulary.
+        """
+        if self._next is not None:
+            return
         if self._depth and self._prefetcher is None:
             self._prefetcher = Prefetcher(self._make, self._depth)
-        batch, self._positions = self._prefetcher.get() if self._prefetcher is not None else self._make()
-        return batch.to(self._device)
+        batch, positions = self._prefetcher.get() if self._prefetcher is not None else self._make()
+        self._next = batch.to(self._device), positions
 
     @property
     def epochs(self) -> dict[str, float]:
@@ -220,6 +237,7 @@ class Loader(Iterator[Batch]):
 
     def close(self) -> None:
         """Stop the thread; batches made ahead are lost, so go on only after `load_state_dict`. May be called twice."""
+        self._next = None
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None

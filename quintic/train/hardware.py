@@ -143,10 +143,6 @@ class Stopwatch:
         event.record()
         self._events.append(event)
 
-    def is_idle(self) -> bool:
-        """Return whether the device has reached the last mark and is now waiting for the host."""
-        return not self._events or self._events[-1].query()
-
     def seconds(self) -> list[float]:
         """Return the seconds between consecutive marks, after waiting for the device to reach the last one."""
         if self._events is None:

@@ -4,7 +4,6 @@
 rank; a step accumulates the gradients of `micro_steps` of them.
 """
 
-import time
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -176,20 +175,19 @@ class Trainer:
         settings = apply_schedule(self.optimizer, self.config, self.step, self.total)
         stopwatch = Stopwatch(self.hardware.device)
         stopwatch.mark()
-        waited = 0.0
         loss = torch.zeros((), device=self.hardware.device)
         num_bytes = torch.zeros((), dtype=torch.int64, device=self.hardware.device)
         for micro_step in range(1, self.micro_steps + 1):
-            asked = time.perf_counter()
             batch = next(self.loader)
-            if stopwatch.is_idle():  # only then does waiting for data cost time
-                waited += time.perf_counter() - asked
+            stopwatch.mark()
             with self.parallelism.micro_step(self.wrapped, last=micro_step == self.micro_steps):
                 micro_loss = self.wrapped(batch.inputs, batch.targets, document_starts=self._starts(batch))
                 (micro_loss / self.micro_steps).backward()
             loss += micro_loss.detach() / self.micro_steps
             num_bytes += self.token_bytes[batch.targets].sum()
             stopwatch.mark()
+            self.loader.prepare_next()  # while the device is busy
+        stopwatch.mark()
         # Spike check and update.
         measured = is_due(self.step + 1, self.config.run.rms_every)
         grad_rms = self.rms.before() if measured else {}
@@ -210,8 +208,10 @@ class Trainer:
         self.step, self.score = self.step + 1, None
         batch_tokens = self.scale.batch_tokens
         self.tokens += batch_tokens
-        *computing, _, stepping = stopwatch.seconds()
-        times = {"data": waited, "forward_backward": max(0.0, sum(computing) - waited), "optimizer": stepping}
+        *passes, _, stepping = (
+            stopwatch.seconds()
+        )  # of each micro-step the wait for data and the pass, then one more wait
+        times = {"data": sum(passes[::2]), "forward_backward": sum(passes[1::2]), "optimizer": stepping}
         elapsed = sum(times.values())
         self.seconds += elapsed
         rate = self.matrix_rate * self.ranks.size

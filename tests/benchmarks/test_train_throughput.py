@@ -36,7 +36,7 @@ def test_first_steps_are_left_out_and_speeds_are_compared() -> None:
         "options": {name: getattr(options, name) for name in names},
     }
     text = page(result, options)
-    assert "quintic: 2.000 times nanochat's tokens per second." in text
+    assert "quintic: 2.000 times the tokens per second of nanochat." in text
     assert "| 2,000 (2,000 to 2,000) | 500.0 (500.0 to 500.0) | 2.00 (2.00 to 2.00) | - |" in text
     assert "1.5000 (4 steps)" in text
 

@@ -106,9 +106,10 @@ def test_a_document_end_is_a_target_only_where_the_document_ends(dataset: Datase
     st.integers(1, 3),
     st.sampled_from([0, 2]),
     st.integers(1, 60),
+    st.booleans(),
 )
 def test_a_saved_state_resumes_exactly(
-    dataset: Dataset, before: int, world_size: int, prefetch: int, buffer: int
+    dataset: Dataset, before: int, world_size: int, prefetch: int, buffer: int, prepared: bool
 ) -> None:
     for rank in range(world_size):
         options = {"rank": rank, "world_size": world_size}
@@ -116,8 +117,12 @@ def test_a_saved_state_resumes_exactly(
         with load(dataset, **options) as loader, load(dataset, **options) as other:
             for _ in range(before):
                 next(loader)
+            if prepared:  # a batch that was not taken does not count
+                loader.prepare_next()
             state = json.loads(json.dumps(loader.state_dict()))
             next(other)  # what it did before does not matter
+            if prepared:
+                other.prepare_next()
             other.load_state_dict(state)
             assert other.state_dict() == state
             for _ in range(4):

@@ -244,20 +244,16 @@ def test_a_stopwatch_tells_what_lies_between_marks(monkeypatch: pytest.MonkeyPat
     stopwatch = hardware.Stopwatch(torch.device("cpu"))
     for _ in range(3):
         stopwatch.mark()
-        assert stopwatch.is_idle()
     assert stopwatch.seconds() == [0.5, 2.0]
 
 
 @pytest.mark.gpu
 def test_a_stopwatch_counts_the_devices_time_not_the_hosts() -> None:
     stopwatch = hardware.Stopwatch(torch.device("cuda"))
-    assert stopwatch.is_idle()
     matrix = torch.randn(4096, 4096, device="cuda")
     matrix @ matrix
     stopwatch.mark()
     for _ in range(50):
         matrix @ matrix
     stopwatch.mark()
-    assert not stopwatch.is_idle()
     assert stopwatch.seconds()[0] > 0.01
-    assert stopwatch.is_idle()
