@@ -47,6 +47,8 @@ def main() -> None:
     torch.manual_seed(42)
     dataset = Dataset.open(options.dataset)
     model, scaling = new_model(options.depth, dataset.vocab_size, options.seq_len, device)
+    # Before any conversion, because its counter does not see layers of 8 bits.
+    facts = {"parameters": sum(p.numel() for p in model.parameters()), "flops_per_token": model.estimate_flops()}
     if options.fp8:
         with_fp8(model)
     compiled: Any = torch.compile(model, dynamic=False)
@@ -86,7 +88,6 @@ def main() -> None:
         if options.eval_every and ((step + 1) % options.eval_every == 0 or step + 1 == options.steps):
             evaluate(compiled, batches, dataset, device, step + 1, rank)
     if rank == 0:
-        facts = {"parameters": sum(p.numel() for p in model.parameters()), "flops_per_token": model.estimate_flops()}
         print(json.dumps({"kind": "final", "peak_bytes": torch.cuda.max_memory_allocated(), **facts}), flush=True)
     loader.close()
     if size > 1:

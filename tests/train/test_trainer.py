@@ -97,7 +97,7 @@ def test_waiting_for_data_is_no_part_of_a_pass(
 def test_the_device_does_not_wait_for_a_batch_that_is_made_while_it_works(
     tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = make(tiny_dataset, tmp_path, rows=4, batch_tokens=256, device="cuda")
+    trainer = make(tiny_dataset, tmp_path, rows=4, batch_tokens=256, device="cuda", compile=False)
     quick, matrix = Prefetcher.get, torch.randn(8192, 8192, device="cuda")
 
     def slow(prefetcher: Prefetcher[Any]) -> Any:
