@@ -1,14 +1,18 @@
-"""Reads the bytes of a file in blocks or in lines, decompressed by its ending, and decodes UTF-8."""
+"""Reads the text of a file in blocks or in lines, decompressed by its ending."""
 
+import codecs
 import gzip
 import zlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import zstandard
+
 from quintic.errors import DataError
 
-__all__ = ["COMPRESSIONS", "blocks_of", "decode_utf8", "lines_of", "not_utf8", "uncompressed_name"]
+__all__ = ["COMPRESSIONS", "lines_of", "text_blocks", "uncompressed_name"]
 
 COMPRESSIONS = (".gz", ".zst")
 
@@ -27,89 +31,78 @@ def uncompressed_name(name: str) -> str:
     return next((name.removesuffix(ending) for ending in COMPRESSIONS if name.endswith(ending)), name)
 
 
-def decode_utf8(data: bytes | bytearray, path: Path, offset: int) -> str:
-    """Return the text of some bytes of a file, without the byte order mark at the file's beginning.
-
-    Args:
-        data: the bytes, whole characters.
-        path: the file, for the message.
-        offset: offset of the bytes in the file.
-
-    Raises:
-        DataError: the bytes are not UTF-8; the message has the offset of the first wrong byte.
-    """
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise not_utf8(path, offset, error) from error
-    return text.removeprefix("\ufeff") if offset == 0 else text
-
-
-def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> DataError:
-    """Return the error of a file whose bytes from `offset` on could not be decoded."""
-    wrong = error.object[error.start]
-    return DataError(
-        f"{path}: not UTF-8 at byte offset {offset + error.start} (byte 0x{wrong:02x}); convert the file to UTF-8"
-    )
-
-
-def lines_of(path: Path, max_bytes: int) -> Iterator[str]:
+def lines_of(path: Path, max_chars: int) -> Iterator[str]:
     """Yield the lines of a file with their line ends; at most one line and one block are in memory.
 
     Raises:
-        DataError: a line has more than `max_bytes` bytes or is not UTF-8, or the file is damaged.
-        OSError: it cannot be read.
+        DataError: as `text_blocks`, or a line has more than `max_chars` characters.
     """
-    offset = 0
-    line = bytearray()
-    for block in blocks_of(path):
-        for part in block.splitlines(keepends=True):
-            line += part
-            # A carriage return alone ends no line.
-            if part.endswith(b"\n"):
-                yield decode_utf8(line, path, offset)
-                offset += len(line)
-                line.clear()
-        if len(line) > max_bytes:
+    parts: list[str] = []  # of the line that has begun
+    size = 0
+    for number, block in enumerate(text_blocks(path)):
+        # A carriage return alone ends no line.
+        *ends, rest = (block if number else block.removeprefix("\ufeff")).split("\n")
+        for end in ends:
+            yield "".join([*parts, end, "\n"])
+            parts, size = [], 0
+        parts.append(rest)
+        size += len(rest)
+        if size > max_chars:
             raise DataError(
-                f"{path}: a line of more than {max_bytes >> 20} MiB; write one record per line, each with a document "
+                f"{path}: a line of more than {max_chars >> 20} MiB; write one record per line, each with a document "
                 "of a sensible size"
             )
-    if line:
-        yield decode_utf8(line, path, offset)
+    if size:
+        yield "".join(parts)
 
 
-def blocks_of(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file in blocks that are not empty, decompressed by the file's ending.
+def text_blocks(path: Path) -> Iterator[str]:
+    """Yield the text of a file in blocks that are not empty; a byte order mark stays.
 
     Raises:
-        DataError: the compressed data is damaged or stops early.
+        DataError: the file is not UTF-8, or its compressed data is damaged or stops early.
         OSError: the file cannot be read.
     """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    num_bytes = 0
+    for block in chain(_blocks_of(path), [b""]):
+        num_bytes += len(block)
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            # The decoder may have put bytes of an unfinished character before the block.
+            offset = num_bytes - len(error.object) + error.start
+            raise DataError(
+                f"{path}: not UTF-8 at byte offset {offset} (byte 0x{error.object[error.start]:02x}); convert the file "
+                "to UTF-8"
+            ) from error
+        if text:
+            yield text
+
+
+def _blocks_of(path: Path) -> Iterator[bytes]:
     name = path.name.lower()
     truncated = f"{path}: truncated, the compressed data stops early; copy or download it again"
     if name.endswith(COMPRESSIONS) and path.stat().st_size == 0:
         raise DataError(truncated)
-    if name.endswith(".zst"):
-        yield from _zstandard_blocks(path, truncated)
-        return
     try:
-        with gzip.open(path) if name.endswith(".gz") else path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                yield block
+        if name.endswith(".zst"):
+            yield from _zstandard_blocks(path)
+        else:
+            with gzip.open(path) if name.endswith(".gz") else path.open("rb") as file:
+                while block := file.read(_BLOCK_BYTES):
+                    yield block
     except EOFError as error:
         raise DataError(truncated) from error
-    except (gzip.BadGzipFile, zlib.error) as error:
+    except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise DataError(f"{path}: damaged or not compressed as its ending says ({error})") from error
 
 
-def _zstandard_blocks(path: Path, truncated: str) -> Iterator[bytes]:
-    """Yield the bytes of a file of one or more Zstandard frames; one that ends within a frame is an error.
+def _zstandard_blocks(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file of one or more Zstandard frames; EOFError if it ends within a frame.
 
     The library's own stream reader takes such a file for complete.
     """
-    import zstandard
-
     # Frames of `zstd --long=31` need a larger window than the library's default.
     decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
     frame: Any = None
@@ -117,14 +110,10 @@ def _zstandard_blocks(path: Path, truncated: str) -> Iterator[bytes]:
         while piece := file.read(_ZSTD_PIECE_BYTES):
             while piece:
                 frame = frame or decompressor.decompressobj()
-                try:
-                    block = frame.decompress(piece)
-                except zstandard.ZstdError as error:
-                    raise DataError(f"{path}: damaged or not compressed as its ending says ({error})") from error
-                if block:
+                if block := frame.decompress(piece):
                     yield block
                 piece = b""
                 if frame.eof:
                     piece, frame = frame.unused_data, None
     if frame is not None:
-        raise DataError(truncated)
+        raise EOFError

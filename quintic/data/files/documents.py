@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from quintic.data.files.blocks import COMPRESSIONS, blocks_of, decode_utf8, lines_of, not_utf8, uncompressed_name
+from quintic.data.files.blocks import COMPRESSIONS, lines_of, text_blocks, uncompressed_name
 from quintic.errors import DataError
 
 __all__ = [
@@ -109,16 +109,16 @@ def read_documents(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
 
 
 def _read_text(path: Path) -> Iterator[bytes]:
-    offset = 0
+    mark = codecs.BOM_UTF8
     held = bytearray()
-    for block in blocks_of(path):
-        held += block
+    for block in text_blocks(path):
+        held += block.encode()
         while len(held) > _MAX_TEXT_BYTES:
             end = _section_end(held, 0, _MAX_TEXT_BYTES)
-            yield decode_utf8(held[:end], path, offset).encode()
+            yield bytes(held[:end]).removeprefix(mark)
             del held[:end]
-            offset += end
-    yield decode_utf8(held, path, offset).encode()
+            mark = b""
+    yield bytes(held).removeprefix(mark)
 
 
 def _read_json_lines(path: Path, field: str) -> Iterator[bytes]:
@@ -140,7 +140,7 @@ def _read_json(path: Path, field: str) -> Iterator[bytes]:
     is_open = False  # whether an array has begun and not ended
     held = ""  # the text from the next record on
     tried = 0  # length of an incomplete record; it is parsed again when there is twice as much
-    for block in chain(_decoded_blocks(path), [""]):
+    for block in chain(text_blocks(path), [""]):
         held += block
         is_last = not block
         if len(held) < 2 * tried and not is_last:
@@ -180,21 +180,6 @@ def _read_json(path: Path, field: str) -> Iterator[bytes]:
 def _skip_to_record(text: str, start: int) -> int:
     match = _BETWEEN_RECORDS.match(text, start)
     return start if match is None else match.end()
-
-
-def _decoded_blocks(path: Path) -> Iterator[str]:
-    """Yield the text of a file in blocks; a character that goes on in the next block belongs to that one."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    num_bytes = 0
-    for block in chain(blocks_of(path), [b""]):
-        num_bytes += len(block)
-        try:
-            text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            # The decoder may have added bytes before the block.
-            raise not_utf8(path, num_bytes - len(error.object), error) from error
-        if text:
-            yield text
 
 
 def _text_of(record: Any, place: str, field: str) -> bytes:

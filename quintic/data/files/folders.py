@@ -5,7 +5,6 @@ prepared text, downloads), recognised by their content and not by their names; f
 `.csv` files without the field of the text, which are usually settings.
 """
 
-import codecs
 import contextlib
 import json
 import os
@@ -13,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from quintic.data.files.blocks import COMPRESSIONS, blocks_of
+from quintic.data.files.blocks import COMPRESSIONS, lines_of, text_blocks
 from quintic.data.files.documents import ENDINGS_ADVICE, MissingField, format_of, read_documents
 from quintic.durable import json_object
 from quintic.errors import DataError
@@ -22,8 +21,8 @@ __all__ = ["list_folder", "walk"]
 
 # Number of files or endings that a note names.
 _NAMED = 6
-# Bytes of a log's first line that are read.
-_FIRST_RECORD_BYTES = 1 << 16
+# Longest first line of a log.
+_FIRST_RECORD_CHARS = 1 << 20
 _COMPRESSED = (*COMPRESSIONS, ".bz2", ".xz", ".lz4", ".zip")
 _INSTALLED = frozenset({"node_modules", "site-packages", "dist-packages", "__pycache__"})
 
@@ -31,11 +30,7 @@ _INSTALLED = frozenset({"node_modules", "site-packages", "dist-packages", "__pyc
 def list_folder(root: Path, spec: str, *, cache_dir: Path, text_field: str) -> tuple[list[Path], tuple[str, ...]]:
     """Return the files of a folder that hold text, sorted by path, and messages for users about the other files.
 
-    Args:
-        root: the folder.
-        spec: the user's name of the folder, for messages.
-        cache_dir: folder of downloads, which is left out.
-        text_field: the field of JSON and CSV that holds the text.
+    Messages name the folder by `spec`; `cache_dir`, the folder of downloads, is left out.
 
     Raises:
         DataError: no file is left, a folder cannot be read, or the folder itself was written by Quintic.
@@ -141,17 +136,12 @@ def _own_kind(folder: Path, names: set[str]) -> str | None:
     ):
         if name in names and fields <= set(json_object(folder / name)):
             return kind
-    return "a run" if "metrics.jsonl" in names and _is_log(folder / "metrics.jsonl") else None
-
-
-def _is_log(path: Path) -> bool:
-    """Return whether a file is the log of a run: its records have a field "kind" and no text."""
-    try:
-        with path.open("rb") as file:
-            record = json.loads(file.readline(_FIRST_RECORD_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(record, dict) and "kind" in record and "text" not in record
+    if "metrics.jsonl" in names:
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # no log, but a file that is read or refused
+            record = json.loads(next(lines_of(folder / "metrics.jsonl", _FIRST_RECORD_CHARS), ""))
+            if isinstance(record, dict) and "kind" in record and "text" not in record:
+                return "a run"
+    return None
 
 
 def _ending(name: str) -> str:
@@ -160,11 +150,8 @@ def _ending(name: str) -> str:
     >>> _ending("part-1.json.xz"), _ending("Makefile")
     ('.json.xz', 'without an ending')
     """
-    packed = next((ending for ending in _COMPRESSED if name.lower().endswith(ending)), "")
-    _, dot, ending = name[: len(name) - len(packed)].rpartition(".")
-    if dot and 0 < len(ending) <= 10:
-        return f".{ending.lower()}{packed}"
-    return packed or "without an ending"
+    endings = Path(name.lower()).suffixes
+    return "".join(endings[-2:] if endings[-1:] and endings[-1] in _COMPRESSED else endings[-1:]) or "without an ending"
 
 
 def _fields_without(path: Path, text_field: str) -> tuple[str, ...] | None:
@@ -178,8 +165,6 @@ def _fields_without(path: Path, text_field: str) -> tuple[str, ...] | None:
     except MissingField as error:
         return error.fields
     except DataError:
-        with contextlib.suppress(DataError, UnicodeDecodeError):
-            # Not `bytes.decode`: the block may end within a character.
-            text = codecs.getincrementaldecoder("utf-8")().decode(next(blocks_of(path), b""))
-            return None if text_field in text else ()
+        with contextlib.suppress(DataError):  # not UTF-8
+            return None if text_field in next(text_blocks(path), "") else ()
     return None
