@@ -6,14 +6,14 @@ look like the beginnings of documents. But a model only learns to predict real e
 document except the last fill a row exactly, so that none of them is followed by a bos within a row.
 
 Order. Each epoch is a permutation of all chunks, drawn from the seed and the epoch. Chunks are permuted and not
-documents, because otherwise the rows of one long document would be in one batch. `quintic.data.packing` packs them into
-rows; chunks that do not fill a row at the end of an epoch are dropped.
+documents, because otherwise the rows of one long document would be in one batch. They are packed into rows by best fit;
+chunks that do not fill a row at the end of an epoch are dropped.
 
 Ranks. All ranks pack the same rows, and each reads the tokens of its own rows only: of every w * B rows, rank r of w
 has rows r * B to (r + 1) * B. So the text of a step does not depend on the number of ranks, and a saved position can be
 resumed by any number of ranks.
 
-Read next: `quintic.data.rows`, which makes chunks and order.
+Read next: `quintic.data.rows`, which makes chunks, order and rows.
 """
 
 import functools
@@ -35,8 +35,6 @@ from quintic.errors import DataError
 __all__ = ["Batch", "Loader", "batch_of", "iterate_validation_rows", "numbered", "validation_rows"]
 
 _STATE_VERSION = 2
-# States of version 1 also have a rank and a number of ranks; those of a single rank can still be loaded.
-_ONE_RANK_VERSION = 1
 # Number of chunks in the packer's buffer for validation.
 _VALIDATION_BUFFER = 1000
 
@@ -220,8 +218,6 @@ class Loader(Iterator[Batch]):
         Raises:
             DataError: the state is damaged, or was saved with another dataset or setting, which the message names.
         """
-        if state.get("version") == _ONE_RANK_VERSION and state.get("world_size") == 1:
-            state = {**state, "version": _STATE_VERSION}
         for name, value in self._identity.items():
             before = state.get(name)
             if before != value:

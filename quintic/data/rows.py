@@ -7,8 +7,19 @@
 A position in the text is a few numbers: the epoch, the next index of its order, and the chunks in the packer's buffer.
 Tokens are read last, and only for the rows that a rank needs. `quintic.data.loader` explains chunks and order, and adds
 tensors, threads and saved states.
+
+Rows are packed as in nanochat (Andrej Karpathy, github.com/karpathy/nanochat, its "BOS-aligned best-fit" loader): a row
+is filled again and again with the longest chunk in a buffer that fits entirely. If none fits, the shortest one is
+cropped to fill the row exactly, and the rest of it is dropped. The price is the cropped fraction; in return every row
+begins at a document's start and no row has padding.
+
+There is one change: the first chunk of a row is the one that has been in the buffer longest, not the longest one. If it
+were the longest, an epoch would begin with all its long documents and end with all its short ones, and a chunk that
+suits no row could stay in the buffer for the whole epoch.
 """
 
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from quintic.data.dataset import Dataset, DocumentSplit
-from quintic.data.packing import BestFitPacker
 from quintic.data.source import SplitName
 from quintic.errors import DataError
 
@@ -122,7 +132,7 @@ class _Row(NamedTuple):
 
 
 class RowStream:
-    """Packs the rows of one source, epoch after epoch.
+    """Packs the rows of one source, epoch after epoch; it works with lengths, not tokens.
 
     Attributes:
         epoch: number of the epoch, from 0.
@@ -130,6 +140,13 @@ class RowStream:
 
     _next_index: int
     _order: Int64s
+    # Index in the epoch's order -> length, of the chunks in the buffer as they arrived. The first entry of a plain dict
+    # is slow to find after many removals at its front.
+    _buffer: OrderedDict[int, int]
+    _buffered_tokens: int
+    # The same sorted by length, and for equal lengths from the highest index to the lowest, so that the last one came
+    # first: in any other order many chunks of equal length would leave the buffer sorted, which would undo a shuffle.
+    _by_length: list[tuple[int, int]]
 
     def __init__(self, table: ChunkIndex, *, seed: int | None, buffer_documents: int) -> None:
         """Start at the beginning of epoch 0; for `seed` and `buffer_documents` see `MixedRows`."""
@@ -164,7 +181,7 @@ class RowStream:
         return {
             "epoch": self.epoch,
             "next_place": self._next_index,
-            "waiting": list(self._packer.buffered()),
+            "waiting": list(self._buffer),
             "served": self._served,
             "cropped": self._cropped,
         }
@@ -181,26 +198,54 @@ class RowStream:
 
     def pack_row(self) -> _Row | None:
         """Pack the next row without reading its tokens; None at the end of the only epoch."""
-        while not self.has_ended:
-            packed = self._packer.pack_row(self._next_chunk)
-            if packed is not None:
-                chunks = self._order[[index for index, _ in packed]]
-                takes = np.array([take for _, take in packed], dtype=np.int64)
-                self._cropped += int((self._table.lengths[chunks] - takes).sum())
-                self._served += self._table.row_tokens
-                return _Row(self._table, chunks, takes, self.epoch)
+        row_tokens = self._table.row_tokens
+        while not self._fill_buffer(row_tokens):
             # The end of the epoch: chunks that no longer fill a row are dropped.
-            self._cropped += self._packer.buffered_tokens
+            self._cropped += self._buffered_tokens
             self._begin_epoch(self.epoch + 1)
-        return None
+            if self.has_ended:
+                return None
+        indices: list[int] = []
+        takes: list[int] = []
+        room = row_tokens
+        while room:
+            self._fill_buffer(room)
+            index = self._best_fit(room) if indices else next(iter(self._buffer))
+            length = self._buffer.pop(index)
+            del self._by_length[bisect_left(self._by_length, (length, -index))]
+            self._buffered_tokens -= length
+            indices.append(index)
+            takes.append(min(length, room))
+            room -= takes[-1]
+            self._cropped += length - takes[-1]
+        self._served += row_tokens
+        return _Row(self._table, self._order[indices], np.array(takes, dtype=np.int64), self.epoch)
 
-    def _next_chunk(self) -> tuple[int, int] | None:
-        """Return the next chunk as (index in the order, length); None at the end of the epoch."""
-        index = self._next_index
-        if index >= len(self._order):
-            return None
-        self._next_index = index + 1
-        return index, int(self._table.lengths[self._order[index]])
+    def _best_fit(self, room: int) -> int:
+        # The last entry of length at most `room`: second fields are -index <= 0, so that 1 sorts after them.
+        place = bisect_right(self._by_length, (room, 1)) - 1
+        if place < 0:
+            # None fits: the shortest one, of equal ones the first to arrive, is cropped.
+            place = bisect_left(self._by_length, (self._by_length[0][0] + 1,)) - 1
+        return -self._by_length[place][1]
+
+    def _fill_buffer(self, needed_tokens: int) -> bool:
+        """Fill the buffer, with at least `needed_tokens` tokens; return False if the epoch has too few chunks left.
+
+        It holds more than `buffer_documents` only if that many do not fill a row.
+        """
+        while len(self._buffer) < self._buffer_documents or self._buffered_tokens < needed_tokens:
+            if self._next_index >= len(self._order):
+                return self._buffered_tokens >= needed_tokens
+            self._add_to_buffer(self._next_index)
+            self._next_index += 1
+        return True
+
+    def _add_to_buffer(self, index: int) -> None:
+        length = int(self._table.lengths[self._order[index]])
+        self._buffer[index] = length
+        insort(self._by_length, (length, -index))
+        self._buffered_tokens += length
 
     def _begin_epoch(self, epoch: int, next_index: int = 0, buffered: Iterable[int] = ()) -> None:
         self.epoch = epoch
@@ -212,9 +257,11 @@ class RowStream:
             # and a run that is resumed after an upgrade would silently see other text.
             key = np.array([self._seed % 2**64, epoch], dtype=np.uint64)
             self._order = np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
-        lengths = self._table.lengths
-        waiting = [(index, int(lengths[self._order[index]])) for index in buffered]
-        self._packer = BestFitPacker(self._table.row_tokens, self._buffer_documents, waiting)
+        self._buffer = OrderedDict()
+        self._by_length = []
+        self._buffered_tokens = 0
+        for index in sorted(buffered):
+            self._add_to_buffer(index)
 
 
 class MixedRows:

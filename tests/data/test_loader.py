@@ -182,16 +182,6 @@ def test_a_state_of_another_dataset_is_refused(dataset: Dataset) -> None:
         loader.load_state_dict(loader.state_dict() | {"dataset": "another"})
 
 
-def test_a_position_saved_before_ranks_shared_a_stream_still_loads(dataset: Dataset) -> None:
-    with load(dataset) as loader, load(dataset) as other:
-        next(loader)
-        old = loader.state_dict() | {"version": 1, "rank": 0, "world_size": 1, "batches": 1}
-        other.load_state_dict(old)
-        assert equal(next(other), next(loader))
-        with pytest.raises(DataError, match="made with version 1, this run has 2"):
-            other.load_state_dict(old | {"rank": 1, "world_size": 2})
-
-
 @settings(max_examples=25)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(0, 40), st.sampled_from([0, 2]))
 def test_ranks_deal_out_the_rows_of_one_stream(

@@ -1,25 +1,31 @@
 """Best-fit packing against a naive oracle."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintic.data.packing import BestFitPacker
+from quintic.data.rows import RowStream
 
 Lengths = st.lists(st.integers(1, 30), max_size=120)
 
 
-def arrivals(lengths: list[int]) -> Callable[[], tuple[int, int] | None]:
-    queue = iter(list(enumerate(lengths)))
-    return lambda: next(queue, None)
+def stream_of(lengths: list[int], row: int, buffer: int) -> RowStream:
+    table = SimpleNamespace(row_tokens=row, lengths=np.array(lengths, dtype=np.int32))
+    return RowStream(table, seed=None, buffer_documents=buffer)
+
+
+def next_pieces(stream: RowStream) -> list[tuple[int, int]] | None:
+    row = stream.pack_row()
+    return None if row is None else list(zip(row.chunks.tolist(), row.takes.tolist(), strict=True))
 
 
 def pack_all(lengths: list[int], row: int, buffer: int) -> Iterator[list[tuple[int, int]]]:
-    packer = BestFitPacker(row, buffer)
-    following = arrivals(lengths)
-    while (pieces := packer.pack_row(following)) is not None:
+    stream = stream_of(lengths, row, buffer)
+    while (pieces := next_pieces(stream)) is not None:
         yield pieces
 
 
@@ -70,31 +76,29 @@ def test_rows_are_full_and_no_document_is_used_twice(lengths: list[int], row: in
 
 @given(Lengths, st.integers(1, 25), st.integers(1, 40))
 def test_what_is_left_does_not_fill_a_row(lengths: list[int], row: int, buffer: int) -> None:
-    packer = BestFitPacker(row, buffer)
-    following = arrivals(lengths)
+    stream = stream_of(lengths, row, buffer)
     used: set[int] = set()
-    while (pieces := packer.pack_row(following)) is not None:
+    cropped = 0
+    while (pieces := next_pieces(stream)) is not None:
         used |= {index for index, _ in pieces}
-    assert following() is None
-    assert packer.buffered_tokens == sum(lengths[index] for index in packer.buffered()) < row
-    assert used | set(packer.buffered()) == set(range(len(lengths)))
+        cropped = stream.position()["cropped"]
+    left = sum(length for index, length in enumerate(lengths) if index not in used)
+    assert left == stream.position()["cropped"] - cropped < row
+    assert stream.has_ended
 
 
 @given(Lengths, st.integers(1, 25), st.integers(1, 40), st.integers(0, 10))
-def test_a_packer_made_from_the_waiting_documents_goes_on(
-    lengths: list[int], row: int, buffer: int, before: int
-) -> None:
-    packer = BestFitPacker(row, buffer)
-    following = arrivals(lengths)
+def test_a_stream_restored_from_a_position_goes_on(lengths: list[int], row: int, buffer: int, before: int) -> None:
+    stream, other = stream_of(lengths, row, buffer), stream_of(lengths, row, buffer)
     for _ in range(before):
-        packer.pack_row(following)
-    other = BestFitPacker(row, buffer, [(index, lengths[index]) for index in reversed(packer.buffered())])
-    rest = []
-    while (document := following()) is not None:
-        rest.append(document)
-    first, second = iter(list(rest)), iter(list(rest))
-    for _ in range(5):
-        assert packer.pack_row(lambda: next(first, None)) == other.pack_row(lambda: next(second, None))
+        if next_pieces(stream) is None:
+            return
+    position = stream.position()
+    other.restore(position | {"waiting": position["waiting"][::-1]})
+    assert other.position() == position
+    while (pieces := next_pieces(stream)) is not None:
+        assert next_pieces(other) == pieces
+    assert next_pieces(other) is None
 
 
 def test_equal_lengths_go_in_order_of_arrival() -> None:
