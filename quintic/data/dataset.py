@@ -44,8 +44,6 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
 
-_READ_BYTES = 1 << 24
-
 
 class DocumentSplit:
     """The documents of one side, training or validation, numbered from 0 across all shards.
@@ -59,13 +57,7 @@ class DocumentSplit:
     """
 
     def __init__(self, folder: Path, fields: dict[str, Any], dtype: str, repair: str) -> None:
-        """Map the shards that a manifest lists.
-
-        Args:
-            folder: the dataset's folder.
-            fields: the split's entry in the manifest.
-            dtype: `uint16` or `uint32`.
-            repair: the command that prepares the dataset again, for messages.
+        """Map the shards that the split's entry in the manifest lists; `repair` is the command that makes them again.
 
         Raises:
             DataError: a shard is missing, or its size differs from the manifest's.
@@ -144,7 +136,6 @@ class Dataset:
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
-        """Map the shards of a folder with this manifest; use `Dataset.open` instead."""
         self.path = path
         self.manifest = manifest
         self._splits = {
@@ -294,11 +285,8 @@ class Dataset:
     def _verify_shard(self, split: DocumentSplit, number: int, fields: dict[str, Any]) -> None:
         path = self.path / fields["file"]
         mend = f"delete it and run again: {self.prepare_command}"
-        crc = 0
         try:
-            with path.open("rb") as file:
-                while block := file.read(_READ_BYTES):
-                    crc = zlib.crc32(block, crc)
+            crc = zlib.crc32(path.read_bytes())
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error}); {mend}") from error
         if f"{crc:08x}" != fields.get("crc32"):

@@ -5,10 +5,11 @@ files is stored with the downloads, so that a machine without a network can use 
 """
 
 import json
+import multiprocessing
 import re
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -118,30 +119,29 @@ def _reach(waits: Sequence[float] = ()) -> None:
     from huggingface_hub.errors import OfflineModeIsEnabled
     from huggingface_hub.utils import get_session
 
-    outcome: list[Exception | None] = []
-
     def ask() -> None:
         for wait in (*waits, None):
             try:
                 get_session().head(ENDPOINT, timeout=_PATIENCE)
-                return outcome.append(None)
+                return
             except Exception as error:
                 if wait is None or isinstance(error, OfflineModeIsEnabled):
-                    return outcome.append(error)
+                    raise
                 time.sleep(wait)
 
-    # In a thread, which may be left running: the client's timeout applies to each address of a host name separately.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_PATIENCE)
-    error = outcome[0] if outcome else TimeoutError(f"nothing from {ENDPOINT} within {_PATIENCE:g} seconds")
-    if error is not None:
-        raise error
+    # In a thread, which is left running after the time: the client's timeout applies to each address of a host name
+    # separately.
+    with ThreadPool(1) as pool:
+        try:
+            pool.apply_async(ask).get(_PATIENCE)
+        except multiprocessing.TimeoutError:
+            raise TimeoutError(f"nothing from {ENDPOINT} within {_PATIENCE:g} seconds") from None
 
 
 def _listing(repo: str, cache_dir: Path) -> dict[str, Any]:
     """Return `revision`, `files` (name -> bytes) and `configs` of a data set; without a network, the stored copy."""
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
     kept = cache_dir / "hub-listings" / f"{slug(repo)}.json"
     try:
@@ -149,7 +149,8 @@ def _listing(repo: str, cache_dir: Path) -> dict[str, Any]:
         info = HfApi().dataset_info(repo, files_metadata=True, timeout=_ANSWER_SECONDS)
     # Without an answer the client raises exceptions of its HTTP library, which differs between versions of the client.
     except Exception as error:
-        if _is_refusal(error):
+        refused = isinstance(error, HfHubHTTPError) and error.response is not None
+        if refused and 400 <= error.response.status_code < 500:
             raise DataError(f"hf:{repo}: {_first_line(error)}; {_advice(error)}") from error
         listing = json_object(kept)
         if listing.get("repo") != repo:
@@ -223,15 +224,6 @@ def _glob_pattern(glob: str) -> re.Pattern[str]:
 def _first_line(error: Exception) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Return whether the Hub answered with a refusal, as opposed to no answer."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if not isinstance(error, HfHubHTTPError) or error.response is None:
-        return False
-    return bool(400 <= error.response.status_code < 500)
 
 
 def _advice(error: Exception) -> str:

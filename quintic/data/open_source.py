@@ -5,12 +5,12 @@ of the Hugging Face Hub (`hf:owner/name`, in `quintic.data.hub`). `quintic.data.
 are read, and turns files into documents.
 """
 
-import ast
 import hashlib
 import platform
 import re
 import sysconfig
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from quintic.data.files.blocks import uncompressed_name
@@ -116,40 +116,30 @@ def _python_source(root: Path) -> Source:
             f"python: the standard library's sources are not in {root} (a zipped or stripped installation?); "
             "give a text file or folder instead"
         )
-    files = tuple(_module_file(root / name, name) for name in sorted(names))
-    return Source(name="python", spec="python", files=files, identity=f"python {platform.python_version()}")
-
-
-def _module_file(path: Path, name: str) -> SourceFile:
-    read = _read_topics if name == "pydoc_data/topics.py" else _read_module
     # The version and the sizes identify an installation without hashing every module.
-    return SourceFile(name=name, size_bytes=path.stat().st_size, identity=str, read=lambda: read(path))
+    files = [
+        SourceFile(
+            name=name, size_bytes=(root / name).stat().st_size, identity=str, read=partial(_read_module, root, name)
+        )
+        for name in sorted(names)
+    ]
+    return Source(name="python", spec="python", files=tuple(files), identity=f"python {platform.python_version()}")
 
 
-def _read_module(path: Path) -> Iterator[bytes]:
-    text = _source_text(path)
-    if text and not _is_table(text):
-        yield text.encode()
-
-
-def _read_topics(path: Path) -> Iterator[bytes]:
-    for node in ast.parse(_source_text(path)).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            topics: dict[str, str] = ast.literal_eval(node.value)
-            for topic in sorted(topics):
-                if len(text := topics[topic].encode()) >= _SMALLEST_SOURCE_BYTES:
-                    yield text
-
-
-def _source_text(path: Path) -> str:
-    """Return the source of a module; "" for a very short one, and for the few that declare another encoding."""
+def _read_module(root: Path, name: str) -> Iterator[bytes]:
     try:
-        data = path.read_bytes()
-        return data.decode() if len(data) >= _SMALLEST_SOURCE_BYTES else ""
+        text = (root / name).read_bytes().decode()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except UnicodeDecodeError:
-        return ""
+        raise DataError(f"{root / name}: cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError:  # the few that declare another encoding
+        return
+    if name == "pydoc_data/topics.py":
+        from pydoc_data.topics import topics
+
+        texts = [topic for _, topic in sorted(topics.items())]
+    else:
+        texts = [] if _is_table(text) else [text]
+    yield from (text.encode() for text in texts if len(text.encode()) >= _SMALLEST_SOURCE_BYTES)
 
 
 def _is_table(text: str) -> bool:

@@ -9,9 +9,9 @@ import hashlib
 import itertools
 import json
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -287,20 +287,11 @@ def _interruptibly(work: Callable[[], object]) -> None:
 
     After an interruption the thread continues until its work is done or the process ends.
     """
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="quintic-tokenizer", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_PATIENCE)
-    if errors:
-        raise errors[0]
+    with ThreadPool(1) as pool:
+        result = pool.apply_async(work)
+        while not result.ready():
+            result.wait(_PATIENCE)
+        result.get()
 
 
 def byte_alphabet() -> tuple[str, ...]:
