@@ -177,8 +177,8 @@ def _text_of(run_dir: Path, summary: Mapping[str, Any], data: DataConfig) -> Dat
     for folder in (data.data_dir, path.parent, run_dir.resolve().parent.parent / path.parent.name):
         for manifest in sorted(folder.glob(f"*-{summary['key']}/{MANIFEST_NAME}")):
             return Dataset.open(manifest.parent)
-    settings = (data.vocab_size, data.tokenizer, data.val_frac, data.max_bytes, data.text_field, data.val_data)
-    command = prepare_command(data.data, data.data_dir, *settings)
+    names = ("data_dir", "tokenizer", "vocab_size", "val_frac", "max_bytes", "text_field", "val_data")
+    command = prepare_command(data.data, **{name: getattr(data, name) for name in names})
     raise DataError(
         f"{path}: the text of {run_dir.name} does not exist any more; if its source has not changed, prepare it again "
         f"with: {command}"

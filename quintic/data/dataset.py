@@ -64,9 +64,10 @@ class DocumentSplit:
         """
         little_endian = np.dtype(dtype).newbyteorder("<")
         self.shards: list[npt.NDArray[np.unsignedinteger[Any]]] = []
+        self.num_bytes = sum(int(shard["bytes"]) for shard in fields["shards"])
+        self.shard_offsets = np.cumsum([0, *(int(shard["tokens"]) for shard in fields["shards"])], dtype=np.int64)
         starts = []
-        first_tokens = [0]
-        for shard in fields["shards"]:
+        for shard, before in zip(fields["shards"], self.shard_offsets[:-1], strict=True):
             tokens, documents = int(shard["tokens"]), int(shard["documents"])
             path = folder / shard["file"]
             index = path.with_suffix(".idx")
@@ -80,11 +81,8 @@ class DocumentSplit:
                 raise DataError(f"{index}: damaged, its offsets do not ascend to {tokens}; run again: {repair}")
             # A plain array over the mapping: slicing an np.memmap takes several times longer.
             self.shards.append(np.asarray(np.memmap(path, dtype=little_endian, mode="r")))
-            starts.append(offsets[:-1] + first_tokens[-1])
-            first_tokens.append(first_tokens[-1] + tokens)
-        self.shard_offsets = np.array(first_tokens, dtype=np.int64)
+            starts.append(offsets[:-1] + before)
         self.offsets = np.concatenate([*starts, self.shard_offsets[-1:]])
-        self.num_bytes = sum(int(shard["bytes"]) for shard in fields["shards"])
 
     @property
     def num_documents(self) -> int:
@@ -158,31 +156,28 @@ class Dataset:
         """Open a prepared dataset: map its shards and check their sizes (`verify` also checks their content).
 
         Raises:
-            DataError: the folder is not a finished dataset, has another format version, or one of its files is missing
-                or has the wrong size; the message names the file and the command to run again.
-            OSError: a shard cannot be read. It may be intact, so this is not damage.
+            DataError: the folder is not a finished dataset, has another format version, or one of its files is missing,
+                has the wrong size or cannot be read; the message names the file and the command to run again.
         """
         folder = Path(path)
         manifest_path = folder / MANIFEST_NAME
+        if not manifest_path.exists():
+            state = "is not a finished dataset" if folder.is_dir() else "does not exist"
+            raise DataError(f"{folder}: {state} (no {MANIFEST_NAME}); run `quintic prepare` first")
         try:
             manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            state = "is not a finished dataset" if folder.is_dir() else "does not exist"
-            raise DataError(f"{folder}: {state} (no {MANIFEST_NAME}); run `quintic prepare` first") from error
-        except OSError as error:
-            raise DataError(f"{manifest_path}: cannot be read ({error.strerror or error})") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{manifest_path}: damaged ({error}); delete the folder and prepare again") from error
-        version = manifest.get("version") if isinstance(manifest, dict) else None
-        if version != FORMAT_VERSION:
-            raise DataError(
-                f"{manifest_path}: format version {version}, this program reads {FORMAT_VERSION}; prepare again"
-            )
-        try:
+            version = manifest.get("version") if isinstance(manifest, dict) else None
+            if version != FORMAT_VERSION:
+                raise DataError(
+                    f"{manifest_path}: format version {version}, this program reads {FORMAT_VERSION}; prepare again"
+                )
             return cls(folder, manifest)
         except DataError:  # a ValueError, too
             raise
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except OSError as error:  # what cannot be read may be intact, so this is not damage
+            place = error.filename or manifest_path
+            raise DataError(f"{place}: cannot be read ({error.strerror or error})") from error
+        except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
             raise DataError(f"{manifest_path}: damaged ({error}); delete the folder and prepare again") from error
 
     @property

@@ -83,12 +83,8 @@ def download(
 ) -> Path:
     """Return the local path of one file of the Hub, which is downloaded if it is not in the cache.
 
-    Args:
-        repo: `owner/name`.
-        name: path of the file in the repository.
-        repo_type: `model` or `dataset`.
-        revision: commit or branch; None for the main branch.
-        cache_dir: folder of the cache; None for the client's own cache.
+    `repo_type` is `model` or `dataset`, `revision` a commit or branch; None stands for the main branch, and for the
+    client's own cache.
 
     Raises:
         DataError: the file cannot be downloaded.

@@ -52,13 +52,7 @@ def parse_mixture(spec: str) -> list[tuple[str, float]] | None:
 
 
 def open_sources(spec: str, val_data: str | None, *, cache_dir: Path, text_field: str) -> tuple[Source, ...]:
-    """Open the sources of a dataset: the training sources, followed by the validation source if there is one.
-
-    Args:
-        spec: a source as for `open_source`, or a mixture.
-        val_data: source of the validation text; None to divide the documents of the other sources.
-        cache_dir: as for `open_source`.
-        text_field: as for `open_source`, for all sources.
+    """Open the sources of a dataset: those of `spec`, followed by `val_data` if validation has a source of its own.
 
     Raises:
         DataError: as `parse_mixture` and `open_source`; or ``val_data`` is a mixture, or one of the training sources.

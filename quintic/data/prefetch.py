@@ -14,12 +14,9 @@ class Prefetcher(Generic[T]):
     """Calls a function ahead of time; `get` returns the results one by one, or raises the function's exception."""
 
     def __init__(self, produce: Callable[[], T], depth: int) -> None:
-        """Start the thread; it ends with `close`, or when this object is collected.
+        """Start the thread, which produces `depth` results ahead; it ends with `close`, or with this object.
 
-        Args:
-            produce: called repeatedly in the thread. It must not hold a reference to the owner of this object, because
-                then neither would ever be collected.
-            depth: number of results to produce ahead, at least 1.
+        `produce` must not hold a reference to the owner of this object, because then neither would ever be collected.
         """
         self._produce = produce
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quintic-prefetch")

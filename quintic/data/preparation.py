@@ -123,14 +123,20 @@ def prepare(
             "source": {**asked, "name": source.name, "fingerprint": fingerprint},
             "settings": settings,
             "command": prepare_command(
-                spec, data_dir, vocab_size, tokenizer, val_frac, max_bytes, text_field, val_data
+                spec,
+                data_dir=data_dir,
+                tokenizer=tokenizer,
+                vocab_size=vocab_size,
+                val_frac=val_frac,
+                max_bytes=max_bytes,
+                text_field=text_field,
+                val_data=val_data,
             ),
         },
         lost=f"--tokenizer {tokenizer}",
         say=say,
     )
-    finished = _open_finished(job.folder, repair=repair)
-    if finished is not None:
+    if (finished := _open_finished(job.folder, repair=repair)) is not None:
         return finished
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
@@ -138,11 +144,9 @@ def prepare(
         with (data_dir / f".{job.folder.name}.lock").open("ab") as file:
             lock(file.fileno(), wait=True)
             # Another process may have prepared it while this one waited for the lock.
-            finished = _open_finished(job.folder)
-            if finished is None:
+            if (finished := _open_finished(job.folder)) is None:
                 job.run()
-                finished = Dataset.open(job.folder)
-            return finished
+            return finished or Dataset.open(job.folder)
     except OSError as error:
         place = error.filename if error.filename is not None else job.folder
         removed = "unfinished data is removed, free some space or " if error.errno in DISK_FULL else ""
@@ -151,23 +155,14 @@ def prepare(
         ) from error
 
 
-def prepare_command(
-    spec: str,
-    data_dir: Path,
-    vocab_size: int,
-    tokenizer: str | None,
-    val_frac: float,
-    max_bytes: int | None,
-    text_field: str = TEXT_FIELD,
-    val_data: str | None = None,
-) -> str:
-    """Return the `quintic prepare` command that calls `prepare` with these arguments."""
-    words = ["quintic", "prepare", "--data", spec, "--data-dir", str(data_dir)]
-    words += ["--tokenizer", tokenizer] if tokenizer is not None else ["--vocab-size", str(vocab_size)]
-    words += ["--val-frac", str(val_frac)]
-    words += ["--max-bytes", str(max_bytes)] if max_bytes is not None else []
-    words += ["--text-field", text_field] if text_field != TEXT_FIELD else []
-    words += ["--val-data", val_data] if val_data is not None else []
+def prepare_command(spec: str, **options: object) -> str:
+    """Return the `quintic prepare` command that calls `prepare` with some options; those that are None are left out."""
+    words = ["quintic", "prepare", "--data", spec]
+    for name, value in options.items():
+        unused = name == "vocab_size" and options["tokenizer"] is not None
+        usual = name == "text_field" and value == TEXT_FIELD
+        if value is not None and not unused and not usual:
+            words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words)
 
 

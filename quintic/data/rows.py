@@ -56,15 +56,7 @@ class ChunkIndex:
     """
 
     def __init__(self, split: DocumentSplit, bos_id: int, row_tokens: int, first: int, last: int) -> None:
-        """Count the chunks of some documents.
-
-        Args:
-            split: the documents.
-            bos_id: the token at the beginning of every chunk.
-            row_tokens: length of the longest chunk, at least 2.
-            first: index of the first document.
-            last: one past the index of the last document.
-        """
+        """Count the chunks of the documents from `first` up to, not including, `last`."""
         offsets = split.offsets[first : last + 1]
         self.row_tokens = row_tokens
         self._bos_id = bos_id
@@ -86,11 +78,11 @@ class ChunkIndex:
         return int(self.lengths.sum(dtype=np.int64))
 
     def read(self, chunks: Int64s, takes: Int64s, tokens: Int64s, documents: Int64s) -> None:
-        """Read the beginnings of some chunks, one after the other.
+        """Read the first takes[i] tokens of each chunk chunks[i], both (n,) int64, one after the other.
 
         Args:
             chunks: (n,) int64.
-            takes: (n,) int64: number of tokens of each chunk, between 1 and its length.
+            takes: (n,) int64, between 1 and the length of each chunk.
             tokens: (sum of takes,) int64; overwritten with the tokens.
             documents: (sum of takes,) int64; overwritten with the index in the split of each token's document.
         """
@@ -277,12 +269,8 @@ class MixedRows:
     ) -> None:
         """Start at the beginning of each source.
 
-        Args:
-            dataset: the prepared text.
-            split: `train` or `val`.
-            row_tokens: length of a row, at least 2.
-            seed: seed of the permutations, one for each epoch without end; None for one epoch in stored order.
-            buffer_documents: number of chunks that the packer chooses from.
+        `seed` is that of the permutations, one for each epoch without end; with None there is one epoch in stored
+        order. Of `buffer_documents` chunks the best fitting is chosen.
 
         Raises:
             DataError: a source does not fill one row, so that its epochs would be empty.
@@ -325,13 +313,7 @@ class MixedRows:
         return [stream.position() for stream in self._streams]
 
     def next_rows(self, rows: int, *, rank: int = 0, world_size: int = 1) -> PackedRows | None:
-        """Pack the next `world_size * rows` rows and return those of one rank; None if the text ends before.
-
-        Args:
-            rows: number of rows per rank.
-            rank: the rank whose rows are returned; only their tokens are read.
-            world_size: number of ranks.
-        """
+        """Pack the next `world_size * rows` rows, and read those of one rank; None if the text ends before."""
         packed: list[_Row] = []
         while len(packed) < world_size * rows:
             stream = self._next_stream()

@@ -24,15 +24,7 @@ class ShardWriter:
     def __init__(
         self, folder: Path, split: str, dtype: str, shard_tokens: int, shards: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """Continue after some shards; existing files of later ones are overwritten.
-
-        Args:
-            folder: the dataset's folder, which must exist.
-            split: beginning of the file names.
-            dtype: `uint16` or `uint32`.
-            shard_tokens: number of tokens at which a shard is written.
-            shards: entries of the shards that are already written.
-        """
+        """Continue after `shards`, those already written; `shard_tokens` is the number at which one is written."""
         self.shards = list(shards)
         self._folder = folder
         self._split = split

@@ -46,13 +46,7 @@ def sections_within(documents: Iterable[bytes], max_bytes: int | None) -> Iterat
 def survey_sources(
     sources: Sequence[Source], *, val_frac: float, max_bytes: int | None, sample_bytes: int
 ) -> tuple[list[bytes], list[int]]:
-    """Read a sample of each source.
-
-    Args:
-        sources: the sources of one dataset.
-        val_frac: fraction of the documents for validation, where the source has none of its own.
-        max_bytes: limit of the bytes of text of each source; None for no limit.
-        sample_bytes: approximate size of all samples, divided among the sources by their weights.
+    """Read a sample of each source: in all about `sample_bytes`, divided among the sources by their weights.
 
     Returns:
         The training text for the tokenizer, and for each source the threshold of `text_hash` below which its documents

@@ -1,8 +1,7 @@
 """`Tokenizer`: a byte-level BPE, trained here or loaded, that preserves every byte of a text.
 
 It wraps the `tokenizers` library and adds three things that training needs: a token that starts a document, the number
-of bytes of each token (for bits per byte), and encoding that never mistakes text for a special token. Tokenizers of
-other origin (a `tokenizer.json`, GPT-2's two files, GPT-2 from the Hub) are found by `read_definition`.
+of bytes of each token (for bits per byte), and encoding that never mistakes text for a special token.
 """
 
 import hashlib
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quintic.data.files.definitions import read_definition
 from quintic.durable import write_atomically
 from quintic.errors import DataError
 
@@ -26,6 +24,8 @@ __all__ = ["BOS", "Tokenizer", "byte_alphabet", "lost_text"]
 
 BOS = "<|bos|>"
 _END_OF_TEXT = "<|endoftext|>"
+_GPT2_REPO = "openai-community/gpt2"
+_GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 _PROBE = "Text  with\ttabs, 12345 numbers;\r\n\n  e\u0301\u00e9 \u6f22\U0001f642\x00 <|bos|>end "
 # Properties of added tokens that remove the spaces before or after them.
 _STRIPPING = ("lstrip", "rstrip")
@@ -170,7 +170,7 @@ class Tokenizer:
             DataError: the tokenizer is missing, is not a byte-level BPE, or cannot be downloaded; the message names the
                 path.
         """
-        definition = read_definition(str(path), cache_dir=cache_dir)
+        definition = _read_definition(str(path), cache_dir)
         try:
             return cls(definition)
         except DataError as error:
@@ -207,9 +207,6 @@ class Tokenizer:
         Memory is needed for a few strings, not for the text. The text is divided between two words, where the tokens of
         usual tokenizers end: few tokenizers have words that go on behind a space. Text without such a place in a
         million characters, DNA for example, is divided there.
-
-        Args:
-            texts: strings that join to the text, divided anywhere between characters.
         """
         rest = ""
         for text in texts:
@@ -269,13 +266,56 @@ class Tokenizer:
         return tuple(table)
 
 
-def lost_text(text: bytes, back: bytes) -> str:
-    """Return an error message about a text that encoding and decoding does not preserve.
+def _read_definition(name: str, cache_dir: Path | None) -> str:
+    """Return the content of a `tokenizer.json` for what `Tokenizer.load` accepts."""
+    path = Path(name).expanduser()
+    if name == "gpt2" and not path.exists():
+        from quintic.data.hub import download
 
-    Args:
-        text: the text as UTF-8.
-        back: the bytes of its tokens.
-    """
+        path = download(_GPT2_REPO, "tokenizer.json", repo_type="model", cache_dir=cache_dir)
+    if path.is_dir():
+        if not (path / "tokenizer.json").is_file():
+            return _from_gpt2_files(path)
+        path = path / "tokenizer.json"
+    if path.name.endswith((".tiktoken", ".model", ".bpe")):
+        raise DataError(
+            f"{name}: cannot be read alone, it holds no complete byte-level BPE; give a tokenizer.json, or a folder "
+            "with encoder.json and vocab.bpe"
+        )
+    if not path.exists():
+        raise DataError(f"{name}: no such tokenizer; give a tokenizer.json, a folder with one, or 'gpt2'")
+    # Opening a pipe would wait for a writer.
+    if not path.is_file():
+        raise DataError(f"{name}: a pipe or a device, not a file; give a tokenizer.json")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: not a tokenizer.json (not UTF-8 at byte offset {error.start})") from error
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror or error})") from error
+
+
+def _from_gpt2_files(folder: Path) -> str:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    for vocab_name, merges_name in _GPT2_FILES:
+        vocab_file, merges_file = folder / vocab_name, folder / merges_name
+        if vocab_file.is_file() and merges_file.is_file():
+            try:
+                backend = Backend(models.BPE.from_file(str(vocab_file), str(merges_file)))
+            # The library raises a plain `Exception` for any bad file.
+            except Exception as error:
+                reason = str(error).splitlines()[0]
+                raise DataError(f"{folder}: {vocab_name} and {merges_name} do not fit together ({reason})") from error
+            backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            backend.decoder = decoders.ByteLevel()
+            return str(backend.to_str())
+    raise DataError(f"{folder}: no tokenizer.json in it, and no encoder.json with vocab.bpe")
+
+
+def lost_text(text: bytes, back: bytes) -> str:
+    """Return an error message about a text of which encoding and decoding makes other bytes."""
     at = next((at for at, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
     place = text[max(0, at - 10) : at + 20].decode(errors="replace")
     found = back[max(0, at - 10) : at + 20].decode(errors="replace")

@@ -15,7 +15,6 @@ from hub_server import Hub, serve, use_endpoint
 from text_samples import act_after, data_error_of, make_text
 
 from quintic.data import preparation
-from quintic.data.files.definitions import read_definition
 from quintic.data.hub import open_hub
 from quintic.data.preparation import prepare
 from quintic.data.tokenizer import BOS, Tokenizer
@@ -223,6 +222,6 @@ def test_the_gpt2_tokenizer_comes_from_the_hub(hub: Hub, tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)  # where no file has that name
     Tokenizer.train(["some text"], 257).save("made.json")
     hub.files["openai-community/gpt2"] = {"tokenizer.json": Path("made.json").read_bytes()}
-    definition = read_definition("gpt2", cache_dir=tmp_path / "cache")
-    assert BOS in definition
-    assert Tokenizer(definition).vocab_size == 257
+    tokenizer = Tokenizer.load("gpt2", cache_dir=tmp_path / "cache")
+    assert BOS in tokenizer.definition
+    assert tokenizer.vocab_size == 257

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from text_samples import make_text
 
 import quintic.errors
-from quintic.data.files.definitions import read_definition
 from quintic.data.tokenizer import BOS, Tokenizer, byte_alphabet
 from quintic.errors import DataError
 
@@ -248,7 +247,7 @@ def test_gpt2_without_network_says_so(tmp_path: Path, closed_endpoint: str, monk
     monkeypatch.chdir(tmp_path)
     use_endpoint(closed_endpoint, monkeypatch)
     with pytest.raises(DataError, match=r"hf:openai-community/gpt2: tokenizer.json cannot be downloaded.*network"):
-        read_definition("gpt2", cache_dir=tmp_path)
+        Tokenizer.load("gpt2", cache_dir=tmp_path)
 
 
 def with_changes(tokenizer: Tokenizer, **changes: object) -> str:

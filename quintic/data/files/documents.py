@@ -78,11 +78,7 @@ def read_documents(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
     """Yield the documents of one file as UTF-8 in stored order, except empty ones.
 
     A leading byte order mark is dropped; line ends are preserved. Lone halves of surrogate pairs, which JSON can
-    contain but UTF-8 cannot, become U+FFFD.
-
-    Args:
-        path: a file with a supported ending.
-        field: the key or column that holds the text; ignored for plain text.
+    contain but UTF-8 cannot, become U+FFFD. `field` is the key or column that holds the text.
 
     Raises:
         MissingField: a record or the table has no such field.
@@ -265,14 +261,7 @@ def sections_of(document: bytes, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterato
     r"""Yield the sections of a document, divided at line ends, or between characters within a line that is too long.
 
     The sections join to the document. Division begins at the front, so that text appended to a file does not change the
-    sections before it.
-
-    Args:
-        document: UTF-8.
-        max_bytes: largest number of bytes of a section, at least 4.
-
-    Yields:
-        The document if it is short enough, else two or more sections.
+    sections before it. `max_bytes` is at least 4.
 
     >>> list(sections_of(b"one\ntwo\nthree\n", max_bytes=9))
     [b'one\ntwo\n', b'three\n']
