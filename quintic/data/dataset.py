@@ -10,7 +10,7 @@
     <data_dir>/cache/verified/
       <name>-<key>-<machine>.json    sizes and times of the shards that this machine has verified
 
-`quintic.data.preparation` makes datasets, `quintic.data.shard_writer` writes the files.
+`quintic.data.preparation` makes datasets.
 """
 
 import contextlib
