@@ -101,8 +101,11 @@ class DocumentSplit:
 
     def document(self, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
         """Return the tokens of a document, bos first: (length,) uint16 or uint32, a read-only view of the file."""
-        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
-        shard = int(np.searchsorted(self.shard_offsets, start, side="right")) - 1
+        return self.tokens(int(self.offsets[index]), int(self.offsets[index + 1]))
+
+    def tokens(self, start: int, end: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Return the tokens from `start` to `end`, counted across all shards, which one document has; as `document`."""
+        shard = int(np.searchsorted(self.shard_offsets[:-1], start, side="right")) - 1
         base = int(self.shard_offsets[shard])
         return self.shards[shard][start - base : end - base]
 

@@ -125,8 +125,7 @@ def _reach(waits: Sequence[float] = ()) -> None:
                     raise
                 time.sleep(wait)
 
-    # In a thread, which is left running after the time: the client's timeout applies to each address of a host name
-    # separately.
+    # In a thread, which may be left running: the client's timeout applies to each address of a host name separately.
     with ThreadPool(1) as pool:
         try:
             pool.apply_async(ask).get(_PATIENCE)
@@ -145,8 +144,8 @@ def _listing(repo: str, cache_dir: Path) -> dict[str, Any]:
         info = HfApi().dataset_info(repo, files_metadata=True, timeout=_ANSWER_SECONDS)
     # Without an answer the client raises exceptions of its HTTP library, which differs between versions of the client.
     except Exception as error:
-        refused = isinstance(error, HfHubHTTPError) and error.response is not None
-        if refused and 400 <= error.response.status_code < 500:
+        response = error.response if isinstance(error, HfHubHTTPError) else None
+        if response is not None and 400 <= response.status_code < 500:
             raise DataError(f"hf:{repo}: {_first_line(error)}; {_advice(error)}") from error
         listing = json_object(kept)
         if listing.get("repo") != repo:
@@ -172,15 +171,11 @@ def _listing(repo: str, cache_dir: Path) -> dict[str, Any]:
 
 def _select(names: list[str], config: str | None, configs: list[dict[str, Any]], spec: str) -> list[str]:
     """Return the names of the training files of a configuration."""
-    every = [
-        name
-        for name in names
-        if format_of(name) in RECORD_ENDINGS and name.rpartition("/")[2].lower() not in _STATISTICS
-    ]
+    records = [name for name in names if format_of(name) in RECORD_ENDINGS]
+    every = [name for name in records if name.rpartition("/")[2].lower() not in _STATISTICS]
+    of_config = [entry for entry in configs if entry.get("config_name") == (config or "default")]
     if config is None:
-        of_config = [entry for entry in configs if entry.get("default") or entry.get("config_name") == "default"]
-    else:
-        of_config = [entry for entry in configs if entry.get("config_name") == config]
+        of_config = [entry for entry in configs if entry.get("default") or entry in of_config]
     if of_config and of_config[0].get("data_files"):
         patterns = _train_patterns(of_config[0]["data_files"])
         chosen = [name for name in every if any(pattern.fullmatch(name) for pattern in patterns)]

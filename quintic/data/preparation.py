@@ -107,7 +107,16 @@ def prepare(
     fingerprint = source.fingerprint()
     identity = json.dumps([FORMAT_VERSION, fingerprint, settings], sort_keys=True)
     key = hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()
-    asked = {"spec": source.spec, "text_field": text_field, "val_data": val_data}
+    text_options = {"text_field": text_field, "val_data": val_data}
+    command = prepare_command(
+        spec,
+        data_dir=data_dir,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        val_frac=val_frac,
+        max_bytes=max_bytes,
+        **text_options,
+    )
     job = _Preparation(
         sources=sources,
         source=source,
@@ -116,18 +125,9 @@ def prepare(
         manifest={
             "version": FORMAT_VERSION,
             "key": key,
-            "source": {**asked, "name": source.name, "fingerprint": fingerprint},
+            "source": {"spec": source.spec, **text_options, "name": source.name, "fingerprint": fingerprint},
             "settings": settings,
-            "command": prepare_command(
-                spec,
-                data_dir=data_dir,
-                tokenizer=tokenizer,
-                vocab_size=vocab_size,
-                val_frac=val_frac,
-                max_bytes=max_bytes,
-                text_field=text_field,
-                val_data=val_data,
-            ),
+            "command": command,
         },
         lost=f"--tokenizer {tokenizer}",
         say=say,

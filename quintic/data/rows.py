@@ -59,7 +59,7 @@ class ChunkIndex:
         """Count the chunks of the documents from `first` up to, not including, `last`."""
         offsets = split.offsets[first : last + 1]
         self.row_tokens = row_tokens
-        self._bos_id = bos_id
+        self._bos = np.array([bos_id], dtype=split.shards[0].dtype)
         self._split = split
         self._first_document = first
         # First text token of each document, after its bos: every chunk has a bos of its own.
@@ -77,27 +77,22 @@ class ChunkIndex:
         """Number of tokens of all chunks, including each chunk's bos."""
         return int(self.lengths.sum(dtype=np.int64))
 
-    def read(self, chunks: Int64s, takes: Int64s, tokens: Int64s, documents: Int64s) -> None:
-        """Read the first takes[i] tokens of each chunk chunks[i], both (n,) int64, one after the other.
+    def read(self, chunks: Int64s, takes: Int64s) -> tuple[Int64s, Int64s]:
+        """Return the first takes[i] tokens of each chunk chunks[i], and the index in the split of each one's document.
 
         Args:
             chunks: (n,) int64.
             takes: (n,) int64, between 1 and the length of each chunk.
-            tokens: (sum of takes,) int64; overwritten with the tokens.
-            documents: (sum of takes,) int64; overwritten with the index in the split of each token's document.
+
+        Returns:
+            Tokens and documents: (sum of takes,) int64, both.
         """
         places = np.searchsorted(self._first_chunk, chunks, side="right") - 1
-        documents[:] = np.repeat(places + self._first_document, takes)
         starts = self._starts[places] + (chunks - self._first_chunk[places]) * self._stride
-        # A document lies in one shard. Its bos, at `starts - 1`, exists even if the document has no text.
-        shards = np.searchsorted(self._split.shard_offsets, starts - 1, side="right") - 1
-        starts -= self._split.shard_offsets[shards]
-        ends = np.cumsum(takes)
-        tokens[ends - takes] = self._bos_id
-        for shard, start, end, take in zip(
-            shards.tolist(), starts.tolist(), ends.tolist(), takes.tolist(), strict=True
-        ):
-            tokens[end - take + 1 : end] = self._split.shards[shard][start : start + take - 1]
+        pieces = []
+        for start, take in zip(starts.tolist(), takes.tolist(), strict=True):
+            pieces += [self._bos, self._split.tokens(start, start + take - 1)]
+        return np.concatenate(pieces, dtype=np.int64), np.repeat(places + self._first_document, takes)
 
 
 class PackedRows(NamedTuple):
@@ -323,12 +318,9 @@ class MixedRows:
             if row is not None:
                 packed.append(row)
         own = packed[rank * rows : (rank + 1) * rows]
-        shape = (rows, own[0].table.row_tokens)
-        tokens, documents = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
-        for number, row in enumerate(own):
-            row.table.read(row.chunks, row.takes, tokens[number], documents[number])
+        tokens, documents = zip(*(row.table.read(row.chunks, row.takes) for row in own), strict=True)
         epoch = packed[0].epoch if len(self._streams) == 1 else min(stream.epoch for stream in self._streams)
-        return PackedRows(tokens, documents, epoch)
+        return PackedRows(np.stack(tokens), np.stack(documents), epoch)
 
     def _next_stream(self) -> RowStream | None:
         """Return the stream whose number of rows is furthest below its due number; None if all have ended."""

@@ -127,19 +127,21 @@ def limited_sample(pieces: Sequence[bytes]) -> list[bytes]:
     """
     # A fast first check: strings between spaces contain the words, so if these strings are within the limits, so are
     # the words.
-    if len(_choose_within_limits(pieces, bytes.split)) == len(pieces):
+    if len(_choose_within_limits(enumerate(pieces), bytes.split)) == len(pieces):
         return list(pieces)
-    by_hash = sorted(range(len(pieces)), key=lambda number: text_hash(pieces[number]))
-    chosen = _choose_within_limits([pieces[number] for number in by_hash], _words)
-    return [pieces[number] for number in sorted(by_hash[place] for place in chosen)]
+    by_hash = sorted(enumerate(pieces), key=lambda item: text_hash(item[1]))
+    chosen = _choose_within_limits(by_hash, lambda piece: [word.encode() for word in _RUNS.findall(piece.decode())])
+    return [pieces[number] for number in sorted(chosen)]
 
 
-def _choose_within_limits(pieces: Sequence[bytes], words_of: Callable[[bytes], Iterable[bytes]]) -> list[int]:
-    """Return the indices of the first section, and of each later one whose new words are within the limits."""
+def _choose_within_limits(
+    pieces: Iterable[tuple[int, bytes]], words_of: Callable[[bytes], Iterable[bytes]]
+) -> list[int]:
+    """Return the numbers of the first section, and of each later one whose new words are within the limits."""
     words = set[bytes]()
     num_bytes = work = 0
     chosen: list[int] = []
-    for number, piece in enumerate(pieces):
+    for number, piece in pieces:
         new_words = set(words_of(piece)) - words
         bytes_with = num_bytes + sum(map(len, new_words))
         work_with = work + sum(len(word) * min(len(word), _MERGES) for word in new_words)
@@ -148,7 +150,3 @@ def _choose_within_limits(pieces: Sequence[bytes], words_of: Callable[[bytes], I
             num_bytes, work = bytes_with, work_with
             chosen.append(number)
     return chosen
-
-
-def _words(piece: bytes) -> list[bytes]:
-    return [word.encode() for word in _RUNS.findall(piece.decode())]

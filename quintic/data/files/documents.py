@@ -86,20 +86,14 @@ def read_documents(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
             256 MiB (CSV: 32 MiB).
     """
     ending = format_of(path.name)
+    if ending is None:
+        raise DataError(f"{path}: unknown ending; {ENDINGS_ADVICE}")
+    records = {".csv": _read_csv, ".json": _read_json, ".parquet": _read_parquet}
     try:
         if ending in _TEXT_ENDINGS:
-            documents = _read_text(path)
-        elif ending in (".jsonl", ".ndjson"):
-            documents = _read_json_lines(path, field)
-        elif ending == ".json":
-            documents = _read_json(path, field)
-        elif ending == ".csv":
-            documents = _read_csv(path, field)
-        elif ending == ".parquet":
-            documents = _read_parquet(path, field)
+            yield from filter(None, _read_text(path))
         else:
-            raise DataError(f"{path}: unknown ending; {ENDINGS_ADVICE}")
-        yield from filter(None, documents)
+            yield from filter(None, records.get(ending, _read_json_lines)(path, field))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
