@@ -17,9 +17,11 @@ Read next: `quintic.data.rows`, which makes chunks, order and rows.
 """
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +29,13 @@ import torch
 from torch import Tensor
 
 from quintic.data.dataset import Dataset
-from quintic.data.prefetch import Prefetcher
 from quintic.data.rows import MixedRows, PackedRows, Position
 from quintic.data.source import SplitName
 from quintic.errors import DataError
 
-__all__ = ["Batch", "Loader", "batch_of", "iterate_validation_rows", "numbered", "validation_rows"]
+__all__ = ["Batch", "Loader", "Prefetcher", "batch_of", "iterate_validation_rows", "numbered", "validation_rows"]
+
+Result = TypeVar("Result")
 
 _STATE_VERSION = 2
 # Number of chunks in the packer's buffer for validation.
@@ -106,6 +109,34 @@ def numbered(device: torch.device | str) -> torch.device:
     """Return a device with its index; "cuda" becomes this thread's current device."""
     device = torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
+class Prefetcher(Generic[Result]):
+    """Calls a function ahead of time; `get` returns the results one by one, or raises the function's exception."""
+
+    def __init__(self, produce: Callable[[], Result], depth: int) -> None:
+        """Start the thread, which produces `depth` results ahead; it ends with `close`, or with this object.
+
+        `produce` must not hold a reference to the owner of this object, because then neither would ever be collected.
+        """
+        self._produce = produce
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quintic-prefetch")
+        self._results = deque(self._thread.submit(produce) for _ in range(depth))
+
+    def get(self) -> Result:
+        """Return the next result; waits for it.
+
+        Raises:
+            BaseException: the function's exception, in its place in the order, and again on every later call.
+        """
+        result = self._results[0].result()
+        self._results.popleft()
+        self._results.append(self._thread.submit(self._produce))
+        return result
+
+    def close(self) -> None:
+        """Stop the thread and wait for its end; results that were not taken are lost. May be called twice."""
+        self._thread.shutdown(cancel_futures=True)
 
 
 class Loader(Iterator[Batch]):

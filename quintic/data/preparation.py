@@ -31,7 +31,7 @@ import numpy as np
 
 from quintic.data.dataset import FORMAT_VERSION, MANIFEST_NAME, TOKENIZER_NAME, Dataset, DocumentSplit
 from quintic.data.files.documents import MAX_DOCUMENT_BYTES, TEXT_FIELD
-from quintic.data.mixture import joined, open_sources
+from quintic.data.open_source import joined, open_sources
 from quintic.data.source import SPLITS, Source, SplitName
 from quintic.data.survey import sections_within, survey_sources, text_hash
 from quintic.data.tokenizer import Tokenizer, lost_text
@@ -68,7 +68,7 @@ def prepare(
     the sizes of the files; `Dataset.verify` checks their content.
 
     Args:
-        spec: the text source, see `open_source`; or several with weights, see `quintic.data.mixture`.
+        spec: the text source, see `open_source`; or several with weights, see `parse_mixture`.
         data_dir: folder of datasets, created if missing. Downloads go to its folder `cache`.
         vocab_size: number of ids of the tokenizer to train, at least 257; ignored if `tokenizer` is given.
         tokenizer: a tokenizer to use instead of training one, see `Tokenizer.load`.

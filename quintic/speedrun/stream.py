@@ -25,8 +25,7 @@ import numpy.typing as npt
 import torch
 
 from quintic.data.loader import Batch as FlatBatch
-from quintic.data.loader import batch_of, numbered
-from quintic.data.prefetch import Prefetcher
+from quintic.data.loader import Prefetcher, batch_of, numbered
 from quintic.errors import DataError
 from quintic.speedrun.shards import RaceData, Tokens, read_shard
 from quintic.speedrun.stages import Track

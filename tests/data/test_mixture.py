@@ -12,7 +12,7 @@ from text_samples import act_after, data_error_of, make_text
 from quintic.data import preparation
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, Loader, validation_rows
-from quintic.data.mixture import parse_mixture
+from quintic.data.open_source import parse_mixture
 from quintic.data.preparation import prepare
 from quintic.data.tokenizer import Tokenizer
 

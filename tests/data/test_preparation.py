@@ -14,7 +14,7 @@ from durability import Synced, as_it_is, disk_events, durable_names
 from text_samples import act_after, data_error_of, make_text, write_folder
 
 import quintic.errors
-from quintic.data import mixture, preparation
+from quintic.data import open_source, preparation
 from quintic.data.dataset import Dataset
 from quintic.data.files.documents import sections_of
 from quintic.data.preparation import prepare
@@ -252,10 +252,10 @@ def test_the_sample_of_one_big_document_is_bounded(tmp_path: Path, monkeypatch: 
 
 
 def test_a_download_of_terabytes_needs_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = mixture.open_source(str(folder_of(tmp_path / "text", ["a"])), cache_dir=tmp_path).files[0]
+    part = open_source.open_source(str(folder_of(tmp_path / "text", ["a"])), cache_dir=tmp_path).files[0]
     huge = type(part)(name=part.name, size_bytes=10**13, identity=str, read=part.read)
     source = Source(name="huge", spec="hf:me/huge", files=(huge,), is_remote=True)
-    monkeypatch.setattr(mixture, "open_source", lambda spec, **options: source)
+    monkeypatch.setattr(open_source, "open_source", lambda spec, **options: source)
     text = data_error_of(lambda: prepare("hf:me/huge", data_dir=tmp_path / "data"))
     assert text == "hf:me/huge: a download of 10000 GB; limit the text with --max-bytes"
 

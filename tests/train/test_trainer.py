@@ -14,8 +14,7 @@ import torch
 from tiny_runs import tiny_config
 
 from quintic.data.dataset import Dataset
-from quintic.data.loader import Loader, validation_rows
-from quintic.data.prefetch import Prefetcher
+from quintic.data.loader import Loader, Prefetcher, validation_rows
 from quintic.errors import ConfigError, DataError
 from quintic.eval.baselines import reference_scores
 from quintic.eval.generate import GENERAL_PROMPTS, sample_text
