@@ -33,12 +33,9 @@ _STATISTICS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "
 def open_hub(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD) -> Source:
     """Return a data set of the Hub as a source; requests its list of files, but downloads none.
 
-    Args:
-        spec: `hf:owner/name`, or `hf:owner/name/config`. The configuration is looked up in the data set's card
-            (`configs`); if the card does not list it, it is taken as a folder. Without a configuration the card's
-            default is used, or else every file. If file names contain a split, only training files are used.
-        cache_dir: folder for the list and the files.
-        text_field: the field that holds the text.
+    The configuration in `hf:owner/name/config` is looked up in the data set's card (`configs`); if the card does not
+    list it, it is taken as a folder. Without a configuration the card's default is used, or else every file. If file
+    names contain a split, only training files are used.
 
     Raises:
         DataError: the spec is malformed, the data set does not exist or may not be read, it has no usable file, or

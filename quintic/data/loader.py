@@ -86,13 +86,9 @@ def batch_of(
 ) -> Batch:
     """Return rows of tokens as a batch: of each row, all tokens but the last are inputs, all but the first targets.
 
-    numpy is used because it works in the calling thread, while PyTorch would start threads that compete with training.
+    `tokens` are (B, T + 1) int64, and so are `documents`, the index of each token's document.
 
-    Args:
-        tokens: (B, T + 1) int64.
-        bos_id: token that starts a document.
-        documents: (B, T + 1) int64: index of each token's document.
-        epoch: epoch of the first row.
+    numpy is used because it works in the calling thread, while PyTorch would start threads that compete with training.
     """
     inputs = np.ascontiguousarray(tokens[:, :-1])
     starts = np.append(np.flatnonzero(inputs == bos_id), inputs.size)
@@ -286,13 +282,8 @@ def iterate_validation_rows(
 ) -> Iterator[Batch]:
     """Yield the batches of one pass over the validation split, in stored order, packed as for training, on the CPU.
 
-    An incomplete batch at the end is left out.
-
-    Args:
-        dataset: the prepared text.
-        rows: B, number of rows per batch.
-        seq_len: T, number of inputs per row.
-        max_tokens: limit of the number of inputs, rounded down to whole batches but to one at least; None for no limit.
+    An incomplete batch at the end is left out. `max_tokens` limits the number of inputs, rounded down to whole batches
+    but to one at least.
 
     Raises:
         DataError: there is too little text for one batch, or it has an id outside of the vocabulary.

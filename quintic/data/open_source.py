@@ -82,14 +82,13 @@ def open_sources(spec: str, val_data: str | None, *, cache_dir: Path, text_field
             )
     total = sum(weight for _, weight in words)
     side: SplitName | None = None if val_data is None else "train"
-    sources = [
-        replace(open_source(name, cache_dir=cache_dir, text_field=text_field), weight=weight / total, side=side)
-        for name, weight in words
-    ]
+    wanted = [(name, weight / total, side) for name, weight in words]
     if val_data is not None:
-        held_back = open_source(val_data, cache_dir=cache_dir, text_field=text_field)
-        sources.append(replace(held_back, weight=0.0, side="val"))
-    return tuple(sources)
+        wanted.append((val_data, 0.0, "val"))
+    return tuple(
+        replace(open_source(name, cache_dir=cache_dir, text_field=text_field), weight=weight, side=side)
+        for name, weight, side in wanted
+    )
 
 
 def joined(sources: Sequence[Source], spec: str) -> Source:

@@ -80,12 +80,7 @@ class ChunkIndex:
     def read(self, chunks: Int64s, takes: Int64s) -> tuple[Int64s, Int64s]:
         """Return the first takes[i] tokens of each chunk chunks[i], and the index in the split of each one's document.
 
-        Args:
-            chunks: (n,) int64.
-            takes: (n,) int64, between 1 and the length of each chunk.
-
-        Returns:
-            Tokens and documents: (sum of takes,) int64, both.
+        `chunks` and `takes` are (n,) int64; tokens and documents are (sum of takes,) int64.
         """
         places = np.searchsorted(self._first_chunk, chunks, side="right") - 1
         starts = self._starts[places] + (chunks - self._first_chunk[places]) * self._stride
