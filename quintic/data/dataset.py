@@ -177,7 +177,7 @@ class Dataset:
             return cls(folder, manifest)
         except DataError:  # a ValueError, too
             raise
-        except OSError as error:  # what cannot be read may be intact, so this is not damage
+        except OSError as error:  # the file may be intact, so this is not damage
             place = error.filename or manifest_path
             raise DataError(f"{place}: cannot be read ({error.strerror or error})") from error
         except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:

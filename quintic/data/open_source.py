@@ -66,7 +66,7 @@ def open_source(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD) -> 
 
 
 def open_sources(spec: str, val_data: str | None, *, cache_dir: Path, text_field: str) -> tuple[Source, ...]:
-    """Open the sources of a dataset: those of `spec`, followed by `val_data` if validation has a source of its own.
+    """Open the sources of a dataset: the sources in `spec`, and then `val_data` if validation has its own source.
 
     Raises:
         DataError: as `parse_mixture` and `open_source`; or ``val_data`` is a mixture, or one of the training sources.

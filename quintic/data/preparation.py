@@ -152,7 +152,7 @@ def prepare(
 
 
 def prepare_command(spec: str, **options: object) -> str:
-    """Return the `quintic prepare` command that calls `prepare` with some options; those that are None are left out."""
+    """Return the `quintic prepare` command that calls `prepare` with some options; an option of None is left out."""
     words = ["quintic", "prepare", "--data", spec]
     for name, value in options.items():
         unused = name == "vocab_size" and options["tokenizer"] is not None
@@ -186,7 +186,7 @@ class ShardWriter:
     def __init__(
         self, folder: Path, split: str, dtype: str, shard_tokens: int, shards: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """Continue after `shards`, those already written; `shard_tokens` is the number at which one is written."""
+        """Continue after the written `shards`; another one is written once there are `shard_tokens` tokens."""
         self.shards = list(shards)
         self._folder = folder
         self._split = split
@@ -221,24 +221,14 @@ class ShardWriter:
 
 @dataclass(kw_only=True)
 class _Preparation:
-    """Makes one dataset: survey, tokenizer, one pass over the sources, and the manifest.
-
-    Attributes:
-        sources: the sources, in order.
-        source: the documents of all sources, one after the other.
-        given: the tokenizer to use; None to train one.
-        folder: the dataset's folder.
-        manifest: the manifest's entries that are known from the beginning.
-        lost: names the option of the tokenizer, for messages.
-        say: as for `prepare`.
-    """
+    """Makes one dataset: survey, tokenizer, one pass over the sources, and the manifest."""
 
     sources: tuple[Source, ...]
-    source: Source
-    given: Tokenizer | None
+    source: Source  # all of them, one after the other
+    given: Tokenizer | None  # None to train one
     folder: Path
-    manifest: dict[str, Any]
-    lost: str
+    manifest: dict[str, Any]  # the entries that are known from the beginning
+    lost: str  # names the option of the tokenizer, for messages
     say: Callable[[str], None]
     _writers: dict[SplitName, ShardWriter] = field(init=False, default_factory=dict)
 

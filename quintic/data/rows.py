@@ -260,7 +260,7 @@ class MixedRows:
         """Start at the beginning of each source.
 
         `seed` is that of the permutations, one for each epoch without end; with None there is one epoch in stored
-        order. Of `buffer_documents` chunks the best fitting is chosen.
+        order. The packer chooses from `buffer_documents` chunks.
 
         Raises:
             DataError: a source does not fill one row, so that its epochs would be empty.
@@ -303,7 +303,7 @@ class MixedRows:
         return [stream.position() for stream in self._streams]
 
     def next_rows(self, rows: int, *, rank: int = 0, world_size: int = 1) -> PackedRows | None:
-        """Pack the next `world_size * rows` rows, and read those of one rank; None if the text ends before."""
+        """Pack the next `world_size * rows` rows, and read the rows of one rank; None if the text ends before."""
         packed: list[_Row] = []
         while len(packed) < world_size * rows:
             stream = self._next_stream()

@@ -315,7 +315,7 @@ def _from_gpt2_files(folder: Path) -> str:
 
 
 def lost_text(text: bytes, back: bytes) -> str:
-    """Return an error message about a text of which encoding and decoding makes other bytes."""
+    """Return an error message about a text that comes back as other bytes."""
     at = next((at for at, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
     place = text[max(0, at - 10) : at + 20].decode(errors="replace")
     found = back[max(0, at - 10) : at + 20].decode(errors="replace")
