@@ -9,6 +9,7 @@ import multiprocessing
 import re
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -58,18 +59,17 @@ def open_hub(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD) -> Sou
     sizes: dict[str, int] = listing["files"]
     names = _select(sorted(sizes), config, listing["configs"], spec)
 
-    def source_file(name: str) -> SourceFile:
-        def read() -> Iterator[bytes]:
-            path = download(repo, name, repo_type="dataset", revision=revision, cache_dir=cache_dir / "hub")
-            yield from read_documents(path, text_field)
-
-        # The source's identity contains the revision, which determines the content of every file.
-        return SourceFile(name=name, size_bytes=sizes[name], identity=str, read=read)
+    def read(name: str) -> Iterator[bytes]:
+        path = download(repo, name, repo_type="dataset", revision=revision, cache_dir=cache_dir / "hub")
+        yield from read_documents(path, text_field)
 
     return Source(
         name=slug("-".join(filter(None, [repo.split("/")[1], config]))),
         spec=spec,
-        files=tuple(source_file(name) for name in names),
+        # Files need no identity: the source's contains the revision, which determines the content of every file.
+        files=tuple(
+            SourceFile(name=name, size_bytes=sizes[name], identity=str, read=partial(read, name)) for name in names
+        ),
         identity=f"hub {repo} {revision}" + ("" if text_field == TEXT_FIELD else f", field {text_field}"),
         is_remote=True,
     )

@@ -38,7 +38,7 @@ __all__ = ["Batch", "Loader", "Prefetcher", "batch_of", "iterate_validation_rows
 Result = TypeVar("Result")
 
 _STATE_VERSION = 2
-# Number of chunks in the packer's buffer for validation.
+# Number of chunks in the buffer for validation.
 _VALIDATION_BUFFER = 1000
 
 
@@ -166,7 +166,7 @@ class Loader(Iterator[Batch]):
             rank: index of this process among the processes that divide the rows.
             world_size: number of these processes.
             seed: seed of the permutations.
-            buffer_documents: number of chunks that the packer chooses from; more chunks mean less cropping and a longer
+            buffer_documents: number of chunks from which a row is filled; more chunks mean less cropping and a longer
                 state.
             prefetch: number of batches made ahead; 0 makes each when it is needed, without a thread.
             device: device of inputs and targets; copies to a CUDA device go through pinned memory without waiting.

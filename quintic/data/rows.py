@@ -4,7 +4,7 @@
     RowStream    an epoch's permutation of the chunks -> packed rows, one stream per source
     MixedRows    the streams of all sources -> rows in proportion to their weights
 
-A position in the text is a few numbers: the epoch, the next index of its order, and the chunks in the packer's buffer.
+A position in the text is a few numbers: the epoch, the next index of its order, and the chunks in the buffer.
 Tokens are read last, and only for the rows that a rank needs. `quintic.data.loader` explains chunks and order, and adds
 tensors, threads and saved states.
 
@@ -37,7 +37,7 @@ Position = dict[str, Any]
 """The position of a stream after a row, as JSON values by the names that saved states use.
 
     epoch        number of the epoch, from 0
-    next_place   index in the epoch's order of the next chunk for the packer's buffer
+    next_place   index in the epoch's order of the next chunk for the buffer
     waiting      indices in the epoch's order of the chunks in the buffer, ascending
     served       number of tokens of all rows so far
     cropped      number of tokens dropped so far, by cropping and at the ends of epochs
@@ -260,7 +260,7 @@ class MixedRows:
         """Start at the beginning of each source.
 
         `seed` is that of the permutations, one for each epoch without end; with None there is one epoch in stored
-        order. The packer chooses from `buffer_documents` chunks.
+        order. Rows are filled from a buffer of `buffer_documents` chunks.
 
         Raises:
             DataError: a source does not fill one row, so that its epochs would be empty.
