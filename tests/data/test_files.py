@@ -265,6 +265,14 @@ def test_json_of_a_folder_that_may_be_text_is_an_error_if_it_is_damaged(tmp_path
     assert f"{root / 'b.json'}" in data_error_of(lambda: documents_of(open_source(str(root), cache_dir=tmp_path)))
 
 
+def test_a_table_of_a_folder_that_is_not_utf8_is_left_out_without_the_field(tmp_path: Path) -> None:
+    root = write(tmp_path / "text", {"a.md": "text"})
+    (root / "cities.csv").write_bytes("id,city\n1,Zürich\n".encode("latin-1"))
+    source = open_source(str(root), cache_dir=tmp_path)
+    assert documents_of(source) == ["text"]
+    assert source.notes == (f"{root}: 1 file left out without a field 'text' (cities.csv)",)
+
+
 OPTIONS = json.dumps({section: {} for section in ("data", "model", "optim", "schedule", "run")})
 
 

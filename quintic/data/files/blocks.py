@@ -70,6 +70,9 @@ def text_blocks(path: Path) -> Iterator[str]:
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
+            # First the text before it, since a reader may need no more than the names of columns.
+            if before := error.object[: error.start].decode():
+                yield before
             # The decoder may have put bytes of an unfinished character before the block.
             offset = num_bytes - len(error.object) + error.start
             raise DataError(
