@@ -1,4 +1,4 @@
-"""`Arm`: the runs under one name in a comparison, and the unit in which two arms can be compared.
+"""`Arm`: the runs under one name in a comparison, and whether and in which unit two arms can be compared.
 
 `load_arm` reads the runs of a name and checks that they differ only in their seeds. `unit_of` decides between bits per
 byte and nats per token, and `unequal_speed` whether times can be compared. `final_difference` says by how much two arms
@@ -8,13 +8,14 @@ differ at the end, and how sure that is. The other numbers and the page of a com
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE, RunHistory
 
-__all__ = ["Arm", "final_difference", "load_arm", "median", "tokenizers_differ", "unequal_speed", "unit_of"]
+__all__ = ["Arm", "differing", "final_difference", "load_arm", "median", "tokens_differ", "unequal_speed", "unit_of"]
 
 # Options in which the runs of one name may differ in addition to the seed: folder, observation, and device of a run.
 _FREE_AMONG_SEEDS = frozenset(
@@ -55,7 +56,7 @@ class Arm(NamedTuple):
         return [[points[step] for points in by_step] for step in sorted(steps)]
 
 
-def load_arm(name: str, folders: Sequence[str | Path]) -> Arm:
+def load_arm(name: str, folders: Sequence[Path]) -> Arm:
     """Return the runs of one name.
 
     Raises:
@@ -63,55 +64,45 @@ def load_arm(name: str, folders: Sequence[str | Path]) -> Arm:
             or were never evaluated at the same step.
         DataError: a log is damaged.
     """
-    histories = [RunHistory.load(folder) for folder in folders]
-    for folder, history in zip(folders, histories, strict=True):
+    arm = Arm(name, [RunHistory.load(folder) for folder in folders])
+    for folder, history in zip(folders, arm.histories, strict=True):
         if not history.scored:
             raise ConfigError(
-                f"{Path(folder) / METRICS_FILE} ({name}) has no finite validation loss: let the run evaluate once"
+                f"{folder / METRICS_FILE} ({name}) has no finite validation loss: let the run evaluate once"
             )
-    _check_seeds(name, [Path(folder).name for folder in folders], histories)
-    arm = Arm(name, histories)
     if not arm.shared():
         raise ConfigError(f"{name}: its runs were never evaluated at the same step: give them the same --eval-every")
+    whose = f"{name}={','.join(folder.name for folder in folders)}: a median is that of runs"
+    advice = "give each a name of its own (--runs A B), or leave some out"
+    if differences := differing([_fixed_settings(history) for history in arm.histories]):
+        texts = "; ".join(f"{key} ({', '.join(dict.fromkeys(values))})" for key, values in differences.items())
+        raise ConfigError(f"{whose} which differ in their seeds only, and these differ in {texts}: {advice}")
+    for seed in {history.seed for history in arm.histories} - {None}:
+        same = [folder.name for folder, history in zip(folders, arm.histories, strict=True) if history.seed == seed]
+        if len(same) > 1:
+            raise ConfigError(
+                f"{whose} with different seeds, and {' and '.join(same)} have the same (seed {seed}): {advice}"
+            )
     return arm
 
 
-def _check_seeds(name: str, runs: Sequence[str], histories: Sequence[RunHistory]) -> None:
-    """Raise ConfigError unless the runs of one name differ in their seeds, and in no other setting that matters."""
-    whose, advice = f"{name}={','.join(runs)}", "give each a name of its own (--runs A B), or leave some out"
-    # Setting -> values of the runs that have it.
-    values: dict[str, dict[str, None]] = {}
-    for history in histories:
-        settings = {key: value for key, value in history.options.items() if key.split(".")[-1] not in _FREE_AMONG_SEEDS}
-        settings |= {key: value for key, value in history.run["machine"].items() if key in ("dtype", "fp8")}
-        if history.lengthened:
-            settings["length"] = history.total_steps
-        if _text_of(history) is not None:
-            settings["text and tokenizer"] = _text_of(history)
-        for key, value in settings.items():
-            values.setdefault(key, {})[str(value)] = None
-    values = {key: of_runs for key, of_runs in values.items() if len(of_runs) > 1}
-    if values:
-        differences = "; ".join(f"{key} ({', '.join(of_runs)})" for key, of_runs in values.items())
-        raise ConfigError(
-            f"{whose}: a median is that of runs which differ in their seeds only, and these differ in {differences}: "
-            f"{advice}"
-        )
-    for seed in {history.seed for history in histories} - {None}:
-        same = [run for run, history in zip(runs, histories, strict=True) if history.seed == seed]
-        if len(same) > 1:
-            raise ConfigError(
-                f"{whose}: a median is that of runs with different seeds, and {' and '.join(same)} have the same "
-                f"(seed {seed}): {advice}"
-            )
+def _fixed_settings(history: RunHistory) -> dict[str, Any]:
+    """Return the settings of a run in which another seed of it may not differ."""
+    settings = {key: value for key, value in history.options.items() if key.split(".")[-1] not in _FREE_AMONG_SEEDS}
+    settings |= {key: value for key, value in history.run["machine"].items() if key in ("dtype", "fp8")}
+    return settings | {"length": history.total_steps, "text and tokenizer": _text_of(history)}
 
 
-def median(values: Iterable[float | None], missing: float | None = None) -> float | None:
-    """Return the median, with None replaced by ``missing``; None if a value is still None or the median is infinite."""
-    known = [missing if value is None else value for value in values]
-    if None in known:
-        return None
-    middle = statistics.median(value for value in known if value is not None)
+def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the settings that are not the same in all mappings: name -> its value in each, a dash if missing."""
+    texts = {key: [str(one.get(key, "–")) for one in settings] for key in dict.fromkeys(chain(*settings))}
+    return {key: values for key, values in texts.items() if len(set(values)) > 1}
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Return the median; None if a value is None or the median is infinite."""
+    known = list(values)
+    middle = math.inf if None in known else statistics.median(value for value in known if value is not None)
     return middle if math.isfinite(middle) else None
 
 
@@ -119,12 +110,12 @@ def unit_of(baseline: Arm, arm: Arm) -> tuple[str, str]:
     """Return the field in which two arms are compared, "bpb" or "loss", and the reason if they cannot be compared."""
     histories = [*baseline.histories, *arm.histories]
     texts = {_validated_on(history) for history in histories} - {None}
-    if tokenizers_differ([baseline, arm]) and len(texts) > 1:
+    if tokens_differ([baseline, arm]) and len(texts) > 1:
         advice = "`quintic eval --data FILE` scores each run on one text"
         return "", f"they were validated on different texts, and so their losses cannot be compared; {advice}"
     if all(point.get("bpb") is not None for history in histories for point in history.scored):
         return "bpb", ""
-    if tokenizers_differ([baseline, arm]):
+    if tokens_differ([baseline, arm]):
         return "", "their tokenizers differ and a log lacks bits per byte, and so their losses cannot be compared"
     return "loss", ""
 
@@ -161,60 +152,52 @@ def final_difference(baseline: Arm, arm: Arm) -> tuple[str | None, float | None]
     Returns:
         The words, None without bits per byte; and the error, None if the logs do not tell it: the words then say why.
     """
-    found: tuple[float, float | None] | None
     if len(baseline.histories) == len(arm.histories) == 1:
-        found = _document_difference(baseline.histories[0], arm.histories[0])
+        pairs = _document_differences(baseline.histories[0], arm.histories[0])
         over = "over the documents, which both were scored on"
         lacking = "it takes the bits of two documents or more, the same in both logs"
     else:
-        found = _seed_difference(baseline, arm)
+        pairs = _seed_differences(baseline, arm)
         over = f"over {len(arm.histories)} seeds"
         lacking = "it takes two runs or more of each, with the same seeds"
-    ends = [median(one.ends("bpb")) for one in (baseline, arm)]
-    if found is None and ends[0] is not None and ends[1] is not None:
-        found = ends[1] - ends[0], None
-    if found is None:
-        return None, None
-    difference, error = found
+    if len(pairs) > 1:
+        # The ratio of two sums, and the standard error of such a ratio, as in `quintic.eval.score`.
+        total = sum(size for _, size in pairs)
+        difference = sum(bits for bits, _ in pairs) / total
+        scatter = sum((bits - difference * size) ** 2 for bits, size in pairs)
+        error = math.sqrt(len(pairs) / (len(pairs) - 1) * scatter) / total
+        sure = f", ± {error:.4f} {over}"
+    else:
+        start, end = (median(one.ends("bpb")) for one in (baseline, arm))
+        if start is None or end is None:
+            return None, None
+        difference, error = end - start, None
+        sure = f"; how sure that is, is not known: {lacking}"
     side = "below" if difference < 0 else "above"
-    sure = f"; how sure that is, is not known: {lacking}" if error is None else f", ± {error:.4f} {over}"
     verb = "is so far" if baseline.is_stopped or arm.is_stopped else "ended"
     return f"{arm.name} {verb} {abs(difference):.4f} bits per byte {side} {baseline.name}{sure}", error
 
 
-def _seed_difference(baseline: Arm, arm: Arm) -> tuple[float, float] | None:
-    """Return the mean difference of runs with the same seed, and its standard error; None if their seeds differ."""
+def _seed_differences(baseline: Arm, arm: Arm) -> list[tuple[float, int]]:
+    """Return (difference in bits per byte, 1) of the runs with each seed; nothing if the arms' seeds differ."""
     # Seed -> final bits per byte, for each arm.
     ends: list[dict[Any, Any]] = [{h.seed: h.evals[-1].get("bpb") for h in one.histories} for one in (baseline, arm)]
     first, other = ends
-    if first.keys() != other.keys() or len(first) < 2 or None in {*first, *first.values(), *other.values()}:
-        return None
-    differences = [other[seed] - first[seed] for seed in first]
-    return statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
+    if first.keys() != other.keys() or None in [*first, *first.values(), *other.values()]:
+        return []
+    return [(other[seed] - first[seed], 1) for seed in first]
 
 
-def _document_difference(first: RunHistory, other: RunHistory) -> tuple[float, float] | None:
-    """Return the difference and its error of two runs whose last evaluations read the same documents; else None.
-
-    The difference is the ratio of two sums over documents, of bits and of bytes, and its standard error that of such a
-    ratio, as in `quintic.eval.score`.
-    """
-    ends = [history.evals[-1] for history in (first, other)]
+def _document_differences(first: RunHistory, other: RunHistory) -> list[tuple[float, int]]:
+    """Return (difference in bits, bytes) of each document; nothing if the last evaluations did not read the same."""
     # Nats of each document in both runs, and their bytes.
-    nats, num_bytes = ([end.get(f"document_{what}") or [] for end in ends] for what in ("nats", "bytes"))
-    sizes = [size for size in num_bytes[0] if size]
-    if num_bytes[0] != num_bytes[1] or not len(nats[0]) == len(nats[1]) == len(sizes) > 1:
-        return None
-    bits = [(b - a) / math.log(2) for a, b in zip(*nats, strict=True) if a is not None and b is not None]
-    if len(bits) < len(sizes):
-        return None
-    ratio = sum(bits) / sum(sizes)
-    scatter = sum((cost - ratio * size) ** 2 for cost, size in zip(bits, sizes, strict=True))
-    error = math.sqrt(len(sizes) / (len(sizes) - 1) * scatter) / sum(sizes)
-    return ratio, error
+    nats, sizes = ([h.evals[-1].get(f"document_{what}") or [] for h in (first, other)] for what in ("nats", "bytes"))
+    if sizes[0] != sizes[1] or not len(nats[0]) == len(nats[1]) == len(sizes[0]) or None in chain(*nats, *sizes):
+        return []
+    return [((b - a) / math.log(2), size) for a, b, size in zip(*nats, sizes[0], strict=True)]
 
 
-def tokenizers_differ(arms: Sequence[Arm]) -> bool:
+def tokens_differ(arms: Sequence[Arm]) -> bool:
     """Return whether the runs' tokens or texts differ, so that nats per token cannot be compared."""
     return len({_text_of(history) for arm in arms for history in arm.histories} - {None}) > 1
 

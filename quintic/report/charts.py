@@ -1,4 +1,4 @@
-"""Line charts: `line_chart` chooses the axes, and the macro of ``templates/chart.html`` draws the curves as SVG.
+"""Line charts: `Chart` chooses the axes, and the macro of ``templates/chart.html`` draws the curves as SVG.
 
 Curves differ in colour, dashes and marks, so that charts can be read without colours. A curve of few points has a mark
 at each and a thin line between them, where nothing was measured; a long curve is drawn through averages of neighbours.
@@ -6,11 +6,11 @@ at each and a thin line between them, where nothing was measured; a long curve i
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["MAX_POINTS", "Chart", "Curve", "Point", "curve_of", "line_chart", "upper_edge"]
+__all__ = ["MAX_POINTS", "Chart", "Curve", "Point", "curve_of", "learning_panels", "upper_edge"]
 
 MAX_POINTS = 200
 """Largest number of points of a curve that is drawn."""
@@ -96,22 +96,52 @@ class Curve:
         return replace(self, points=points)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Curves and axes that end at a labelled value; without any curve nothing was measured yet."""
+    """Curves over a common x axis; both axes end at a labelled value. Without any curve nothing was measured yet.
+
+    Args:
+        curves: the lines; a curve without any finite value is left out.
+        title: title above the drawing.
+        unit: unit of the values, unless the title tells it.
+        x_label: name of x, with its unit.
+        references: dotted horizontal lines, name -> y; the axis always includes them.
+        log_y: whether the y axis is logarithmic; values that are not positive leave gaps.
+        low: lowest y of the axis, in place of the lowest value.
+        high: highest y of the axis, at which lines are cut, in place of the highest value.
+    """
 
     # In units of the drawing, with room for labels around it. Their text stays legible when a phone shrinks it.
-    width: ClassVar = 332
-    height: ClassVar = 192
+    width = 332
+    height = 192
 
-    title: str
-    unit: str
-    x_label: str
-    curves: Sequence[Curve] = ()
-    references: Mapping[str, float]
-    x_ticks: Sequence[float] = (0.0, 1.0)
-    y_ticks: Sequence[float] = (0.0, 1.0)
-    log_y: bool
+    def __init__(
+        self,
+        curves: Sequence[Curve],
+        *,
+        title: str,
+        unit: str = "",
+        x_label: str = "training steps",
+        references: Mapping[str, float] | None = None,
+        log_y: bool = False,
+        low: float | None = None,
+        high: float | None = None,
+    ) -> None:
+        self.title, self.unit, self.x_label, self.log_y = title, unit, x_label, log_y
+        self.references = references or {}
+        self.curves = [curve for curve in (curve.thinned(log_y=log_y) for curve in curves) if curve.pieces]
+        if not self.curves:
+            return
+        ys = [y for curve in self.curves for point in curve.points for y in point[1:] if math.isfinite(y)]
+        low = min(*self.references.values(), min(ys) if low is None else low, math.inf)
+        high = max(*self.references.values(), max(ys) if high is None else high, -math.inf)
+        if high - low <= 1e-6 * abs(high):
+            low, high = low - 0.05 * abs(low or 1), high + 0.05 * abs(high or 1)
+        self.y_ticks = _log_ticks(low, high) if log_y else _ticks(low, high, 5)
+        xs = [point.x for curve in self.curves for point in curve.points]
+        last = max(xs) or 1.0
+        x_ticks = _ticks(0.0, last, 4, least=1.0 if all(x == int(x) for x in xs) else 0.0)
+        # The last label ends where the axis does, and so the one before it needs some distance.
+        self.x_ticks = [*(tick for tick in x_ticks if tick < 0.82 * last), last]
 
     def x(self, value: float) -> float:
         """Return the distance from the left edge of the plot, where x is zero."""
@@ -141,55 +171,10 @@ class Chart:
         return [[f"{x:,.6g}", *(of_curve.get(x, "") for of_curve in texts)] for x in xs]
 
 
-def line_chart(
-    curves: Sequence[Curve],
-    *,
-    title: str,
-    unit: str = "",
-    x_label: str = "training steps",
-    references: Mapping[str, float] | None = None,
-    log_y: bool = False,
-    low: float | None = None,
-    high: float | None = None,
-) -> Chart:
-    """Return a chart of lines over a common x axis; both axes end at a labelled value.
-
-    Args:
-        curves: the lines; a curve without any finite value is left out.
-        title: title above the drawing.
-        unit: unit of the values, unless the title tells it.
-        x_label: name of x, with its unit.
-        references: dotted horizontal lines, name -> y; the axis always includes them.
-        log_y: whether the y axis is logarithmic; values that are not positive leave gaps.
-        low: lowest y of the axis, in place of the lowest value.
-        high: highest y of the axis, at which lines are cut, in place of the highest value.
-    """
-    drawn = [curve for curve in (curve.thinned(log_y=log_y) for curve in curves) if curve.pieces]
-    chart = Chart(title=title, unit=unit, x_label=x_label, curves=drawn, references=references or {}, log_y=log_y)
-    if not drawn:
-        return chart
-    ys = [y for curve in drawn for point in curve.points for y in point[1:] if math.isfinite(y)]
-    low = min(*chart.references.values(), min(ys) if low is None else low, math.inf)
-    high = max(*chart.references.values(), max(ys) if high is None else high, -math.inf)
-    if high - low <= 1e-6 * abs(high):
-        low, high = low - 0.05 * abs(low or 1), high + 0.05 * abs(high or 1)
-    xs = [point.x for curve in drawn for point in curve.points]
-    last = max(xs) or 1.0
-    x_ticks = _ticks(0.0, last, 4, least=1.0 if all(x == int(x) for x in xs) else 0.0)
-    # The last label ends where the axis does, and so the one before it needs some distance.
-    x_ticks = [tick for tick in x_ticks if tick < 0.82 * last]
-    return replace(chart, x_ticks=[*x_ticks, last], y_ticks=_log_ticks(low, high) if log_y else _ticks(low, high, 5))
-
-
 def curve_of(records: Sequence[Mapping[str, Any]], x: str, y: str, *, divisor: float = 1, **look: Any) -> Curve:
-    """Return a curve of one field of a log's records over another, with standard errors; records without x are skipped.
+    """Return a curve of one field of a log's records over another, which is divided by ``divisor``.
 
-    Args:
-        records: records in the order of x.
-        x: name of a field.
-        y: name of a field; its standard error is the field with ``_stderr`` appended, if it exists.
-        divisor: number by which x is divided.
-        **look: other arguments of `Curve`.
+    Records without x are skipped. The field with ``_stderr`` appended to y, if it exists, is the standard error.
     """
     points = []
     for record in records:
@@ -198,6 +183,41 @@ def curve_of(records: Sequence[Mapping[str, Any]], x: str, y: str, *, divisor: f
             value, error = (math.nan if number is None else number for number in (value, error))
             points.append(Point(place / divisor, value, value - error, value + error))
     return Curve(points=points, **look)
+
+
+def learning_panels(
+    titles: Mapping[str, str],
+    records: Sequence[Mapping[str, Any]],
+    curves_of: Callable[[str, str, float], Sequence[Curve]],
+    references: Mapping[str, Mapping[str, float]],
+) -> dict[str, list[Chart]]:
+    """Return the charts of "loss" and "bpb" over steps, tokens and time: name of the x axis -> charts.
+
+    Args:
+        titles: title of the chart of each field, in their order.
+        records: all records that are drawn, which decide the unit of time and where a steep start is cut.
+        curves_of: returns the curves of (field, field of the x axis, divisor of x).
+        references: horizontal lines of a field's chart.
+    """
+    longest = max((record.get("seconds") or 0.0 for record in records), default=0.0)
+    size, unit = (3600, "hours") if longest >= 7200 else (60, "minutes") if longest >= 120 else (1, "seconds")
+    axes = {
+        "by steps": ("step", "training steps", 1),
+        "by tokens": ("tokens", "tokens read (K thousand, M million, B billion)", 1),
+        "by time": ("seconds", f"training time ({unit})", size),
+    }
+
+    def draw(field: str, x: str, x_label: str, divisor: float) -> Chart:
+        return Chart(
+            curves_of(field, x, divisor),
+            title=titles[field],
+            unit="nats per token" if field == "loss" else "",
+            x_label=x_label,
+            references=references.get(field),
+            high=upper_edge([(record["step"], record[field]) for record in records if record.get(field) is not None]),
+        )
+
+    return {tab: [draw(field, *axis) for field in titles] for tab, axis in axes.items()}
 
 
 def upper_edge(points: Sequence[tuple[float, float]]) -> float | None:

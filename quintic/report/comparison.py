@@ -8,14 +8,24 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from quintic.report.arms import Arm, final_difference, load_arm, median, tokenizers_differ, unequal_speed, unit_of
-from quintic.report.charts import Chart, Curve, Point, line_chart, upper_edge
+from quintic.report.arms import (
+    Arm,
+    differing,
+    final_difference,
+    load_arm,
+    median,
+    tokens_differ,
+    unequal_speed,
+    unit_of,
+)
+from quintic.report.charts import Chart, Curve, Point, learning_panels
 from quintic.report.formatting import duration, flatten, humanize, large_number
 from quintic.report.history import RunHistory
-from quintic.report.page import learning_axes, write_page
+from quintic.report.page import write_page
 
 __all__ = ["ComparedArm", "write_comparison"]
 
@@ -33,7 +43,7 @@ _ROWS: tuple[tuple[str, Form, Callable[[RunHistory], float | None]], ...] = (
     ("tokens per second", large_number, lambda run: run.newest("tokens_per_second")),
     ("model FLOPs utilisation", "{:.1%}".format, lambda run: run.newest("mfu")),
     ("floating-point operations", large_number, lambda run: run.newest("flops")),
-    ("most memory (GiB)", lambda value: f"{value / 2**30:.3g}", lambda run: run.largest("peak_memory_bytes")),
+    ("most memory (GiB)", "{:.3g}".format, lambda run: run.peak_memory_gib),
     ("least smoothed training loss (nats per token)", "{:.4f}".format, lambda run: run.newest("least_loss")),
     (
         "speed of plain matrix products at the start (operations per second)",
@@ -89,7 +99,10 @@ def write_comparison(
             same step, differ in more than their seeds, or have equal seeds.
         DataError: a log is damaged.
     """
-    arms = [load_arm(name, [folders] if isinstance(folders, str | Path) else folders) for name, folders in runs.items()]
+    arms = [
+        load_arm(name, [Path(folder) for folder in ([folders] if isinstance(folders, str | Path) else folders)])
+        for name, folders in runs.items()
+    ]
     baseline, *others = arms
     candidates = {arm.name: _against(baseline, arm) for arm in others}
     # Standard errors are shown only then: next to the range of several runs one could be mistaken for a range.
@@ -103,12 +116,12 @@ def write_comparison(
         candidates=list(candidates.values()),
         bars=[bar for arm in arms if (bar := _bar(arm, errors=is_single)) is not None],
         rows=_results(arms),
-        lost=[arm.name for arm in arms if any(h.evals[-1].get("loss") is None for h in arm.histories)],
+        lost=[arm.name for arm in arms if any(h.newest_score.get("loss") is None for h in arm.histories)],
         unfinished=[arm.name for arm in arms if not all(history.final for history in arm.histories)],
         is_single=is_single,
-        tokenizers_differ=tokenizers_differ(arms),
+        tokenizers_differ=tokens_differ(arms),
         has_errors=is_single and any(arm.ends("bpb_stderr") != [None] for arm in arms),
-        panels=_learning_charts(arms, errors=is_single),
+        panels=_learning_curves(arms, errors=is_single),
         differences=_differences(arms),
         typed=list(dict.fromkeys(history.run["command"] for _, history in histories if history.run.get("command"))),
         repeats=[(name, history.repeat) for name, history in histories if history.repeat],
@@ -116,17 +129,11 @@ def write_comparison(
     return candidates
 
 
-def _reached(points: Sequence[Mapping[str, Any]], loss: float, unit: str) -> tuple[float | None, float | None]:
-    """Return the step and the seconds at which a curve first is at or below ``loss``; None if it never is.
-
-    Args:
-        points: evaluations of one run.
-        loss: the loss to reach.
-        unit: field of the points that holds the loss, "bpb" or "loss".
-    """
+def _reached(points: Sequence[Mapping[str, Any]], loss: float, unit: str) -> tuple[float, float | None]:
+    """Return the step and the seconds at which a run's evaluations are first at or below ``loss``; else infinity."""
     index = next((index for index, point in enumerate(points) if point[unit] <= loss), None)
     if index is None:
-        return None, None
+        return math.inf, math.inf
     after = points[index]
     if index == 0:
         return after["step"], after.get("seconds")
@@ -141,16 +148,16 @@ def _reached(points: Sequence[Mapping[str, Any]], loss: float, unit: str) -> tup
 def _against(baseline: Arm, arm: Arm) -> ComparedArm:
     """Compare one arm with the baseline."""
     unit, obstacle = unit_of(baseline, arm)
+    sentence, seconds, ended, error = f"{arm.name} and {baseline.name}: {obstacle}", None, None, None
     target = None if obstacle else median(baseline.ends(unit))
-    reached = [(None, None) if target is None else _reached(run.scored, target, unit) for run in arm.histories]
-    # Runs that never reached the loss count as infinite in the median.
-    steps = [step for step, _ in reached]
-    step = median(steps, math.inf)
-    seconds = None if step is None else median([second for _, second in reached], math.inf)
+    if target is not None:
+        reached = [_reached(run.scored, target, unit) for run in arm.histories]
+        sentence = _sentence(baseline, arm, [step for step, _ in reached])
+        seconds = median([second for _, second in reached])
+        ended, error = final_difference(baseline, arm)
     total = median(baseline.ends("seconds"))
-    ended, error = (None, None) if obstacle else final_difference(baseline, arm)
     return ComparedArm(
-        sentence=f"{arm.name} and {baseline.name}: {obstacle}" if obstacle else _sentence(baseline, arm, steps, step),
+        sentence=sentence,
         seconds=seconds,
         percent_of_seconds=100 * seconds / total if seconds and total and total > 0 else None,
         ended=ended,
@@ -159,12 +166,13 @@ def _against(baseline: Arm, arm: Arm) -> ComparedArm:
     )
 
 
-def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float | None], step: float | None) -> str:
-    """Say after which of the candidate's ``steps`` (one of each run, and their median) it reached the baseline."""
+def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float]) -> str:
+    """Say after which of ``steps``, one of each of the candidate's runs, it reached the baseline's last loss."""
     whose = f"{baseline.name}'s {'median ' if len(baseline.histories) > 1 else ''}{baseline.last} validation loss"
-    if tokenizers_differ([baseline, arm]):
+    if tokens_differ([baseline, arm]):
         whose += " in bits per byte"
-    some = [at for at in steps if at is not None]
+    step = median(steps)
+    some = [at for at in steps if math.isfinite(at)]
     if step is None and some:
         return f"{arm.name} reached {whose} in {len(some)} of {len(steps)} runs only"
     if step is None:
@@ -214,14 +222,14 @@ def _bar(arm: Arm, *, errors: bool) -> tuple[str, str, float, float, float] | No
 def _results(arms: Sequence[Arm]) -> list[list[str]]:
     """Return the rows of a table with the last finite evaluation and the measurements of each arm."""
 
-    def text(values: list[float | None], form: Form) -> str:
+    def text(values: Sequence[float | None], form: Form) -> str:
         known = [value for value in values if value is not None]
         if not known:
             return "–"
         middle, low, high = form(statistics.median(known)), form(min(known)), form(max(known))
         return middle if low == high else f"{middle} ({low} to {high})"
 
-    warning = "; not comparable here" if tokenizers_differ(arms) else ""
+    warning = "; not comparable here" if tokens_differ(arms) else ""
     rows: list[list[str]] = []
     for label, form, value_of in _ROWS:
         texts = [text([value_of(history) for history in arm.histories], form) for arm in arms]
@@ -232,17 +240,18 @@ def _results(arms: Sequence[Arm]) -> list[list[str]]:
     return rows
 
 
-def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Chart]]:
+def _learning_curves(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Chart]]:
     """Return charts of validation loss and bits per byte of all arms: axis -> charts."""
-    titles = {"loss": ("Validation loss", "nats per token"), "bpb": ("Validation bits per byte", "")}
-    if tokenizers_differ(arms):
+    titles = {"loss": "Validation loss", "bpb": "Validation bits per byte"}
+    if tokens_differ(arms):
         del titles["loss"]
     decisive = next(iter(titles))
     is_comparable = not any(unit_of(arms[0], arm)[1] for arm in arms[1:])
     target = median(arms[0].ends(decisive)) if is_comparable else None
+    line = {f"{arms[0].name}'s {arms[0].last} loss: {target:.3f}": target} if target else {}
     shared = [arm.shared() for arm in arms]
 
-    def draw(field: str, x: str, x_label: str, divisor: float) -> Chart:
+    def curves_of(field: str, x: str, divisor: float) -> list[Curve]:
         curves = []
         for look, (arm, rows) in enumerate(zip(arms, shared, strict=True)):
             seeds = f" (median and range of {len(arm.histories)} runs)" if len(arm.histories) > 1 else ""
@@ -250,46 +259,37 @@ def _learning_charts(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Cha
             placed = [(at, row) for row in rows if (at := median(point.get(x) for point in row)) is not None]
             points = [_point(at / divisor, row, field, errors=errors) for at, row in placed]
             curves.append(Curve(label=arm.name + seeds, points=points, look=look))
-        values = [(p["step"], p[field]) for rows in shared for row in rows for p in row if p.get(field) is not None]
-        return line_chart(
-            curves,
-            title=titles[field][0],
-            unit=titles[field][1],
-            x_label=x_label,
-            references={f"{arms[0].name}'s {arms[0].last} loss: {target:.3f}": target}
-            if target and field == decisive
-            else {},
-            high=upper_edge(values),
-        )
+        return curves
 
-    axes = learning_axes([record for arm in arms for history in arm.histories for record in history.evals])
-    return {tab: [draw(field, *axis) for field in titles] for tab, axis in axes.items()}
+    records = [point for rows in shared for row in rows for point in row]
+    return learning_panels(titles, records, curves_of, {decisive: line})
 
 
-def _peak_rates(history: RunHistory) -> dict[str, str]:
-    """Return the largest learning rate of each group of weights of a run, and the largest weight decay, as text."""
+def _differences(arms: Sequence[Arm]) -> list[list[str]]:
+    """Return the rows of a table with the settings in which the arms differ."""
+    columns = []
+    for arm in arms:
+        runs = [_shown_settings(history) for history in arm.histories]
+        texts = {key: [str(settings.get(key, "–")) for settings in runs] for key in dict.fromkeys(chain(*runs))}
+        columns.append({key: ", ".join(dict.fromkeys(values)) for key, values in texts.items()})
+    return [
+        [key.removeprefix("config.") if key.startswith("config.") else humanize(key.split(".")[-1]), *texts]
+        for key, texts in differing(columns).items()
+    ]
+
+
+def _shown_settings(history: RunHistory) -> dict[str, Any]:
+    """Return the settings of a run, and the largest learning rate of each group of weights and weight decay.
+
+    An option may hold a value for each optimizer; the training records have the values that were used.
+    """
+    settings = dict(flatten({key: history.run[key] for key in ("config", "machine", "versions")}))
     peaks: dict[str, float] = {}
     for record in history.train:
         rates = {f"peak learning rate, {name}": rate for name, rate in (record.get("lr") or {}).items()}
         for key, value in {**rates, "peak weight decay": record.get("weight_decay")}.items():
             if value is not None:
                 peaks[key] = max(value, peaks.get(key, value))
-    return {key: f"{value:.4g}" for key, value in peaks.items()}
-
-
-def _differences(arms: Sequence[Arm]) -> list[list[str]]:
-    """Return the rows of a table with the settings in which the arms differ."""
-
-    def settings(history: RunHistory) -> dict[str, Any]:
-        entries = dict(flatten({key: history.run[key] for key in ("config", "machine", "versions")}))
-        # An option may hold a value for each optimizer; the training records have the values that were used.
-        return {key: value for key, value in entries.items() if key not in _NOT_SETTINGS} | _peak_rates(history)
-
-    of_arms = [[settings(history) for history in arm.histories] for arm in arms]
-    rows = []
-    for key in dict.fromkeys(key for runs in of_arms for entries in runs for key in entries):
-        texts = [", ".join(dict.fromkeys(str(entries.get(key, "–")) for entries in runs)) for runs in of_arms]
-        if len(set(texts)) > 1:
-            name = key.removeprefix("config.")
-            rows.append([name if key.startswith("config.") else humanize(key.split(".")[-1]), *texts])
-    return rows
+    return {key: value for key, value in settings.items() if key not in _NOT_SETTINGS} | {
+        key: f"{value:.4g}" for key, value in peaks.items()
+    }

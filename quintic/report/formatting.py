@@ -95,8 +95,7 @@ def duration(seconds: float) -> str:
 def large_number(value: float) -> str:
     """Return a count in words: 950, 12,300, 124.4 million, 2.5 billion, 1.25 × 10¹⁸."""
     if value >= 1e15:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{float(mantissa):g} × 10{str(int(exponent)).translate(_SUPERSCRIPTS)}".replace(" ", _NO_BREAK)
+        return " × ".join(_mantissa_and_power(value)).replace(" ", _NO_BREAK)
     for limit, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if value >= limit:
             return f"{value / limit:.4g}{_NO_BREAK}{word}"
@@ -106,10 +105,13 @@ def large_number(value: float) -> str:
 def format_si(value: float) -> str:
     """Return a short number for an axis: 1.5K for 1,500, 2M for two million, 3B for three (American) billion, 10⁻⁴."""
     if value != 0 and abs(value) < 1e-3:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        power = "10" + str(int(exponent)).translate(_SUPERSCRIPTS)
-        return power if float(mantissa) == 1 else f"{float(mantissa):g}·{power}"
+        return "·".join(_mantissa_and_power(value)).removeprefix("1·")
     for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{suffix}" if abs(value) < 1000 * limit else f"{value / limit:,.0f}{suffix}"
     return f"{value:.4g}"
+
+
+def _mantissa_and_power(value: float) -> tuple[str, str]:
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{float(mantissa):g}", "10" + str(int(exponent)).translate(_SUPERSCRIPTS)

@@ -6,8 +6,8 @@ lists their fields and says what these mean.
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,8 +52,6 @@ _FIELDS = (
     (list, str, "a list of texts", "missing"),
     (list, dict, "a list of objects", "samples"),
 )
-# Objects whose fields are in the table, too.
-_DESCRIPTIONS = ("machine", "model", "data")
 # No run writes larger numbers. Where a person does, their squares and sums would not be finite.
 _LARGEST = 1e100
 _TYPES = {name: (types, inner, words) for types, inner, words, names in _FIELDS for name in names.split()}
@@ -69,17 +67,10 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         The records; a number that was not finite, or is beyond 1e100, is ``None``.
 
     Raises:
-        ConfigError: the file does not exist.
         DataError: a line before the last one is not a JSON object, or a field of a record has the wrong type.
     """
-    path = Path(path)
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist: give the folder of a run, which holds {path.name}") from error
-    # `last` is the number of the last line with text, which may be incomplete.
+    lines = Path(path).read_bytes().rstrip().split(b"\n")
     records: list[dict[str, Any]] = []
-    last = len(lines) if lines[-1] else len(lines) - 1
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -90,13 +81,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
                 parse_float=lambda text: _measured(float(text)),
                 parse_int=lambda text: _measured(int(text)),
             )
+            wrong = _wrong_in(record)
         except (ValueError, RecursionError) as error:
-            if number == last:
+            if number == len(lines):
                 break
-            raise DataError(
-                f"{path}, line {number}: not valid JSON ({error}); remove the line or restore the file"
-            ) from error
-        if (wrong := _wrong_in(record)) is not None:
+            wrong = f"not valid JSON ({error})"
+        if wrong:
             raise DataError(f"{path}, line {number}: {wrong}; remove the line or restore the file")
         records.append(record)
     return records
@@ -112,8 +102,9 @@ def _wrong_in(record: Any) -> str | None:
         return "not a JSON object"
     if record.get("kind") in _STEPPED_KINDS and record.get("step") is None:
         return 'it has no "step"'
-    descriptions = [record[name] for name in _DESCRIPTIONS if isinstance(record.get(name), dict)]
-    for name, value in itertools.chain(record.items(), *(fields.items() for fields in descriptions)):
+    # Fields of these objects are in the table, too.
+    described = [record[name] for name in ("machine", "model", "data") if isinstance(record.get(name), dict)]
+    for name, value in itertools.chain(*(fields.items() for fields in [record, *described])):
         types, inner, words = _TYPES.get(name, (object, object, ""))
         entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         is_right = isinstance(value, types) and all(isinstance(entry, inner) for entry in entries)
@@ -122,7 +113,6 @@ def _wrong_in(record: Any) -> str | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
     """The records of one run by kind, one record per step, in the order of the steps.
 
@@ -137,17 +127,47 @@ class RunHistory:
         lengthened: the ``resume`` records that made the run longer. Their step is the last one with the schedules of
             the former length; it is earlier than the record's own step if a later resume went further back.
         spikes: the ``train`` records of steps whose loss jumped, including steps that a rollback repeated.
+        options: the options of the run: section.name -> value.
+        seed: the seed of the run; None if the log does not have it.
+        ranks: number of processes that trained the run.
+        total_steps: number of steps of the whole run, the newest if it was made longer; None if the log has none.
+        steps: number of steps made so far, including steps after the last evaluation.
+        scored: the evaluations with a finite loss.
+        newest_score: the last evaluation; empty without any.
+        times: the milliseconds of each phase, of the steps that were timed.
+        peak_memory_gib: the most memory in GiB, of steps, evaluations and the whole run; None if the log has none.
     """
 
-    run: Mapping[str, Any]
-    train: Sequence[Mapping[str, Any]]
-    evals: Sequence[Mapping[str, Any]]
-    core: Sequence[Mapping[str, Any]]
-    samples: Sequence[Mapping[str, Any]]
-    final: Mapping[str, Any]
-    resumed: Sequence[Mapping[str, Any]]
-    lengthened: Sequence[Mapping[str, Any]]
-    spikes: Sequence[Mapping[str, Any]]
+    def __init__(self, records: Iterable[dict[str, Any]]) -> None:
+        kinds = defaultdict[str | None, list[dict[str, Any]]](list)
+        for record in records:
+            kinds[record.get("kind")].append(record)
+        run = kinds["run"][-1] if kinds["run"] else {}
+        self.run: dict[str, Any] = {name: {} for name in _SETTINGS}
+        self.run |= {name: value for name, value in run.items() if value is not None}
+        self.options = dict(flatten(self.run["config"]))
+        self.seed = self.options.get("run.seed", self.options.get("seed"))
+        self.ranks = self.run.get("ranks") or 1
+        self.train, self.evals, self.core = (_by_step(kinds[kind]) for kind in ("train", "eval", "core"))
+        self.final = kinds["final"][-1] if kinds["final"] else {}
+        # A final evaluation without an `eval` record: `final` has no tokens, except in a speedrun.
+        if self.final.get("loss") is not None and (self.final.get("step") or 0) > max([0, *map(_step, self.evals)]):
+            self.evals.append({"tokens": self.train[-1].get("tokens") if self.train else None, **self.final})
+        self.samples = [record for record in [*_by_step(kinds["sample"]), self.final] if record.get("samples")]
+        self.spikes = [record for record in kinds["train"] if "spike" in record]
+        self.resumed = kinds["resume"]
+        self.lengthened = [
+            {**record, "step": min(map(_step, self.resumed[number:]))}
+            for number, record in enumerate(self.resumed)
+            if record.get("total_steps")
+        ]
+        self.total_steps = (self.lengthened[-1] if self.lengthened else self.run).get("total_steps")
+        self.steps = max(map(_step, [*self.train, *self.evals]), default=0)
+        self.scored = [record for record in self.evals if record.get("loss") is not None]
+        self.newest_score = self.evals[-1] if self.evals else {}
+        self.times = [record["times_ms"] for record in self.train if record.get("times_ms")]
+        peaks = [record.get("peak_memory_bytes") for record in (*self.train, *self.evals, self.final)]
+        self.peak_memory_gib = max((peak / 2**30 for peak in peaks if peak), default=None)
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
@@ -157,59 +177,20 @@ class RunHistory:
             ConfigError: the folder holds no log, or a log without any step.
             DataError: the log is damaged.
         """
-        path = Path(folder) / METRICS_FILE
+        path, go_on = Path(folder) / METRICS_FILE, f"`quintic train --resume --run {Path(folder).name}`"
         if not path.is_file():
             raise ConfigError(
                 f"{folder} holds no {METRICS_FILE}, from which reports are made: give the folder that a training run "
                 f"wrote to; of a run whose log is lost, `quintic sample`, `eval` and `export` still work, and "
-                f"`quintic train --resume --run {Path(folder).name}` begins a new log"
+                f"{go_on} begins a new log"
             )
-        kinds: dict[str, list[dict[str, Any]]] = {}
-        for record in read_metrics(path):
-            kinds.setdefault(str(record.get("kind")), []).append(record)
-        run, final = kinds.get("run", [{}])[-1], kinds.get("final", [{}])[-1]
-        train, evals = _by_step(kinds.get("train", [])), _by_step(kinds.get("eval", []))
-        # A final evaluation without an `eval` record: `final` has no tokens, except in a speedrun.
-        if final.get("loss") is not None and (final.get("step") or 0) > (evals[-1]["step"] if evals else 0):
-            evals.append({"tokens": train[-1].get("tokens") if train else None, **final})
-        if not (train or evals):
+        history = cls(read_metrics(path))
+        if not (history.train or history.evals):
             raise ConfigError(
                 f"{path} has no training step yet: wait for the first one, or continue the run if it was stopped, with "
-                f"`quintic train --resume --run {Path(folder).name}`"
+                f"{go_on}"
             )
-        resumed = kinds.get("resume", [])
-        sampled = [*_by_step(kinds.get("sample", [])), final]
-        return cls(
-            run={name: {} for name in _SETTINGS} | {name: value for name, value in run.items() if value is not None},
-            train=train,
-            evals=evals,
-            core=_by_step(kinds.get("core", [])),
-            samples=[record for record in sampled if record.get("samples")],
-            final=final,
-            resumed=resumed,
-            lengthened=[
-                {**record, "step": min(later["step"] for later in resumed[number:])}
-                for number, record in enumerate(resumed)
-                if record.get("total_steps")
-            ],
-            spikes=[record for record in kinds.get("train", []) if "spike" in record],
-        )
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of the run: section.name -> value."""
-        return dict(flatten(self.run["config"]))
-
-    @property
-    def seed(self) -> int | None:
-        """The seed of the run; None if the log does not have it."""
-        seeds = [value for name, value in self.options.items() if name.split(".")[-1] == "seed"]
-        return next((seed for seed in seeds if isinstance(seed, int)), None)
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes that trained the run."""
-        return self.run.get("ranks") or 1
+        return history
 
     @property
     def changes(self) -> list[tuple[int, dict[str, tuple[Any, Any]]]]:
@@ -222,70 +203,33 @@ class RunHistory:
         for record in self.resumed:
             now = {**before, **(record.get("machine") or {}), "ranks": record.get("ranks") or before["ranks"]}
             names = [name for name in before if before[name] != now[name] and name not in _MEASURED_FACTS]
-            changed = {name: (before[name], now[name]) for name in names}
-            if changed:
-                found.append((int(record["step"]), changed))
+            if names:
+                found.append((_step(record), {name: (before[name], now[name]) for name in names}))
             before = now
         return found
 
     @property
     def repeat(self) -> str | None:
         """The commands that repeat the run, with torchrun for several ranks; None if the log has none."""
-        command: str | None = self.run.get("repeat")
-        if not command:
+        if not self.run.get("repeat"):
             return None
-        commands = [command]
+        commands = [self.run["repeat"]]
         for record in self.lengthened:
             start = "" if record["step"] == record.get("steps_before") else f" --resume-step {record['step']}"
             commands.append(f"quintic train --resume --steps {record['total_steps']}{start}")
         launcher = "" if self.ranks == 1 else f"torchrun --standalone --nproc-per-node={self.ranks} -m "
         return " && ".join(launcher + command for command in commands)
 
-    @property
-    def total_steps(self) -> int | None:
-        """Number of steps of the whole run, the newest if it was made longer; None if the log has none."""
-        return (self.lengthened[-1] if self.lengthened else self.run).get("total_steps")
-
-    @property
-    def steps(self) -> int:
-        """Number of steps made so far, including steps after the last evaluation."""
-        return max(int(records[-1]["step"]) for records in (self.train, self.evals) if records)
-
-    @property
-    def times(self) -> list[Mapping[str, float]]:
-        """The milliseconds of each phase, of the steps that were timed."""
-        return [record["times_ms"] for record in self.train if record.get("times_ms")]
-
-    @property
-    def newest_score(self) -> Mapping[str, Any]:
-        """The last evaluation; empty without any."""
-        return self.evals[-1] if self.evals else {}
-
-    @property
-    def scored(self) -> list[Mapping[str, Any]]:
-        """The evaluations with a finite loss."""
-        return [record for record in self.evals if record.get("loss") is not None]
-
-    @property
-    def least(self) -> Mapping[str, Any] | None:
-        """The evaluation with the fewest bits per byte, the first of equal ones; None if no value is finite."""
-        scored = [record for record in self.evals if record.get("bpb") is not None]
-        return min(scored, key=lambda record: float(record["bpb"]), default=None)
-
-    def largest(self, field: str) -> float | None:
-        """Return the largest value of a number in records of steps, evaluations and the end; None without any."""
-        records = (*self.train, *self.evals, self.final)
-        return max((float(record[field]) for record in records if record.get(field) is not None), default=None)
-
     def newest(self, field: str) -> float | None:
         """Return a number from the final record, or else from the last training step; None if neither has it."""
-        for record in (self.final, *self.train[-1:]):
-            if record.get(field) is not None:
-                return float(record[field])
-        return None
+        found = [record[field] for record in (self.final, *self.train[-1:]) if record.get(field) is not None]
+        return found[0] if found else None
 
 
-def _by_step(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _step(record: Mapping[str, Any]) -> int:
+    return int(record["step"])
+
+
+def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one record for each step, the last one written, in the order of the steps."""
-    steps = {int(record["step"]): record for record in records if "step" in record}
-    return [steps[step] for step in sorted(steps)]
+    return sorted({_step(record): record for record in records}.values(), key=_step)

@@ -6,16 +6,15 @@ chooses the charts and figures. A page is one file without scripts, which can be
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quintic.durable import json_object
-from quintic.report.charts import MAX_POINTS, Chart, Curve, Point, curve_of, line_chart, upper_edge
-from quintic.report.formatting import duration, large_number
+from quintic.report.charts import MAX_POINTS, Chart, Curve, Point, curve_of, learning_panels
 from quintic.report.history import SOURCE_FILE, RunHistory
-from quintic.report.page import learning_axes, write_page
+from quintic.report.page import write_page
 
 __all__ = ["write_report"]
 
@@ -27,7 +26,6 @@ _PHASES = {
     "forward_backward": "forward and backward pass (predicting, and computing the gradients)",
     "optimizer": "optimizer (changing the weights)",
 }
-_SETUP_TABLES = (("Model", "model"), ("Data", "data"), ("Machine", "machine"), ("Versions", "versions"))
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -54,28 +52,15 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
         "run.html",
         history=history,
         name=str(history.run.get("name") or folder.resolve().name),
-        facts=_facts(history),
         learning=_learning(history),
-        core=line_chart([core], title="Mean centred accuracy", unit="share of right answers"),
+        core=Chart([core], title="Mean centred accuracy", unit="share of right answers"),
         rates=_rates(history),
         layers=_layers(history),
         speed=_speed(history),
         samples=_thinned(history.samples, _MAX_SAMPLES),
-        setup=list(_setup(history)),
         sources=list(_sources(folder)),
     )
     return path
-
-
-def _setup(history: RunHistory) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the tables of settings: title, and setting -> value."""
-    for title, field in _SETUP_TABLES:
-        if history.run[field]:
-            yield title, history.run[field]
-        if field == "data" and len(history.final.get("epochs") or {}) > 1:
-            yield "Times that each text was read", history.final["epochs"]
-    for step, changed in history.changes:
-        yield f"Machine from step {step:,} on", {name: new for name, (_, new) in changed.items()}
 
 
 def _sources(folder: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -91,30 +76,6 @@ def _sources(folder: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield "" if path.name == first.name else f"From step {step} on", facts, text
 
 
-def _facts(history: RunHistory) -> list[tuple[str, str]]:
-    """Return the key figures: (value, description)."""
-    last = (history.train or history.evals)[-1]
-    model, machine = history.run["model"], history.run["machine"]
-    least = history.least if len(history.evals) > 1 else None
-    tokens, parameters = last.get("tokens"), model.get("parameters")
-    # The parameters that --tokens-per-param counts.
-    scaling = [model.get(f"parameters_{part}") for part in ("blocks", "head")]
-    counted, of = (sum(filter(None, scaling)), " of matrices and head") if all(scaling) else (parameters, "")
-    trained_on = "trained on this device" if history.ranks == 1 else f"trained on {history.ranks:,} of this device"
-    facts: list[tuple[Any, Callable[[Any], str], str]] = [
-        (history.newest_score.get("loss"), "{:.3f}".format, "validation loss (nats per token)"),
-        (least and least["bpb"], "{:.4f}".format, f"bits per byte at the least, at step {(least or last)['step']:,}"),
-        (parameters, large_number, "parameters (numbers that were learnt)"),
-        (tokens, large_number, "tokens read"),
-        (tokens and counted and tokens / counted, "{:.3g}".format, f"tokens read per parameter{of}"),
-        (history.final.get("seconds") or last.get("seconds"), duration, "of training"),
-        (history.newest("flops"), large_number, "floating-point operations"),
-        (history.largest("peak_memory_bytes"), lambda value: f"{value / 2**30:.3g}\u00a0GiB", "of memory at most"),
-        (machine.get("device"), str, trained_on),
-    ]
-    return [(form(value), words) for value, form, words in facts if value]
-
-
 def _learning(history: RunHistory) -> dict[str, Any]:
     """Return charts of loss and bits per byte over steps, tokens and time, and what to say about them."""
     baselines = history.final.get("baselines") or {}
@@ -122,22 +83,13 @@ def _learning(history: RunHistory) -> dict[str, Any]:
     references = {f"{label}: {bpb:.2f}": bpb for label, bpb in named if bpb is not None}
     records = [*history.train, *history.evals]
 
-    def draw(field: str, title: str, unit: str, x: str, x_label: str, divisor: float) -> Chart:
-        points = [(record["step"], record[field]) for record in records if record.get(field) is not None]
-        return line_chart(
-            [
-                curve_of(history.train, x, field, divisor=divisor, label="on the training text", noisy=True, look=1),
-                curve_of(history.evals, x, field, divisor=divisor, label="on the validation text"),
-            ],
-            title=title,
-            unit=unit,
-            x_label=x_label,
-            references=references if field == "bpb" else None,
-            high=upper_edge(points),
-        )
+    def curves_of(field: str, x: str, divisor: float) -> list[Curve]:
+        return [
+            curve_of(history.train, x, field, divisor=divisor, label="on the training text", noisy=True, look=1),
+            curve_of(history.evals, x, field, divisor=divisor, label="on the validation text"),
+        ]
 
-    charts = (("bpb", "Bits per byte", ""), ("loss", "Loss", "nats per token"))
-    panels = {tab: [draw(*chart, *axis) for chart in charts] for tab, axis in learning_axes(records).items()}
+    panels = learning_panels({"bpb": "Bits per byte", "loss": "Loss"}, records, curves_of, {"bpb": references})
     return {
         "panels": panels,
         "is_cut": any(chart.is_cut for chart in panels["by steps"]),
@@ -168,10 +120,10 @@ def _rates(history: RunHistory) -> list[Chart]:
             curves[same] = replace(curves[same], label=f"{curves[same].label}, {label}")
     charts = []
     if curves:
-        charts.append(line_chart(curves, title="Learning rates and weight decay", unit="percent of the peak", low=0.0))
+        charts.append(Chart(curves, title="Learning rates and weight decay", unit="percent of the peak", low=0.0))
     momentum = curve_of(history.train, "step", "momentum", label="", look=3)
     if curves and momentum.pieces:
-        charts.append(line_chart([momentum], title="Momentum", unit="share of earlier gradients that is kept"))
+        charts.append(Chart([momentum], title="Momentum", unit="share of earlier gradients that is kept"))
     return charts
 
 
@@ -192,11 +144,11 @@ def _layers(history: RunHistory) -> list[Chart]:
     charts = []
     for field, title, unit in fields:
         if curves := _by_kind(history.train, field):
-            charts.append(line_chart(list(curves.values()), title=title, unit=unit, log_y=True))
+            charts.append(Chart(list(curves.values()), title=title, unit=unit, log_y=True))
     norms = [record for record in history.train if record.get("grad_norm") is not None]
     if norms:
         curve = curve_of(norms, "step", "grad_norm", label="", look=4)
-        charts.append(line_chart([curve], title="Norm of the whole gradient", unit="nats per token", log_y=True))
+        charts.append(Chart([curve], title="Norm of the whole gradient", unit="nats per token", log_y=True))
     return charts
 
 
@@ -208,7 +160,7 @@ def _speed(history: RunHistory) -> dict[str, Any]:
     total = sum(sums.values())
     shares = {words: size / total for words, size in sums.items()} if total > 0 else {}
     return {
-        "chart": line_chart([curve], title="Tokens per second", low=0.0) if speeds else None,
+        "chart": Chart([curve], title="Tokens per second", low=0.0) if speeds else None,
         "median": statistics.median(speeds) if speeds else None,
         "step": statistics.median(sum(filter(None, times.values())) for times in history.times)
         if history.times

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from quintic.report.charts import Curve, Point, line_chart, upper_edge
+from quintic.report.charts import Chart, Curve, Point, upper_edge
 from quintic.report.formatting import date, duration, format_si, humanize, large_number, value_text
-from quintic.report.page import _environment
+from quintic.report.page import TEMPLATES
 
 WIDTH, HEIGHT = 332, 192
 
@@ -22,8 +22,8 @@ def curve(y: Sequence[float], x: Sequence[float] = (), label: str = "a", **look:
 
 
 def drawn(*curves: Curve, title: str = "t", x_label: str = "x", **options: Any) -> str:
-    chart = line_chart(curves, title=title, x_label=x_label, **options)
-    return str(_environment().get_template("chart.html").module.figure(chart))
+    chart = Chart(curves, title=title, x_label=x_label, **options)
+    return str(TEMPLATES.get_template("chart.html").module.figure(chart))
 
 
 def paths(figure: str, kind: str) -> list[str]:
@@ -144,7 +144,7 @@ def test_few_points_are_marks_and_a_thin_line() -> None:
 def test_values_at_points_are_in_a_table() -> None:
     many = curve([step / 100 for step in range(1, 101)], range(1, 101), label="every step", noisy=True)
     few = Curve(label="some steps", points=[Point(50, 2.0, 1.5, 2.5), Point(100, math.nan)], look=1)
-    chart = line_chart([many, few], title="t", x_label="steps")
+    chart = Chart([many, few], title="t", x_label="steps")
     assert chart.rows[0] == ["5", "0.05", ""]
     assert chart.rows[9] == ["50", "0.5", "2 (1.5 to 2.5)"]
     assert chart.rows[-1] == ["100", "1", "–"]
@@ -171,8 +171,8 @@ def test_marks_say_what_they_stand_for() -> None:
     figure = drawn(curve([9000.0, 3.0, 4.0]), high=4.0)
     assert titles(figure) == ["1: 3", "2: 4"]
     assert f'height="{HEIGHT}" viewBox="-8 0 {WIDTH + 16} {HEIGHT}">' in figure
-    assert line_chart([curve([9000.0, 3.0, 4.0])], title="", high=4.0).is_cut
-    assert not line_chart([curve([2.0, 3.0, 4.0])], title="").is_cut
+    assert Chart([curve([9000.0, 3.0, 4.0])], title="", high=4.0).is_cut
+    assert not Chart([curve([2.0, 3.0, 4.0])], title="").is_cut
 
 
 def test_many_points_are_averages_and_their_range() -> None:

@@ -397,7 +397,7 @@ def test_medians_are_those_of_runs_that_differ_in_their_seeds_only(tmp_path: Pat
     write_comparison(group({"seed": 1, "lr": 2.0}, {"seed": 2, "lr": 2.0, **stored}), out, title="")
     write_comparison(group({}, {}), out, title="")  # old logs without seeds
     with pytest.raises(ConfigError) as caught:
-        write_comparison(group({"seed": 1, "lr": 2.0, "fp8": False}, {"seed": 2, "lr": 3.0}), out, title="")
+        write_comparison(group({"seed": 1, "lr": 2.0}, {"seed": 2, "lr": 3.0}), out, title="")
     assert str(caught.value) == (
         "b=b0,b1: a median is that of runs which differ in their seeds only, and these differ in run.lr (2.0, 3.0): "
         "give each a name of its own (--runs A B), or leave some out"
