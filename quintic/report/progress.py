@@ -8,9 +8,9 @@ import errno
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 if TYPE_CHECKING:
@@ -62,31 +62,26 @@ class Progress:
         self._is_stopping = False
         # Seconds that each activity took the last time.
         self._waits: dict[str, float] = {}
-        # The display is drawn by another thread, which must not see an incomplete update.
-        self._lock = threading.Lock()
-        self._live: Any = self._start_live()
+        self._print: Callable[[str], None] = partial(print, file=self._output, flush=True)
+        # The display; None if the output is not a terminal that can show it. Another thread draws it, four times a
+        # second, and so may show the figures of two steps beside each other for that long.
+        self._live: Any = None
+        if self._output.isatty():
+            self._start_live()
 
-    def _start_live(self) -> Any:
-        """Start and return the live display; None if the output is not a terminal that can show it."""
-        if not self._output.isatty():
-            return None
+    def _start_live(self) -> None:
         from rich.console import Console
         from rich.live import Live
 
         console = Console(file=self._output)
-        if not console.is_terminal or console.is_dumb_terminal:
-            return None
-        live = Live(console=console, get_renderable=lambda: self._render(console.width), refresh_per_second=4)
-        live.start()
-        return live
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._print = partial(console.print, markup=False, highlight=False)
+            self._live = Live(console=console, get_renderable=lambda: self._render(console.width), refresh_per_second=4)
+            self._live.start()
 
     def message(self, text: str) -> None:
         """Print a line; on a terminal it appears above the display."""
-        if self._live is None:
-            self._write(lambda: print(text, file=self._output, flush=True))
-        else:
-            console = self._live.console
-            self._write(lambda: console.print(text, markup=False, highlight=False))
+        self._write(lambda: self._print(text))
 
     def stopping(self) -> None:
         """Show that Ctrl-C was heard; may be called by a signal handler."""
@@ -120,8 +115,7 @@ class Progress:
             self._show_busy(None)
 
     def _show_busy(self, activity: str | None) -> None:
-        with self._lock:
-            self._busy = activity
+        self._busy = activity
         if self._live is not None:
             # Refreshed here, since the activity may not let the drawing thread run.
             self._write(self._live.refresh)
@@ -130,17 +124,14 @@ class Progress:
         """Show the record of a training step."""
         step, now = int(record["step"]), self._clock()
         is_first = self._anchor is None
-        with self._lock:
-            self._anchor = self._anchor or (step, now)
-            self.step, self._train = step, record
+        self._anchor = self._anchor or (step, now)
+        self.step, self._train = step, record
         # Plain output: the first and the last step, and regular ones in between.
         is_due = step % _STEPS_PER_LINE == 0 and now - self._last_line >= _LEAST_SECONDS
         if self._live is None and (is_first or is_due or step >= self.total_steps):
             self._last_line = now
-            figures = [text for _, text in _figures(record)]
-            self.message(
-                "  ".join([f"{self._steps()} ({self._percent()})", *figures, self._times()]).replace("  (", " (")
-            )
+            texts = [self._steps(), f"({self._percent()})", *(text for _, text in _figures(record)), self._times()]
+            self.message("  ".join(texts).replace("  (", " ("))
         if record.get("spike") is not None:
             left_out = "; its update is left out" if record.get("on_spike") == "skip" else ""
             above = f"{record['spike']:.1f} standard deviations above the mean of the last ones"
@@ -148,22 +139,15 @@ class Progress:
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Show the record of an evaluation on the validation text."""
-        with self._lock:
-            self._bpb = f"{_number(record.get('bpb'), '.4f')} bits per byte"
-        step = f"step {int(record['step']):,}/{self.total_steps:,}"
-        self.message(f"{step}  validation: loss {_number(record.get('loss'), '.3f')}, {self._bpb}")
-
-    def close(self) -> None:
-        """Draw the display a last time and release the terminal; may be called twice."""
-        live, self._live = self._live, None
-        if live is not None:
-            self._write(live.stop)
+        self._bpb = f"{_number(record.get('bpb'), '.4f')} bits per byte"
+        self.message(f"{self._steps()}  validation: loss {_number(record.get('loss'), '.3f')}, {self._bpb}")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        if self._live is not None:
+            self._write(self._live.stop)  # draws it a last time
 
     def _render(self, width: int) -> "Group":
         """Return the current live display: two lines, the second one with as many numbers as fit."""
@@ -172,19 +156,19 @@ class Progress:
         from rich.table import Table
         from rich.text import Text
 
-        with self._lock:
-            bar = Table.grid(padding=(0, 1), expand=True)
-            bar.add_column(no_wrap=True)
-            bar.add_column(ratio=1)
-            bar.add_column(no_wrap=True, justify="right")
-            progress = ProgressBar(total=max(1, self.total_steps), completed=self.step)
-            bar.add_row(self._steps(), progress, self._percent())
-            figures = [(0, f"{self._busy} ...")] if self._busy is not None else _figures(self._train)
-            if self._busy is None and self._bpb:
-                figures.append((2, f"validation {self._bpb}"))
-            figures.append((1, self._times()))
-            if self._is_stopping:
-                figures = [(0, _STOPPING)]
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True, justify="right")
+        progress = ProgressBar(total=max(1, self.total_steps), completed=self.step)
+        bar.add_row(self._steps(), progress, self._percent())
+        busy = self._busy
+        figures = _figures(self._train) if busy is None else [(0, f"{busy} ...")]
+        if busy is None and self._bpb:
+            figures.append((2, f"validation {self._bpb}"))
+        figures.append((1, self._times()))
+        if self._is_stopping:
+            figures = [(0, _STOPPING)]
 
         def line() -> str:
             return " · ".join(text for _, text in figures).replace(" · (", " (")
@@ -203,15 +187,15 @@ class Progress:
 
     def _times(self) -> str:
         """Return the time since the start of this process, and the estimated time left."""
-        now = self._clock()
+        now, step = self._clock(), self.step
         elapsed = f"{_clock_time(now - self._start)} elapsed"
-        if self.step >= self.total_steps:
+        if step >= self.total_steps:
             return elapsed
-        if self._anchor is None or self.step <= self._anchor[0]:
+        if self._anchor is None or step <= self._anchor[0]:
             return f"{elapsed}, time left not known yet"
         anchor_step, anchor_time = self._anchor
         # At the mean speed since the anchor.
-        left = (now - anchor_time) / (self.step - anchor_step) * (self.total_steps - self.step)
+        left = (now - anchor_time) / (step - anchor_step) * (self.total_steps - step)
         return f"{elapsed}, {_clock_time(left)} left"
 
 

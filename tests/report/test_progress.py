@@ -197,7 +197,6 @@ def test_an_interrupt_passes_and_the_cursor_comes_back() -> None:
         train()
     assert output.getvalue().rstrip().endswith("\x1b[?25h")
     assert threading.active_count() <= threads
-    progress.close()
     progress.message("afterwards")
 
 
