@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-__all__ = ["MAX_POINTS", "Chart", "Curve", "Point", "curve_of", "learning_panels", "upper_edge"]
+__all__ = ["Chart", "Curve", "Point", "curve_of", "curves_by_kind", "learning_panels", "upper_edge"]
 
-MAX_POINTS = 200
-"""Largest number of points of a curve that is drawn."""
-
+# A longer curve is drawn through averages of neighbours.
+_MOST_POINTS = 200
 # A longer curve is drawn without a mark for each point, and with a band in place of error bars.
 _MOST_MARKS = 40
 _MOST_ROWS = 20
@@ -67,6 +66,11 @@ class Curve:
         return [list(piece) for is_known, piece in pieces if is_known]
 
     @property
+    def values(self) -> list[float]:
+        """The values without gaps."""
+        return [point.y for point in self.points if math.isfinite(point.y)]
+
+    @property
     def marked(self) -> list[Point]:
         """The points with a mark: all of a few, some of a dashed line, and single ones, which have no line."""
         if self.is_sparse:
@@ -81,8 +85,8 @@ class Curve:
         return [point for point in self.points if math.isfinite(point.low)]
 
     def thinned(self, *, log_y: bool) -> "Curve":
-        """Return the curve with at most `MAX_POINTS` points, and gaps where a logarithmic axis has no place."""
-        size = max(1, math.ceil(len(self.points) / MAX_POINTS))
+        """Return the curve with at most `_MOST_POINTS` points, and gaps where a logarithmic axis has no place."""
+        size = max(1, math.ceil(len(self.points) / _MOST_POINTS))
         points = []
         for start in range(0, len(self.points), size):
             group = self.points[start : start + size]
@@ -128,7 +132,7 @@ class Chart:
     ) -> None:
         self.title, self.unit, self.x_label, self.log_y = title, unit, x_label, log_y
         self.references = references or {}
-        self.curves = [curve for curve in (curve.thinned(log_y=log_y) for curve in curves) if curve.pieces]
+        self.curves = [curve for curve in (curve.thinned(log_y=log_y) for curve in curves) if curve.values]
         if not self.curves:
             return
         ys = [y for curve in self.curves for point in curve.points for y in point[1:] if math.isfinite(y)]
@@ -160,7 +164,7 @@ class Chart:
     @property
     def is_cut(self) -> bool:
         """Whether curves leave the plot."""
-        return any(not self.is_inside(p.y) for curve in self.curves for piece in curve.pieces for p in piece)
+        return any(not self.is_inside(value) for curve in self.curves for value in curve.values)
 
     @property
     def rows(self) -> list[list[str]]:
@@ -183,6 +187,16 @@ def curve_of(records: Sequence[Mapping[str, Any]], x: str, y: str, *, divisor: f
             value, error = (math.nan if number is None else number for number in (value, error))
             points.append(Point(place / divisor, value, value - error, value + error))
     return Curve(points=points, **look)
+
+
+def curves_by_kind(records: Sequence[Mapping[str, Any]], field: str) -> dict[str, Curve]:
+    """Return a curve for each entry of a field that holds a mapping, over the steps that have it."""
+    rows = [{"step": record["step"], **record[field]} for record in records if record.get(field)]
+    names = dict.fromkeys(name for record in records for name in record.get(field) or {})
+    return {
+        name: curve_of([row for row in rows if name in row], "step", name, label=name, look=look)
+        for look, name in enumerate(names)
+    }
 
 
 def learning_panels(

@@ -22,7 +22,7 @@ from quintic.report.arms import (
     unequal_speed,
     unit_of,
 )
-from quintic.report.charts import Chart, Curve, Point, learning_panels
+from quintic.report.charts import Chart, Curve, Point, curve_of, curves_by_kind, learning_panels
 from quintic.report.formatting import duration, flatten, humanize, large_number
 from quintic.report.history import RunHistory
 from quintic.report.page import write_page
@@ -76,9 +76,7 @@ class ComparedArm:
     unequal_speed: float | None
 
 
-def write_comparison(
-    runs: Mapping[str, str | Path | Sequence[str | Path]], out: str | Path, *, title: str
-) -> dict[str, ComparedArm]:
+def write_comparison(runs: Mapping[str, Path | Sequence[Path]], out: Path, *, title: str) -> dict[str, ComparedArm]:
     """Write a page with the validation curves of several runs, and return how each compares with the first.
 
     The main number of a candidate is the first step at which its validation loss is at or below the baseline's last
@@ -99,17 +97,14 @@ def write_comparison(
             same step, differ in more than their seeds, or have equal seeds.
         DataError: a log is damaged.
     """
-    arms = [
-        load_arm(name, [Path(folder) for folder in ([folders] if isinstance(folders, str | Path) else folders)])
-        for name, folders in runs.items()
-    ]
+    arms = [load_arm(name, [folders] if isinstance(folders, Path) else folders) for name, folders in runs.items()]
     baseline, *others = arms
     candidates = {arm.name: _against(baseline, arm) for arm in others}
     # Standard errors are shown only then: next to the range of several runs one could be mistaken for a range.
     is_single = all(len(arm.histories) == 1 for arm in arms)
     histories = [(arm.name, history) for arm in arms for history in arm.histories]
     write_page(
-        Path(out),
+        out,
         "comparison.html",
         title=title,
         names=list(runs),
@@ -284,12 +279,7 @@ def _shown_settings(history: RunHistory) -> dict[str, Any]:
     An option may hold a value for each optimizer; the training records have the values that were used.
     """
     settings = dict(flatten({key: history.run[key] for key in ("config", "machine", "versions")}))
-    peaks: dict[str, float] = {}
-    for record in history.train:
-        rates = {f"peak learning rate, {name}": rate for name, rate in (record.get("lr") or {}).items()}
-        for key, value in {**rates, "peak weight decay": record.get("weight_decay")}.items():
-            if value is not None:
-                peaks[key] = max(value, peaks.get(key, value))
-    return {key: value for key, value in settings.items() if key not in _NOT_SETTINGS} | {
-        key: f"{value:.4g}" for key, value in peaks.items()
-    }
+    series = {f"learning rate, {name}": curve for name, curve in curves_by_kind(history.train, "lr").items()}
+    series["weight decay"] = curve_of(history.train, "step", "weight_decay", label="")
+    peaks = {f"peak {name}": f"{max(curve.values):.4g}" for name, curve in series.items() if curve.values}
+    return {key: value for key, value in settings.items() if key not in _NOT_SETTINGS} | peaks

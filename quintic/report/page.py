@@ -26,17 +26,10 @@ TEMPLATES = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-TEMPLATES.filters |= {
-    "date": formatting.date,
-    "duration": _or_dash(formatting.duration),
-    "flatten": formatting.flatten,
-    "format_si": formatting.format_si,
+TEMPLATES.filters |= {name: _or_dash(getattr(formatting, name)) for name in formatting.__all__} | {
+    "number": lambda value, form: _or_dash(form.format)(value),
     # Given the context, so that Jinja does not evaluate it for constant text when it compiles the template.
     "here": jinja2.pass_context(lambda context, text: with_program(text)),
-    "humanize": formatting.humanize,
-    "large_number": _or_dash(formatting.large_number),
-    "number": lambda value, form: _or_dash(form.format)(value),
-    "value_text": formatting.value_text,
 }
 
 

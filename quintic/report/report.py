@@ -4,7 +4,6 @@ The text of the page is in ``templates/run.html``, which reads the records of th
 chooses the charts and figures. A page is one file without scripts, which can be mailed, printed and opened offline.
 """
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quintic.durable import json_object
-from quintic.report.charts import MAX_POINTS, Chart, Curve, Point, curve_of, learning_panels
+from quintic.report.charts import Chart, Curve, Point, curve_of, curves_by_kind, learning_panels
 from quintic.report.history import SOURCE_FILE, RunHistory
 from quintic.report.page import write_page
 
@@ -57,6 +56,7 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
         rates=_rates(history),
         layers=_layers(history),
         speed=_speed(history),
+        evals=_thinned(history.evals, _MAX_EVALUATIONS),
         samples=_thinned(history.samples, _MAX_SAMPLES),
         sources=list(_sources(folder)),
     )
@@ -76,12 +76,11 @@ def _sources(folder: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield "" if path.name == first.name else f"From step {step} on", facts, text
 
 
-def _learning(history: RunHistory) -> dict[str, Any]:
-    """Return charts of loss and bits per byte over steps, tokens and time, and what to say about them."""
+def _learning(history: RunHistory) -> dict[str, list[Chart]]:
+    """Return charts of bits per byte and loss over steps, tokens and time."""
     baselines = history.final.get("baselines") or {}
     named = (("xz -9", baselines.get("xz_bpb")), ("byte bigram", baselines.get("bigram_bpb")))
     references = {f"{label}: {bpb:.2f}": bpb for label, bpb in named if bpb is not None}
-    records = [*history.train, *history.evals]
 
     def curves_of(field: str, x: str, divisor: float) -> list[Curve]:
         return [
@@ -89,31 +88,24 @@ def _learning(history: RunHistory) -> dict[str, Any]:
             curve_of(history.evals, x, field, divisor=divisor, label="on the validation text"),
         ]
 
-    panels = learning_panels({"bpb": "Bits per byte", "loss": "Loss"}, records, curves_of, {"bpb": references})
-    return {
-        "panels": panels,
-        "is_cut": any(chart.is_cut for chart in panels["by steps"]),
-        "is_thinned": len(history.train) > MAX_POINTS,
-        "is_both": len(panels["by steps"][1].curves) == 2,
-        "has_errors": any(record.get("bpb_stderr") is not None for record in history.evals),
-        "lost": [record["step"] for record in records if "loss" in record and record["loss"] is None],
-        "evals": _thinned(history.evals, _MAX_EVALUATIONS),
-    }
+    return learning_panels(
+        {"bpb": "Bits per byte", "loss": "Loss"}, [*history.train, *history.evals], curves_of, {"bpb": references}
+    )
 
 
 def _rates(history: RunHistory) -> list[Chart]:
     """Return charts of learning rates and weight decay relative to their peaks, and of momentum."""
-    series = _by_kind(history.train, "lr")
+    series = curves_by_kind(history.train, "lr")
     series["weight decay"] = curve_of(history.train, "step", "weight_decay", label="weight decay")
     # Equal schedules are one line with one entry in the legend, since equal lines would hide each other.
     curves: list[Curve] = []
     for name, curve in series.items():
-        peak = max((point.y for piece in curve.pieces for point in piece), default=0.0)
+        peak = max(curve.values, default=0.0)
         if peak <= 0:
             continue
         label = f"{name} (peak {peak:.3g})"
         points = [point._replace(y=100 * point.y / peak) for point in curve.points]
-        same = next((i for i, other in enumerate(curves) if _is_close(points, other.points)), None)
+        same = next((i for i, other in enumerate(curves) if _are_one_line(points, other.points)), None)
         if same is None:
             curves.append(Curve(label=label, points=points, look=len(curves)))
         else:
@@ -122,17 +114,15 @@ def _rates(history: RunHistory) -> list[Chart]:
     if curves:
         charts.append(Chart(curves, title="Learning rates and weight decay", unit="percent of the peak", low=0.0))
     momentum = curve_of(history.train, "step", "momentum", label="", look=3)
-    if curves and momentum.pieces:
+    if curves and momentum.values:
         charts.append(Chart([momentum], title="Momentum", unit="share of earlier gradients that is kept"))
     return charts
 
 
-def _is_close(first: Sequence[Point], second: Sequence[Point]) -> bool:
-    """Return whether two curves, in percent, differ by less than the width of a line."""
-    if [point.x for point in first] != [point.x for point in second]:
-        return False
-    pairs = [(a.y, b.y) for a, b in zip(first, second, strict=True)]
-    return all(abs(a - b) < 0.1 or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
+def _are_one_line(first: Sequence[Point], second: Sequence[Point]) -> bool:
+    """Return whether two curves, in percent, differ by less than the width of a line where both have values."""
+    places = [[point.x for point in points] for points in (first, second)]
+    return places[0] == places[1] and not any(abs(a.y - b.y) >= 0.1 for a, b in zip(first, second, strict=True))
 
 
 def _layers(history: RunHistory) -> list[Chart]:
@@ -143,7 +133,7 @@ def _layers(history: RunHistory) -> list[Chart]:
     )
     charts = []
     for field, title, unit in fields:
-        if curves := _by_kind(history.train, field):
+        if curves := curves_by_kind(history.train, field):
             charts.append(Chart(list(curves.values()), title=title, unit=unit, log_y=True))
     norms = [record for record in history.train if record.get("grad_norm") is not None]
     if norms:
@@ -155,7 +145,7 @@ def _layers(history: RunHistory) -> list[Chart]:
 def _speed(history: RunHistory) -> dict[str, Any]:
     """Return ``chart`` and ``median`` of tokens per second, ``step`` (milliseconds) and ``shares`` of its phases."""
     curve = curve_of(history.train, "step", "tokens_per_second", label="", noisy=True, look=2)
-    speeds = [point.y for piece in curve.pieces for point in piece]
+    speeds = curve.values
     sums = {words: sum(times.get(name) or 0.0 for times in history.times) for name, words in _PHASES.items()}
     total = sum(sums.values())
     shares = {words: size / total for words, size in sums.items()} if total > 0 else {}
@@ -167,16 +157,6 @@ def _speed(history: RunHistory) -> dict[str, Any]:
         else None,
         "shares": [(words, f"{100 * share:.1f} %", share, 0, 0) for words, share in shares.items()],
     }
-
-
-def _by_kind(records: Records, field: str) -> dict[str, Curve]:
-    """Return a curve for each entry of a field that holds a mapping, over the steps that have it."""
-    entries = [(record["step"], record[field]) for record in records if record.get(field)]
-    curves: dict[str, Curve] = {}
-    for look, name in enumerate(dict.fromkeys(str(name) for _, values in entries for name in values)):
-        values = [{"step": step, "value": of_kind[name]} for step, of_kind in entries if name in of_kind]
-        curves[name] = curve_of(values, "step", "value", label=name, look=look)
-    return curves
 
 
 def _thinned(records: Records, most: int) -> Records:
