@@ -90,7 +90,7 @@ def _fixed_settings(history: RunHistory) -> dict[str, Any]:
     """Return the settings of a run in which another seed of it may not differ."""
     settings = {key: value for key, value in history.options.items() if key.split(".")[-1] not in _FREE_AMONG_SEEDS}
     settings |= {key: value for key, value in history.run["machine"].items() if key in ("dtype", "fp8")}
-    return settings | {"length": history.total_steps, "text and tokenizer": _text_of(history)}
+    return settings | {"length": history.total_steps, "text and tokenizer": history.text}
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -199,13 +199,7 @@ def _document_differences(first: RunHistory, other: RunHistory) -> list[tuple[fl
 
 def tokens_differ(arms: Sequence[Arm]) -> bool:
     """Return whether the runs' tokens or texts differ, so that nats per token cannot be compared."""
-    return len({_text_of(history) for arm in arms for history in arm.histories} - {None}) > 1
-
-
-def _text_of(history: RunHistory) -> str | None:
-    """Return an identity of a run's text and tokenizer: the key of prepared text, or else the source of its shards."""
-    text: str | None = history.run["data"].get("key") or history.run["data"].get("source")
-    return text
+    return len({history.text for arm in arms for history in arm.histories} - {None}) > 1
 
 
 def _validated_on(history: RunHistory) -> tuple[Any, ...] | None:

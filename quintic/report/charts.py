@@ -6,7 +6,7 @@ at each and a thin line between them, where nothing was measured; a long curve i
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -104,7 +104,7 @@ class Chart:
     """Curves over a common x axis; both axes end at a labelled value. Without any curve nothing was measured yet.
 
     Args:
-        curves: the lines; a curve without any finite value is left out.
+        curves: the lines; those without any finite value are left out.
         title: title above the drawing.
         unit: unit of the values, unless the title tells it.
         x_label: name of x, with its unit.
@@ -120,7 +120,7 @@ class Chart:
 
     def __init__(
         self,
-        curves: Sequence[Curve],
+        curves: Iterable[Curve],
         *,
         title: str,
         unit: str = "",
@@ -178,25 +178,23 @@ class Chart:
 def curve_of(records: Sequence[Mapping[str, Any]], x: str, y: str, *, divisor: float = 1, **look: Any) -> Curve:
     """Return a curve of one field of a log's records over another, which is divided by ``divisor``.
 
-    Records without x are skipped. The field with ``_stderr`` appended to y, if it exists, is the standard error.
+    Records that lack one of them are skipped, and None, a number that was not finite, leaves a gap. The field with
+    ``_stderr`` appended to y, if it exists, is the standard error.
     """
     points = []
     for record in records:
-        place, value, error = (record.get(name) for name in (x, y, f"{y}_stderr"))
-        if place is not None:
-            value, error = (math.nan if number is None else number for number in (value, error))
-            points.append(Point(place / divisor, value, value - error, value + error))
+        if record.get(x) is not None and y in record:
+            y_and_error = (record[y], record.get(f"{y}_stderr"))
+            value, error = (math.nan if number is None else number for number in y_and_error)
+            points.append(Point(record[x] / divisor, value, value - error, value + error))
     return Curve(points=points, **look)
 
 
 def curves_by_kind(records: Sequence[Mapping[str, Any]], field: str) -> dict[str, Curve]:
-    """Return a curve for each entry of a field that holds a mapping, over the steps that have it."""
-    rows = [{"step": record["step"], **record[field]} for record in records if record.get(field)]
-    names = dict.fromkeys(name for record in records for name in record.get(field) or {})
-    return {
-        name: curve_of([row for row in rows if name in row], "step", name, label=name, look=look)
-        for look, name in enumerate(names)
-    }
+    """Return a curve over steps for each entry of a field that holds a mapping."""
+    rows = [{**(record.get(field) or {}), "step": record["step"]} for record in records]
+    names = dict.fromkeys(name for row in rows for name in row if name != "step")
+    return {name: curve_of(rows, "step", name, label=name, look=look) for look, name in enumerate(names)}
 
 
 def learning_panels(

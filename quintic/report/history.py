@@ -129,6 +129,7 @@ class RunHistory:
         spikes: the ``train`` records of steps whose loss jumped, including steps that a rollback repeated.
         options: the options of the run: section.name -> value.
         seed: the seed of the run; None if the log does not have it.
+        text: identifies the text and its tokenizer: the key of prepared text, or the source of a speedrun's shards.
         ranks: number of processes that trained the run.
         total_steps: number of steps of the whole run, the newest if it was made longer; None if the log has none.
         steps: number of steps made so far, including steps after the last evaluation.
@@ -147,7 +148,8 @@ class RunHistory:
         self.run |= {name: value for name, value in run.items() if value is not None}
         self.options = dict(flatten(self.run["config"]))
         self.seed = self.options.get("run.seed", self.options.get("seed"))
-        self.ranks = self.run.get("ranks") or 1
+        self.text: str | None = self.run["data"].get("key") or self.run["data"].get("source")
+        self.ranks: int = self.run.get("ranks") or 1
         self.train, self.evals, self.core = (_by_step(kinds[kind]) for kind in ("train", "eval", "core"))
         self.final = kinds["final"][-1] if kinds["final"] else {}
         # A final evaluation without an `eval` record: `final` has no tokens, except in a speedrun.

@@ -110,13 +110,11 @@ def _rates(history: RunHistory) -> list[Chart]:
             curves.append(Curve(label=label, points=points, look=len(curves)))
         else:
             curves[same] = replace(curves[same], label=f"{curves[same].label}, {label}")
-    charts = []
-    if curves:
-        charts.append(Chart(curves, title="Learning rates and weight decay", unit="percent of the peak", low=0.0))
     momentum = curve_of(history.train, "step", "momentum", label="", look=3)
-    if curves and momentum.values:
-        charts.append(Chart([momentum], title="Momentum", unit="share of earlier gradients that is kept"))
-    return charts
+    return [
+        Chart(curves, title="Learning rates and weight decay", unit="percent of the peak", low=0.0),
+        Chart([momentum], title="Momentum", unit="share of earlier gradients that is kept"),
+    ]
 
 
 def _are_one_line(first: Sequence[Point], second: Sequence[Point]) -> bool:
@@ -127,35 +125,26 @@ def _are_one_line(first: Sequence[Point], second: Sequence[Point]) -> bool:
 
 def _layers(history: RunHistory) -> list[Chart]:
     """Return charts of the RMS of gradients and updates by kind of layer, and of the norm of the whole gradient."""
-    fields = (
-        ("grad_rms", "Gradients", "RMS, nats per token, per weight"),
-        ("update_rms", "Changes of the weights in one step", "RMS"),
-    )
-    charts = []
-    for field, title, unit in fields:
-        if curves := curves_by_kind(history.train, field):
-            charts.append(Chart(list(curves.values()), title=title, unit=unit, log_y=True))
-    norms = [record for record in history.train if record.get("grad_norm") is not None]
-    if norms:
-        curve = curve_of(norms, "step", "grad_norm", label="", look=4)
-        charts.append(Chart([curve], title="Norm of the whole gradient", unit="nats per token", log_y=True))
-    return charts
+    gradients, updates = (curves_by_kind(history.train, field).values() for field in ("grad_rms", "update_rms"))
+    norm = curve_of(history.train, "step", "grad_norm", label="", look=4)
+    return [
+        Chart(gradients, title="Gradients", unit="RMS, nats per token, per weight", log_y=True),
+        Chart(updates, title="Changes of the weights in one step", unit="RMS", log_y=True),
+        Chart([norm], title="Norm of the whole gradient", unit="nats per token", log_y=True),
+    ]
 
 
 def _speed(history: RunHistory) -> dict[str, Any]:
     """Return ``chart`` and ``median`` of tokens per second, ``step`` (milliseconds) and ``shares`` of its phases."""
     curve = curve_of(history.train, "step", "tokens_per_second", label="", noisy=True, look=2)
-    speeds = curve.values
     sums = {words: sum(times.get(name) or 0.0 for times in history.times) for name, words in _PHASES.items()}
     total = sum(sums.values())
-    shares = {words: size / total for words, size in sums.items()} if total > 0 else {}
+    steps = [sum(filter(None, times.values())) for times in history.times]
     return {
-        "chart": Chart([curve], title="Tokens per second", low=0.0) if speeds else None,
-        "median": statistics.median(speeds) if speeds else None,
-        "step": statistics.median(sum(filter(None, times.values())) for times in history.times)
-        if history.times
-        else None,
-        "shares": [(words, f"{100 * share:.1f} %", share, 0, 0) for words, share in shares.items()],
+        "chart": Chart([curve], title="Tokens per second", low=0.0),
+        "median": statistics.median(curve.values) if curve.values else None,
+        "step": statistics.median(steps) if steps else None,
+        "shares": [(words, f"{100 * ms / total:.1f} %", ms / total, 0, 0) for words, ms in sums.items() if total],
     }
 
 
