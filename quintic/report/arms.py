@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE, RunHistory
 
-__all__ = ["Arm", "differing", "final_difference", "load_arm", "median", "tokens_differ", "unequal_speed", "unit_of"]
+__all__ = ["Arm", "final_difference", "load_arm", "median", "tokens_differ", "unequal", "unequal_speed", "unit_of"]
 
 # Options in which the runs of one name may differ in addition to the seed: folder, observation, and device of a run.
 _FREE_AMONG_SEEDS = frozenset(
@@ -74,7 +74,7 @@ def load_arm(name: str, folders: Sequence[Path]) -> Arm:
         raise ConfigError(f"{name}: its runs were never evaluated at the same step: give them the same --eval-every")
     whose = f"{name}={','.join(folder.name for folder in folders)}: a median is that of runs"
     advice = "give each a name of its own (--runs A B), or leave some out"
-    if differences := differing([_fixed_settings(history) for history in arm.histories]):
+    if differences := unequal([_fixed_settings(history) for history in arm.histories]):
         texts = "; ".join(f"{key} ({', '.join(dict.fromkeys(values))})" for key, values in differences.items())
         raise ConfigError(f"{whose} which differ in their seeds only, and these differ in {texts}: {advice}")
     for seed in {history.seed for history in arm.histories} - {None}:
@@ -93,7 +93,7 @@ def _fixed_settings(history: RunHistory) -> dict[str, Any]:
     return settings | {"length": history.total_steps, "text and tokenizer": history.text}
 
 
-def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+def unequal(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the settings that are not the same in all mappings: name -> its value in each, a dash if missing."""
     texts = {key: [str(one.get(key, "–")) for one in settings] for key in dict.fromkeys(chain(*settings))}
     return {key: values for key, values in texts.items() if len(set(values)) > 1}

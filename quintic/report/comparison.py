@@ -12,16 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from quintic.report.arms import (
-    Arm,
-    differing,
-    final_difference,
-    load_arm,
-    median,
-    tokens_differ,
-    unequal_speed,
-    unit_of,
-)
+from quintic.report.arms import Arm, final_difference, load_arm, median, tokens_differ, unequal, unequal_speed, unit_of
 from quintic.report.charts import Chart, Curve, Point, curve_of, curves_by_kind, learning_panels
 from quintic.report.formatting import duration, flatten, humanize, large_number
 from quintic.report.history import RunHistory
@@ -269,7 +260,7 @@ def _differences(arms: Sequence[Arm]) -> list[list[str]]:
         columns.append({key: ", ".join(dict.fromkeys(values)) for key, values in texts.items()})
     return [
         [key.removeprefix("config.") if key.startswith("config.") else humanize(key.split(".")[-1]), *texts]
-        for key, texts in differing(columns).items()
+        for key, texts in unequal(columns).items()
     ]
 
 

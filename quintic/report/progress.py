@@ -11,10 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import Any, Self, TextIO
 
-if TYPE_CHECKING:
-    from rich.console import Group
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 __all__ = ["Progress"]
 
@@ -65,16 +68,9 @@ class Progress:
         self._print: Callable[[str], None] = partial(print, file=self._output, flush=True)
         # The display; None if the output is not a terminal that can show it. Another thread draws it, four times a
         # second, and so may show the figures of two steps beside each other for that long.
-        self._live: Any = None
-        if self._output.isatty():
-            self._start_live()
-
-    def _start_live(self) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
+        self._live: Live | None = None
         console = Console(file=self._output)
-        if console.is_terminal and not console.is_dumb_terminal:
+        if self._output.isatty() and console.is_terminal and not console.is_dumb_terminal:
             self._print = partial(console.print, markup=False, highlight=False)
             self._live = Live(console=console, get_renderable=lambda: self._render(console.width), refresh_per_second=4)
             self._live.start()
@@ -149,13 +145,8 @@ class Progress:
         if self._live is not None:
             self._write(self._live.stop)  # draws it a last time
 
-    def _render(self, width: int) -> "Group":
+    def _render(self, width: int) -> Group:
         """Return the current live display: two lines, the second one with as many numbers as fit."""
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
