@@ -8,9 +8,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["Chart", "Curve", "Point", "curve_of", "curves_by_kind", "learning_panels", "upper_edge"]
+__all__ = ["Chart", "Curve", "Point", "curve_of", "curves_by_kind", "learning_panels", "some_of", "upper_edge"]
+
+T = TypeVar("T")
 
 # A longer curve is drawn through averages of neighbours.
 _MOST_POINTS = 200
@@ -84,7 +86,7 @@ class Curve:
         """The points with an error bar, or the band's."""
         return [point for point in self.points if math.isfinite(point.low)]
 
-    def thinned(self, *, log_y: bool) -> "Curve":
+    def thinned(self, x_unit: float, *, log_y: bool) -> "Curve":
         """Return the curve with at most `_MOST_POINTS` points, and gaps where a logarithmic axis has no place."""
         size = max(1, math.ceil(len(self.points) / _MOST_POINTS))
         points = []
@@ -95,7 +97,7 @@ class Curve:
             # The band spans the error bars of the neighbours, or their range.
             edges = [edge for point in known for edge in point[2:] if math.isfinite(edge)]
             edges += [point.y for point in known] if self.noisy and size > 1 else []
-            x = sum(point.x for point in group) / len(group)
+            x = sum(point.x for point in group) / len(group) / x_unit
             points.append(Point(x, y, min(edges, default=math.nan), max(edges, default=math.nan)))
         return replace(self, points=points)
 
@@ -108,6 +110,7 @@ class Chart:
         title: title above the drawing.
         unit: unit of the values, unless the title tells it.
         x_label: name of x, with its unit.
+        x_unit: number by which the x of points is divided.
         references: dotted horizontal lines, name -> y; the axis always includes them.
         log_y: whether the y axis is logarithmic; values that are not positive leave gaps.
         low: lowest y of the axis, in place of the lowest value.
@@ -125,6 +128,7 @@ class Chart:
         title: str,
         unit: str = "",
         x_label: str = "training steps",
+        x_unit: float = 1,
         references: Mapping[str, float] | None = None,
         log_y: bool = False,
         low: float | None = None,
@@ -132,7 +136,7 @@ class Chart:
     ) -> None:
         self.title, self.unit, self.x_label, self.log_y = title, unit, x_label, log_y
         self.references = references or {}
-        self.curves = [curve for curve in (curve.thinned(log_y=log_y) for curve in curves) if curve.values]
+        self.curves = [curve for curve in (curve.thinned(x_unit, log_y=log_y) for curve in curves) if curve.values]
         if not self.curves:
             return
         ys = [y for curve in self.curves for point in curve.points for y in point[1:] if math.isfinite(y)]
@@ -169,14 +173,13 @@ class Chart:
     @property
     def rows(self) -> list[list[str]]:
         """A table of x and the values there; of a long curve some points, the last among them."""
-        kept = [curve.points[::-1][:: math.ceil(len(curve.points) / _MOST_ROWS)] for curve in self.curves]
         texts = [{point.x: str(point) for point in curve.points} for curve in self.curves]
-        xs = sorted({point.x for points in kept for point in points})
+        xs = sorted({point.x for curve in self.curves for point in some_of(curve.points, _MOST_ROWS)})
         return [[f"{x:,.6g}", *(of_curve.get(x, "") for of_curve in texts)] for x in xs]
 
 
-def curve_of(records: Sequence[Mapping[str, Any]], x: str, y: str, *, divisor: float = 1, **look: Any) -> Curve:
-    """Return a curve of one field of a log's records over another, which is divided by ``divisor``.
+def curve_of(records: Sequence[Mapping[str, Any]], x: str, y: str, **look: Any) -> Curve:
+    """Return a curve of one field of a log's records over another.
 
     Records that lack one of them are skipped, and None, a number that was not finite, leaves a gap. The field with
     ``_stderr`` appended to y, if it exists, is the standard error.
@@ -186,8 +189,14 @@ def curve_of(records: Sequence[Mapping[str, Any]], x: str, y: str, *, divisor: f
         if record.get(x) is not None and y in record:
             y_and_error = (record[y], record.get(f"{y}_stderr"))
             value, error = (math.nan if number is None else number for number in y_and_error)
-            points.append(Point(record[x] / divisor, value, value - error, value + error))
+            points.append(Point(record[x], value, value - error, value + error))
     return Curve(points=points, **look)
+
+
+def some_of(items: Sequence[T], most: int) -> Sequence[T]:
+    """Return at most ``most`` items, evenly spaced, the last one among them."""
+    # Counted from the end, so that the last one is included.
+    return items[::-1][:: max(1, math.ceil(len(items) / most))][::-1]
 
 
 def curves_by_kind(records: Sequence[Mapping[str, Any]], field: str) -> dict[str, Curve]:
@@ -200,7 +209,7 @@ def curves_by_kind(records: Sequence[Mapping[str, Any]], field: str) -> dict[str
 def learning_panels(
     titles: Mapping[str, str],
     records: Sequence[Mapping[str, Any]],
-    curves_of: Callable[[str, str, float], Sequence[Curve]],
+    curves_of: Callable[[str, str], Sequence[Curve]],
     references: Mapping[str, Mapping[str, float]],
 ) -> dict[str, list[Chart]]:
     """Return the charts of "loss" and "bpb" over steps, tokens and time: name of the x axis -> charts.
@@ -208,7 +217,7 @@ def learning_panels(
     Args:
         titles: title of the chart of each field, in their order.
         records: all records that are drawn, which decide the unit of time and where a steep start is cut.
-        curves_of: returns the curves of (field, field of the x axis, divisor of x).
+        curves_of: returns the curves of (field, field of the x axis).
         references: horizontal lines of a field's chart.
     """
     longest = max((record.get("seconds") or 0.0 for record in records), default=0.0)
@@ -219,12 +228,13 @@ def learning_panels(
         "by time": ("seconds", f"training time ({unit})", size),
     }
 
-    def draw(field: str, x: str, x_label: str, divisor: float) -> Chart:
+    def draw(field: str, x: str, x_label: str, x_unit: float) -> Chart:
         return Chart(
-            curves_of(field, x, divisor),
+            curves_of(field, x),
             title=titles[field],
             unit="nats per token" if field == "loss" else "",
             x_label=x_label,
+            x_unit=x_unit,
             references=references.get(field),
             high=upper_edge([(record["step"], record[field]) for record in records if record.get(field) is not None]),
         )

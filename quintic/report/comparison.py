@@ -237,13 +237,13 @@ def _learning_curves(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Cha
     line = {f"{arms[0].name}'s {arms[0].last} loss: {target:.3f}": target} if target else {}
     shared = [arm.shared() for arm in arms]
 
-    def curves_of(field: str, x: str, divisor: float) -> list[Curve]:
+    def curves_of(field: str, x: str) -> list[Curve]:
         curves = []
         for look, (arm, rows) in enumerate(zip(arms, shared, strict=True)):
             seeds = f" (median and range of {len(arm.histories)} runs)" if len(arm.histories) > 1 else ""
             # The position of a point is the median over runs, for example of their training times.
             placed = [(at, row) for row in rows if (at := median(point.get(x) for point in row)) is not None]
-            points = [_point(at / divisor, row, field, errors=errors) for at, row in placed]
+            points = [_point(at, row, field, errors=errors) for at, row in placed]
             curves.append(Curve(label=arm.name + seeds, points=points, look=look))
         return curves
 

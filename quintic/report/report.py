@@ -5,13 +5,13 @@ chooses the charts and figures. A page is one file without scripts, which can be
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quintic.durable import json_object
-from quintic.report.charts import Chart, Curve, Point, curve_of, curves_by_kind, learning_panels
+from quintic.report.charts import Chart, Curve, Point, curve_of, curves_by_kind, learning_panels, some_of
 from quintic.report.history import SOURCE_FILE, RunHistory
 from quintic.report.page import write_page
 
@@ -25,8 +25,6 @@ _PHASES = {
     "forward_backward": "forward and backward pass (predicting, and computing the gradients)",
     "optimizer": "optimizer (changing the weights)",
 }
-
-Records = Sequence[Mapping[str, Any]]
 
 
 def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
@@ -56,8 +54,8 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
         rates=_rates(history),
         layers=_layers(history),
         speed=_speed(history),
-        evals=_thinned(history.evals, _MAX_EVALUATIONS),
-        samples=_thinned(history.samples, _MAX_SAMPLES),
+        evals=some_of(history.evals, _MAX_EVALUATIONS),
+        samples=some_of(history.samples, _MAX_SAMPLES),
         sources=list(_sources(folder)),
     )
     return path
@@ -82,10 +80,10 @@ def _learning(history: RunHistory) -> dict[str, list[Chart]]:
     named = (("xz -9", baselines.get("xz_bpb")), ("byte bigram", baselines.get("bigram_bpb")))
     references = {f"{label}: {bpb:.2f}": bpb for label, bpb in named if bpb is not None}
 
-    def curves_of(field: str, x: str, divisor: float) -> list[Curve]:
+    def curves_of(field: str, x: str) -> list[Curve]:
         return [
-            curve_of(history.train, x, field, divisor=divisor, label="on the training text", noisy=True, look=1),
-            curve_of(history.evals, x, field, divisor=divisor, label="on the validation text"),
+            curve_of(history.train, x, field, label="on the training text", noisy=True, look=1),
+            curve_of(history.evals, x, field, label="on the validation text"),
         ]
 
     return learning_panels(
@@ -146,9 +144,3 @@ def _speed(history: RunHistory) -> dict[str, Any]:
         "step": statistics.median(steps) if steps else None,
         "shares": [(words, f"{100 * ms / total:.1f} %", ms / total, 0, 0) for words, ms in sums.items() if total],
     }
-
-
-def _thinned(records: Records, most: int) -> Records:
-    """Return at most ``most`` records, evenly spaced, the last one among them."""
-    # Counted from the end, so that the last record is included.
-    return records[::-1][:: max(1, -(-len(records) // most))][::-1]
