@@ -67,9 +67,17 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         The records; a number that was not finite, or is beyond 1e100, is ``None``.
 
     Raises:
+        ConfigError: the file does not exist.
         DataError: a line before the last one is not a JSON object, or a field of a record has the wrong type.
     """
-    lines = Path(path).read_bytes().rstrip().split(b"\n")
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"{path.parent} holds no {path.name}, from which reports are made: give the folder that a training run "
+            f"wrote to; of a run whose log is lost, `quintic sample`, `eval` and `export` still work, and "
+            f"`quintic train --resume --run {path.parent.name}` begins a new log"
+        )
+    lines = path.read_bytes().rstrip().split(b"\n")
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -179,18 +187,12 @@ class RunHistory:
             ConfigError: the folder holds no log, or a log without any step.
             DataError: the log is damaged.
         """
-        path, go_on = Path(folder) / METRICS_FILE, f"`quintic train --resume --run {Path(folder).name}`"
-        if not path.is_file():
-            raise ConfigError(
-                f"{folder} holds no {METRICS_FILE}, from which reports are made: give the folder that a training run "
-                f"wrote to; of a run whose log is lost, `quintic sample`, `eval` and `export` still work, and "
-                f"{go_on} begins a new log"
-            )
+        path = Path(folder) / METRICS_FILE
         history = cls(read_metrics(path))
         if not (history.train or history.evals):
             raise ConfigError(
                 f"{path} has no training step yet: wait for the first one, or continue the run if it was stopped, with "
-                f"{go_on}"
+                f"`quintic train --resume --run {path.parent.name}`"
             )
         return history
 
