@@ -8,11 +8,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 __all__ = ["Chart", "Curve", "Point", "curve_of", "curves_by_kind", "learning_panels", "some_of", "upper_edge"]
-
-T = TypeVar("T")
 
 # A longer curve is drawn through averages of neighbours.
 _MOST_POINTS = 200
@@ -193,7 +191,7 @@ def curve_of(records: Sequence[Mapping[str, Any]], x: str, y: str, **look: Any) 
     return Curve(points=points, **look)
 
 
-def some_of(items: Sequence[T], most: int) -> Sequence[T]:
+def some_of(items: Sequence[Any], most: int) -> Sequence[Any]:
     """Return at most ``most`` items, evenly spaced, the last one among them."""
     # Counted from the end, so that the last one is included.
     return items[::-1][:: max(1, math.ceil(len(items) / most))][::-1]

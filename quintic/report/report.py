@@ -20,11 +20,7 @@ __all__ = ["write_report"]
 _REPORT_FILE = "report.html"
 _MAX_EVALUATIONS = 40
 _MAX_SAMPLES = 12
-_PHASES = {
-    "data": "waiting for data",
-    "forward_backward": "forward and backward pass (predicting, and computing the gradients)",
-    "optimizer": "optimizer (changing the weights)",
-}
+_PHASES = ("data", "forward_backward", "optimizer")
 
 
 def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
@@ -135,12 +131,12 @@ def _layers(history: RunHistory) -> list[Chart]:
 def _speed(history: RunHistory) -> dict[str, Any]:
     """Return ``chart`` and ``median`` of tokens per second, ``step`` (milliseconds) and ``shares`` of its phases."""
     curve = curve_of(history.train, "step", "tokens_per_second", label="", noisy=True, look=2)
-    sums = {words: sum(times.get(name) or 0.0 for times in history.times) for name, words in _PHASES.items()}
+    sums = {phase: sum(times.get(phase) or 0.0 for times in history.times) for phase in _PHASES}
     total = sum(sums.values())
     steps = [sum(filter(None, times.values())) for times in history.times]
     return {
         "chart": Chart([curve], title="Tokens per second", low=0.0),
         "median": statistics.median(curve.values) if curve.values else None,
         "step": statistics.median(steps) if steps else None,
-        "shares": [(words, f"{100 * ms / total:.1f} %", ms / total, 0, 0) for words, ms in sums.items() if total],
+        "shares": {phase: milliseconds / total for phase, milliseconds in sums.items() if total},
     }
