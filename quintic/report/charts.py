@@ -185,8 +185,8 @@ def curve_of(records: Sequence[Mapping[str, Any]], x: str, y: str, **look: Any) 
     points = []
     for record in records:
         if record.get(x) is not None and y in record:
-            y_and_error = (record[y], record.get(f"{y}_stderr"))
-            value, error = (math.nan if number is None else number for number in y_and_error)
+            measured = (record[y], record.get(f"{y}_stderr"))
+            value, error = (math.nan if number is None else number for number in measured)
             points.append(Point(record[x], value, value - error, value + error))
     return Curve(points=points, **look)
 

@@ -16,7 +16,7 @@ from typing import Any, Self, TextIO
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 __all__ = ["Progress"]
@@ -147,12 +147,9 @@ class Progress:
 
     def _render(self, width: int) -> Group:
         """Return the current live display: two lines, the second one with as many numbers as fit."""
-        bar = Table.grid(padding=(0, 1), expand=True)
-        bar.add_column(no_wrap=True)
-        bar.add_column(ratio=1)
-        bar.add_column(no_wrap=True, justify="right")
-        progress = ProgressBar(total=max(1, self.total_steps), completed=self.step)
-        bar.add_row(self._steps(), progress, self._percent())
+        columns = (Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True, justify="right"))
+        bar = Table.grid(*columns, padding=(0, 1), expand=True)
+        bar.add_row(self._steps(), ProgressBar(max(1, self.total_steps), self.step), self._percent())
         busy = self._busy
         figures = _figures(self._train) if busy is None else [(0, f"{busy} ...")]
         if busy is None and self._bpb:
