@@ -109,7 +109,7 @@ def median(values: Iterable[float | None]) -> float | None:
 def unit_of(baseline: Arm, arm: Arm) -> tuple[str, str]:
     """Return the field in which two arms are compared, "bpb" or "loss", and the reason if they cannot be compared."""
     histories = [*baseline.histories, *arm.histories]
-    texts = {_validated_on(history) for history in histories} - {None}
+    texts = {history.validated_on for history in histories} - {None}
     if tokens_differ([baseline, arm]) and len(texts) > 1:
         advice = "`quintic eval --data FILE` scores each run on one text"
         return "", f"they were validated on different texts, and so their losses cannot be compared; {advice}"
@@ -200,14 +200,3 @@ def _document_differences(first: RunHistory, other: RunHistory) -> list[tuple[fl
 def tokens_differ(arms: Sequence[Arm]) -> bool:
     """Return whether the runs' tokens or texts differ, so that nats per token cannot be compared."""
     return len({history.text for arm in arms for history in arm.histories} - {None}) > 1
-
-
-def _validated_on(history: RunHistory) -> tuple[Any, ...] | None:
-    """Return an identity of a run's validation text, independent of the tokenizer; None if the log does not have it.
-
-    The counts distinguish different fractions of one source. A speedrun has no counts, since its shards are divided
-    differently.
-    """
-    data = history.run["data"]
-    source = str(history.options.get("data.val_data") or data.get("source"))
-    return (source, data.get("val_documents"), data.get("val_bytes")) if data else None

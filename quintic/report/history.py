@@ -7,7 +7,8 @@ lists their fields and says what these mean.
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,6 +55,8 @@ _FIELDS = (
 )
 # No run writes larger numbers. Where a person does, their squares and sums would not be finite.
 _LARGEST = 1e100
+
+_step = itemgetter("step")
 _TYPES = {name: (types, inner, words) for types, inner, words, names in _FIELDS for name in names.split()}
 
 
@@ -138,6 +141,8 @@ class RunHistory:
         options: the options of the run: section.name -> value.
         seed: the seed of the run; None if the log does not have it.
         text: identifies the text and its tokenizer: the key of prepared text, or the source of a speedrun's shards.
+        validated_on: identifies the validation text, for every tokenizer; None if the log does not have it. The counts
+            distinguish fractions of one source; a speedrun has none, since it divides its shards in another way.
         ranks: number of processes that trained the run.
         total_steps: number of steps of the whole run, the newest if it was made longer; None if the log has none.
         steps: number of steps made so far, including steps after the last evaluation.
@@ -156,7 +161,10 @@ class RunHistory:
         self.run |= {name: value for name, value in run.items() if value is not None}
         self.options = dict(flatten(self.run["config"]))
         self.seed = self.options.get("run.seed", self.options.get("seed"))
-        self.text: str | None = self.run["data"].get("key") or self.run["data"].get("source")
+        data = self.run["data"]
+        self.text: str | None = data.get("key") or data.get("source")
+        val_source = str(self.options.get("data.val_data") or data.get("source"))
+        self.validated_on = (val_source, data.get("val_documents"), data.get("val_bytes")) if data else None
         self.ranks: int = self.run.get("ranks") or 1
         self.train, self.evals, self.core = (_by_step(kinds[kind]) for kind in ("train", "eval", "core"))
         self.final = kinds["final"][-1] if kinds["final"] else {}
@@ -228,10 +236,6 @@ class RunHistory:
         """Return a number from the final record, or else from the last training step; None if neither has it."""
         found = [record[field] for record in (self.final, *self.train[-1:]) if record.get(field) is not None]
         return found[0] if found else None
-
-
-def _step(record: Mapping[str, Any]) -> int:
-    return int(record["step"])
 
 
 def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

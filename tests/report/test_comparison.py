@@ -421,6 +421,20 @@ def test_medians_are_those_of_runs_on_one_text(tmp_path: Path) -> None:
         write_comparison({"a": runs["a"], "b": [runs["b"], runs["c"]]}, tmp_path / "page.html", title="")
 
 
+def test_medians_are_those_of_runs_of_one_length(tmp_path: Path) -> None:
+    for seed, name in enumerate("abc"):
+        with MetricsLog(tmp_path / name / "metrics.jsonl") as log:
+            log.write("run", name=name, config={"seed": seed}, total_steps=10)
+            log.write("eval", step=10, loss=2.0, bpb=1.0)
+    runs = {"a": tmp_path / "a", "b": [tmp_path / "b", tmp_path / "c"]}
+    write_comparison(runs, tmp_path / "page.html", title="")
+    with MetricsLog(tmp_path / "c" / "metrics.jsonl") as log:
+        log.write("resume", step=10, steps_before=10, total_steps=20)  # `--resume --steps 20`
+        log.write("eval", step=20, loss=1.5, bpb=0.75)
+    with pytest.raises(ConfigError, match=r"b=b,c: .* differ in length \(10, 20\)"):
+        write_comparison(runs, tmp_path / "page.html", title="")
+
+
 def test_steps_since_the_last_validation_count(tmp_path: Path) -> None:
     runs = {}
     for name, losses in (("stopped", {0: 5.0, 8: 3.0}), ("other", {0: 5.0, 8: 4.0, 11: 2.0})):
