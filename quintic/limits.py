@@ -3,7 +3,7 @@
 import math
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
 
 from quintic.errors import ConfigError
@@ -21,6 +21,7 @@ __all__ = [
     "at_most",
     "check",
     "in_options",
+    "metadata_of",
     "option_of",
 ]
 
@@ -29,7 +30,7 @@ class Limit(NamedTuple):
     """A limit of an option's values, as `Annotated[int, limit]`; None, where a field may have it, is always allowed."""
 
     words: str
-    allows: Callable[[float], bool]
+    allows: Callable[[Any], bool]
 
 
 def at_least(least: int) -> Limit:
@@ -55,26 +56,25 @@ class Limited:
 
     def __post_init__(self) -> None:
         """Check the limits."""
-        for name, limit in _limits_of(type(self)):
-            check(name, getattr(self, name), limit)
+        for name, limit in metadata_of(type(self)):
+            if isinstance(limit, Limit):
+                check(name, getattr(self, name), limit)
 
 
-def check(name: str, value: float | None, *limits: Limit) -> None:
+def check(name: str, value: Any, *limits: Limit) -> None:
     """Raise a ConfigError that names the option of a field if its value is outside a limit."""
     for limit in limits:
         if value is not None and not limit.allows(value):
-            raise ConfigError(f"{option_of(name)} {value}: {limit.words}")
+            raise ConfigError(f"{option_of(name)} {value!r}: {limit.words}")
 
 
-def _limits_of(kind: type) -> list[tuple[str, Limit]]:
-    """Return the limits of a dataclass's fields, as (name of the field, limit)."""
-    found = []
+def metadata_of(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield what `Annotated` declares about the fields of a dataclass, such as limits, each with the field's name."""
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        # In a union such as `Count | None`, one of the types has them.
-        for part in (hint, *typing.get_args(hint)):
-            metadata: tuple[Any, ...] = getattr(part, "__metadata__", ())
-            found += [(name, limit) for limit in metadata if isinstance(limit, Limit)]
-    return found
+        parts = [hint]
+        for part in parts:  # in a union such as `Count | None`, one of the types has a limit
+            yield from ((name, found) for found in getattr(part, "__metadata__", ()))
+            parts += typing.get_args(part)
 
 
 def option_of(name: str) -> str:

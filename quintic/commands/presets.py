@@ -17,8 +17,8 @@ from quintic.limits import option_of
 from quintic.model.sizes import VARIANTS
 from quintic.report.history import METRICS_FILE
 from quintic.speedrun import presets as speedrun
-from quintic.train.config import Config, DataConfig, ModelConfig
-from quintic.train.saved_config import changed_options, load_config, with_options
+from quintic.train.config import Config, DataConfig, Mark, ModelConfig, marked
+from quintic.train.saved_config import changed_options, load_config, values_of, with_options
 
 __all__ = [
     "PRESETS",
@@ -219,21 +219,11 @@ _NEEDS: Sequence[tuple[tuple[str, ...], str, Callable[[Config], bool]]] = (
     (("fp8_recipe",), "--fp8", lambda config: config.run.fp8),
     (("shard_ranks",), "--parallel hsdp", lambda config: config.run.parallel == "hsdp"),
 )
-_OF_MUON = (
-    "muon_lr", "head_lr", "weight_decay", "momentum", "momentum_start", "momentum_warmup_steps", "momentum_end",
-    "orthogonalizer", "update_rule", "normalize",
-)  # fmt: skip
-_OF_ADAMW = ("adamw_lr", "adamw_head_lr", "adamw_weight_decay")
-# (Options, an option that overrides them, whether it does.) Giving both only prints a note, so that one command line
-# can be used with either choice.
-_OVERRIDDEN: Sequence[tuple[tuple[str, ...], str, Callable[[Config], bool]]] = (
-    (("vocab_size",), "--tokenizer", lambda config: config.data.tokenizer is not None),
-    (("val_frac",), "--val-data", lambda config: config.data.val_data is not None),
-    (("warmup_frac",), "--warmup-steps", lambda config: config.schedule.warmup_steps is not None),
-    (("normalize",), "--update-rule", lambda config: config.optim.update_rule is not None),
-    (_OF_ADAMW, "--optimizer muon", lambda config: config.optim.optimizer == "muon"),
-    (_OF_MUON, "--optimizer adamw", lambda config: config.optim.optimizer == "adamw"),
-)
+# Option -> another option that overrides it. Giving both only prints a note, so that one command line can be used with
+# either choice.
+_OVERRIDDEN = {
+    "vocab_size": "tokenizer", "val_frac": "val_data", "warmup_frac": "warmup_steps", "normalize": "update_rule",
+}  # fmt: skip
 
 
 def unused_options(default: Config, config: Config, *, both_optimizers: bool = False) -> list[str]:
@@ -253,9 +243,8 @@ def unused_options(default: Config, config: Config, *, both_optimizers: bool = F
     for names, needed, is_there in _NEEDS:
         for option in (option_of(name) for name in names if name in given and not is_there(config)):
             raise ConfigError(f"{option} has no effect without {needed}: add {needed}, or leave {option} out")
-    return [
-        f"{option_of(name)} has no effect with {other}"
-        for names, other, overrides in _OVERRIDDEN
-        for name in names
-        if name in given and overrides(config) and not (both_optimizers and other.startswith("--optimizer"))
-    ]
+    overridden = {name: option_of(other) for name, other in _OVERRIDDEN.items() if values_of(config)[other] is not None}
+    if not both_optimizers:
+        unused = marked(Mark.OF_ADAMW if config.optim.optimizer == "muon" else Mark.OF_MUON)
+        overridden |= dict.fromkeys(unused, f"--optimizer {config.optim.optimizer}")
+    return [f"{option_of(name)} has no effect with {other}" for name, other in overridden.items() if name in given]

@@ -8,6 +8,7 @@ construction, which names the option.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,6 +25,7 @@ from quintic.limits import (
     at_least,
     at_most,
     check,
+    metadata_of,
     option_of,
 )
 from quintic.model.sizes import VariantName
@@ -33,6 +35,7 @@ __all__ = [
     "BaseRunConfig",
     "Config",
     "DataConfig",
+    "Mark",
     "ModelConfig",
     "OptimConfig",
     "ParallelName",
@@ -41,10 +44,30 @@ __all__ = [
     "ScheduleConfig",
     "WeightsName",
     "check_prompts",
+    "marked",
 ]
 
 ParallelName = Literal["sharded", "ddp", "fsdp", "hsdp", "tp"]
 WeightsName = Literal["float32", "mantissa", "8bit"]
+
+
+class Mark(Enum):
+    """What else holds for an option, declared beside its type and limits."""
+
+    FREE = auto()
+    """May change when a run is resumed, because it does not affect the trained weights."""
+    SHOWN = auto()
+    """The command that repeats a run has it also at its default: it describes the run to a reader, and defaults may
+    change in later versions."""
+    HIDDEN = auto()
+    """The command that repeats a run never has it, because it does not affect the result."""
+    OF_MUON = auto()
+    """Has no effect with --optimizer adamw."""
+    OF_ADAMW = auto()
+    """Has no effect with --optimizer muon."""
+
+
+FREE, SHOWN, HIDDEN, OF_MUON, OF_ADAMW = Mark
 
 # A trained vocabulary has at least the 256 bytes and the document start.
 _MIN_VOCAB = 257
@@ -53,6 +76,14 @@ _SEEDS = 2**63  # PyTorch's generators need smaller seeds
 # The sizes of wider matrices overflow 64-bit integers.
 Channels = Annotated[int, at_least(1), at_most(100_000)]
 Rate = Annotated[NotNegative, at_most(10**6)]
+# Folders with a leading dot are hidden, and `durable.new_folder` uses such names for unfinished ones.
+FolderName = Annotated[
+    str,
+    Limit(
+        "give a plain folder name without a leading dot, and its parent with --runs-dir",
+        lambda name: Path(name).name == name != "" and not name.startswith("."),
+    ),
+]
 SampleTokens = Annotated[int, at_least(0), at_most(2**17)]
 
 
@@ -60,7 +91,7 @@ SampleTokens = Annotated[int, at_least(0), at_most(2**17)]
 class DataConfig(Limited):
     """The text, and its tokenizer."""
 
-    data: str = "python"
+    data: Annotated[str, FREE, SHOWN] = "python"
     """Text: 'python' (the text of your Python installation), a file, a folder, or hf:owner/name[/config]; or several
     with their fractions of the training tokens, as one value: "notes/=0.7 web.jsonl=0.3"."""
     val_data: str | None = None
@@ -70,15 +101,15 @@ class DataConfig(Limited):
     """Key or column that holds the text in JSON, CSV and Parquet."""
     tokenizer: str | None = None
     """Path of a tokenizer.json, or 'gpt2'; by default one is trained on the text."""
-    vocab_size: int = 4096
+    vocab_size: Annotated[int, SHOWN] = 4096
     """Tokens in the vocabulary of a tokenizer trained here."""
     val_frac: Annotated[float, Limit("must lie strictly between 0 and 1", lambda value: 0 < value < 1)] = 0.03
     """Fraction of the documents held back for validation."""
     max_bytes: Count | None = None
     """Read at most this many bytes of text (for large sources)."""
-    data_dir: Path = Path("data")
+    data_dir: Annotated[Path, FREE] = Path("data")
     """Folder for prepared data."""
-    verify: bool = False
+    verify: Annotated[bool, FREE, HIDDEN] = False
     """Compare all prepared data with its checksums; by default only files that are new on this machine or changed."""
 
     def __post_init__(self) -> None:
@@ -93,15 +124,15 @@ class DataConfig(Limited):
 class ModelConfig(Limited):
     """The shape of the GPT."""
 
-    depth: Annotated[int, at_least(1), at_most(1000)] = 4  # planning takes long for deeper models
+    depth: Annotated[int, at_least(1), at_most(1000), SHOWN] = 4  # planning takes long for deeper models
     """Number of layers; the width is the aspect ratio times the depth, rounded up to a multiple of --head-dim."""
     aspect_ratio: Channels = 64
     """Channels of the residual stream per layer."""
-    head_dim: Channels = 64
+    head_dim: Annotated[Channels, SHOWN] = 64
     """Channels of an attention head."""
     kv_ratio: Count = 1
     """Query heads that share one key/value head (grouped-query attention)."""
-    seq_len: Count = 256
+    seq_len: Annotated[Count, SHOWN] = 256
     """Tokens of a row, the longest context that the model sees."""
     window_pattern: str = "SSSL"
     """Attention windows by layer, repeated: S is short (--short-window), L sees --seq-len; the last is always L."""
@@ -129,43 +160,43 @@ class OptimConfig(Limited):
     """Constants: ours, nanochat's early ones ('seed') or its newest. Changes the defaults of other options."""
     scale_rates: bool = False
     """Scale learning rates and decay, given for batches of 2^19 tokens at depth 12, to the run's batch and size."""
-    optimizer: Literal["muon", "adamw"] = "muon"
+    optimizer: Annotated[Literal["muon", "adamw"], SHOWN] = "muon"
     """Optimizer of the weight matrices; embeddings, head and scalars use AdamW either way."""
-    muon_lr: Rate = 0.03
+    muon_lr: Annotated[Rate, SHOWN, OF_MUON] = 0.03
     """Learning rate of the matrices under Muon."""
-    adamw_lr: Rate = 0.003
+    adamw_lr: Annotated[Rate, SHOWN, OF_ADAMW] = 0.003
     """Learning rate of the matrices under --optimizer adamw."""
-    embedding_lr: Rate = 0.4
+    embedding_lr: Annotated[Rate, SHOWN] = 0.4
     """AdamW learning rate of the token embedding, at width 256 (768 with another --recipe); scaled by width^-0.5."""
-    head_lr: Rate = 0.006
+    head_lr: Annotated[Rate, SHOWN, OF_MUON] = 0.006
     """AdamW learning rate of the output head, at the same width and scaled in the same way."""
-    adamw_head_lr: Rate = 0.01
+    adamw_head_lr: Annotated[Rate, SHOWN, OF_ADAMW] = 0.01
     """AdamW learning rate of the output head under --optimizer adamw."""
-    scalar_lr: Rate = 0.03
+    scalar_lr: Annotated[Rate, SHOWN] = 0.03
     """AdamW learning rate of per-layer scalars and gates."""
-    momentum: Average = 0.9
+    momentum: Annotated[Average, OF_MUON] = 0.9
     """Muon's momentum after its warm-up."""
-    momentum_start: Average = 0.85
+    momentum_start: Annotated[Average, OF_MUON] = 0.85
     """Muon's momentum at the first step."""
-    momentum_warmup_steps: Whole = 100
+    momentum_warmup_steps: Annotated[Whole, OF_MUON] = 100
     """Steps over which the momentum rises to --momentum."""
-    momentum_end: Average | None = None
+    momentum_end: Annotated[Average | None, OF_MUON] = None
     """Muon's final momentum, reached while the learning rates fall; None keeps --momentum."""
-    orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"
+    orthogonalizer: Annotated[Literal["auto", "polar_express", "gram", "newton_schulz", "svd"], OF_MUON] = "auto"
     """Muon's method of orthogonalisation; 'auto' is Polar Express in the cheapest form for device and shape."""
-    update_rule: RuleName | None = None
+    update_rule: Annotated[RuleName | None, OF_MUON] = None
     """Rule of the matrices, see docs/how-to/choose-a-rule.md; adamuon and muown take AdamW's rates; None is Muon."""
-    normalize: Literal["neuron", "element"] | None = None
+    normalize: Annotated[Literal["neuron", "element"] | None, OF_MUON] = None
     """Short for two rules, if there is no --update-rule: 'neuron' for normuon, 'element' for adamuon."""
     state_dtype: Literal["bf16", "int8"] | None = None
     """Keep momentum and AdamW's moments in bfloat16 ('bf16') or 8 bits ('int8'), half or a quarter of float32."""
     weights: WeightsName = "float32"
     """'mantissa' keeps weights in bfloat16 and the other 16 bits of float32 in the optimizer; '8bit' 8 of these."""
-    weight_decay: Rate = 0.3
+    weight_decay: Annotated[Rate, SHOWN, OF_MUON] = 0.3
     """Decay of the matrices under Muon, per unit of learning rate; falls to zero over the run."""
     decay_shape: Literal["linear", "cosine"] = "linear"
     """Shape of the weight decay's fall: a line, or half a cosine."""
-    adamw_weight_decay: Rate = 0.1
+    adamw_weight_decay: Annotated[Rate, SHOWN, OF_ADAMW] = 0.1
     """Decay of the matrices under --optimizer adamw, per unit of learning rate; falls to zero over the run."""
     cautious: bool = True
     """Decay only weights that the update also moves toward zero; rules that decide themselves what decays ignore it."""
@@ -197,15 +228,15 @@ class OptimConfig(Limited):
 class ScheduleConfig(Limited):
     """Length of the run, and its batches."""
 
-    steps: Count | None = 500
+    steps: Annotated[Count | None, SHOWN] = 500
     """Optimizer steps; 'None' derives them from --target-flops; without that, from --tokens-per-param."""
     target_flops: Positive | None = None
     """Floating-point operations of the whole run, if --steps is 'None'."""
     tokens_per_param: Annotated[float, Limit("must be above 0", lambda value: value > 0), at_most(10**9)] = 10.5
     """Training tokens per parameter of blocks and head, if neither --steps nor --target-flops is given."""
-    batch_tokens: Count | None = 4096
+    batch_tokens: Annotated[Count | None, SHOWN] = 4096
     """Tokens of one optimizer step on all devices; 'None' chooses a power of two by the size of the model."""
-    rows: Count = 16
+    rows: Annotated[Count, SHOWN] = 16
     """Most rows of --seq-len tokens in one pass on each device; several passes accumulate their gradients."""
     warmup_frac: Fraction = 0.02
     """Fraction of the steps over which the learning rates rise from zero."""
@@ -227,33 +258,25 @@ class ScheduleConfig(Limited):
 class BaseRunConfig(Limited):
     """Options of runs of any model: their folder, seed, device and precision."""
 
-    run: str | None = None
+    run: Annotated[FolderName | None, FREE, HIDDEN] = None
     """Name of the run's folder; by default made from date and time. With --resume (not for speedruns): the run to
     continue. Under torchrun, use --name instead, because torchrun has options that begin with --run."""
-    runs_dir: Path = Path("runs")
+    runs_dir: Annotated[Path, FREE, HIDDEN] = Path("runs")
     """Folder of all runs."""
-    seed: Annotated[int, at_least(0), Limit("must be below 2^63", lambda value: value < _SEEDS)] = 1337
+    seed: Annotated[int, at_least(0), Limit("must be below 2^63", lambda value: value < _SEEDS), SHOWN] = 1337
     """Seed of initialisation, data order and samples."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], SHOWN] = "auto"
     """Device to compute on; 'auto' takes a GPU if there is one."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], SHOWN] = "auto"
     """Precision of activations; 'auto' is bfloat16 if the hardware is fast at it, else float32. For weights see
     --weights; the speedrun's weights have this dtype, too."""
-    attention: Literal["auto", "sdpa", "flex", "varlen", "fa3", "fa4"] = "auto"
+    attention: Annotated[Literal["auto", "sdpa", "flex", "varlen", "fa3", "fa4"], SHOWN] = "auto"
     """Attention implementation; 'auto' takes the fastest one that the device supports."""
-    compile: bool | None = None
+    compile: Annotated[bool | None, SHOWN] = None
     """Compile the model with torch.compile; by default only on a GPU."""
-    threads: Annotated[int, at_least(1), at_most(1024)] | None = None  # the system kills processes that start too many
+    # The system kills processes that start too many threads.
+    threads: Annotated[Annotated[int, at_least(1), at_most(1024)] | None, FREE, SHOWN] = None
     """CPU threads; by default PyTorch's choice."""
-
-    def __post_init__(self) -> None:
-        """Reject numbers out of range and names that cannot be a folder's."""
-        super().__post_init__()
-        # Folders with a leading dot are hidden, and `durable.new_folder` uses such names for unfinished ones.
-        if self.run is not None and (not self.run or Path(self.run).name != self.run or self.run.startswith(".")):
-            raise ConfigError(
-                f"--run {self.run!r}: give a plain folder name without a leading dot, and its parent with --runs-dir"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,36 +291,36 @@ class RunConfig(BaseRunConfig):
     fp8_recipe: Literal["auto", "tensorwise", "rowwise"] = "auto"
     """Scaling of --fp8: 'tensorwise' has one scale per tensor, 'rowwise' one per row and column, which is more exact;
     both in all layers of suitable sizes. 'auto' is tensorwise, only in the head and in layers that become faster."""
-    parallel: ParallelName = "sharded"
+    parallel: Annotated[ParallelName, FREE] = "sharded"
     """How several devices (torchrun) share the work, see
     docs/how-to/train/several-gpus.md. It has no effect on one device."""
-    shard_ranks: Count | None = None
+    shard_ranks: Annotated[Count | None, FREE] = None
     """Ranks that hold one copy of the model under --parallel hsdp; by default the ranks of a host."""
-    eval_every: Whole = 100
+    eval_every: Annotated[Whole, FREE] = 100
     """Steps between evaluations, the first of them before training (0: only at the end)."""
     eval_tokens: Count = 131_072
     """Most validation tokens per evaluation; at least one batch is scored."""
-    core: str | None = None
+    core: Annotated[str | None, FREE] = None
     """Folder with in-context tasks of CORE to answer: JSONL files, or nanochat's eval_bundle."""
-    core_every: Whole = 0
+    core_every: Annotated[Whole, FREE] = 0
     """Steps between evaluations on --core (0: only at the end)."""
-    core_items: Count = 500
+    core_items: Annotated[Count, FREE] = 500
     """Most items per task of --core."""
-    sample_every: Whole = 0
+    sample_every: Annotated[Whole, FREE] = 0
     """Steps between text samples (0: only at the end)."""
-    sample_tokens: SampleTokens = 160
+    sample_tokens: Annotated[SampleTokens, FREE] = 160
     """Tokens per sample."""
-    prompts: tuple[str, ...] = ()
+    prompts: Annotated[tuple[str, ...], FREE] = ()
     """Beginnings of the samples; by default some that suit the data."""
-    save_every: Whole = 200
+    save_every: Annotated[Whole, FREE] = 200
     """Steps between checkpoints (0: only at the end)."""
-    keep: Count = 2
+    keep: Annotated[Count, FREE] = 2
     """Checkpoints kept."""
-    rms_every: Whole = 10
+    rms_every: Annotated[Whole, FREE] = 10
     """Steps between measurements of gradient and update sizes (0: never)."""
-    tensorboard: bool = False
+    tensorboard: Annotated[bool, FREE, HIDDEN] = False
     """Also write TensorBoard files (needs the package tensorboard)."""
-    wandb: str | None = None
+    wandb: Annotated[str | None, FREE, HIDDEN] = None
     """Also log to this Weights & Biases project (needs the package wandb)."""
 
     def __post_init__(self) -> None:
@@ -310,11 +333,11 @@ class RunConfig(BaseRunConfig):
 class Config:
     """Everything a run depends on."""
 
-    data: DataConfig = field(default_factory=DataConfig)
+    data: Annotated[DataConfig, FREE, SHOWN] = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    run: RunConfig = field(default_factory=RunConfig)
+    run: Annotated[RunConfig, FREE, HIDDEN] = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
         """Reject sections that do not fit each other."""
@@ -326,6 +349,11 @@ class Config:
                 f"--batch-tokens {self.schedule.batch_tokens} is not a multiple of --rows {self.schedule.rows} x "
                 f"--seq-len {self.model.seq_len} = {micro}; change one of the three"
             )
+
+
+def marked(mark: Mark) -> list[str]:
+    """Return the names of the options that have a mark."""
+    return [name for section in vars(Config()).values() for name, found in metadata_of(type(section)) if found is mark]
 
 
 # Bytes of a prompt. The attention mask of a prompt grows with the square of its length.

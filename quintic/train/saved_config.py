@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from quintic.errors import ConfigError
 from quintic.limits import option_of
-from quintic.train.config import Config
+from quintic.train.config import Config, Mark, marked
 
 __all__ = [
     "changed_options",
@@ -104,20 +104,10 @@ def changed_options(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
 
 
-# These options may change when a run is resumed, because they do not affect the trained weights.
-_FREE_WHEN_RESUMED = frozenset(
-    {
-        "data", "data_dir", "verify", "run", "runs_dir", "threads", "parallel", "shard_ranks", "eval_every", "core",
-        "core_every", "core_items", "sample_every", "sample_tokens", "prompts", "save_every", "keep", "rms_every",
-        "tensorboard", "wandb",
-    }
-)  # fmt: skip
-
-
 def computation_changes(saved: Config, asked: Config) -> dict[str, tuple[Any, Any]]:
     """Return the changed options that affect the trained weights, as name -> (old value, new value)."""
     # Rollbacks go back to the newest checkpoint, so with them the interval of checkpoints affects the weights.
-    free = _FREE_WHEN_RESUMED - ({"save_every"} if saved.optim.on_spike == "rollback" else set())
+    free = {*marked(Mark.FREE)} - ({"save_every"} if saved.optim.on_spike == "rollback" else set())
     return {name: values for name, values in changed_options(saved, asked).items() if name not in free}
 
 
@@ -164,21 +154,6 @@ def check_longer(steps: int, before: int | None) -> None:
         )
 
 
-# Options that the command always has, also at their defaults: they describe the run to a reader, and defaults may
-# change in later versions.
-_ALWAYS = frozenset(
-    {"data", "vocab_size", "depth", "head_dim", "seq_len", "optimizer", "embedding_lr", "scalar_lr", "steps",
-     "batch_tokens", "rows", "seed", "device", "dtype", "attention", "compile", "threads"}
-)  # fmt: skip
-# The options of the matrices and the head under each optimizer; the command always has the set that the run uses.
-_OF_OPTIMIZER = {
-    "muon": frozenset({"muon_lr", "head_lr", "weight_decay"}),
-    "adamw": frozenset({"adamw_lr", "adamw_head_lr", "adamw_weight_decay"}),
-}
-# Options that the command never has, because they do not affect the result.
-_NEVER = frozenset({"run", "runs_dir", "verify", "tensorboard", "wandb"})
-
-
 def repeat_command(config: Config, *, steps: int, **chosen: Any) -> str:
     """Return the `quintic train` command that repeats a run, with `auto` and `None` replaced by their results.
 
@@ -189,13 +164,14 @@ def repeat_command(config: Config, *, steps: int, **chosen: Any) -> str:
     """
     # The preset "cpu" has the defaults of the dataclasses, from which the options below are the differences.
     words = ["quintic", "train", "--preset", "cpu"]
-    always = _ALWAYS | _OF_OPTIMIZER[config.optim.optimizer]
+    unused = marked(Mark.OF_ADAMW if config.optim.optimizer == "muon" else Mark.OF_MUON)
+    always, never = {*marked(Mark.SHOWN)} - {*unused}, marked(Mark.HIDDEN)
     if config.optim.recipe != "quintic":  # which has other defaults for these sections, so their values are written out
         always |= {*vars(config.model), *vars(config.optim), *vars(config.schedule)}
     values = values_of(config) | {"steps": steps, **chosen}
     for name, default in values_of(Config()).items():
         value, option = values[name], option_of(name)
-        if name in _NEVER or (name not in always and value == default):
+        if name in never or (name not in always and value == default):
             continue
         if isinstance(default, bool):
             words.append(option if value else option.replace("--", "--no-", 1))
