@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from quintic.durable import DISK_FULL
 from quintic.errors import ConfigError, OtherRankError, QuinticError
@@ -126,7 +127,7 @@ def _run(arguments: list[str]) -> int:
         nearest = difflib.get_close_matches(name, _COMMANDS, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of {', '.join(_COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}: {hint}")
-    options = [_unaliased(text) for text in arguments[1:]]
+    words = [_unaliased(text) for text in arguments[1:]]
     if name not in _COMMANDS_OF_RANKS:
         _check_single_process(name)
     if name in _COMMANDS_THAT_TRAIN:
@@ -136,12 +137,14 @@ def _run(arguments: list[str]) -> int:
         # evaluations and samples.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
-        if environment_number("WORLD_SIZE", 1) <= 1:  # with several ranks, they first agree on the one that prints
-            from quintic.commands.options import answer_early
+        options: Any = None
+        if environment_number("WORLD_SIZE", 1) <= 1:  # several ranks first agree on the one that reports mistakes
+            from quintic.commands.options import read_command
 
-            answer_early(name, options)
+            options = read_command(name, words)  # before PyTorch is imported, which takes seconds
         _check_torch(name)
-        return int(importlib.import_module(_COMMANDS[name]).run(options))
+        run = importlib.import_module(_COMMANDS[name]).run
+        return int(run(words if name in _COMMANDS_OF_RANKS else options))
     except SystemExit as stop:  # after --help
         return int(stop.code or 0)
 

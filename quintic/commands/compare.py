@@ -4,14 +4,13 @@ Phases of `run`: read the options or the saved comparison; name the runs (`varia
 one after the other and write the page (`compare`). A comparison that was stopped can be resumed from its saved file.
 """
 
-import shlex
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
 from quintic.commands.inputs import check_options, check_text, text_to_resume
-from quintic.commands.options import training_options
+from quintic.commands.options import Start
 from quintic.commands.text import prepared
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
@@ -125,16 +124,14 @@ def compare(
     return "\n".join(["", *lines, f"report: {page}"])
 
 
-def run(arguments: list[str]) -> int:
+def run(start: Start) -> int:
     """Run the command; return its exit code."""
-    # Options, and the name of the comparison: given, by the time, or of the one to resume.
-    start = training_options(arguments, "compare")
-    config, resumed = start.config, start.resumed is not None
+    config, resumed, command = start.config, start.resumed is not None, start.command
     for note in [*start.notes, *check_options(config)]:
         say(note)
     if not 0 < (every := start.given.get("eval_every", _EVAL_EVERY)) <= _EVAL_EVERY:
         say(f"--eval-every {every} has no effect: a comparison evaluates every {_EVAL_EVERY} steps")
-    command = shlex.join(["quintic", "compare", *arguments])
+    # The name of the comparison: given, by the time, or of the one to resume.
     runs_dir, name = config.run.runs_dir, config.run.run or f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     if start.resumed is not None:
         runs_dir, name = start.resumed.parent, start.resumed.stem  # it may have been moved or renamed

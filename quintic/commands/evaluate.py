@@ -11,7 +11,6 @@ import torch
 
 from quintic.commands.inputs import RaceText, TrainedModel, trained_model
 from quintic.commands.options import EvalOptions
-from quintic.commands.parsing import parse
 from quintic.commands.text import verify
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, iterate_validation_rows
@@ -31,10 +30,9 @@ from quintic.streams import say_waiting
 __all__ = ["run"]
 
 
-def run(arguments: list[str]) -> int:
+def run(options: EvalOptions) -> int:
     """Run the command; return its exit code."""
     # Tasks and model first: they may be missing, and that should not show only after scoring.
-    options = parse(EvalOptions, arguments, "eval")
     suite = None if options.core is None else load_core(options.core)
     trained = trained_model(options, options.device, options.threads)
     text = trained.dataset

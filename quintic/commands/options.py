@@ -10,6 +10,7 @@ quickly.
 import dataclasses
 import itertools
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,10 +37,7 @@ __all__ = [
     "Start",
     "StartOptions",
     "TrainedOptions",
-    "answer_early",
-    "export_options",
-    "prepare_options",
-    "simulation_options",
+    "read_command",
     "speedrun_options",
     "training_options",
 ]
@@ -118,6 +116,8 @@ class Start:
     """Lines for the user about options that others override."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """The options on the command line, by the names of their fields."""
+    command: str = ""
+    """The command line, for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,47 +213,29 @@ class ReportOptions:
 _PLAIN_OPTIONS: Mapping[str, Any] = {
     "sample": SampleOptions,
     "eval": EvalOptions,
+    "export": ExportOptions,
     "report": ReportOptions,
     "rates": RatesOptions,
 }
 
 
-def answer_early(command: str, arguments: list[str]) -> None:
-    """Print a command's `--help`, or report mistakes in its options, before PyTorch is imported.
+def read_command(command: str, arguments: list[str]) -> Any:
+    """Return a command's options, or print its `--help`.
 
     Raises:
-        ConfigError: an option is wrong, as the command itself would report it.
+        ConfigError: an option is wrong.
         SystemExit: after `--help`.
     """
-    if command in _PLAIN_OPTIONS:
-        parse(_PLAIN_OPTIONS[command], arguments, command)
-    elif command == "prepare":
-        prepare_options(arguments)
-    elif command == "export":
-        export_options(arguments)
-    elif command == "train" and speedrun_options(arguments) is not None:
-        return
-    elif command != "plan" or simulation_options(arguments) is None:
-        training_options(arguments, command)
-
-
-def prepare_options(arguments: list[str]) -> DataConfig:
-    """Read the options of `quintic prepare`."""
-    return _absolute(parse(DataConfig, arguments, "prepare", "Turn text into tokens."))
-
-
-def export_options(arguments: list[str]) -> ExportOptions:
-    """Read the options of `quintic export`; the name of the run may come first."""
-    if arguments and not arguments[0].startswith("-"):
+    if command == "export" and arguments and not arguments[0].startswith("-"):  # the name of the run may come first
         arguments = ["--run", *arguments]
-    return parse(ExportOptions, arguments, "export")
-
-
-def simulation_options(arguments: list[str]) -> SimulationOptions | None:
-    """Read the options of `quintic plan --model`; None without `--model`, to plan a run of `quintic train`."""
-    if all(argument.partition("=")[0] != "--model" for argument in arguments):
-        return None
-    return parse(SimulationOptions, arguments, "plan --model NAME")
+    if command in _PLAIN_OPTIONS:
+        return parse(_PLAIN_OPTIONS[command], arguments, command)
+    if command == "prepare":
+        return _absolute(parse(DataConfig, arguments, "prepare", "Turn text into tokens."))
+    if command == "plan" and any(argument.partition("=")[0] == "--model" for argument in arguments):
+        return parse(SimulationOptions, arguments, "plan --model NAME")
+    race = speedrun_options(arguments) if command == "train" else None
+    return training_options(arguments, command) if race is None else race
 
 
 def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None:
@@ -294,7 +276,8 @@ def training_options(arguments: list[str], command: str) -> Start:
         ConfigError: an option is wrong, does not fit the others, or cannot change when a run is resumed.
     """
     try:
-        return _read_start(arguments, command)
+        start = _read_start(arguments, command)
+        return dataclasses.replace(start, command=shlex.join(["quintic", command, *arguments]))
     except ConfigError:
         if not asks_help(arguments):
             raise

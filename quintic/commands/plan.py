@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from quintic.commands.inputs import duration_lines
-from quintic.commands.options import simulation_options, training_options
+from quintic.commands.options import Start
 from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.data.files.documents import TEXT_FIELD
 from quintic.data.hub import download
@@ -21,7 +21,7 @@ from quintic.model.gpt import GPT
 from quintic.optim.muon import Muon
 from quintic.optim.state.placement import state_bytes
 from quintic.simulate.memory import Parts, Settings, cheapest, gib, memory_table, memory_text, peak, setups_of
-from quintic.simulate.options import size_in_bytes
+from quintic.simulate.options import SimulationOptions, size_in_bytes
 from quintic.simulate.planned_models import is_on_hub
 from quintic.simulate.table import simulation_text
 from quintic.streams import say
@@ -52,20 +52,18 @@ _SAVINGS: tuple[tuple[Settings, str], ...] = (
 )
 
 
-def run(arguments: list[str]) -> int:
+def run(options: Start | SimulationOptions) -> int:
     """Run the command; return its exit code."""
-    simulation = simulation_options(arguments)
-    if simulation is not None:
-        if is_on_hub(simulation.model):
+    if isinstance(options, SimulationOptions):
+        if is_on_hub(options.model):
             # Fetch the file first: if the Hub does not answer, this fails at once, transformers after minutes.
-            download(simulation.model, "config.json", repo_type="model")
-        print(simulation_text(simulation) if simulation.memory is None else memory_text(simulation))
+            download(options.model, "config.json", repo_type="model")
+        print(simulation_text(options) if options.memory is None else memory_text(options))
         return 0
-    start = training_options(arguments, "plan")
-    config = start.config
-    if start.resumed is None and start.given.get("run") is not None:
+    config = options.config
+    if options.resumed is None and options.given.get("run") is not None:
         check_new_run(config)  # else the user might take this for the plan of an existing run of that name
-    on_gpu = start.preset in ("gpu-small", "gpu") or (torch.cuda.is_available() and config.run.device != "cpu")
+    on_gpu = options.preset in ("gpu-small", "gpu") or (torch.cuda.is_available() and config.run.device != "cpu")
     # The model on the meta device and its optimizer; nothing below allocates weights.
     dtype, why = _dtype(config, on_gpu)
     vocab_size, origin = planned_vocabulary(config.data)
@@ -76,7 +74,7 @@ def run(arguments: list[str]) -> int:
         return model, build_optimizer(model, config, on_gpu=on_gpu)
 
     model, optimizer = built(config)
-    for note in start.notes:
+    for note in options.notes:
         say(note)
     say(f"Vocabulary: {vocab_size:,} tokens, {origin}")
     for line in scale_lines(config, vocab_size=vocab_size):
@@ -103,7 +101,7 @@ def run(arguments: list[str]) -> int:
         f"Memory: about {peak(memory) / 2**30:.2f} GiB ({parts}); the first three are exact, activations are "
         "estimated; only the larger one of the last two is needed at a time\n"
     )
-    if (given := start.given.get("memory")) is not None:
+    if (given := options.given.get("memory")) is not None:
         parameters = sum(param.numel() for param in model.parameters())
         say(f"{cheapest_options(config, size_in_bytes(given), parameters, needs)}\n")
     for group in optimizer.param_groups:

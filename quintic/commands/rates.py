@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from quintic.commands.parsing import parse
 from quintic.commands.presets import preset
 from quintic.grouping.param_groups import param_groups
 from quintic.optim.muon import Muon
@@ -56,9 +55,8 @@ class StartingPoint(NamedTuple):
     """The decay with which `lr * weight_decay` is AdamW's."""
 
 
-def run(arguments: list[str]) -> int:
+def run(options: RatesOptions) -> int:
     """Run the command; return its exit code."""
-    options = parse(RatesOptions, arguments, "rates")
     with naming_options(options.model):
         groups = param_groups(planned_model(options.model, torch.bfloat16))
     kinds = {"muon": 0, "adamw": 0}

@@ -3,7 +3,6 @@
 from functools import partial
 
 from quintic.commands.options import ReportOptions
-from quintic.commands.parsing import parse
 from quintic.errors import ConfigError
 from quintic.report.comparison import write_comparison
 from quintic.report.report import write_report
@@ -12,9 +11,8 @@ from quintic.train.runs import find_run
 __all__ = ["run"]
 
 
-def run(arguments: list[str]) -> int:
+def run(options: ReportOptions) -> int:
     """Run the command; return its exit code."""
-    options = parse(ReportOptions, arguments, "report")
     find = partial(find_run, options.runs_dir, allow_speedrun=True)
     if not options.runs:
         print(write_report(find(options.run), options.out))

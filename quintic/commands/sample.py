@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from quintic.commands.inputs import trained_model
 from quintic.commands.options import SampleOptions
-from quintic.commands.parsing import parse
 from quintic.errors import ConfigError
 from quintic.eval.generate import sample_text
 from quintic.limits import in_options
@@ -16,9 +15,8 @@ from quintic.train.config import check_prompts
 __all__ = ["run"]
 
 
-def run(arguments: list[str]) -> int:
+def run(options: SampleOptions) -> int:
     """Run the command; return its exit code."""
-    options = parse(SampleOptions, arguments, "sample")
     trained = trained_model(options, threads=options.threads)
 
     def write(prompts: tuple[str, ...], seed: int) -> None:

@@ -1,6 +1,5 @@
 """`quintic prepare`, which turns text into tokens on disk, and preparing and verifying text for other commands."""
 
-from quintic.commands.options import prepare_options
 from quintic.data.dataset import Dataset
 from quintic.data.preparation import prepare
 from quintic.train.config import DataConfig
@@ -11,9 +10,8 @@ __all__ = ["prepared", "run", "verify"]
 _LONG_CHECK_BYTES = 1 << 30
 
 
-def run(arguments: list[str]) -> int:
+def run(options: DataConfig) -> int:
     """Run the command; return its exit code."""
-    options = prepare_options(arguments)
     # With --verify the user asks whether the data is damaged, so do not repair it first.
     dataset = prepared(options, repair=not options.verify)
     summary = dataset.summary()

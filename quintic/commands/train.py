@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from quintic.commands.inputs import check_options, check_text, text_to_resume
-from quintic.commands.options import Start, speedrun_options, training_options
+from quintic.commands.options import Start, read_command
 from quintic.commands.text import prepared
 from quintic.errors import CheckpointError, ConfigError, DivergedError, OtherRankError
 from quintic.launch import Launch, hint, launched
@@ -41,13 +41,13 @@ def run(arguments: list[str]) -> int:
     """Run the command, on all ranks that torchrun has started; return its exit code."""
     launch = launched()
     with connected(launch) as ranks:
-        race = ranks.run_on_all(lambda: speedrun_options(arguments))
+        start = ranks.run_on_all(lambda: read_command("train", arguments))
         try:
-            if race is None:
-                return _run(arguments, launch, ranks)
+            if isinstance(start, Start):
+                return _run(start, launch, ranks)
             from quintic.speedrun.run import speedrun
 
-            name, options = race
+            name, options = start
             speedrun(name, options, command=shlex.join(["quintic", "train", *arguments]), ranks=ranks)
             return 0
         except DivergedError:
@@ -56,8 +56,8 @@ def run(arguments: list[str]) -> int:
             raise OtherRankError("rank 0 reports it") from None  # all ranks raise the same error
 
 
-def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
-    start = ranks.run_on_all(lambda: _start(arguments, launch))
+def _run(start: Start, launch: Launch, ranks: Ranks) -> int:
+    start = ranks.run_on_all(lambda: _restarted(start, launch))
     config, run_dir = start.config, start.resumed
     if run_dir is not None and (note := ranks.from_rank0(lambda: _finished_note(start))) is not None:
         say(note)
@@ -75,8 +75,6 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
         resumed = run_dir
         dataset = ranks.once_per_host(lambda: text_to_resume(resumed, config))
         say(f"Continuing with the text as it was prepared in {dataset.path}")
-    # For the log. A run that fails before it logs anything leaves no folder behind.
-    command = shlex.join(["quintic", "train", *arguments])
     try:
         result = train(
             config,
@@ -85,7 +83,7 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
             resume=start.resumed is not None,
             # After a restart, continue from the newest checkpoint: --resume-step was for the first attempt.
             resume_step=None if launch.restarts else start.given.get("resume_step"),
-            command=command,
+            command=start.command,
             ranks=ranks,
         )
     except Interrupted as stop:
@@ -95,7 +93,7 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
         print(f"\n{stop}; continue with:\n    {begin}")
         return 130
     except BaseException:
-        if start.resumed is None and ranks.is_first:
+        if start.resumed is None and ranks.is_first:  # a run that fails before it logs anything leaves no folder
             discard_unstarted(run_dir)
         raise
     _print_result(result)
@@ -105,9 +103,8 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
     return 0
 
 
-def _start(arguments: list[str], launch: Launch) -> Start:
-    """Read the options; after a restart by torchrun, continue the run that the first attempt started."""
-    start = training_options(arguments, "train")
+def _restarted(start: Start, launch: Launch) -> Start:
+    """Return what to do after a restart by torchrun: continue the run that the first attempt started."""
     if start.resumed is not None or not launch.may_restart:
         return start
     config = start.config

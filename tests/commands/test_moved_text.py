@@ -8,7 +8,7 @@ import pytest
 from tiny_runs import error_of, tiny_options
 
 from quintic.cli import main
-from quintic.commands.options import prepare_options, training_options
+from quintic.commands.options import read_command, training_options
 from quintic.commands.plan import planned_vocabulary
 from quintic.commands.text import prepared
 from quintic.data.dataset import Dataset
@@ -68,7 +68,7 @@ def test_a_run_whose_prepared_text_is_damaged_makes_it_again(
 def test_prepared_text_is_known_by_its_whole_path(tiny_text: Path, elsewhere: Path) -> None:
     shutil.copytree(tiny_text, elsewhere / "text")
     options = ["--data", "text", "--vocab-size", "300"]
-    made = prepared(prepare_options(options))
+    made = prepared(read_command("prepare", options))
     config = training_options(["--preset", "cpu", *options], "plan").config
     assert planned_vocabulary(config.data) == (made.vocab_size, f"read from {made.path}")
 

@@ -27,7 +27,7 @@ from quintic.commands.options import (
     ExportOptions,
     ReportOptions,
     SampleOptions,
-    answer_early,
+    read_command,
 )
 from quintic.errors import ConfigError
 from quintic.simulate.options import RatesOptions, SimulationOptions
@@ -227,12 +227,12 @@ def test_the_options_of_commands_can_be_read(page, tmp_path, monkeypatch):
         given = [OPTION_ALIASES.get(word, word) for word in given]
         if "--resume" in given:
             with pytest.raises(ConfigError, match=r"no run|is not a run"):
-                answer_early(command, given)
+                read_command(command, given)
         elif "--init-from" in given:
             with pytest.raises(ConfigError, match="is neither a run in"):
-                answer_early(command, given)
+                read_command(command, given)
         elif "--help" not in given:
-            answer_early(command, given)
+            read_command(command, given)
 
 
 @pytest.mark.parametrize("page", [page for page in MANUAL if page.name != "LOG.md"], ids=name)
