@@ -377,8 +377,7 @@ def test_runs_and_data_that_moved_together(
     (elsewhere / "old").rename(elsewhere / "new")
     assert main(["sample", "--runs-dir", "new/runs", "--tokens", "3"]) == 0
     (elsewhere / "new" / "data").rename(elsewhere / "lost")
-    (elsewhere / "new" / "runs" / "run" / "tokenizer.json").unlink()  # as in runs made before runs kept theirs
-    message = error_of(capsys, "sample", "--runs-dir", "new/runs", "--tokens", "3")
+    message = error_of(capsys, "eval", "--runs-dir", "new/runs", "--tokens", "3")
     assert re.search(
         r"the text of run does not exist any more; if its source has not changed, prepare it again with: "
         r".*prepare --data \S+ --data-dir .* 300",

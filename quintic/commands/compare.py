@@ -47,13 +47,10 @@ def variants(config: Config, seeds: int = 1, *, resumed: bool = False) -> tuple[
     head and the weight decay, which were tuned for each optimizer: `--muon-lr`, `--head-lr`, `--weight-decay`, and
     `--adamw-lr`, `--adamw-head-lr`, `--adamw-weight-decay`.
 
-    Args:
-        config: common to all runs; its run must have a name.
-        seeds: number of seeds, counted up from the configuration's; each gives a pair of runs.
-        resumed: the runs' folders may exist already.
+    Each seed, counted up from the configuration's, gives a pair of runs.
 
     Raises:
-        ConfigError: the folder of a run cannot be made.
+        ConfigError: the folder of a run cannot be made, or it exists and the comparison is not resumed.
     """
     name = config.run.run
     configs: list[tuple[str, Config]] = []
@@ -79,13 +76,8 @@ def compare(
     """Train the runs of `variants`, one after the other, and write the page that compares them.
 
     With several seeds the page compares medians and shows ranges. If `resumed`, finished runs are kept, a run that was
-    stopped continues from its last checkpoint, and missing runs are started.
-
-    Returns:
-        Lines for the user: the result in a sentence, and the path of the page.
-
-    Raises:
-        QuinticError: as `train`.
+    stopped continues from its last checkpoint, and missing runs are started. Returns lines for the user: the result in
+    a sentence, and the path of the page.
     """
     runs: dict[str, list[Path]] = {label: [] for label, _ in configs}
     for label, variant in configs:

@@ -82,11 +82,7 @@ class TrainedModel:
 
 
 def check_options(config: Config, *, ranks: int = 1) -> list[str]:
-    """Check everything about a run that does not depend on its text, before text is prepared.
-
-    Returns:
-        `duration_lines` for the largest vocabulary that `--vocab-size` allows.
-    """
+    """Check what does not depend on a run's text; return `duration_lines` for the largest possible vocabulary."""
     hardware = choose_hardware(config.run)
     check_trackers(config.run)
     if config.run.core is not None:
@@ -98,15 +94,9 @@ def check_options(config: Config, *, ranks: int = 1) -> list[str]:
 def duration_lines(config: Config, sizes: GPTConfig, hardware: Hardware, *, ranks: int = 1) -> list[str]:
     """Return a line with a lower bound of a run's duration if that is more than an hour, else an empty list.
 
-    The bound assumes that all operations run at the speed of a large matrix product, measured now.
-
-    Args:
-        config: the run's configuration.
-        sizes: of its model.
-        hardware: of each rank.
-        ranks: number of devices that share the work.
+    The bound assumes that all operations run at the speed of a large matrix product, measured now, on all devices
+    (`ranks`). Loading data, evaluations and small kernels only add to it.
     """
-    # Operations of the run over the rate of all devices. Loading data, evaluations and small kernels only add to it.
     scale = scale_of(config, sizes)
     operations = sizes.flops_per_token() * scale.steps * scale.batch_tokens
     rate = matrix_rate(hardware) * ranks
@@ -166,11 +156,7 @@ def text_to_resume(run_dir: Path, config: Config) -> Dataset:
 
 
 def _text_of(run_dir: Path, summary: Mapping[str, Any], data: DataConfig) -> Dataset:
-    """Open the prepared text that a run was trained on; `summary` describes it in a checkpoint.
-
-    Raises:
-        DataError: the text is missing or damaged. The message has the command that prepares it again.
-    """
+    """Open the prepared text that a run was trained on; `summary` describes it in a checkpoint."""
     path = Path(summary["path"])
     # The summary's key is the end of the folder's name. Look in --data-dir, where the text was, and beside the runs'
     # folder: runs and data may have been moved together.
@@ -191,7 +177,7 @@ def trained_model(
     """Load the model of a run with the weights of a checkpoint; `threads` is None for the run's own number.
 
     Raises:
-        QuinticError: there is no such run or checkpoint, or the run has neither its text nor a tokenizer.
+        QuinticError: there is no such run or checkpoint, or the run has no tokenizer.
     """
     run_dir = find_run(options.runs_dir, options.run, allow_speedrun=True)
     if not checkpoints(run_dir):
@@ -207,33 +193,25 @@ def trained_model(
     if not (run_dir / CONFIG_FILE).is_file():
         return _trained_race(run_dir, checkpoint, RunConfig(device=device, threads=threads))
     config = load_config(run_dir / CONFIG_FILE)
-    # A missing text is not an error yet: sampling and exporting only need the tokenizer, which the run keeps.
+    tokenizer = Tokenizer.load(run_dir / TOKENIZER_FILE)
+    # A missing text is not an error yet: sampling and exporting only need the tokenizer.
     dataset: Dataset | DataError
     try:
         dataset = _text_of(run_dir, read_state(checkpoint)["dataset"], config.data)
-        tokenizer = dataset.tokenizer
     except DataError as error:
         dataset = error
-        if not (run_dir / TOKENIZER_FILE).exists():
-            raise
-        tokenizer = Tokenizer.load(run_dir / TOKENIZER_FILE)
     # Use the precision of the training run, so that scores agree, but not its attention, which may need another device.
     threads = config.run.threads if threads is None else threads
     hardware = choose_hardware(dataclasses.replace(config.run, device=device, attention="auto", threads=threads))
     sizes = model_config(config, vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id)
-    weights = config.optim.weights
-    model = empty_model(sizes, dtype=hardware.dtype, attention=hardware.attention, weights=weights)
+    model = empty_model(sizes, dtype=hardware.dtype, attention=hardware.attention, weights=config.optim.weights)
     _load_weights(checkpoint, model, hardware.device)
     origin = _origin(run_dir, checkpoint)
     return TrainedModel(model=model.eval(), tokenizer=tokenizer, config=config, dataset=dataset, origin=origin)
 
 
 def _load_weights(checkpoint: Path, model: torch.nn.Module, device: torch.device) -> None:
-    """Allocate the weights of a model on the meta device once, without initialising them, and load them.
-
-    Raises:
-        ConfigError: the device has less memory than the weights need.
-    """
+    """Allocate the weights of a model on the meta device once, without initialising them, and load them."""
     check_memory(sum(weight.nbytes for weight in model.parameters()), device)
     load_model_weights(checkpoint, model.to_empty(device=device))
 
@@ -250,12 +228,7 @@ def _origin(run_dir: Path, checkpoint: Path) -> str:
 
 
 def _trained_race(run_dir: Path, checkpoint: Path, computing: RunConfig) -> TrainedModel:
-    """Load a model that a speedrun saved, with its weights in their dtype.
-
-    Raises:
-        CheckpointError: another version of quintic, with another model, wrote the checkpoint.
-        DataError: the run has no tokenizer, or one that starts documents with another token than its shards.
-    """
+    """Load a model that a speedrun saved, with its weights in their dtype."""
     state = read_state(checkpoint)
     try:
         sizes = SpeedrunConfig(**state["speedrun"])

@@ -321,28 +321,19 @@ def _read_start(arguments: list[str], command: str) -> Start:
 
 
 def _continued(values: Mapping[str, Any], given: Mapping[str, Any], command: str) -> Start:
-    """Return the run or comparison to continue, with the options given now.
-
-    Args:
-        values: the given options of the configuration.
-        given: all given options.
-        command: the command's name.
-    """
+    """Return the run or comparison to continue, with the options given now; `values` are those of its configuration."""
     runs_dir, name, is_comparison = values.get("runs_dir", RunConfig.runs_dir), values.get("run"), command == "compare"
-    seeds = 1
     if is_comparison:
         if "seeds" in given:
             raise ConfigError("--seeds: a resumed comparison continues its own runs; leave --seeds out")
-        comparison = find_comparison(runs_dir, name)
-        resumed = file = comparison.path
-        saved, seeds = comparison.config, comparison.seeds
+        found = find_comparison(runs_dir, name)
+        resumed, file, saved, seeds = found.path, found.path, found.config, found.seeds
     else:
         resumed = find_run(runs_dir, name)
-        file = resumed / CONFIG_FILE
+        file, seeds = resumed / CONFIG_FILE, 1
         saved = load_config(file)
-    saved, config = (
-        dataclasses.replace(config, data=_absolute(config.data)) for config in (saved, with_options(saved, **values))
-    )
+    asked = with_options(saved, **values)
+    saved, config = (dataclasses.replace(each, data=_absolute(each.data)) for each in (saved, asked))
     check_resumed(saved, config, file, is_comparison=is_comparison)
     unused_options(saved, config)
     return Start(config=config, resumed=resumed, seeds=seeds, given=given)

@@ -29,16 +29,11 @@ _TYPES: Mapping[Any, str] = {str: "a text", int: "a whole number", float: "a num
 
 
 def parse(kind: type[T], arguments: list[str], command: str, description: str | None = None) -> T:
-    """Return the options as an instance of `kind`; `--help` prints the help and raises `SystemExit`.
-
-    Args:
-        kind: a dataclass without nested dataclasses.
-        arguments: the command line after the command's name.
-        command: the command's name, for messages.
-        description: first paragraph of the help; None for the docstring of `kind`.
+    """Return the options as an instance of a dataclass, whose docstring is the help's first paragraph without another.
 
     Raises:
         ConfigError: an option is unknown or missing, or its value has the wrong type or is out of range.
+        SystemExit: after `--help`.
     """
     if asks_help(arguments):
         print_help(kind, command, description or str(kind.__doc__))

@@ -12,7 +12,6 @@ import torch
 from quintic.commands.inputs import duration_lines
 from quintic.commands.options import Start
 from quintic.data.dataset import MANIFEST_NAME, Dataset
-from quintic.data.files.documents import TEXT_FIELD
 from quintic.data.hub import download
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import json_object
@@ -124,15 +123,12 @@ def prepared_text(data: DataConfig) -> Dataset | None:
     else:  # a name such as gpt2, which has not been downloaded
         return None
     source = {"spec": data.data, "text_field": data.text_field, "val_data": data.val_data}
-    # Manifests of older versions lack these options, which then had these values.
-    usual: dict[str, str | None] = {"text_field": TEXT_FIELD, "val_data": None}
     manifests = data.data_dir.glob(f"*/{MANIFEST_NAME}")
     for path in sorted(manifests, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         # A folder of another tool, or a damaged manifest, lacks something.
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             manifest = json_object(path)
-            prepared = usual | manifest["source"]
-            if settings.items() <= manifest["settings"].items() and source.items() <= prepared.items():
+            if settings.items() <= manifest["settings"].items() and source.items() <= manifest["source"].items():
                 return Dataset.open(path.parent)
     return None
 
@@ -198,20 +194,17 @@ def cheapest_options(config: Config, memory: int, parameters: int, needs: Callab
     def needs_with(settings: Settings) -> Parts:
         return needs(with_options(config, **settings))
 
-    def is_allowed(settings: Settings) -> bool:
-        # Some values of other options exclude bfloat16 state, as the configuration or the optimizer says.
-        try:
-            needs_with(settings)
-        except ValueError:
-            return False
-        return True
-
     def name(settings: Settings) -> str:
         return " ".join(f"{option_of(name)} {value}" for name, value in settings.items())
 
     # Fewer rows at a time, in more passes: divisors, so that the batch is still a multiple.
     fewer = [rows for rows in range(config.schedule.rows - 1, 0, -1) if config.schedule.rows % rows == 0]
-    savings = [row for row in _SAVINGS if is_allowed(row[0])] + [({"rows": rows}, "time") for rows in fewer]
+    savings: list[tuple[Settings, str]] = []
+    for settings, cost in (*_SAVINGS, *(({"rows": rows}, "time") for rows in fewer)):
+        # Some values of other options exclude bfloat16 state, as the configuration or the optimizer says.
+        with contextlib.suppress(ValueError):
+            needs_with(settings)
+            savings.append((settings, cost))
     setups = setups_of(savings, needs_with)
     lines = [
         f"Into {gib(memory)} GiB; the table has GiB, each line with the options above it:\n",

@@ -17,7 +17,7 @@ from quintic.limits import option_of
 from quintic.model.sizes import VARIANTS
 from quintic.report.history import METRICS_FILE
 from quintic.speedrun import presets as speedrun
-from quintic.train.config import Config, DataConfig, Mark, ModelConfig, marked
+from quintic.train.config import OF_ADAMW, OF_MUON, Config, DataConfig, ModelConfig, marked
 from quintic.train.saved_config import changed_options, load_config, values_of, with_options
 
 __all__ = [
@@ -81,17 +81,17 @@ def suitable_preset(device: str | None, data: str | None, *, guess: bool) -> str
         guess: look for the driver of a GPU and do not import PyTorch, which takes seconds. For `--help`, where a
             mistake only shows the defaults of another preset.
     """
-    if device == "cpu" or not _has_gpu(guess=guess):
+    if device == "cpu":
+        return "cpu"
+    if guess and "torch" not in sys.modules:
+        has_gpu = any(map(os.path.exists, _GPU_DRIVERS))
+    else:
+        import torch
+
+        has_gpu = torch.cuda.is_available()
+    if not has_gpu:
         return "cpu"
     return "gpu-small" if data in (None, DataConfig.data) else "gpu"
-
-
-def _has_gpu(*, guess: bool) -> bool:
-    if guess and "torch" not in sys.modules:
-        return any(map(os.path.exists, _GPU_DRIVERS))
-    import torch
-
-    return torch.cuda.is_available()
 
 
 # At width 768, batches of 2^19 tokens and depth 12. Constants that are not options are in `train/recipe.py`.
@@ -132,25 +132,6 @@ def with_recipe(config: Config, name: str) -> Config:
 _RACE_ONLY = "its weights fit no other model; give a run of another --preset, or the export of one"
 
 
-def _initial_folder(name: str, runs_dir: Path) -> Path:
-    """Return the folder of the run or exported model that `--init-from` names.
-
-    Raises:
-        ConfigError: there is no such run or exported model.
-    """
-    # A run's name comes before a path: `runs/first` may exist in the working folder, too.
-    folders = (runs_dir / name, Path(name).expanduser())
-    for folder in folders:
-        if (folder / "config.json").is_file():
-            return folder.absolute()
-    if any((folder / METRICS_FILE).is_file() for folder in folders):
-        raise ConfigError(f"--init-from {name}: is a speedrun, and {_RACE_ONLY}")
-    raise ConfigError(
-        f"--init-from {name}: is neither a run in {runs_dir} nor the folder of a run or of an exported model; check "
-        "the name, and --runs-dir"
-    )
-
-
 def with_initial(config: Config, name: str, runs_dir: Path) -> Config:
     """Return the configuration of a run that starts from the weights of a run or exported model, `--init-from NAME`.
 
@@ -159,7 +140,16 @@ def with_initial(config: Config, name: str, runs_dir: Path) -> Config:
     Raises:
         ConfigError: there is no such run or model, or its model cannot be trained further.
     """
-    folder = _initial_folder(name, runs_dir)
+    # A run's name comes before a path: `runs/first` may exist in the working folder, too.
+    folders = (runs_dir / name, Path(name).expanduser())
+    folder = next((folder.absolute() for folder in folders if (folder / "config.json").is_file()), None)
+    if folder is None and any((folder / METRICS_FILE).is_file() for folder in folders):
+        raise ConfigError(f"--init-from {name}: is a speedrun, and {_RACE_ONLY}")
+    if folder is None:
+        raise ConfigError(
+            f"--init-from {name}: is neither a run in {runs_dir} nor the folder of a run or of an exported model; "
+            "check the name, and --runs-dir"
+        )
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"--init-from {folder}: has no tokenizer.json; export the run, and give the exported folder")
     values = json_object(folder / "config.json")
@@ -173,18 +163,12 @@ def with_initial(config: Config, name: str, runs_dir: Path) -> Config:
 
 
 def check_initial(config: Config, given: Config) -> None:
-    """Check that no given option has changed the sizes of the weights that a run starts from, which `config` has.
-
-    Raises:
-        ConfigError: an option has changed a size.
-    """
+    """Raise a ConfigError if an option has changed the sizes of the weights that a run starts from, as `config` has."""
     shapes = vars(config.model).keys() - {"seq_len", "window_pattern", "short_window"}
     for name, (old, new) in changed_options(config, given).items():
         if name in shapes:
-            option = option_of(name)
-            raise ConfigError(
-                f"{option} {new}: the weights of --init-from {config.run.init_from} need {option} {old}; leave it out"
-            )
+            needs = f"the weights of --init-from {config.run.init_from} need {option_of(name)} {old}"
+            raise ConfigError(f"{option_of(name)} {new}: {needs}; leave it out")
 
 
 def _exported_sizes(values: Mapping[str, Any], folder: Path) -> ModelConfig:
@@ -196,7 +180,7 @@ def _exported_sizes(values: Mapping[str, Any], folder: Path) -> ModelConfig:
     try:
         depth, seq_len, windows = values["num_hidden_layers"], values["max_position_embeddings"], values["windows"]
         heads = values["hidden_size"] // values["head_dim"]
-        gain = values.get("value_gate_gain", 2.0)  # exports of before have none
+        gain = values["value_gate_gain"]
         return ModelConfig(
             depth=depth,
             # The smallest ratio for which aspect_ratio x depth is rounded up to this width.
@@ -245,6 +229,6 @@ def unused_options(default: Config, config: Config, *, both_optimizers: bool = F
             raise ConfigError(f"{option} has no effect without {needed}: add {needed}, or leave {option} out")
     overridden = {name: option_of(other) for name, other in _OVERRIDDEN.items() if values_of(config)[other] is not None}
     if not both_optimizers:
-        unused = marked(Mark.OF_ADAMW if config.optim.optimizer == "muon" else Mark.OF_MUON)
+        unused = marked(OF_ADAMW if config.optim.optimizer == "muon" else OF_MUON)
         overridden |= dict.fromkeys(unused, f"--optimizer {config.optim.optimizer}")
     return [f"{option_of(name)} has no effect with {other}" for name, other in overridden.items() if name in given]

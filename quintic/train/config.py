@@ -8,7 +8,6 @@ construction, which names the option.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,16 +25,19 @@ from quintic.limits import (
     at_most,
     check,
     metadata_of,
-    option_of,
 )
 from quintic.model.sizes import VariantName
 from quintic.optim.rules.names import RuleName
 
 __all__ = [
+    "FREE",
+    "HIDDEN",
+    "OF_ADAMW",
+    "OF_MUON",
+    "SHOWN",
     "BaseRunConfig",
     "Config",
     "DataConfig",
-    "Mark",
     "ModelConfig",
     "OptimConfig",
     "ParallelName",
@@ -51,23 +53,16 @@ ParallelName = Literal["sharded", "ddp", "fsdp", "hsdp", "tp"]
 WeightsName = Literal["float32", "mantissa", "8bit"]
 
 
-class Mark(Enum):
-    """What else holds for an option, declared beside its type and limits."""
-
-    FREE = auto()
-    """May change when a run is resumed, because it does not affect the trained weights."""
-    SHOWN = auto()
-    """The command that repeats a run has it also at its default: it describes the run to a reader, and defaults may
-    change in later versions."""
-    HIDDEN = auto()
-    """The command that repeats a run never has it, because it does not affect the result."""
-    OF_MUON = auto()
-    """Has no effect with --optimizer adamw."""
-    OF_ADAMW = auto()
-    """Has no effect with --optimizer muon."""
-
-
-FREE, SHOWN, HIDDEN, OF_MUON, OF_ADAMW = Mark
+# Marks of options, declared beside their types and limits.
+FREE = "free"
+"""May change when a run is resumed, because it does not affect the trained weights."""
+SHOWN = "shown"
+"""The command that repeats a run has it also at its default: it describes the run to a reader, and defaults may change
+in later versions."""
+HIDDEN = "hidden"
+"""The command that repeats a run never has it, because it does not affect the result."""
+OF_MUON, OF_ADAMW = "of muon", "of adamw"
+"""Has no effect with the other --optimizer."""
 
 # A trained vocabulary has at least the 256 bytes and the document start.
 _MIN_VOCAB = 257
@@ -217,11 +212,9 @@ class OptimConfig(Limited):
         if self.state_dtype is not None:
             from quintic.optim.numeric.bf16_state import MAX_BF16_BETA
 
+            words = f"must be at most {MAX_BF16_BETA} with --state-dtype {self.state_dtype}"
             for name in ("momentum", "momentum_start", "momentum_end", "beta1", "beta2"):
-                value = getattr(self, name)
-                if value is not None and value > MAX_BF16_BETA:
-                    limit = f"must be at most {MAX_BF16_BETA} with --state-dtype {self.state_dtype}"
-                    raise ConfigError(f"{option_of(name)} {value}: {limit}")
+                check(name, getattr(self, name), Limit(words, lambda value: value <= MAX_BF16_BETA))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,9 +344,9 @@ class Config:
             )
 
 
-def marked(mark: Mark) -> list[str]:
+def marked(mark: str) -> list[str]:
     """Return the names of the options that have a mark."""
-    return [name for section in vars(Config()).values() for name, found in metadata_of(type(section)) if found is mark]
+    return [name for section in vars(Config()).values() for name, found in metadata_of(type(section)) if found == mark]
 
 
 # Bytes of a prompt. The attention mask of a prompt grows with the square of its length.

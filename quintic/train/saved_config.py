@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from quintic.errors import ConfigError
 from quintic.limits import option_of
-from quintic.train.config import Config, Mark, marked
+from quintic.train.config import FREE, HIDDEN, OF_ADAMW, OF_MUON, SHOWN, Config, marked
 
 __all__ = [
     "changed_options",
@@ -35,12 +35,11 @@ def to_dict(config: Config) -> dict[str, Any]:
 def from_dict(values: dict[str, Any], *, origin: str) -> Config:
     """Return a configuration from values made by `to_dict`.
 
-    Args:
-        values: section -> field -> value; missing fields get their defaults.
-        origin: the file that the values come from, for messages.
+    Missing fields get their defaults.
 
     Raises:
-        ConfigError: a section or field is unknown, or a value has the wrong type or is out of range.
+        ConfigError: a section or field is unknown, or a value has the wrong type or is out of range; names the file
+            (`origin`) that the values come from.
     """
     sections, restored = vars(Config()), {}
     try:
@@ -88,9 +87,7 @@ def with_options(config: Config, **values: Any) -> Config:
     for name, section in vars(config).items():
         changes = {option: values.pop(option) for option in vars(section) if option in values}
         sections[name] = dataclasses.replace(section, **changes)
-    if values:
-        raise TypeError(f"no such option: {', '.join(values)}")
-    return Config(**sections)
+    return Config(**sections, **values)  # what is left is no option, which is a TypeError
 
 
 def values_of(config: Config) -> dict[str, Any]:
@@ -107,46 +104,37 @@ def changed_options(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 def computation_changes(saved: Config, asked: Config) -> dict[str, tuple[Any, Any]]:
     """Return the changed options that affect the trained weights, as name -> (old value, new value)."""
     # Rollbacks go back to the newest checkpoint, so with them the interval of checkpoints affects the weights.
-    free = {*marked(Mark.FREE)} - ({"save_every"} if saved.optim.on_spike == "rollback" else set())
+    free = {*marked(FREE)} - ({"save_every"} if saved.optim.on_spike == "rollback" else set())
     return {name: values for name, values in changed_options(saved, asked).items() if name not in free}
 
 
 def check_resumed(saved: Config, asked: Config, path: Path, *, is_comparison: bool = False) -> None:
-    """Check that the options given now may be used to continue a run.
+    """Check that the options given now may be used to continue the run, or comparison, that `path` configures.
 
-    Args:
-        saved: the run's saved configuration.
-        asked: the configuration with the options given now.
-        path: the file of `saved`, for the message.
-        is_comparison: check for a comparison, whose number of steps cannot change. A run can be made longer; if `saved`
-            has no number of steps, `extend_run` checks later that the new number is larger.
+    A run can be made longer, a comparison cannot. If `saved` has no number of steps, `extend_run` checks later that the
+    new number is larger.
 
     Raises:
         ConfigError: an option changes the computation of the run.
     """
     for name, (old, new) in computation_changes(saved, asked).items():
-        # A run may get more steps.
         if name == "steps" and not is_comparison and new is not None:
             check_longer(new, old)
-        else:
-            option, why = option_of(name), ""
-            if name in ("steps", "target_flops", "tokens_per_param"):
-                why = ", because the schedules of all its steps depend on it"
-            kind, new_one = "comparison", "a new one"
-            if not is_comparison:
-                again = f"quintic train --config {shlex.quote(str(path))} --run NEW {option} ..."
-                kind, new_one = "run", f"a new run with its other options ({again})"
-            raise ConfigError(
-                f"{option} cannot change when a {kind} is resumed{why}: leave it out (it is {old}), or start {new_one}"
-            )
+            continue
+        option, why = option_of(name), ""
+        if name in ("steps", "target_flops", "tokens_per_param"):
+            why = ", because the schedules of all its steps depend on it"
+        kind, new_one = "comparison", "a new one"
+        if not is_comparison:
+            again = f"quintic train --config {shlex.quote(str(path))} --run NEW {option} ..."
+            kind, new_one = "run", f"a new run with its other options ({again})"
+        raise ConfigError(
+            f"{option} cannot change when a {kind} is resumed{why}: leave it out (it is {old}), or start {new_one}"
+        )
 
 
 def check_longer(steps: int, before: int | None) -> None:
-    """Check that `--steps` is larger than the run's length so far, `before`; None skips the check.
-
-    Raises:
-        ConfigError: it is not larger.
-    """
+    """Raise a ConfigError if `--steps` is not larger than the run's length so far, `before`, where that is known."""
     if before is not None and steps <= before:
         raise ConfigError(
             f"--steps {steps}: a resumed run can only be made longer, and this one has {before:,} steps: leave --steps "
@@ -157,15 +145,12 @@ def check_longer(steps: int, before: int | None) -> None:
 def repeat_command(config: Config, *, steps: int, **chosen: Any) -> str:
     """Return the `quintic train` command that repeats a run, with `auto` and `None` replaced by their results.
 
-    Args:
-        config: the run's configuration, with its batch as a number.
-        steps: number of steps.
-        **chosen: fields of `RunConfig` with `auto` resolved, such as `device` and `dtype`.
+    The batch of `config` must be a number; `chosen` has fields of `RunConfig`, such as `device` and `dtype`.
     """
     # The preset "cpu" has the defaults of the dataclasses, from which the options below are the differences.
     words = ["quintic", "train", "--preset", "cpu"]
-    unused = marked(Mark.OF_ADAMW if config.optim.optimizer == "muon" else Mark.OF_MUON)
-    always, never = {*marked(Mark.SHOWN)} - {*unused}, marked(Mark.HIDDEN)
+    unused = marked(OF_ADAMW if config.optim.optimizer == "muon" else OF_MUON)
+    always, never = {*marked(SHOWN)} - {*unused}, marked(HIDDEN)
     if config.optim.recipe != "quintic":  # which has other defaults for these sections, so their values are written out
         always |= {*vars(config.model), *vars(config.optim), *vars(config.schedule)}
     values = values_of(config) | {"steps": steps, **chosen}

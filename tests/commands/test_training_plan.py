@@ -86,14 +86,6 @@ def test_a_plan_finds_the_text_that_the_options_name(tmp_path: Path) -> None:
         assert text.path == dataset.path
     text = prepared_text(plain)
     assert text is not None
-    # Manifests of older versions do not name the field and the validation text.
-    path = text.path / MANIFEST_NAME
-    manifest = json.loads(path.read_text("utf-8"))
-    del manifest["source"]["text_field"], manifest["source"]["val_data"]
-    path.write_text(json.dumps(manifest), "utf-8")
-    found = prepared_text(plain)
-    assert found is not None
-    assert found.path == text.path
 
 
 def test_a_run_that_exists_is_planned_with_its_own_options(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
