@@ -283,7 +283,7 @@ def main() -> None:
     options = parser.parse_args()
     config = with_options(Config(), compile=False)
     for words in ([] if options.loss else ERROR_OPTIONS.split(), shlex.split(options.base)):
-        config = with_options(config, **read_options(dict(options_of(Config)), words, "train"))
+        config = with_options(config, **read_options(options_of(Config), words, "train"))
     data = {field.name: getattr(config.data, field.name) for field in dataclasses.fields(config.data)}
     is_verified_again = data.pop("verify")
     dataset = prepare(data.pop("data"), **data)

@@ -112,14 +112,9 @@ def duration_lines(config: Config, sizes: GPTConfig, hardware: Hardware, *, rank
 def check_text(config: Config, dataset: Dataset, chosen: str | None = None) -> None:
     """Check that the text suffices for a batch, before the run's folder is made.
 
-    Args:
-        config: the run's configuration.
-        dataset: its text.
-        chosen: name of the preset; None if the options came from a file or a run.
-
     Raises:
-        DataError: there is too little text. For a larger model, the message suggests --preset gpu-small if that has
-            enough.
+        DataError: there is too little text. For a larger model, of another preset (`chosen`), the message suggests
+            --preset gpu-small if that has enough.
     """
     rows, seq_len = config.schedule.rows, config.model.seq_len
     try:

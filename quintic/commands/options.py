@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 from quintic.commands.parsing import asks_help, options_of, parse, print_help, read_options
 from quintic.commands.presets import check_initial, preset, suitable_preset, unused_options, with_initial, with_recipe
@@ -41,13 +41,6 @@ __all__ = [
     "speedrun_options",
     "training_options",
 ]
-
-_DESCRIPTIONS = {
-    "train": "Train a GPT: prepare data if needed, train, evaluate, sample, write a report.",
-    "compare": "Train the same GPT with AdamW and with Muon and compare their curves.",
-    "plan": "Show what a run would be, without training: sizes, length, rates, memory, and what the optimizer does to "
-    "each kind of weight. For another model, on any number of GPUs: quintic plan --model NAME --help.",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +91,16 @@ class PlanOptions(FileOptions):
             size_in_bytes(self.memory)
 
 
-_START_OPTIONS: Mapping[str, Any] = {"train": StartOptions, "compare": ComparisonOptions, "plan": PlanOptions}
+# Command that trains or plans it -> its options beside the configuration, and the beginning of its help.
+_TRAINING: Mapping[str, tuple[Any, str]] = {
+    "train": (StartOptions, "Train a GPT: prepare data if needed, train, evaluate, sample, write a report."),
+    "compare": (ComparisonOptions, "Train the same GPT with AdamW and with Muon and compare their curves."),
+    "plan": (
+        PlanOptions,
+        "Show what a run would be, without training: sizes, length, rates, memory, and what the optimizer does to each "
+        "kind of weight. For another model, on any number of GPUs: quintic plan --model NAME --help.",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,9 +260,10 @@ def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None
         f"does not work with --preset {name}, whose model and schedule are fixed; leave it out (quintic {command} "
         "--help lists its options)"
     )
-    unavailable = {option: why for kind in (Config, StartOptions) for option, _ in options_of(kind)}
-    given = read_options({"--preset": str, **dict(options_of(SpeedrunOptions))}, arguments, command, unavailable)
-    options = dataclasses.replace(chosen.options, **{name: given[name] for name in given.keys() - {"preset"}})
+    unavailable = dict.fromkeys(options_of(Config, StartOptions), why)
+    given = read_options({"--preset": str} | options_of(SpeedrunOptions), arguments, command, unavailable)
+    del given["preset"]
+    options = dataclasses.replace(chosen.options, **given)
     if options.tokenizer is not None and chosen.model.bos_id == BYTES_BOS:
         raise ConfigError(f"--tokenizer does not work with --preset {name}, whose tokens are bytes; leave it out")
     return name, options
@@ -285,11 +288,11 @@ def training_options(arguments: list[str], command: str) -> Start:
 
 
 def _read_start(arguments: list[str], command: str) -> Start:
-    kind, shows_help = _START_OPTIONS[command], asks_help(arguments)
-    options = dict([*options_of(Config), *options_of(kind)])
+    (kind, description), shows_help = _TRAINING[command], asks_help(arguments)
     needs = "needs --model NAME: a model to plan for, such as llama-3-70b"
-    unavailable = {option: needs for option, _ in options_of(SimulationOptions)} if command == "plan" else None
-    given = read_options(options, [word for word in arguments if word not in ("-h", "--help")], command, unavailable)
+    unavailable = dict.fromkeys(options_of(SimulationOptions), needs) if command == "plan" else {}
+    words = [word for word in arguments if word not in ("-h", "--help")]
+    given = read_options(options_of(Config, kind), words, command, unavailable)
     values = {name: given[name] for name in values_of(Config()) if name in given}
     start = kind(**{name: value for name, value in given.items() if name not in values})
     sources = [f"--{name}" for name in ("config", "preset") if getattr(start, name) is not None]
@@ -308,7 +311,15 @@ def _read_start(arguments: list[str], command: str) -> Start:
     if "recipe" in values:
         default = with_recipe(default, values["recipe"])
     if shows_help:
-        _print_training_help(kind, command, default, origin)
+        description += (
+            f"\n\nThe defaults shown are those {origin}. Without --preset they suit machine and text: 'cpu' is a small "
+            "model, 'gpu-small' one for a GPU and the text of your Python installation, 'gpu' one of depth 12 for "
+            "--data."
+        )
+        # The options about the start are shown as a section beside the configuration's.
+        section = ("start", kind, field(default_factory=kind))
+        shown = dataclasses.make_dataclass("_Help", [section], bases=(Config,), frozen=True, kw_only=True)
+        print_help(shown, command, description, shown(**vars(default)))
     source = values.pop("init_from", None)
     if source is not None:
         default = with_initial(default, source, values.get("runs_dir", default.run.runs_dir))
@@ -337,18 +348,6 @@ def _continued(values: Mapping[str, Any], given: Mapping[str, Any], command: str
     check_resumed(saved, config, file, is_comparison=is_comparison)
     unused_options(saved, config)
     return Start(config=config, resumed=resumed, seeds=seeds, given=given)
-
-
-def _print_training_help(kind: Any, command: str, default: Config, origin: str) -> NoReturn:
-    """Print the options of a training command, those about the start as a section beside the configuration's."""
-    section = ("start", kind, field(default_factory=kind))
-    shown = dataclasses.make_dataclass("_Help", [section], bases=(Config,), frozen=True, kw_only=True)
-    description = (
-        f"{_DESCRIPTIONS[command]}\n\nThe defaults shown are those {origin}. Without --preset they suit machine "
-        "and text: 'cpu' is a small model, 'gpu-small' one for a GPU and the text of your Python installation, 'gpu' "
-        "one of depth 12 for --data."
-    )
-    print_help(shown, command, description, shown(**vars(default)))
 
 
 def _absolute(data: DataConfig) -> DataConfig:

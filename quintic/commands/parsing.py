@@ -13,7 +13,8 @@ import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -37,26 +38,28 @@ def parse(kind: type[T], arguments: list[str], command: str, description: str | 
     """
     if asks_help(arguments):
         print_help(kind, command, description or str(kind.__doc__))
-    given = read_options(dict(options_of(kind)), arguments, command)
+    given = read_options(options_of(kind), arguments, command)
     for f in dataclasses.fields(typing.cast(Any, kind)):
         if f.name not in given and f.default is f.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{option_of(f.name)} is needed (see quintic {command} --help)")
     return kind(**given)
 
 
-def options_of(kind: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each option of a dataclass and of the dataclasses nested in it, with the type of its field."""
-    for name, hint in typing.get_type_hints(kind).items():
+def options_of(*kinds: Any) -> dict[str, Any]:
+    """Return the options of dataclasses, and of the dataclasses nested in them, with the types of their fields."""
+    options: dict[str, Any] = {}
+    for name, hint in (item for kind in kinds for item in typing.get_type_hints(kind).items()):
         if dataclasses.is_dataclass(hint):
-            yield from options_of(hint)
+            options |= options_of(hint)
         else:
-            yield option_of(name), hint
+            options[option_of(name)] = hint
             if _is_switch(hint):
-                yield option_of(f"no_{name}"), hint
+                options[option_of(f"no_{name}")] = hint
+    return options
 
 
 def read_options(
-    options: Mapping[str, Any], arguments: list[str], command: str, unavailable: Mapping[str, str] | None = None
+    options: Mapping[str, Any], arguments: list[str], command: str, unavailable: Mapping[str, str] = {}
 ) -> dict[str, Any]:
     """Return the values of the options that are given, by the names of their fields; the last one counts.
 
@@ -71,27 +74,26 @@ def read_options(
     """
     given: dict[str, Any] = {}
     # `texts` is the previous option if it takes any number of texts: "-x" after it may be meant as one of them.
-    position, texts = 0, ""
-    while position < len(arguments):
-        typed, has_value, value = arguments[position].partition("=")
-        position += 1
+    words, texts = deque(arguments), ""
+    while words:
+        word = words.popleft()
+        typed, has_value, value = word.partition("=")
         option = typed.replace("_", "-")
         if not option.startswith("--"):
             raise ConfigError(f"{typed!r} is not an option; options begin with -- (see quintic {command} --help)")
         if option not in options:
-            if unavailable is not None and option in unavailable:
+            if option in unavailable:
                 raise ConfigError(f"{option} {unavailable[option]}")
             # Compare without the dashes, which would make all options similar.
             nearest = difflib.get_close_matches(option[2:], [name[2:] for name in options], n=1)
             hint = f"did you mean --{nearest[0]}?" if nearest else f"quintic {command} --help lists the options"
             if texts:
-                hint += f"; if it is a text for {texts}, write {texts}={arguments[position - 1]}"
+                hint += f"; if it is a text for {texts}, write {texts}={word}"
             raise ConfigError(f"unknown option {typed}: {hint}")
         # The values: after "=", or all arguments up to the next option.
         values = [value] if has_value else []
-        while not has_value and position < len(arguments) and not arguments[position].startswith("--"):
-            values.append(arguments[position])
-            position += 1
+        while not has_value and words and not words[0].startswith("--"):
+            values.append(words.popleft())
         hint = options[option]
         is_off = _is_switch(hint) and option.startswith("--no-")
         name = option.removeprefix("--no-" if is_off else "--").replace("-", "_")
@@ -101,7 +103,7 @@ def read_options(
             raise ConfigError(f"{option} {dashed[0]}: for a value that begins with a dash write {option}={dashed[0]}")
         texts = option if typing.get_origin(hint) is tuple else ""
         if texts and not values:
-            how = f"; write {option}={arguments[position]} if that is the text" if arguments[position:] else ""
+            how = f"; write {option}={words[0]} if that is the text" if words else ""
             raise ConfigError(f"{option} needs a value: a text{how}")
         if _is_switch(hint) and not values:
             given[name] = not is_off

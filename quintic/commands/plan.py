@@ -151,18 +151,10 @@ def planned_vocabulary(data: DataConfig) -> tuple[int, str]:
 
 
 def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, compiled: bool = False) -> dict[str, int]:
-    """Return the bytes that training needs on one device, by purpose.
+    """Return the bytes that training needs on one device, by purpose; the model may be on the meta device.
 
-    Args:
-        model: on any device, including the meta device.
-        optimizer: of the model's parameters.
-        rows: rows of `seq_len` tokens of one forward and backward pass.
-        on_gpu: include the chunks of logits, which matter only on a GPU.
-        compiled: whether the model will be compiled, which keeps fewer activations.
-
-    Returns:
-        `weights`, `gradients` and `state`, exact; `activations`, an estimate, within 10 % where it was measured;
-        `step`, temporary memory of the optimizer's step. Activations and the step never exist together.
+    `weights`, `gradients` and `state` are exact; `activations`, of a pass over `rows`, is an estimate, within 10 %
+    where it was measured; `step` is temporary memory of the optimizer's step. The last two never exist together.
     """
     weights = sum(param.numel() * param.element_size() for param in model.parameters())
     state = sum(state_bytes(param, group) for group in optimizer._plans.current_groups() for param in group.params)
@@ -184,11 +176,7 @@ def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, com
 def cheapest_options(config: Config, memory: int, parameters: int, needs: Callable[[Config], Parts]) -> str:
     """Return a table of the memory of a run with more and more options that save some, and the cheapest that fit.
 
-    Args:
-        config: the run as it was asked for.
-        memory: bytes of the device.
-        parameters: the number of the model's parameters.
-        needs: returns the memory of a run.
+    `memory` is that of the device in bytes, and `needs` returns that of a run.
     """
 
     def needs_with(settings: Settings) -> Parts:

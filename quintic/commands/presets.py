@@ -60,11 +60,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def preset(name: str) -> Config:
-    """Return the defaults of a named preset.
-
-    Raises:
-        ConfigError: there is no preset of that name.
-    """
+    """Return the defaults of a named preset, or raise a ConfigError."""
     if name not in PRESETS:
         races = ", ".join(speedrun.PRESETS)
         *first, last = PRESETS
@@ -73,13 +69,10 @@ def preset(name: str) -> Config:
 
 
 def suitable_preset(device: str | None, data: str | None, *, guess: bool) -> str:
-    """Return the name of the preset that suits a machine and a text, the values of `--device` and `--data`.
+    """Return the name of the preset that suits a machine and a text, by `--device` and `--data` where they are given.
 
-    Args:
-        device: None if it is not given.
-        data: None if it is not given. The text of the Python installation is too short for the preset "gpu".
-        guess: look for the driver of a GPU and do not import PyTorch, which takes seconds. For `--help`, where a
-            mistake only shows the defaults of another preset.
+    With `guess`, look for the driver of a GPU and do not import PyTorch, which takes seconds. For `--help`, where a
+    mistake only shows the defaults of another preset.
     """
     if device == "cpu":
         return "cpu"
@@ -91,6 +84,7 @@ def suitable_preset(device: str | None, data: str | None, *, guess: bool) -> str
         has_gpu = torch.cuda.is_available()
     if not has_gpu:
         return "cpu"
+    # The text of the Python installation is too short for the preset "gpu".
     return "gpu-small" if data in (None, DataConfig.data) else "gpu"
 
 
@@ -211,12 +205,9 @@ _OVERRIDDEN = {
 
 
 def unused_options(default: Config, config: Config, *, both_optimizers: bool = False) -> list[str]:
-    """Return a line for each given option that another option overrides.
+    """Return a line for each option that another one overrides, of those in which `config` differs from its defaults.
 
-    Args:
-        default: the configuration before reading the options.
-        config: the configuration after reading them.
-        both_optimizers: whether runs with either optimizer are trained, as by `quintic compare`.
+    With `both_optimizers`, runs with either are trained, as by `quintic compare`.
 
     Raises:
         ConfigError: an option was given without the one that it needs.

@@ -49,10 +49,8 @@ class StartingPoint(NamedTuple):
     """Settings to begin with."""
 
     scale: Scale
-    weight_decay: float
-    """Of matrices, by the harness' law."""
-    same_product: float
-    """The decay with which `lr * weight_decay` is AdamW's."""
+    weight_decay: float  # of matrices, by the harness' law
+    same_product: float  # the decay with which `lr * weight_decay` is AdamW's
 
 
 def run(options: RatesOptions) -> int:

@@ -29,19 +29,12 @@ def run(options: DataConfig) -> int:
 def prepared(data: DataConfig, *, repair: bool = True) -> Dataset:
     """Return the text of a configuration as tokens, preparing it if needed, with verified checksums.
 
-    Args:
-        data: the options of text.
-        repair: prepare damaged data again instead of raising an error.
-
     Raises:
-        QuinticError: the source or the prepared data cannot be used.
+        QuinticError: the source cannot be used, or prepared data is damaged and not to be prepared again (`repair`).
     """
     settings = {name: value for name, value in vars(data).items() if name not in ("data", "verify")}
     dataset = prepare(
-        data.data,
-        **settings,
-        repair=repair,
-        say=lambda line: print(f"Preparing data: {line}", flush=True),
+        data.data, **settings, repair=repair, say=lambda line: print(f"Preparing data: {line}", flush=True)
     )
     verify(dataset, again=data.verify)
     return dataset
@@ -50,9 +43,7 @@ def prepared(data: DataConfig, *, repair: bool = True) -> Dataset:
 def verify(dataset: Dataset, *, again: bool) -> None:
     """Compare prepared data with its checksums, and print a line first if that takes long.
 
-    Args:
-        dataset: the data.
-        again: also compare files that this machine has compared before and that have not changed since.
+    With `again`, also compare files that this machine has compared before and that have not changed since.
     """
 
     def begin(num_bytes: int) -> None:

@@ -234,7 +234,7 @@ def wait_for_steps(run_dir: Path, steps: int, process: "subprocess.Popen[str]") 
 
 def test_every_option_of_training_survives_torchrun() -> None:
     parser = get_args_parser()
-    for option in [*(name for kind in (Config, StartOptions) for name, _ in options_of(kind)), "--name"]:
+    for option in [*options_of(Config, StartOptions), "--name"]:
         if option == "--run":
             continue  # what --name is for
         arguments = ["-m", "quintic", "train", option, "x", f"{option}=x"]
