@@ -26,7 +26,6 @@ from quintic.train.runs import (
     check_new_run,
     create_run,
     discard_unstarted,
-    find_comparison,
     is_finished,
     save_comparison,
 )
@@ -127,7 +126,6 @@ def run(start: Start) -> int:
     runs_dir, name = config.run.runs_dir, config.run.run or f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     if start.resumed is not None:
         runs_dir, name = start.resumed.parent, start.resumed.stem  # it may have been moved or renamed
-        command = find_comparison(runs_dir, name).command
     config = with_options(config, run=name, runs_dir=runs_dir)
     place = [] if runs_dir == Config().run.runs_dir else ["--runs-dir", str(runs_dir)]
     go_on = hint("compare", ["--resume", "--run", name, *place])

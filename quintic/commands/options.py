@@ -7,6 +7,7 @@ PyTorch is imported only if the defaults depend on whether there is a GPU, so th
 quickly.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -14,7 +15,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from quintic.commands.parsing import asks_help, options_of, parse, print_help, read_options
 from quintic.commands.presets import check_initial, preset, suitable_preset, unused_options, with_initial, with_recipe
@@ -119,7 +120,7 @@ class Start:
     given: Mapping[str, Any] = field(default_factory=dict)
     """The options on the command line, by the names of their fields."""
     command: str = ""
-    """The command line, for the log."""
+    """The command line that started it, for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,48 +279,20 @@ def training_options(arguments: list[str], command: str) -> Start:
     Raises:
         ConfigError: an option is wrong, does not fit the others, or cannot change when a run is resumed.
     """
-    try:
-        start = _read_start(arguments, command)
-        return dataclasses.replace(start, command=shlex.join(["quintic", command, *arguments]))
-    except ConfigError:
-        if not asks_help(arguments):
-            raise
-    return _read_start(["--help"], command)  # the help answers mistakes, too
-
-
-def _read_start(arguments: list[str], command: str) -> Start:
-    (kind, description), shows_help = _TRAINING[command], asks_help(arguments)
-    needs = "needs --model NAME: a model to plan for, such as llama-3-70b"
-    unavailable = dict.fromkeys(options_of(SimulationOptions), needs) if command == "plan" else {}
-    words = [word for word in arguments if word not in ("-h", "--help")]
-    given = read_options(options_of(Config, kind), words, command, unavailable)
-    values = {name: given[name] for name in values_of(Config()) if name in given}
-    start = kind(**{name: value for name, value in given.items() if name not in values})
-    sources = [f"--{name}" for name in ("config", "preset") if getattr(start, name) is not None]
-    if len(sources) > 1:
+    if asks_help(arguments):
+        with contextlib.suppress(ConfigError):  # the help answers mistakes, too
+            _print_training_help([word for word in arguments if word not in ("-h", "--help")], command)
+        _print_training_help([], command)
+    given, values, start = _given_options(arguments, command)
+    if start.config is not None and start.preset is not None:
         raise ConfigError(f"--preset {start.preset}: the options come from --config; give one of the two")
-    if (start.resume or "resume_step" in given) and not shows_help:
-        if sources:
-            raise ConfigError(f"{sources[0]}: a resumed run keeps its own configuration; leave {sources[0]} out")
-        return _continued(values, given, command)
-    name = start.preset
-    if start.config is not None:
-        default, origin = load_config(start.config), f"of {start.config}"
-    else:
-        name = name or suitable_preset(values.get("device"), values.get("data"), guess=shows_help)
-        default, origin = preset(name), f"of --preset {name}"
-    if "recipe" in values:
-        default = with_recipe(default, values["recipe"])
-    if shows_help:
-        description += (
-            f"\n\nThe defaults shown are those {origin}. Without --preset they suit machine and text: 'cpu' is a small "
-            "model, 'gpu-small' one for a GPU and the text of your Python installation, 'gpu' one of depth 12 for "
-            "--data."
-        )
-        # The options about the start are shown as a section beside the configuration's.
-        section = ("start", kind, field(default_factory=kind))
-        shown = dataclasses.make_dataclass("_Help", [section], bases=(Config,), frozen=True, kw_only=True)
-        print_help(shown, command, description, shown(**vars(default)))
+    line = shlex.join(["quintic", command, *arguments])
+    if start.resume or "resume_step" in given:
+        for option in ("--config", "--preset"):
+            if getattr(start, option[2:]) is not None:
+                raise ConfigError(f"{option}: a resumed run keeps its own configuration; leave {option} out")
+        return _continued(values, given, command, line)
+    default, name = _defaults(values, start)
     source = values.pop("init_from", None)
     if source is not None:
         default = with_initial(default, source, values.get("runs_dir", default.run.runs_dir))
@@ -327,18 +300,38 @@ def _read_start(arguments: list[str], command: str) -> Start:
     if config.run.init_from is not None:
         check_initial(default, config)
     notes = unused_options(default, config, both_optimizers=command == "compare")
-    config = dataclasses.replace(config, data=_absolute(config.data))
-    return Start(config=config, preset=name, seeds=given.get("seeds", 1), notes=tuple(notes), given=given)
+    config, seeds = dataclasses.replace(config, data=_absolute(config.data)), given.get("seeds", 1)
+    return Start(config=config, preset=name, seeds=seeds, notes=tuple(notes), given=given, command=line)
 
 
-def _continued(values: Mapping[str, Any], given: Mapping[str, Any], command: str) -> Start:
+def _given_options(arguments: list[str], command: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Return the given options: all, those of the configuration, and the others as the command's dataclass."""
+    kind, _ = _TRAINING[command]
+    needs = "needs --model NAME: a model to plan for, such as llama-3-70b"
+    unavailable = dict.fromkeys(options_of(SimulationOptions), needs) if command == "plan" else {}
+    given = read_options(options_of(Config, kind), arguments, command, unavailable)
+    values = {name: given[name] for name in values_of(Config()) if name in given}
+    return given, values, kind(**{name: given[name] for name in given.keys() - values.keys()})
+
+
+def _defaults(values: Mapping[str, Any], start: Any, *, guess: bool = False) -> tuple[Config, str | None]:
+    """Return the defaults of a new run's options, and the name of their preset."""
+    if start.config is not None:
+        default, name = load_config(start.config), None
+    else:
+        name = start.preset or suitable_preset(values.get("device"), values.get("data"), guess=guess)
+        default = preset(name)
+    return with_recipe(default, values.get("recipe", default.optim.recipe)), name
+
+
+def _continued(values: Mapping[str, Any], given: Mapping[str, Any], command: str, line: str) -> Start:
     """Return the run or comparison to continue, with the options given now; `values` are those of its configuration."""
     runs_dir, name, is_comparison = values.get("runs_dir", RunConfig.runs_dir), values.get("run"), command == "compare"
     if is_comparison:
         if "seeds" in given:
             raise ConfigError("--seeds: a resumed comparison continues its own runs; leave --seeds out")
         found = find_comparison(runs_dir, name)
-        resumed, file, saved, seeds = found.path, found.path, found.config, found.seeds
+        resumed, file, saved, seeds, line = found.path, found.path, found.config, found.seeds, found.command
     else:
         resumed = find_run(runs_dir, name)
         file, seeds = resumed / CONFIG_FILE, 1
@@ -347,7 +340,23 @@ def _continued(values: Mapping[str, Any], given: Mapping[str, Any], command: str
     saved, config = (dataclasses.replace(each, data=_absolute(each.data)) for each in (saved, asked))
     check_resumed(saved, config, file, is_comparison=is_comparison)
     unused_options(saved, config)
-    return Start(config=config, resumed=resumed, seeds=seeds, given=given)
+    return Start(config=config, resumed=resumed, seeds=seeds, given=given, command=line)
+
+
+def _print_training_help(words: list[str], command: str) -> NoReturn:
+    """Print the help, with the defaults that these options give."""
+    _, values, start = _given_options(words, command)
+    default, name = _defaults(values, start, guess=True)
+    kind, description = _TRAINING[command]
+    origin = f"--preset {name}" if start.config is None else start.config
+    description += (
+        f"\n\nThe defaults shown are those of {origin}. Without --preset they suit machine and text: 'cpu' is a small "
+        "model, 'gpu-small' one for a GPU and the text of your Python installation, 'gpu' one of depth 12 for --data."
+    )
+    # The options about the start are a section beside the configuration's.
+    section = ("start", kind, field(default_factory=kind))
+    shown = dataclasses.make_dataclass("_Help", [section], bases=(Config,), frozen=True, kw_only=True)
+    print_help(shown, command, description, shown(**vars(default)))
 
 
 def _absolute(data: DataConfig) -> DataConfig:
