@@ -107,16 +107,13 @@ def _restarted(start: Start, launch: Launch) -> Start:
     """Return what to do after a restart by torchrun: continue the run that the first attempt started."""
     if start.resumed is not None or not launch.may_restart:
         return start
-    config = start.config
-    if config.run.run is None:
-        if launch.run_name is None:
-            raise ConfigError("--name: is needed with torchrun --max-restarts, so that a restart can find its run")
-        config = with_options(config, run=launch.run_name)
-    assert config.run.run is not None
-    run_dir = config.run.runs_dir / config.run.run
+    name = start.config.run.run or launch.run_name
+    if name is None:
+        raise ConfigError("--name: is needed with torchrun --max-restarts, so that a restart can find its run")
+    run_dir = start.config.run.runs_dir / name
     if launch.restarts and (run_dir / CONFIG_FILE).is_file():
         return dataclasses.replace(start, config=load_config(run_dir / CONFIG_FILE), resumed=run_dir)
-    return dataclasses.replace(start, config=config)
+    return dataclasses.replace(start, config=with_options(start.config, run=name))
 
 
 def _finished_note(start: Start) -> str | None:

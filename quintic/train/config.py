@@ -1,9 +1,9 @@
-"""The configuration of a run. Each field is declared once here; the command line's options are generated from it.
+"""The configuration of a run. Each option is declared once here: type, limits, marks, default, and its text in `--help`.
 
-The docstring below a field is its text in `--help`. Options override `--recipe`, which overrides the preset or saved
-configuration (`--config`); presets and recipes are in `quintic/commands/presets.py`. Derived values (width, number of
-steps, scaled learning rates) are not stored but computed in `recipe.py`. Values out of range raise a ConfigError at
-construction, which names the option.
+The docstring below a field is that text. Options override `--recipe`, which overrides the preset or saved configuration
+(`--config`); presets and recipes are in `quintic/commands/presets.py`. Derived values (width, number of steps, scaled
+learning rates) are not stored but computed in `recipe.py`. Values out of range raise a ConfigError at construction,
+which names the option.
 """
 
 from collections.abc import Iterable
