@@ -1,4 +1,4 @@
-"""The configuration of a run. Each option is declared once here: type, limits, marks, default, and its text in `--help`.
+"""The configuration of a run. Each option is declared once here: type, limits, marks, default and text in `--help`.
 
 The docstring below a field is that text. Options override `--recipe`, which overrides the preset or saved configuration
 (`--config`); presets and recipes are in `quintic/commands/presets.py`. Derived values (width, number of steps, scaled
