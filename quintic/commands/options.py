@@ -361,16 +361,12 @@ def _print_training_help(words: list[str], command: str) -> NoReturn:
 
 def _absolute(data: DataConfig) -> DataConfig:
     """Return the options of text with absolute paths, so that a run can be resumed from any folder."""
-    source, tokenizer = _absolute_source(data.data), data.tokenizer
-    val_data = None if data.val_data is None else _absolute_source(data.val_data)
-    if tokenizer is not None and tokenizer != "gpt2" and Path(tokenizer).exists():
-        tokenizer = os.path.abspath(tokenizer)
-    data_dir = Path(os.path.abspath(data.data_dir))
-    return dataclasses.replace(data, data=source, val_data=val_data, tokenizer=tokenizer, data_dir=data_dir)
+    paths: dict[str, Any] = {name: _absolute_source(getattr(data, name)) for name in ("data", "val_data", "tokenizer")}
+    return dataclasses.replace(data, **paths, data_dir=Path(os.path.abspath(data.data_dir)))
 
 
-def _absolute_source(source: str) -> str:
-    if source in ("python", "") or source.startswith("hf:"):
+def _absolute_source(source: str | None) -> str | None:
+    if source is None or source in ("python", "") or source.startswith("hf:"):
         return source
     if Path(source).expanduser().exists():
         return os.path.abspath(Path(source).expanduser())
