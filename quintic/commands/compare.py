@@ -21,14 +21,7 @@ from quintic.report.comparison import write_comparison
 from quintic.streams import say
 from quintic.train.config import Config
 from quintic.train.loop import Interrupted, train
-from quintic.train.runs import (
-    CONFIG_FILE,
-    check_new_run,
-    create_run,
-    discard_unstarted,
-    is_finished,
-    save_comparison,
-)
+from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted, is_finished, save_comparison
 from quintic.train.saved_config import computation_changes, load_config, with_options
 
 __all__ = ["compare", "run", "variants"]

@@ -20,15 +20,7 @@ from quintic.speedrun import presets as speedrun
 from quintic.train.config import OF_ADAMW, OF_MUON, Config, DataConfig, ModelConfig, marked
 from quintic.train.saved_config import changed_options, load_config, values_of, with_options
 
-__all__ = [
-    "PRESETS",
-    "check_initial",
-    "preset",
-    "suitable_preset",
-    "unused_options",
-    "with_initial",
-    "with_recipe",
-]
+__all__ = ["PRESETS", "check_initial", "preset", "suitable_preset", "unused_options", "with_initial", "with_recipe"]
 
 # Files of GPU drivers: NVIDIA, NVIDIA Jetson, AMD, Windows Subsystem for Linux, and NVIDIA on Windows.
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/kfd", "/dev/dxg", r"C:\Windows\System32\nvcuda.dll")

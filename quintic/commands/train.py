@@ -24,14 +24,7 @@ from quintic.train.checkpoint import newest_checkpoint, step_of
 from quintic.train.config import DataConfig
 from quintic.train.distributed import Ranks, connected
 from quintic.train.loop import Interrupted, Result, train
-from quintic.train.runs import (
-    CONFIG_FILE,
-    check_new_run,
-    create_run,
-    discard_unstarted,
-    is_finished,
-    newest_unfinished,
-)
+from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted, is_finished, newest_unfinished
 from quintic.train.saved_config import load_config, with_options
 
 __all__ = ["run"]
