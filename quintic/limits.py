@@ -69,7 +69,7 @@ def check(name: str, value: Any, *limits: Limit) -> None:
 
 
 def metadata_of(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield what `Annotated` declares about the fields of a dataclass, such as limits, each with the field's name."""
+    """Yield the limits and marks that a dataclass declares with `Annotated`, each with the name of its field."""
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         parts = [hint]
         for part in parts:  # in a union such as `Count | None`, one of the types has a limit

@@ -82,7 +82,7 @@ class TrainedModel:
 
 
 def check_options(config: Config, *, ranks: int = 1) -> list[str]:
-    """Check what does not depend on a run's text; return `duration_lines` for the largest possible vocabulary."""
+    """Check all that does not need a run's text; return `duration_lines` for the largest possible vocabulary."""
     hardware = choose_hardware(config.run)
     check_trackers(config.run)
     if config.run.core is not None:

@@ -305,7 +305,7 @@ def training_options(arguments: list[str], command: str) -> Start:
 
 
 def _given_options(arguments: list[str], command: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Return the given options: all, those of the configuration, and the others as the command's dataclass."""
+    """Return all given options, the configuration's among them, and the others as the command's dataclass."""
     kind, _ = _TRAINING[command]
     needs = "needs --model NAME: a model to plan for, such as llama-3-70b"
     unavailable = dict.fromkeys(options_of(SimulationOptions), needs) if command == "plan" else {}
@@ -325,7 +325,7 @@ def _defaults(values: Mapping[str, Any], start: Any, *, guess: bool = False) -> 
 
 
 def _continued(values: Mapping[str, Any], given: Mapping[str, Any], command: str, line: str) -> Start:
-    """Return the run or comparison to continue, with the options given now; `values` are those of its configuration."""
+    """Return the run or comparison to continue, with the options given now; `values` belong to its configuration."""
     runs_dir, name, is_comparison = values.get("runs_dir", RunConfig.runs_dir), values.get("run"), command == "compare"
     if is_comparison:
         if "seeds" in given:

@@ -176,7 +176,7 @@ def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, com
 def cheapest_options(config: Config, memory: int, parameters: int, needs: Callable[[Config], Parts]) -> str:
     """Return a table of the memory of a run with more and more options that save some, and the cheapest that fit.
 
-    `memory` is that of the device in bytes, and `needs` returns that of a run.
+    `memory` is the device's, in bytes, and `needs` returns a run's.
     """
 
     def needs_with(settings: Settings) -> Parts:

@@ -197,7 +197,7 @@ _OVERRIDDEN = {
 
 
 def unused_options(default: Config, config: Config, *, both_optimizers: bool = False) -> list[str]:
-    """Return a line for each option that another one overrides, of those in which `config` differs from its defaults.
+    """Return a line for each option that differs from its default but that another one overrides.
 
     With `both_optimizers`, runs with either are trained, as by `quintic compare`.
 

@@ -97,7 +97,7 @@ def _run(start: Start, launch: Launch, ranks: Ranks) -> int:
 
 
 def _restarted(start: Start, launch: Launch) -> Start:
-    """Return what to do after a restart by torchrun: continue the run that the first attempt started."""
+    """Continue the run that the first attempt started, if torchrun has restarted this process."""
     if start.resumed is not None or not launch.may_restart:
         return start
     name = start.config.run.run or launch.run_name

@@ -87,7 +87,7 @@ def with_options(config: Config, **values: Any) -> Config:
     for name, section in vars(config).items():
         changes = {option: values.pop(option) for option in vars(section) if option in values}
         sections[name] = dataclasses.replace(section, **changes)
-    return Config(**sections, **values)  # what is left is no option, which is a TypeError
+    return Config(**sections, **values)  # a name that is left is no option, which is a TypeError
 
 
 def values_of(config: Config) -> dict[str, Any]:
