@@ -102,8 +102,6 @@ FILES_OF_A_FOLDER = 14
 # Names that two files of one package give to functions of their own.
 HELPERS_WITH_TWO_BODIES = {
     "commands.run",  # the name that cli.py calls in each command
-    "eval._norm",  # files of exported models import nothing of each other
-    "eval._rotate",
 }
 
 # Slow to load, or not installed with the optimizer alone: `import quintic` must do without them.

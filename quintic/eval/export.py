@@ -7,7 +7,6 @@ Quintic's models have these, so the folder contains its own code, `modeling_quin
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from quintic.data.tokenizer import Tokenizer
 from quintic.durable import json_object, new_folder, save_tensors
 from quintic.errors import ConfigError
 from quintic.eval.row_models import BatchedSpeedrun, LanguageModel
+from quintic.model import functions, speedrun_layers, speedrun_sizes
 from quintic.model.gpt import GPT
 from quintic.model.layers import QK_GAIN
 from quintic.model.sizes import GATE_CHANNELS, VARIANTS
-from quintic.model.speedrun_layers import TokenCoefficients
 
 __all__ = ["export_hf"]
 
@@ -46,8 +45,10 @@ def export_hf(model: LanguageModel, tokenizer: Tokenizer, folder: str | Path) ->
         raise ConfigError(f"--out {folder}: holds something other than an export; name a new folder")
     if isinstance(model, BatchedSpeedrun):
         code, name, (state, sizes) = "modeling_speedrun", "QuinticSpeedrun", _speedrun_content(model)
+        sources = [Path(str(module.__file__)) for module in (functions, speedrun_layers, speedrun_sizes)]
     else:
-        code, name, (state, sizes) = "modeling_quintic", "Quintic", _gpt_content(model)
+        code, name, (state, sizes), sources = "modeling_quintic", "Quintic", _gpt_content(model), []
+    sources.append(Path(__file__).with_name(f"{code}.py"))
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), model.config.bos_id)
     config = {
         "architectures": [f"{name}ForCausalLM"],
@@ -69,7 +70,9 @@ def export_hf(model: LanguageModel, tokenizer: Tokenizer, folder: str | Path) ->
         save_tensors(state, unfinished / "model.safetensors")
         for file, content in files.items():
             (unfinished / file).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        shutil.copyfile(Path(__file__).with_name(f"{code}.py"), unfinished / f"{code}.py")
+        for source in sources:
+            text = source.read_text(encoding="utf-8")
+            (unfinished / source.name).write_text(text.replace("from quintic.model.", "from ."), encoding="utf-8")
     return folder
 
 
@@ -131,21 +134,7 @@ def _speedrun_content(exported: BatchedSpeedrun) -> tuple[dict[str, Tensor], dic
         "windows": list(model.rotary.windows),
         "frequencies": model.rotary.frequencies.tolist(),
         "query_scale": model.rotary.query_scale.item(),
-        "layers": [dataclasses.asdict(layer) for layer in sizes.layers],
-        "coefficients": {
-            name: [(part, size) for part, (size, _) in module.starts.items()]
-            for name, module in model.named_children()
-            if isinstance(module, TokenCoefficients)
-        },
-        "sources": {"early": sizes.skip_source, "shared": sizes.shared_source},
-        "value_tables": sizes.value_tables,
-        "shapes": {
-            name: list(tensor.shape) for name, tensor in state.items() if "." not in name and name != "bigram_signs"
-        },
-        "bigram_sign_rows": sizes.bigram_sign_rows,
-        "gate_channels": sizes.gate_channels,
-        "shared_attention_input": sizes.shared_attention_input,
-        "sigmoid_logits": sizes.sigmoid_logits,
+        "features": dataclasses.asdict(sizes),
         "use_cache": False,
     }
 

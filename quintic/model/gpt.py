@@ -28,7 +28,8 @@ from quintic.kernels.lookup.lookup import plan_lookup
 from quintic.kernels.loss.loss import softcap_cross_entropy
 from quintic.model.cache import KVCache
 from quintic.model.fp8 import FP8_BOTH, FP8_FORWARD, Fp8Recipe, head_scales, obstacle_to_fp8_layer
-from quintic.model.layers import Block, Linear, distribute_like, learns, rms_norm, rotary_tables
+from quintic.model.functions import rms_norm, rotary_tables
+from quintic.model.layers import Block, Linear, distribute_like, learns
 from quintic.model.lookup import LookupLayer
 from quintic.model.sizes import SMEAR_CHANNELS, VARIANTS, GPTConfig
 

@@ -1,4 +1,4 @@
-"""The layers of the GPT: linear, normalisation, rotary positions, attention, MLP, block.
+"""The layers of the GPT: linear, attention, MLP, block.
 
 No layer has a bias or a learned normalisation. Weights stay in their own dtype (float32 in training) and are cast to
 the activations' dtype where they are used, so that mixed precision needs no autocast.
@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from quintic.kernels.attention.attention import DocumentMask, attention
 from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.model.fp8 import Fp8Scaling, dynamic_fp8_linear
+from quintic.model.functions import rms_norm, rotate
 from quintic.model.sizes import GATE_CHANNELS
 
-__all__ = ["MLP", "Attention", "Block", "Linear", "distribute_like", "learns", "rms_norm", "rotary_tables", "rotate"]
+__all__ = ["MLP", "Attention", "Block", "Linear", "distribute_like", "learns"]
 
 
 # `KVCache.attend` of a layer: queries (B, T, H, D), keys and values (B, T, G, D), and the window -> (B, T, H, D).
@@ -26,11 +27,6 @@ CachedAttention = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 # Queries and keys have unit RMS. This factor sharpens attention: |q.k| / sqrt(D) is at most QK_GAIN^2 sqrt(D).
 QK_GAIN = 1.2
-
-
-def rms_norm(x: Tensor) -> Tensor:
-    """Return `x` divided by its root mean square along the last dimension."""
-    return F.rms_norm(x, (x.shape[-1],))
 
 
 def distribute_like(value: Tensor, tensor: Tensor) -> Tensor:
@@ -73,37 +69,6 @@ def _fuses(x: Tensor, *weights: Tensor) -> bool:
     """
     is_half = x.dtype in (torch.bfloat16, torch.float16)
     return x.is_cuda and is_half and not any(isinstance(weight, DTensor) for weight in weights)
-
-
-def rotary_tables(length: int, head_dim: int, *, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the cosines and signed sines for `rotate`: two (length, head_dim) float32 tensors.
-
-    Channel i and channel i + head_dim / 2 rotate by the angle position x base^(-2 i / head_dim) (RoFormer, arXiv
-    2104.09864, eq. 15); the sines of the first half are negated.
-    """
-    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)  # (D / 2,)
-    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)  # (length, D / 2)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-
-
-def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor, *, parts: int = 1) -> Tensor:
-    """Rotate queries or keys: the first half of the channels against the second, by the position's angle.
-
-    Args:
-        x_BTHD: (B, T, H, D) queries or keys.
-        cos: (T, D) from `rotary_tables`, or (B, T, D) if positions differ between rows.
-        sin: of the same shape.
-        parts: split the channels into this many equal ranges, and rotate the halves of each range.
-
-    Returns:
-        (B, T, H, D).
-    """
-    cos, sin = cos.unsqueeze(-2).to(x_BTHD.dtype), sin.unsqueeze(-2).to(x_BTHD.dtype)  # (..., T, 1, D)
-    half = x_BTHD.shape[-1] // (2 * parts)
-    # Whole-tensor products compile to one kernel. Computing each half and concatenating them takes one for each.
-    partners_BTHD: Tensor = x_BTHD.unflatten(-1, (parts, -1)).roll(half, dims=-1).flatten(-2)
-    return x_BTHD * cos + partners_BTHD * sin
 
 
 class Attention(nn.Module):

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from quintic.kernels.lookup.lookup import LookupPlan, lookup
-from quintic.model.layers import Linear, rms_norm
+from quintic.model.functions import rms_norm
+from quintic.model.layers import Linear
 
 __all__ = ["LookupLayer"]
 

@@ -12,31 +12,160 @@ speedrun_layers.py, with K targets per token and V tokens in the vocabulary. Dif
 - banks have no padding, coefficients no unused entries.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quintic.kernels.attention.attention import AttentionName, document_mask
+from quintic.kernels.attention.attention import AttentionName, attention, document_mask
 from quintic.kernels.linear.mlp import mlp_relu2
+from quintic.kernels.lookup.rows import embedding_into_grad
 from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
-from quintic.model.layers import learns, rms_norm
-from quintic.model.speedrun_layers import FlatRow, InputTables, Rotary, TokenCoefficients, attend, joined
-from quintic.model.speedrun_sizes import COEFFICIENT_SCALE, IGNORED, RESIDUAL_SCALE, SpeedrunConfig
+from quintic.model.layers import learns
+from quintic.model.speedrun_layers import (
+    SIGMOID_CAP,
+    TANH_CAP,
+    FlatRow,
+    SpeedrunLayers,
+    TokenCoefficients,
+    bigram_hashes,
+    document_begins,
+    half_rotary_tables,
+    make_input_weights,
+)
+from quintic.model.speedrun_sizes import COEFFICIENT_SCALE, IGNORED, RESIDUAL_SCALE, LayerPlan, SpeedrunConfig
 
 __all__ = ["SpeedrunConfig", "SpeedrunGPT"]
 
-_VALUE_CHANNELS = 6  # the gate of a value embedding reads this many leading channels of it, and of the stream
-_SIGMOID_CAP = SigmoidCap(height=23.0, shift=5.0, width=7.5)
-_TANH_CAP = 15.0
 # Scales of the head's 8-bit products: for hidden states up to 100, weights up to 1.6, gradients of logits up to 0.75.
 _FP8_SCALES = (100 / 448, 1.6 / 448, 0.75 / 448)
 
 
-class SpeedrunGPT(nn.Module):
+class InputTables(nn.Module):
+    """The embedding tables of the model, and smear.
+
+    The tables of value embeddings are stacked, (K x vocab_size, C). `dtype` is the tables'.
+    """
+
+    bigram_embedding: nn.Parameter
+    bigram_signs: Tensor
+    smear_scale: nn.Parameter
+
+    def __init__(self, config: SpeedrunConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.adds_to_gradients = False
+        """If true, the backward pass accumulates into the tables' `grad` directly (`embedding_into_grad`)."""
+        vocab, width = config.vocab_size, config.width
+        self.embedding = nn.Parameter(torch.empty(vocab, width, dtype=dtype))
+        if config.value_embeddings:
+            self.value_embeddings = nn.Parameter(torch.empty(config.value_tables * vocab, width, dtype=dtype))
+        make_input_weights(self, config, dtype)
+
+    def look_up(self, inputs: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+        """Look (T,) tokens up and return the first fields of a `FlatRow`: embedding, bigram, signs, values, starts."""
+        look_up, config = embedding_into_grad if self.adds_to_gradients else F.embedding, self.config
+        bigram_TC = signs_T = values_KTC = None
+        if config.bigram_hash:
+            rows_T, signs_T = bigram_hashes(inputs, config)
+            bigram_TC = look_up(rows_T, self.bigram_embedding)
+        if config.value_embeddings:
+            # One lookup in all K tables, so that there is one gradient. Table k begins at row k x vocab_size.
+            first = torch.arange(0, len(self.value_embeddings), config.vocab_size, device=inputs.device)
+            values_KTC = look_up(first.unsqueeze(1) + inputs, self.value_embeddings)
+        starts_T1 = document_begins(inputs, config.bos_id).unsqueeze(1)
+        return look_up(inputs, self.embedding), bigram_TC, signs_T, values_KTC, starts_T1
+
+
+class Rotary(nn.Module):
+    """Attention windows, and rotary positions with frequencies adapted to the windows (YaRN).
+
+    Half of a head's channels rotate, D/4 pairs; the other half has no position.
+
+    Args:
+        head_dim: channels of a head, a multiple of 4.
+        base: the fastest pair rotates by 1 radian per position, the slowest by 1 / base.
+        yarn: adapt frequencies and `query_scale` when the long window changes.
+    """
+
+    frequencies: Tensor
+    """(head_dim / 4,) float64 angles per position, in radians."""
+    query_scale: Tensor
+    """() float64 factor of the products of queries and keys."""
+
+    def __init__(self, head_dim: int, base: float, *, yarn: bool) -> None:
+        super().__init__()
+        self.base, self.yarn = base, yarn
+        self.windows: tuple[int, int] | None = None
+        """(short, long): number of tokens before its own that a query sees; None before `set_windows`."""
+        self._tables: Tensor | None = None
+        """(2, length, head_dim): cosines and sines for `tables`, updated in place because CUDA graphs read them."""
+        self.register_buffer("frequencies", torch.empty(head_dim // 4, dtype=torch.float64))
+        self.register_buffer("query_scale", torch.empty((), dtype=torch.float64))
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Restore the initial frequencies; the next `set_windows` counts as the first one."""
+        self.frequencies.copy_(self.base ** -torch.linspace(0, 1, len(self.frequencies), dtype=torch.float64))
+        self.query_scale.fill_(0.1)
+        self.windows = None
+        self._renew()
+
+    @torch.no_grad()
+    def set_windows(self, short: int, long: int, *, stretch: bool = True) -> None:
+        """Set the number of tokens before its own that a query sees in layers with short and with long windows, >= 1.
+
+        When a later call changes the long window, YaRN adapts the frequencies, and `query_scale` grows by a factor of
+        1 + 0.2 ln(new / old); not with `stretch=False`, as in the race's last validation.
+        """
+        if min(short, long) < 1:
+            raise ValueError(f"set_windows({short}, {long}): a query sees at least 1 token before its own")
+        if self.windows is not None and self.windows[1] != long and stretch and self.yarn:
+            # YaRN (arXiv 2309.00071, section 3.2): frequencies with less than one turn within the old window are scaled
+            # by old / new, those with more than 32 turns are kept, and between these the factor is interpolated.
+            ratio = self.windows[1] / long
+            kept = ((self.windows[1] * self.frequencies / (2 * torch.pi) - 1) / (32 - 1)).clamp(0, 1)
+            self.frequencies.mul_(ratio + kept * (1 - ratio))
+            self.query_scale.mul_(1 - 0.2 * math.log(ratio))
+        self.windows = short, long
+        self._renew()
+
+    def tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and signed sines for `rotate`, (length, head_dim) each.
+
+        They are views that change with the windows. A larger length or another dtype allocates new memory.
+        """
+        if self._tables is None or self._tables.shape[1] < length or self._tables.dtype != dtype:
+            shape = (2, length, 4 * len(self.frequencies))
+            self._tables = torch.empty(shape, dtype=dtype, device=self.frequencies.device)
+            self._renew()
+        return self._tables[0, :length], self._tables[1, :length]
+
+    def _renew(self) -> None:
+        """Recompute the tables in place from the frequencies."""
+        if self._tables is not None:
+            for table, values in zip(
+                self._tables, half_rotary_tables(self._tables.shape[1], self.frequencies), strict=True
+            ):
+                table.copy_(values)
+
+    def get_extra_state(self) -> Tensor:
+        """Return the windows for a state dict, (2,) int64; zeros if they have not been set."""
+        return torch.tensor(self.windows or (0, 0))
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Restore a result of `get_extra_state`."""
+        short, long = state.tolist()
+        self.windows = (short, long) if long else None
+        self._renew()
+
+
+class SpeedrunGPT(SpeedrunLayers):
     """The model. Build it on any device, or on the meta device and move it with `to_empty`; then call `init_weights`.
 
     Matrices are stacked in banks with rows of C, stored (out, in), but the MLP's second one (in, out):
@@ -56,36 +185,9 @@ class SpeedrunGPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.attention_name = config, attention
-        width, heads = config.width, config.num_heads
-        attending = sum(plan.attends for plan in config.layers)
-
-        def parameter(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype))
-
         self.inputs = InputTables(config, dtype)
-        self.head = parameter(width, config.vocab_size)
-        self.qk_bank = parameter(attending * 2 * width, width)
-        self.vo_bank = parameter(attending * 2 * width, width)
-        self.mlp_bank = parameter(config.num_layers * 2 * 4 * width, width)
-        if config.value_embeddings:
-            # With dense connections, the last layer's gate is computed per token and needs no parameter here.
-            self.value_gates = parameter(config.value_tables - config.dense_connections, heads, 2 * _VALUE_CHANNELS)
-        if config.skip:
-            self.skip_scale = parameter(1, dtype=torch.float32)
-        if config.residual_scalars:
-            sublayers = attending + config.num_layers - 2 * config.dense_connections
-            self.projection_scales = parameter(attending, 2, dtype=torch.float32)
-            self.residual_scales = parameter(sublayers, dtype=torch.float32)
-            self.output_scales = parameter(sublayers, dtype=torch.float32)
-        early, late = config.gate_starts()
-        self.early_gates = TokenCoefficients(width, config.gate_channels, early).to(dtype) if early else None
-        self.late_gates = TokenCoefficients(width, config.gate_channels, late).to(dtype) if late else None
-        if early or late:
-            self.gate_scale = nn.Parameter(torch.empty(()))
-        if config.dense_connections:
-            last, top = config.dense_starts()
-            self.last_connections = TokenCoefficients(width, config.gate_channels, last).to(dtype)
-            self.head_connections = TokenCoefficients(width, config.gate_channels, top).to(dtype)
+        self.head = nn.Parameter(torch.empty(config.width, config.vocab_size, dtype=dtype))
+        self.make_weights(config, dtype)
         self.rotary = Rotary(config.head_dim, config.rotary_base, yarn=config.yarn)
         self.register_buffer("prefixes", torch.empty(config.vocab_size, dtype=torch.int64))
 
@@ -175,7 +277,7 @@ class SpeedrunGPT(nn.Module):
             x_TC,
             self.head,
             targets_TK,
-            softcap=_SIGMOID_CAP if config.sigmoid_logits else _TANH_CAP,
+            softcap=SigmoidCap(*SIGMOID_CAP) if config.sigmoid_logits else TANH_CAP,
             target_weights=weights,
             ignore_index=IGNORED,
             transposed=True,
@@ -192,11 +294,7 @@ class SpeedrunGPT(nn.Module):
             document_starts: as for `forward`.
         """
         x_NC = self._trunk(self._row(inputs, document_starts, None))[positions]
-        logits_NV = (x_NC @ self.head).float()  # the head is stored (C, V)
-        if not self.config.sigmoid_logits:
-            return _TANH_CAP * torch.tanh(logits_NV / _TANH_CAP)
-        height, shift, width = _SIGMOID_CAP
-        return height * torch.sigmoid((logits_NV + shift) / width)
+        return self.capped((x_NC @ self.head).float())  # the head is stored (C, V)
 
     def _row(self, inputs: Tensor, document_starts: Tensor | None, longest: int | None) -> FlatRow:
         """Return the inputs common to all layers: embeddings, document starts, rotary tables and masks."""
@@ -217,84 +315,29 @@ class SpeedrunGPT(nn.Module):
             for copies in (1, 2)
         )
         cos, sin = self.rotary.tables(2 * len(inputs), dtype)
+        # An empty tensor whose sizes are windows in positions, the query's own included, and tokens of the longest
+        # document. They change during a run: compiled code keeps sizes dynamic, but would bake in numbers.
         limits = torch.empty((short, long, longest or len(inputs), 0))
         torch._dynamo.maybe_mark_dynamic(limits, [0, 1, 2])
-        return FlatRow(*self.inputs.look_up(inputs), cos, sin, self.rotary.query_scale, (mask, paired_mask), limits)
+        masks = mask, paired_mask, limits
+        return FlatRow(*self.inputs.look_up(inputs), cos, sin, self.rotary.query_scale, masks)
 
-    def _trunk(self, row: FlatRow) -> Tensor:
-        """Return the head's input, (T, C): run all layers on a row."""
-        config = self.config
-        x_TC, bigram_TC = self.inputs(row)
-        gates: dict[str, Tensor] = {} if self.early_gates is None else self.early_gates(x_TC, self.gate_scale)
-        injected = {"embedding": x_TC}
-        if bigram_TC is not None:
-            injected["bigram"] = bigram_TC
-            x_TC = x_TC + gates.pop("bigram.0") * bigram_TC
-        values = () if row.values is None else row.values.unbind()
-        streams, sources = {"entry": x_TC}, {"early": config.skip_source, "shared": config.shared_source}
-        # The banks hold the weights of the layers that have them, in order: each layer takes the next ones. There is
-        # one `unbind` for each bank, so that its gradient is stacked once.
-        width = config.width
-        query_keys = iter(self.qk_bank.view(-1, 2 * width, width).unbind())  # (2C, C) per layer with attention
-        value_outs = iter(self.vo_bank.view(-1, width, width).unbind())  # (C, C) twice per layer with attention
-        mlps = iter(self.mlp_bank.view(-1, 4 * width, width).unbind())  # (4C, C) twice per layer
-        value_gates = self.value_gates.unbind() if config.value_embeddings else ()  # (H, 2 x channels) per table
-        scales: Iterator[Tensor] = iter(())
-        mixes: Iterator[Tensor] = iter(())
-        if config.residual_scalars:
-            scales = iter(self.projection_scales.unbind())  # (2,) per layer with attention
-            # (2,) per sublayer; the last layer's are computed per token with dense connections.
-            mixes = iter(torch.stack([self.residual_scales, self.output_scales], dim=1).unbind())
-        for index, plan in enumerate(config.layers):
-            table, dense_value_TC = plan.value_table, None
-            if index == config.skip_source + 1 and self.late_gates is not None:
-                gates |= self.late_gates(x_TC, self.gate_scale)
-            # This layer's gates. The last layer gets most of its coefficients from dense connections instead.
-            own = {name.partition(".")[0]: gate for name, gate in gates.items() if name.endswith(f".{index}")}
-            if config.dense_connections and index == config.num_layers - 1:
-                streams["last"], injected["embedding"] = x_TC, streams["entry"]
-                x_TC, dense_value_TC, computed = self._connect(x_TC, streams["entry"], streams["shared"])
-                own |= computed
-            if plan.skips:
-                x_TC = x_TC + torch.sigmoid(self.skip_scale).to(x_TC.dtype) * own["skip"] * streams["early"]
-            if plan.attends:
-                out_TC = attend(
-                    plan,
-                    (next(query_keys), next(value_outs), next(value_outs)),
-                    row,
-                    read_TC=streams.get("shared", x_TC) if config.shared_attention_input else x_TC,
-                    scales=next(scales, None),
-                    value_TC=None if table is None else values[table],
-                    value_gate=value_gates[table] if table is not None and table < len(value_gates) else None,
-                    dense_value_TC=dense_value_TC,
-                    gates=own,
-                )
-                x_TC = joined("attention", x_TC, out_TC, next(mixes, None), own)
-                for name in (name for name in injected if name in own):
-                    x_TC = x_TC + own[name] * injected[name]
-            # Squared ReLU: Primer, arXiv 2109.08668. The second matrix is stored transposed.
-            up, down, fp8 = next(mlps), next(mlps).mT, config.fp8_mlp and learns(self)
-            out_TC = mlp_relu2(rms_norm(x_TC), up, down, fp8=fp8, fp8_backward=fp8 and config.fp8_mlp_backward)
-            x_TC = joined("mlp", x_TC, out_TC, next(mixes, None), own)
-            streams |= {name: x_TC for name, source in sources.items() if source == index}
-        if values:
-            streams["value"] = values[0]
-        if config.dense_connections:
-            for name, factor in self.head_connections(x_TC, COEFFICIENT_SCALE).items():
-                x_TC = x_TC + factor * streams[name]
-        return rms_norm(x_TC)
+    @property
+    def tables(self) -> InputTables:
+        """The embedding tables, and the weights of smear."""
+        return self.inputs
 
-    def _connect(self, x_TC: Tensor, entry_TC: Tensor, shared_TC: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the last layer's input (T, C), the addition to its values (T, C), and its coefficients per token."""
-        computed: dict[str, Tensor] = self.last_connections(x_TC, COEFFICIENT_SCALE)
-        streams, of_values = computed.pop("streams"), computed.pop("values")
-        mixed_TC, value_TC = x_TC, torch.zeros_like(x_TC)
-        for number, source_TC in enumerate((entry_TC, shared_TC, x_TC)):
-            mixed_TC = mixed_TC + streams[:, number : number + 1] * source_TC
-            value_TC = value_TC + of_values[:, number : number + 1] * source_TC
-        if "value_gates" in computed:
-            computed["value"] = computed.pop("value_gates").repeat_interleave(self.config.num_heads // 2, dim=-1)
-        return mixed_TC, value_TC, computed
+    def attention(self, plan: LayerPlan, row: FlatRow, q_1NHD: Tensor, k_1NHD: Tensor, v_1NHD: Tensor) -> Tensor:
+        """Return causal attention within documents and the layer's window, (1, N, H, D)."""
+        *masks, limits = row.masks
+        short, long, longest, _ = limits.shape  # dynamic sizes in compiled code
+        mask = replace(masks[plan.paired], longest=(1 + plan.paired) * longest)
+        return attention(q_1NHD, k_1NHD, v_1NHD, mask, long if plan.long else short)
+
+    def mlp(self, x_TC: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """Return relu(x @ up.T)^2 @ down, (T, C), for two (4C, C) matrices."""
+        fp8 = self.config.fp8_mlp and learns(self)
+        return mlp_relu2(x_TC, up, down.mT, fp8=fp8, fp8_backward=fp8 and self.config.fp8_mlp_backward)
 
     def compile_trunk(self) -> None:
         """Compile the layers between lookups and loss, once for each length of rows in training and in validation."""

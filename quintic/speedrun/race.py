@@ -15,6 +15,7 @@ from torch import Tensor
 from quintic.errors import ConfigError, DataError
 from quintic.eval.score import bits_per_byte
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
+from quintic.model.speedrun_layers import bigram_hashes
 from quintic.speedrun.graphs import CapturedPasses
 from quintic.speedrun.recipe import build_optimizer, set_rates
 from quintic.speedrun.shards import RaceData, prefixes
@@ -103,7 +104,7 @@ class Race:
         for left in reversed(range(self.track.passes(settings, self.ranks.size))):
             batch = next(stream)
             for name in self._announced:
-                rows, _ = self.model.inputs.bigram_hashes(batch.inputs)  # known before the backward pass
+                rows, _ = bigram_hashes(batch.inputs, self.model.config)  # known before the backward pass
                 self.optimizer.announce_rows(name, rows, more=left > 0)
             loss += (self.passes or self._make_pass)(batch, self._loss_weights[number], settings)
         set_rates(self.optimizer, settings)

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from quintic.model.functions import rms_norm, rotary_tables, rotate
 from quintic.model.gpt import GPT, GPTConfig
-from quintic.model.layers import rms_norm, rotary_tables, rotate
 from quintic.train.recipe import build_model
 
 BOS = 0
