@@ -1,6 +1,5 @@
 """`BatchedSpeedrun` gives a trained `SpeedrunGPT` the interface of a `GPT`, for scoring and sampling."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -10,18 +9,7 @@ from torch import Tensor, nn
 from quintic.model.gpt import GPT
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 
-__all__ = ["BatchedSpeedrun", "LanguageModel", "TextCache"]
-
-
-class TextCache:
-    """A cache of the tokens of each row: the model caches no keys and values, but reads all tokens again each time."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = [torch.empty(0, dtype=torch.int64)] * rows
-
-    def rewind(self, lengths: Sequence[int]) -> None:
-        """Forget all but the first `lengths[b]` tokens of row b."""
-        self.rows = [row[:length] for row, length in zip(self.rows, lengths, strict=True)]
+__all__ = ["BatchedSpeedrun", "LanguageModel"]
 
 
 class BatchedSpeedrun(nn.Module):
@@ -48,10 +36,10 @@ class BatchedSpeedrun(nn.Module):
         """Sizes and features."""
         return self.model.config
 
-    def new_cache(self, rows: int, capacity: int) -> TextCache:
-        """Return an empty cache for `rows` documents of any length; `capacity` is ignored."""
+    def new_cache(self, capacity: int) -> list[Tensor]:
+        """Return an empty cache for one document of any length: its tokens, all read again each time."""
         del capacity
-        return TextCache(rows)
+        return []
 
     @torch.no_grad()
     def forward(
@@ -61,7 +49,7 @@ class BatchedSpeedrun(nn.Module):
         *,
         document_starts: Tensor | None = None,
         reduction: Literal["mean", "none"] = "mean",
-        cache: TextCache | None = None,
+        cache: list[Tensor] | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Return the loss in nats per token, or without targets the logits; for the arguments see `GPT`.
@@ -79,9 +67,8 @@ class BatchedSpeedrun(nn.Module):
             return losses if reduction == "none" else losses.mean()
         rows, num_new = list(inputs), inputs.shape[1]
         if cache is not None:
-            rows = cache.rows = [
-                torch.cat([old.to(new.device), new]) for old, new in zip(cache.rows, rows, strict=True)
-            ]
+            cache += rows
+            rows = [torch.cat(cache)]
         # Flattened positions whose logits are returned.
         wanted = torch.arange(inputs.numel(), device=inputs.device) if positions is None else positions
         logits = inputs.new_empty((len(wanted), self.vocab_size), dtype=torch.float32)

@@ -172,7 +172,7 @@ class GPT(nn.Module):
             targets: (B, T) int64 next tokens.
             document_starts: (num_documents + 1,) int32 cumulative offsets, for attention "varlen", "fa3" and "fa4".
             reduction: `"mean"` for a scalar loss, `"none"` for (B, T) losses.
-            cache: keys and values of the tokens before these inputs, in generation; updated.
+            cache: keys and values of the tokens before these inputs, in generation, for one row; updated.
             positions: (N,) int64 indices into the flattened inputs. If given, only their logits are computed.
 
         Returns:
@@ -234,10 +234,9 @@ class GPT(nn.Module):
         self.lookup_offsets[1:] = rows_per_token.cumsum(0)
         self.lookup_mean_rows.fill_(mean_rows)
 
-    def new_cache(self, rows: int, capacity: int) -> KVCache:
-        """Return an empty cache for `rows` documents of at most `capacity` tokens."""
-        attention = next(self._blocks()).attention
-        shape = (self.config.depth, rows, attention.num_kv_heads, capacity, attention.head_dim)
+    def new_cache(self, capacity: int) -> KVCache:
+        """Return an empty cache for a document of at most `capacity` tokens."""
+        shape = (self.config.depth, 1, self.config.num_kv_heads, capacity, self.config.head_dim)
         return KVCache(shape, dtype=self.compute_dtype, device=self.head.weight.device)
 
     def compile_parts(self) -> None:
@@ -289,10 +288,9 @@ class GPT(nn.Module):
         """Return the head's input, (B, T, C), for (B, T) tokens."""
         config = self.config
         length = inputs.shape[1]
-        # Positions of the tokens: 0 to T - 1, or with a cache (B, T) indices, after each row's last token.
+        # Positions of the tokens: 0 to T - 1, or with a cache those after its last token.
         places = slice(length) if cache is None else cache.advance(length)
-        end = length if cache is None else max(cache.lengths)
-        tables = rotary_tables(end, config.head_dim, base=config.rotary_base, device=inputs.device)
+        tables = rotary_tables(places.stop, config.head_dim, base=config.rotary_base, device=inputs.device)
         rotary = tuple(table[places] for table in tables)
         if cache is None:
             mask = document_mask(
@@ -335,7 +333,7 @@ class GPT(nn.Module):
         else:
             previous = torch.cat([cache.last_embedding, x_BTC[:, :-1]], dim=1)
         if cache is not None:
-            cache.remember(x_BTC)
+            cache.last_embedding = x_BTC[:, -1:]
         gate = torch.sigmoid(self.smear_gate(x_BTC[..., : self.smear_gate.in_features]))
         within_document = (inputs != self.config.bos_id).unsqueeze(-1).to(x_BTC.dtype)
         return x_BTC + self.smear_scale.to(x_BTC.dtype) * gate * within_document * previous

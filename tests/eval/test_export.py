@@ -17,7 +17,7 @@ from test_generate import model_of
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
 from quintic.eval.export import export_hf
-from quintic.eval.generate import generate_batch
+from quintic.eval.generate import generate_tokens
 from quintic.model.gpt import GPT, GPTConfig
 
 transformers = pytest.importorskip("transformers")
@@ -81,7 +81,7 @@ def test_generation_is_ours_with_padding_on_the_left(pair: tuple[GPT, Any], use_
     made = exported.generate(
         inputs, attention_mask=mask, max_new_tokens=20, do_sample=False, use_cache=use_cache, pad_token_id=bos_id
     )[:, longest:]
-    expected = generate_batch(model, prompts, max_tokens=20, temperature=0)
+    expected = [list(generate_tokens(model, prompt, max_tokens=20, temperature=0)) for prompt in prompts]
     ended = [row[: row.index(bos_id)] if bos_id in row else row for row in made.tolist()]
     assert ended == expected
     assert len({tuple(row) for row in expected}) == len(prompts)
@@ -216,7 +216,8 @@ def test_lookup_layers_come_along(tied: bool, tiny_dataset: Dataset, tmp_path: P
     inputs = torch.randint(1, 12, (2, 24))
     torch.testing.assert_close(exported(inputs).logits, model(inputs), rtol=1e-3, atol=1e-3)
     made = exported.generate(inputs[:, :5], max_new_tokens=9, do_sample=False, attention_mask=torch.ones(2, 5))
-    expected = generate_batch(model, inputs[:, :5].tolist(), max_tokens=9, temperature=0)
+    prompts = inputs[:, :5].tolist()
+    expected = [list(generate_tokens(model, prompt, max_tokens=9, temperature=0)) for prompt in prompts]
     assert [row[: len(other)] for row, other in zip(made[:, 5:].tolist(), expected, strict=True)] == expected
 
 

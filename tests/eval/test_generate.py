@@ -1,20 +1,20 @@
 """Generation: the cache changes nothing, the draws follow the probabilities, the seed decides."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from quintic.data.dataset import Dataset
-from quintic.eval.generate import _draw, _Writer, default_prompts, generate_batch, sample_text
+from quintic.eval.generate import _draw, default_prompts, generate_tokens, sample_text
 from quintic.model.gpt import GPT, GPTConfig
 
 VOCAB, BOS = 61, 0
 
 
 def generate(model: GPT, prompt: list[int], *, seed: int = 0, **options: Any) -> list[int]:
-    (tokens,) = generate_batch(model, [prompt], seeds=[seed], **options)
-    return tokens
+    return list(generate_tokens(model, prompt, seed=seed, **options))
 
 
 def model_of(pattern: str = "SL", *, kv_heads: int = 1, vocab_size: int = VOCAB, bos_id: int = BOS) -> GPT:
@@ -60,56 +60,21 @@ def test_the_cache_changes_nothing(pattern: str, kv_heads: int, length: int) -> 
     assert len(set(expected)) > 2  # not the same token for ever
 
 
-@pytest.mark.parametrize(("pattern", "kv_heads"), [("S", 2), ("L", 2), ("SSL", 1)])
-def test_rows_of_a_batch_are_what_they_are_alone(pattern: str, kv_heads: int) -> None:
-    # Windows of 4 and 16; prompts of 1 to 33 tokens; the lengths of rows never become equal.
-    model = model_of(pattern, kv_heads=kv_heads)
-    lengths = (1, 2, 33, 4, 17, 5, 16)
-    prompts = [[BOS, *torch.randint(1, VOCAB, (length - 1,)).tolist()] for length in lengths]
-    expected = [greedy(model, prompt, 24) for prompt in prompts]
-    assert generate_batch(model, prompts, max_tokens=24, temperature=0) == expected
-    assert len({tuple(made) for made in expected}) == len(prompts)
-
-
 def test_a_prompt_need_not_begin_a_document() -> None:
     model = model_of()
     prompts = [[7, 8, 9], [BOS, 3], [5]]
-    expected = [greedy(model, prompt, 12) for prompt in prompts]
-    assert generate_batch(model, prompts, max_tokens=12, temperature=0) == expected
-
-
-def test_a_row_that_ends_leaves_the_others_alone() -> None:
-    prompts = [[5, 6, 7], [9]]
-    free = generate(model_of(), prompts[0], max_tokens=30, temperature=0)
-    end = next(token for place, token in enumerate(free) if place > 3 and token not in free[:place])
-    model = model_of(bos_id=end)
-    made = generate_batch(model, prompts, max_tokens=30, temperature=0)
-    assert made == [greedy(model, prompt, 30) for prompt in prompts]
-    assert 3 < len(made[0]) < len(made[1])
-
-
-def test_draws_of_a_row_do_not_depend_on_the_others() -> None:
-    model = model_of()
-    prompts = [[BOS], [BOS, 4, 5], [BOS, 6]]
-    made = generate_batch(model, prompts, max_tokens=20, temperature=1.0, top_p=0.9, seeds=[3, 4, 5])
-    for prompt, seed, tokens in zip(prompts, (3, 4, 5), made, strict=True):
-        assert generate(model, prompt, max_tokens=20, temperature=1.0, top_p=0.9, seed=seed) == tokens
-    assert generate_batch(model, [], max_tokens=5) == []
-    assert generate_batch(model, prompts, max_tokens=0) == [[], [], []]
+    for prompt in prompts:
+        assert generate(model, prompt, max_tokens=12, temperature=0) == greedy(model, prompt, 12)
 
 
 def test_the_cache_refuses_what_does_not_fit() -> None:
     model = model_of()
-    cache = model.new_cache(2, 4)
+    cache = model.new_cache(4)
+    assert generate(model, [BOS, 4], max_tokens=0) == []
     with torch.no_grad():
-        model(torch.ones(2, 3, dtype=torch.int64), cache=cache)
-        for lengths in ([0, 3], [4, 1]):
-            with pytest.raises(ValueError, match="a row of 3 positions can keep 1 to 3"):
-                cache.rewind(lengths)
-        cache.rewind([3, 1])
-        assert cache.lengths == [3, 1]
+        model(torch.ones(1, 3, dtype=torch.int64), cache=cache)
         with pytest.raises(ValueError, match=r"3 \+ 2 tokens do not fit into a cache of 4 positions"):
-            model(torch.ones(2, 2, dtype=torch.int64), cache=cache)
+            model(torch.ones(1, 2, dtype=torch.int64), cache=cache)
 
 
 def test_generation_ends_where_the_model_starts_a_document() -> None:
@@ -199,7 +164,7 @@ def test_what_cannot_be_asked_for(prompt: list[int], options: dict[str, Any], me
         generate(model_of(), prompt, max_tokens=1, **options)
 
 
-def test_samples_are_the_decoded_continuations(tiny_dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_the_decoded_continuations(tiny_dataset: Dataset) -> None:
     tokenizer = tiny_dataset.tokenizer
     model = model_of(vocab_size=tiny_dataset.vocab_size, bos_id=tiny_dataset.bos_id)
     samples = sample_text(model, tokenizer, ("def model", "", "résumé"), max_tokens=12, temperature=1.0, seed=4)
@@ -211,16 +176,12 @@ def test_samples_are_the_decoded_continuations(tiny_dataset: Dataset, monkeypatc
     assert samples[1]["text"]
     largest = sample_text(model, tokenizer, ("a", "b", "c"), max_tokens=12, temperature=1.0, seed=2**63 - 1)
     assert largest[1:] == sample_text(model, tokenizer, ("b", "c"), max_tokens=12, temperature=1.0, seed=0)
-    monkeypatch.setattr("quintic.eval.generate._MOST_ROWS", 2)
-    assert samples == sample_text(model, tokenizer, ("def model", "", "résumé"), max_tokens=12, temperature=1.0, seed=4)
     for seed in (-1, 2**63):
         with pytest.raises(ValueError, match=f"^seed={seed}: must be at least 0 and below 2\\^63$"):
             sample_text(model, tokenizer, (), max_tokens=1, seed=seed)
 
 
-@pytest.mark.parametrize("most", [32, 3])
-def test_samples_are_written_as_they_grow(most: int, tiny_dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quintic.eval.generate._MOST_ROWS", most)
+def test_samples_are_written_as_they_grow(tiny_dataset: Dataset) -> None:
     tokenizer = tiny_dataset.tokenizer
     model = model_of(vocab_size=tiny_dataset.vocab_size, bos_id=tiny_dataset.bos_id)
     prompts = ("def model", "", "résumé", "x")
@@ -238,22 +199,23 @@ def test_samples_are_written_as_they_grow(most: int, tiny_dataset: Dataset, monk
     assert all(pieces)
 
 
-def test_a_writer_has_whole_characters_only(tiny_dataset: Dataset) -> None:
+def test_characters_are_written_whole(tiny_dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tiny_dataset.tokenizer
     text = "é\U0001f642"
     tokens = [
         token for byte in text.encode() for token in range(256) if tokenizer.decode_bytes([token]) == bytes([byte])
     ]
     assert tokenizer.decode_bytes(tokens) == text.encode()  # a byte each
+    texts = {"a": tokens, "b": [], "c": [*tokens, tokens[0]]}  # the last one ends in the middle of a character
+
+    def generate(model: GPT, prompt: list[int], *, max_tokens: int, **_: Any) -> Iterator[int]:
+        return iter(texts[tokenizer.decode(prompt[1:])] if max_tokens else [])
+
+    monkeypatch.setattr("quintic.eval.generate.generate_tokens", generate)
     pieces: list[str] = []
-    writer = _Writer(tokenizer, ("a", "b", "c"), pieces.append)
-    for token in tokens:
-        writer.add({0: token, 2: token})  # the second text has ended at once
-    assert pieces == ["a", "é", "\U0001f642"]
-    writer.add({2: tokens[0]})  # the first one ends, and this one in the middle of a character
-    assert pieces[3:] == ["\n\n", "b", "\n\n", "c", text]
-    writer.add({})
-    assert pieces[8:] == ["\ufffd\n\n"]
+    samples = sample_text(model_of(), tokenizer, ("a", "b", "c"), max_tokens=9, write=pieces.append)
+    assert pieces == ["a", "é", "\U0001f642", "\n\n", "b", "\n\n", "c", "é", "\U0001f642", "\ufffd", "\n\n"]
+    assert [sample["text"] for sample in samples] == [text, "", f"{text}\ufffd"]
 
 
 def test_prompts_suit_the_data() -> None:
