@@ -14,10 +14,8 @@ from quintic.data.tokenizer import Tokenizer
 
 __all__ = ["encoded", "text_batches"]
 
-# Documents of this many bytes or more are encoded section by section.
-_LONG_DOCUMENT = 1 << 18
-# Bytes of short documents that are encoded at a time.
-_BATCH_BYTES = 1 << 20
+# Longer documents are encoded section by section.
+_SECTION_BYTES = 1 << 18
 # Largest number of rows that are filled at the same time.
 _ROWS_WITH_ROOM = 256
 
@@ -32,20 +30,12 @@ def encoded(tokenizer: Tokenizer, documents: Iterable[bytes]) -> Iterator[Iterab
         tokenizer: the model's tokenizer.
         documents: the documents as UTF-8.
     """
-    waiting: list[str] = []
-    num_bytes = 0
     for document in documents:
-        is_long = len(document) >= _LONG_DOCUMENT
-        if waiting and (is_long or num_bytes + len(document) > _BATCH_BYTES):
-            yield from tokenizer.encode_batch(waiting)
-            waiting, num_bytes = [], 0
-        if is_long:
-            sections = (section.decode() for section in sections_of(document, _LONG_DOCUMENT))
-            yield chain.from_iterable(tokenizer.encode_parts(sections))
+        if len(document) <= _SECTION_BYTES:
+            yield tokenizer.encode(document.decode())
         else:
-            waiting.append(document.decode())
-            num_bytes += len(document)
-    yield from tokenizer.encode_batch(waiting)
+            sections = (section.decode() for section in sections_of(document, _SECTION_BYTES))
+            yield chain.from_iterable(tokenizer.encode_parts(sections))
 
 
 def text_batches(

@@ -76,13 +76,6 @@ def test_xz_sees_the_beginning_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -
     assert result["bigram_bpb"] == pytest.approx(naive_bigram_bpb(val, val), rel=1e-12)
 
 
-def test_chunks_inside_one_piece_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    train, val = random_text(4, 500), random_text(5, 50)
-    whole = compression_baselines(scored(val), [train])
-    monkeypatch.setattr("quintic.eval.baselines._CHUNK_BYTES", 7)
-    assert compression_baselines(scored(val), [train]) == whole
-
-
 def test_probabilities_of_a_context_sum_to_one() -> None:
     train = scored(b"abracadabra")
     for context in b"az":

@@ -82,8 +82,7 @@ def tokenizer() -> Tokenizer:
 def test_long_and_short_documents_have_the_tokens_of_the_whole(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LONG_DOCUMENT", 200)
-    monkeypatch.setattr(module, "_BATCH_BYTES", 300)
+    monkeypatch.setattr(module, "_SECTION_BYTES", 200)
     rng = random.Random(0)
     texts = ["".join(rng.choices("a few\n é漢🙂,.12", k=rng.choice([1, 30, 70, 500, 3000]))) for _ in range(60)]
     documents = [text.encode() for text in texts]
@@ -91,8 +90,7 @@ def test_long_and_short_documents_have_the_tokens_of_the_whole(
 
 
 def test_no_more_is_read_than_is_scored(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LONG_DOCUMENT", 1000)
-    monkeypatch.setattr(module, "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(module, "_SECTION_BYTES", 1000)
     begun = []
 
     def documents() -> Iterator[bytes]:
