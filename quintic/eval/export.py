@@ -140,16 +140,13 @@ def _speedrun_content(exported: BatchedSpeedrun) -> tuple[dict[str, Tensor], dic
 
 
 def _tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, dict[str, Any]]:
-    definition = json.loads(tokenizer.definition)
-    bos = next(token["content"] for token in definition["added_tokens"] if token["id"] == tokenizer.bos_id)
-    start: dict[str, Any] = {"SpecialToken": {"id": bos, "type_id": 0}}
-    texts: list[dict[str, Any]] = [{"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B")]
-    definition["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [start, texts[0]],
-        "pair": [start, *texts],
-        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_id], "tokens": [bos]}},
-    }
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.processors import TemplateProcessing
+
+    backend = Backend.from_str(tokenizer.definition)
+    bos = backend.id_to_token(tokenizer.bos_id)
+    special = [(bos, tokenizer.bos_id)]
+    backend.post_processor = TemplateProcessing(single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=special)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos,
@@ -161,4 +158,4 @@ def _tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, dict[str, 
         # The name of a special token in a text is plain text.
         "split_special_tokens": True,
     }
-    return {"tokenizer.json": definition, "tokenizer_config.json": settings}
+    return {"tokenizer.json": json.loads(backend.to_str()), "tokenizer_config.json": settings}

@@ -68,6 +68,11 @@ class QuinticSpeedrunForCausalLM(SpeedrunLayers, PreTrainedModel, GenerationMixi
         self.head = nn.Linear(sizes.width, config.vocab_size, bias=False)
         self.post_init()
 
+    @property
+    def inputs(self) -> nn.Module:
+        """The model itself has the weights of the inputs."""
+        return self
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5)

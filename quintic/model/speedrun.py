@@ -54,7 +54,6 @@ class InputTables(nn.Module):
 
     bigram_embedding: nn.Parameter
     bigram_signs: Tensor
-    smear_scale: nn.Parameter
 
     def __init__(self, config: SpeedrunConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -179,6 +178,8 @@ class SpeedrunGPT(SpeedrunLayers):
         attention: implementation, as for `GPT`.
         dtype: dtype of matrices, tables and activations; scalars are float32.
     """
+
+    inputs: InputTables
 
     def __init__(
         self, config: SpeedrunConfig, *, attention: AttentionName = "sdpa", dtype: torch.dtype = torch.float32
@@ -321,11 +322,6 @@ class SpeedrunGPT(SpeedrunLayers):
         torch._dynamo.maybe_mark_dynamic(limits, [0, 1, 2])
         masks = mask, paired_mask, limits
         return FlatRow(*self.inputs.look_up(inputs), cos, sin, self.rotary.query_scale, masks)
-
-    @property
-    def tables(self) -> InputTables:
-        """The embedding tables, and the weights of smear."""
-        return self.inputs
 
     def attention(self, plan: LayerPlan, row: FlatRow, q_1NHD: Tensor, k_1NHD: Tensor, v_1NHD: Tensor) -> Tensor:
         """Return causal attention within documents and the layer's window, (1, N, H, D)."""

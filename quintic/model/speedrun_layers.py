@@ -1,8 +1,8 @@
 """The layers of the speedrun's model between table lookups and head: gates, attention, MLPs, residual sums.
 
 The file needs only torch, because exports have a copy of it. Matrices are in banks, one tensor for all layers. Shape
-suffixes: T tokens of a row, N positions of attention (T, or
-2T with paired heads), C width, H heads, D head dimension, K tables of value embeddings.
+suffixes: T tokens of a row, N positions of attention (T, or 2T with paired heads), C width, H heads, D head dimension,
+K tables of value embeddings.
 """
 
 from collections.abc import Iterator
@@ -129,6 +129,9 @@ class TokenCoefficients(nn.Module):
 class SpeedrunLayers(nn.Module):
     """The layers and their weights. A subclass has the tables and the head, and its own `attention` and `mlp`."""
 
+    inputs: Any
+    """The module to which `make_input_weights` gave its weights."""
+
     def make_weights(self, sizes: SpeedrunConfig, dtype: torch.dtype) -> None:
         """Make the weights of all layers, not initialised, on the current device; scalars are float32."""
         self.sizes, width = sizes, sizes.width
@@ -160,11 +163,6 @@ class SpeedrunLayers(nn.Module):
             last, top = sizes.dense_starts()
             self.last_connections = TokenCoefficients(width, sizes.gate_channels, last).to(dtype)
             self.head_connections = TokenCoefficients(width, sizes.gate_channels, top).to(dtype)
-
-    @property
-    def tables(self) -> Any:
-        """The module that has `smear_gate`, `smear_scale` and `bigram_signs`."""
-        return self
 
     def attention(self, plan: LayerPlan, row: FlatRow, q_1NHD: Tensor, k_1NHD: Tensor, v_1NHD: Tensor) -> Tensor:
         """Return causal attention within documents and the layer's window, (1, N, H, D)."""
@@ -244,12 +242,12 @@ class SpeedrunLayers(nn.Module):
 
     def _enter(self, row: FlatRow) -> tuple[Tensor, Tensor | None]:
         """Return (T, C) normalised embeddings after smear, and (T, C) bigram embeddings times their signs or None."""
-        tables, x_TC, bigram_TC = self.tables, row.embedding, row.bigram
+        inputs, x_TC, bigram_TC = self.inputs, row.embedding, row.bigram
         if self.sizes.smear:
-            gate_T1 = torch.sigmoid(F.linear(x_TC[:, : tables.smear_gate.shape[1]], tables.smear_gate))
-            x_TC = x_TC + tables.smear_scale.to(x_TC.dtype) * gate_T1.masked_fill(row.starts, 0) * previous(x_TC)
+            gate_T1 = torch.sigmoid(F.linear(x_TC[:, : inputs.smear_gate.shape[1]], inputs.smear_gate))
+            x_TC = x_TC + inputs.smear_scale.to(x_TC.dtype) * gate_T1.masked_fill(row.starts, 0) * previous(x_TC)
         if bigram_TC is not None and row.signs is not None:
-            bigram_TC = bigram_TC * F.embedding(row.signs, tables.bigram_signs)
+            bigram_TC = bigram_TC * F.embedding(row.signs, inputs.bigram_signs)
         return rms_norm(x_TC), bigram_TC
 
     def _connect(self, x_TC: Tensor, entry_TC: Tensor, shared_TC: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
