@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from itertools import chain
 
-import torch
-
 from quintic.commands.inputs import RaceText, TrainedModel, trained_model
 from quintic.commands.options import EvalOptions
 from quintic.commands.text import verify
@@ -104,11 +102,8 @@ def _score_race(trained: TrainedModel, text: RaceText, max_tokens: int | None) -
     chunk = min(text.chunk, tokens)
     tokens -= tokens % chunk  # only whole chunks
     data = RaceData("", (), text.path, model.config.vocab_size, model.config.bos_id, trained.tokenizer)
-    # (vocab_size,) bytes of each token. The model's vocabulary is padded beyond the tokenizer's; padding has 0 bytes.
-    lengths = torch.zeros(model.config.vocab_size, dtype=torch.int64, device=model.head.device)
-    lengths[: trained.tokenizer.vocab_size] = torch.from_numpy(trained.tokenizer.token_bytes())
     say_waiting(f"Scoring {text.path}")
-    nats, num_bytes = score_batches(model, validation_batches(data, tokens, chunk), lengths).tolist()
+    nats, num_bytes = score_batches(model, validation_batches(data, tokens, chunk), trained.tokenizer).tolist()
     trained.say_origin()
     print(
         f"{bits_per_byte(nats, num_bytes):.4f} bits per byte ({nats / tokens:.4f} nats per token) over "

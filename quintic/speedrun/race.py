@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quintic.data.tokenizer import Tokenizer
 from quintic.errors import ConfigError, DataError
 from quintic.eval.score import bits_per_byte
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.model.speedrun_layers import bigram_hashes
 from quintic.speedrun.graphs import CapturedPasses
 from quintic.speedrun.recipe import build_optimizer, set_rates
-from quintic.speedrun.shards import RaceData, prefixes
+from quintic.speedrun.shards import RaceData, prefixes, vocabulary_of
 from quintic.speedrun.stages import ADAMW_EVERY, StepSettings, Track
 from quintic.speedrun.stream import FlatBatch, chunk_stream, validation_batches
 from quintic.train.checkpoint import save_checkpoint
@@ -67,21 +68,19 @@ class Race:
         longest = max(longest, track.validation_chunk)
         # Allocate the rotary tables for the longest pass now: graphs need them to keep their memory.
         self.model.rotary.tables(2 * longest, self.model.qk_bank.dtype)
-        vocabulary = data.vocabulary or ()
         if config.prefix_tokens:
-            if not vocabulary:
+            if data.tokenizer is None:
                 raise ConfigError(
                     "--tokenizer: needed for the feature prefix-tokens; give a tokenizer.json, a folder with GPT-2's "
                     "two files, or gpt2, or leave the feature out (--without prefix-tokens)"
                 )
-            self.model.prefixes[: len(vocabulary)] = torch.tensor(prefixes(vocabulary))
+            found = prefixes(vocabulary_of(data.tokenizer, data.bos_id))
+            self.model.prefixes[: len(found)] = torch.tensor(found)
         if hardware.compile:
             self.model.compile_trunk()
         self.model.inputs.adds_to_gradients = True
         self.optimizer = build_optimizer(self.model, ranks=ranks.size)
         self.passes = CapturedPasses(self._make_pass) if capture else None
-        self._token_bytes = torch.zeros(config.vocab_size, dtype=torch.int64, device=self.device)
-        self._token_bytes[: len(vocabulary)] = torch.tensor([len(token) for token in vocabulary])
         self._announced = self.model.names_by_role()["bigram"] if ranks.size > 1 else []
         # Copied to the device now, before the clock starts.
         weights = [track.at(number).loss_weights for number in range(track.steps)]
@@ -137,7 +136,7 @@ class Race:
         """
         self._set_windows(self.track.at(number))
         self.model.eval()
-        sums = score_batches(self.model, self.validation[:batches], self._token_bytes)
+        sums = score_batches(self.model, self.validation[:batches], self.data.tokenizer)
         self.model.train()
         nats, num_bytes = self.ranks.total(sums).tolist()
         tokens = len(self.validation[:batches]) * self.track.validation_chunk * self.ranks.size
@@ -208,13 +207,18 @@ class Race:
 
 
 @torch.no_grad()
-def score_batches(model: SpeedrunGPT, batches: Sequence[FlatBatch], token_bytes: Tensor) -> Tensor:
-    """Return [sum of losses in nats, number of bytes] of a text, (2,) float64 on the CPU.
+def score_batches(model: SpeedrunGPT, batches: Sequence[FlatBatch], tokenizer: Tokenizer | None) -> Tensor:
+    """Return [sum of losses in nats, number of bytes] of a text, (2,) float64 on the CPU; 0 bytes without a tokenizer.
 
-    The model is in evaluation mode, with its windows set; `token_bytes`, (vocab_size,) int64, are on its device.
+    The model is in evaluation mode, with its windows set.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=token_bytes.device)
-    for batch in (one.to(token_bytes.device, starts=True) for one in batches):
+    device, sums = model.head.device, torch.zeros(2, dtype=torch.float64, device=model.head.device)
+    # (vocab_size,) bytes of each token. The model's vocabulary is padded beyond the tokenizer's; padding has 0 bytes.
+    lengths = torch.zeros(model.config.vocab_size, dtype=torch.int64, device=device)
+    if tokenizer is not None:
+        lengths[: tokenizer.vocab_size] = torch.from_numpy(tokenizer.token_bytes())
+        lengths[model.config.bos_id] = 0
+    for batch in (one.to(device, starts=True) for one in batches):
         sums[0] += model(batch.inputs, batch.targets, document_starts=batch.document_starts)
-        sums[1] += token_bytes[batch.targets].sum()
+        sums[1] += lengths[batch.targets].sum()
     return sums.cpu()

@@ -57,11 +57,6 @@ class RaceData(NamedTuple):
     bos_id: int  # the token that starts a document
     tokenizer: Tokenizer | None  # the one that made the shards; None if it was not given
 
-    @property
-    def vocabulary(self) -> tuple[bytes, ...] | None:
-        """The bytes of each token, b"" for special tokens; None without a tokenizer."""
-        return None if self.tokenizer is None else vocabulary_of(self.tokenizer, self.bos_id)
-
 
 def prefixes(vocabulary: Sequence[bytes]) -> list[int]:
     """Return for each token the longest other token that its bytes begin with, or `IGNORED`."""

@@ -127,7 +127,9 @@ def test_the_text_that_comes_with_python_becomes_bytes(tmp_path: Path):
     assert 1_000_000 < len(train) < 3_000_000
     document = train[1 : np.flatnonzero(train == BYTES_BOS)[1]]
     assert document.astype(np.uint8).tobytes().decode("utf-8").isprintable() is False  # whole text, with line ends
-    assert data.vocabulary == (*(bytes([value]) for value in range(256)), b"")  # the last starts documents
+    assert data.tokenizer is not None
+    vocabulary = vocabulary_of(data.tokenizer, data.bos_id)
+    assert vocabulary == (*(bytes([value]) for value in range(256)), b"")  # the last starts documents
     assert data.tokenizer.bos_id == BYTES_BOS
     assert data.tokenizer.encode("na\u00efve \n <|bos|>") == list("na\u00efve \n <|bos|>".encode())
     before = data.validation.stat().st_mtime_ns
@@ -171,7 +173,7 @@ def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path: Path):
     Tokenizer.train(["one two three four"], 270).save(tmp_path / "tokenizer.json")
     size = Tokenizer.load(tmp_path / "tokenizer.json").vocab_size
     given = {"tokenizer": tmp_path / "tokenizer.json", "bos_id": 0}
-    assert len(opened(str(tmp_path), tmp_path, **given, vocab_size=size).vocabulary) == size
+    assert opened(str(tmp_path), tmp_path, **given, vocab_size=size).tokenizer.vocab_size == size
     with pytest.raises(
         DataError, match=rf"tokenizer\.json: has {size} tokens, but the model only {size - 1}; give the one"
     ):
