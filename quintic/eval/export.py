@@ -1,8 +1,8 @@
 """`export_hf` writes a trained model as a folder that the transformers library can load.
 
 transformers has a class for nanochat's models of 2025, which lack value embeddings, residual scales, smear and backout.
-Quintic's models have these, so the folder contains its own code, `modeling_quintic.py`, and is loaded with
-`trust_remote_code=True`. Exporting does not need transformers.
+Quintic's models have these, so the folder contains its own code, `modeling_quintic.py` and copies of what it imports,
+and is loaded with `trust_remote_code=True`. Exporting does not need transformers.
 """
 
 import dataclasses
@@ -45,10 +45,10 @@ def export_hf(model: LanguageModel, tokenizer: Tokenizer, folder: str | Path) ->
         raise ConfigError(f"--out {folder}: holds something other than an export; name a new folder")
     if isinstance(model, BatchedSpeedrun):
         code, name, (state, sizes) = "modeling_speedrun", "QuinticSpeedrun", _speedrun_content(model)
-        sources = [Path(str(module.__file__)) for module in (functions, speedrun_layers, speedrun_sizes)]
+        modules = [functions, speedrun_layers, speedrun_sizes]
     else:
-        code, name, (state, sizes), sources = "modeling_quintic", "Quintic", _gpt_content(model), []
-    sources.append(Path(__file__).with_name(f"{code}.py"))
+        code, name, (state, sizes) = "modeling_quintic", "Quintic", _gpt_content(model)
+        modules = [functions]
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), model.config.bos_id)
     config = {
         "architectures": [f"{name}ForCausalLM"],
@@ -70,7 +70,7 @@ def export_hf(model: LanguageModel, tokenizer: Tokenizer, folder: str | Path) ->
         save_tensors(state, unfinished / "model.safetensors")
         for file, content in files.items():
             (unfinished / file).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        for source in sources:
+        for source in (Path(__file__).with_name(f"{code}.py"), *(Path(str(module.__file__)) for module in modules)):
             text = source.read_text(encoding="utf-8")
             (unfinished / source.name).write_text(text.replace("from quintic.model.", "from ."), encoding="utf-8")
     return folder

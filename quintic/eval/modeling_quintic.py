@@ -1,8 +1,9 @@
 """The GPT of Quintic for the transformers library; `quintic export --to hf` copies this file to every exported folder.
 
-It needs only torch and transformers. It is a simple version of `quintic.model.gpt` with the same names of weights, not
-made for fast training: attention is PyTorch's own, with masks. Shape suffixes: B rows, T positions, S positions
-including earlier ones in the cache, C width, H query heads, G key/value heads, D channels of a head.
+It needs only torch, transformers and a copy of functions.py. It is a simple version of `quintic.model.gpt` with equal
+names of weights, not made for fast training: attention is PyTorch's own, with masks. Shape suffixes: B rows, T
+positions, S positions including earlier ones in the cache, C width, H query heads, G key/value heads, D channels of a
+head.
 """
 
 from typing import Any, ClassVar
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from quintic.model.functions import rms_norm, rotate
 
 __all__ = ["QuinticConfig", "QuinticForCausalLM"]
 
@@ -46,10 +49,6 @@ class QuinticConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
 
-def _norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],))
-
-
 def _linear(in_features: int, out_features: int) -> nn.Linear:
     return nn.Linear(in_features, out_features, bias=False)
 
@@ -60,12 +59,6 @@ def _resized(old: nn.Embedding, size: int) -> nn.Embedding:
     weight = old.weight
     rows = weight.float().mean(0, keepdim=True).to(weight.dtype).expand(max(0, size - len(weight)), -1)
     return nn.Embedding.from_pretrained(torch.cat([weight, rows])[:size], freeze=not weight.requires_grad)
-
-
-def _rotate(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    first, second = x_BTHD.chunk(2, dim=-1)
-    cos, sin = cos_BTD.unsqueeze(2).to(x_BTHD.dtype), sin_BTD.unsqueeze(2).to(x_BTHD.dtype)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class QuinticBlock(nn.Module):
@@ -101,7 +94,7 @@ class QuinticBlock(nn.Module):
         cache: DynamicCache | None,
     ) -> Tensor:
         """Return (B, T, C)."""
-        read_BTC, attention = _norm(x_BTC), self.attention
+        read_BTC, attention = rms_norm(x_BTC), self.attention
         q_BTHD, k_BTGD, v_BTGD = (
             attention[name](read_BTC).unflatten(-1, (-1, self.head_dim)) for name in ("query", "key", "value")
         )
@@ -110,7 +103,7 @@ class QuinticBlock(nn.Module):
             gate_BTG = self.value_gate_gain * torch.sigmoid(gate(read_BTC[..., : gate.in_features]))
             v_BTGD = v_BTGD + gate_BTG.unsqueeze(-1) * value_embedding_BTC.view_as(v_BTGD)
         q_BHTD, k_BGSD = (
-            (_norm(_rotate(x_BTHD, *rotary)) * self.qk_gain).transpose(1, 2) for x_BTHD in (q_BTHD, k_BTGD)
+            (rms_norm(rotate(x_BTHD, *rotary)) * self.qk_gain).transpose(1, 2) for x_BTHD in (q_BTHD, k_BTGD)
         )
         v_BGSD = v_BTGD.transpose(1, 2)
         if cache is not None:
@@ -119,7 +112,7 @@ class QuinticBlock(nn.Module):
             q_BHTD, k_BGSD, v_BGSD, attn_mask=visible_BTS.unsqueeze(1), enable_gqa=q_BHTD.shape[1] != k_BGSD.shape[1]
         )
         x_BTC = x_BTC + attention["out"](out_BHTD.transpose(1, 2).flatten(-2))
-        return x_BTC + self.mlp["down"](F.relu(self.mlp["up"](_norm(x_BTC))).square())
+        return x_BTC + self.mlp["down"](F.relu(self.mlp["up"](rms_norm(x_BTC))).square())
 
 
 class QuinticLookup(nn.Module):
@@ -135,14 +128,14 @@ class QuinticLookup(nn.Module):
 
     def forward(self, x_BTC: Tensor, input_ids: Tensor, offsets: Tensor) -> Tensor:
         """Return the residual stream after this layer, (B, T, C); token t owns rows offsets[t] to offsets[t + 1]."""
-        read_BTC = _norm(x_BTC)
+        read_BTC = rms_norm(x_BTC)
         found_BTC = torch.empty_like(read_BTC)
         values = self.keys if self.values is None else self.values
         for token in input_ids.unique().tolist():
             rows, places = slice(int(offsets[token]), int(offsets[token + 1])), input_ids == token
             scores = (read_BTC[places] @ self.keys[rows].T).float()
             found_BTC[places] = scores.softmax(dim=-1).to(values.dtype) @ values[rows]
-        return x_BTC + self.mix(torch.cat([_norm(self.up(found_BTC)), read_BTC], dim=-1))
+        return x_BTC + self.mix(torch.cat([rms_norm(self.up(found_BTC)), read_BTC], dim=-1))
 
 
 class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
@@ -248,9 +241,10 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
         channels = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=input_ids.device)
         angle_BTD = position_ids.float().unsqueeze(-1) * config.rotary_base ** (-channels / config.head_dim)
-        rotary = angle_BTD.cos(), angle_BTD.sin()
+        cos_BTD, sin_BTD = angle_BTD.cos(), angle_BTD.sin()
+        rotary = torch.cat([cos_BTD, cos_BTD], dim=-1), torch.cat([-sin_BTD, sin_BTD], dim=-1)
 
-        x_BTC = _norm(self.embedding(input_ids))
+        x_BTC = rms_norm(self.embedding(input_ids))
         x_BTC, documents_BS = self._smear(x_BTC, input_ids, attention_mask[:, -length:] != 0, cache)
         total = documents_BS.shape[1]
         places = torch.arange(total, device=input_ids.device)
@@ -273,7 +267,7 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
             if layer == config.backout_layer:
                 halfway_BTC = x_BTC
             hidden.append(x_BTC)
-        hidden[-1] = x_BTC = _norm(x_BTC - self.backout_scale * halfway_BTC)
+        hidden[-1] = x_BTC = rms_norm(x_BTC - self.backout_scale * halfway_BTC)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(x_BTC[:, kept]).float()
         logits = config.softcap * torch.tanh(logits / config.softcap)

@@ -1,6 +1,6 @@
 """Functions without weights that the models share: normalisation, rotary positions.
 
-The file needs only torch: exports of a speedrun's model have a copy. Shape suffixes as in layers.py.
+The file needs only torch, because exports have a copy of it. Shape suffixes as in layers.py.
 """
 
 import torch

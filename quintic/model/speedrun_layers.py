@@ -82,7 +82,7 @@ def half_rotary_tables(length: int, frequencies: Tensor) -> tuple[Tensor, Tensor
 
 
 def make_input_weights(module: nn.Module, sizes: SpeedrunConfig, dtype: torch.dtype) -> None:
-    """Give a module the weights of smear and the table of token pairs; `dtype` is the tables'.
+    """Give a module the weights of smear and the table of token pairs, zeros at first; `dtype` is the tables'.
 
     A hash assigns pairs of tokens to rows of `bigram_embedding`; another hash selects a vector of `bigram_signs`, 1 and
     -1, which distinguishes pairs that share a row.
@@ -133,7 +133,7 @@ class SpeedrunLayers(nn.Module):
     """The module to which `make_input_weights` gave its weights."""
 
     def make_weights(self, sizes: SpeedrunConfig, dtype: torch.dtype) -> None:
-        """Make the weights of all layers, not initialised, on the current device; scalars are float32."""
+        """Make the weights of all layers, zeros until they are initialised; scalars are float32."""
         self.sizes, width = sizes, sizes.width
         attending = sum(plan.attends for plan in sizes.layers)
 
@@ -277,16 +277,9 @@ class SpeedrunLayers(nn.Module):
     ) -> Tensor:
         """Return the output of a layer's attention, (T, C).
 
-        Args:
-            plan: the layer's features.
-            weights: its slices of the banks: (2C, C) queries and keys, (C, C) values, (C, C) outputs.
-            row: the inputs of all layers.
-            read_TC: (T, C) stream that it reads.
-            scales: (2,) factors of the weights of values and outputs.
-            value_TC: (T, C) value embeddings, added to the values times a gate.
-            value_gate: (H, 2 x channels) weight of that gate; None for `gates["value"]`.
-            dense_value_TC: (T, C) addition to the values by dense connections.
-            gates: kind -> (T, H).
+        `weights` are its slices of the banks: (2C, C) queries and keys, (C, C) values, (C, C) outputs; `scales` (2,)
+        are factors of the last two. Added to the values are `dense_value_TC`, and value embeddings times a gate per
+        token and head (T, H): `gates["value"]`, or one that the weight `value_gate` (H, 2 x channels) computes.
         """
         query_key, value_weight, out_weight = weights
         length, copies = len(read_TC), 2 if plan.paired else 1

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from module_cache import copy_modules_to
 
 
 @pytest.fixture
 def own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers copies the code of a folder; not to the user's cache."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    copy_modules_to(tmp_path / "modules", monkeypatch)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_cache import copy_modules_to
 from test_generate import model_of
 
 from quintic.data.dataset import Dataset
@@ -191,7 +192,7 @@ def exported(tiny_dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) ->
 
     folder = tmp_path_factory.mktemp("exported")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "modules"))
+        copy_modules_to(folder / "modules", patch)
         export_hf(tiny_model(tiny_dataset), tiny_dataset.tokenizer, folder / "model")
         read = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", trust_remote_code=True).eval()
         return read, transformers.AutoTokenizer.from_pretrained(folder / "model", trust_remote_code=True)

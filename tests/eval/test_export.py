@@ -148,12 +148,12 @@ def test_the_lines_of_the_guide_run_and_ask_nothing(
 
 def test_the_code_stands_alone(pair: tuple[GPT, Any], tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors", "modeling_quintic.py", "tokenizer.json",
-        "tokenizer_config.json",
+        "config.json", "functions.py", "generation_config.json", "model.safetensors", "modeling_quintic.py",
+        "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
-    code = (tmp_path / "model" / "modeling_quintic.py").read_text()
-    assert "import quintic" not in code
-    assert "from quintic" not in code
+    for code in (path.read_text() for path in (tmp_path / "model").glob("*.py")):
+        assert "import quintic" not in code
+        assert "from quintic" not in code
     assert type(pair[1]).__module__.startswith("transformers_modules.")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_cache import copy_modules_to
 from test_generate import generate, model_of
 
 from quintic.data.dataset import Dataset
@@ -27,7 +28,7 @@ def test_its_scores_are_those_of_the_model(
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    copy_modules_to(tmp_path / "modules", monkeypatch)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     tokenizer = tiny_dataset.tokenizer
     model = model_of("SL", vocab_size=tiny_dataset.vocab_size, bos_id=tiny_dataset.bos_id)
