@@ -1,8 +1,8 @@
 """`export_hf` writes a trained model as a folder that the transformers library can load.
 
 transformers has a class for nanochat's models of 2025, which lack value embeddings, residual scales, smear and backout.
-Quintic's models have these, so the folder contains its own code, `modeling_quintic.py` and copies of what it imports,
-and is loaded with `trust_remote_code=True`. Exporting does not need transformers.
+Quintic's models have these, so the folder contains its own code, `modeling_quintic.py` and copies of its imports, and
+is loaded with `trust_remote_code=True`. Exporting does not need transformers.
 """
 
 import dataclasses

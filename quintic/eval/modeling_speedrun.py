@@ -1,7 +1,7 @@
 """The speedrun's model for the transformers library; every exported folder of such a model contains this file.
 
-It needs only torch, transformers and copies of the files it imports from `quintic.model`, whose layers are those that
-were trained. Around them it is simple, not made for fast training: rows of a batch go through it one after the other,
+It needs only torch, transformers and copies of the files it imports from `quintic.model`, which have the layers of the
+trained model. Around them it is simple, not made for fast training: rows of a batch go through it one after the other,
 attention is PyTorch's own with masks, and without a key/value cache `generate` reads the whole text again for each
 token. Shape suffixes as in speedrun_layers.py, with B rows.
 """

@@ -23,7 +23,7 @@ class KVCache:
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty_like(self.keys)
         self.length = 0
-        """Number of filled positions, those of the current forward pass included."""
+        """Number of filled positions, including the current forward pass."""
         self.last_embedding: Tensor | None = None
         """(1, 1, C) embedding of the last token, before smear; None before the first token."""
 
