@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from quintic.model.functions import rms_norm  # noqa: F401  (transformers 5.0 copies only the files imported here)
 from quintic.model.speedrun_layers import (
     FlatRow,
     SpeedrunLayers,

@@ -127,5 +127,7 @@ def test_the_code_stands_alone_and_an_export_replaces_an_export(tmp_path: Path) 
     for code in (file.read_text() for file in files):
         assert "import quintic" not in code
         assert "from quintic" not in code
+    model = (tmp_path / "model" / "modeling_speedrun.py").read_text()
+    assert all(f"\nfrom .{file.stem} import" in model for file in files if file.stem != "modeling_speedrun")
     assert Tokenizer.load(tmp_path / "model" / "tokenizer.json").bos_id == BYTES_BOS
     assert not any(name.startswith("quintic") and "modeling" in name for name in sys.modules)
