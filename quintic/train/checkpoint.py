@@ -6,11 +6,10 @@
         state.json              step, hyperparameters, data position, configuration
         manifest.json           size and SHA-256 of the other files
 
-With several ranks, `torch.distributed.checkpoint` replaces the two safetensors files: each rank writes the pieces that
-it holds to `__<rank>_*.distcp`, and `.metadata` describes them. Any number of ranks, in any layout, reads either form.
+Tensors are saved whole, by rank 0, so that any number of ranks reads them, in any layout.
 
-Phases of a save: copy everything to host memory; write into a folder with a temporary name, flush it to disk and rename
-it, in a background thread (`saving/`) while training goes on; delete old checkpoints. A folder named step-* was
+Phases of a save: copy everything to the host memory of rank 0; write into a folder with a temporary name, flush it to
+disk and rename it, in a background thread while training goes on; delete old checkpoints. A folder named step-* was
 therefore complete when it was written.
 
 `newest_checkpoint` verifies the hashes and falls back to older steps. The damaged folders stay, because they may be
@@ -21,11 +20,9 @@ push out the good checkpoints, which are older.
 import hashlib
 import json
 import math
-import os
 import re
-import shutil
-import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +30,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quintic.durable import discard, flush, remove_unfinished, replace, save_tensors, unused
+from quintic.durable import discard, flush, new_folder, remove_unfinished, replace, save_tensors, unused
 from quintic.errors import CheckpointError
 from quintic.model.layers import distribute_like
 from quintic.optim.layout.layouts import is_dtensor
+from quintic.optim.muon import Muon
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.saving.background import Background
-from quintic.train.saving.staging import copies_on_host, optimizer_tensors
 
 __all__ = [
     "checkpoint_of_step",
@@ -60,7 +57,6 @@ _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
 _FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
-_METADATA = ".metadata"
 
 
 def save_checkpoint(
@@ -76,7 +72,7 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of a step and delete older ones.
 
-    All ranks must call it, with the same folder on a shared file system.
+    All ranks must call it; rank 0 writes.
 
     Args:
         run_dir: the run's folder.
@@ -95,70 +91,94 @@ def save_checkpoint(
     Raises:
         CheckpointError: the disk is full or not writable. No half-written folder remains. With `background`, this may
             be the error of the previous checkpoint.
-        OtherRankError: another rank could not write.
+        OtherRankError: the same on other ranks.
     """
     if background is not None:
         background.wait()  # the previous checkpoint's copies fill host memory until it is written
-    final = run_dir / _FOLDER / f"step-{step:06d}"
-    copies = {"model": copies_on_host(model.state_dict())}
+    copies = {"model": _copy_to_host(model.state_dict(), ranks)}
     state = {**state, "step": step}
     if optimizer is not None:
-        tensors, state["optimizer_groups"] = optimizer_tensors(optimizer)
-        copies["optimizer"] = copies_on_host(tensors)
-    text = json.dumps(state)
+        tensors, state["optimizer_groups"] = _optimizer_tensors(optimizer)
+        copies["optimizer"] = _copy_to_host(tensors, ranks)
+    final = run_dir / _FOLDER / f"step-{step:06d}"
+    write = partial(_write, final, copies, json.dumps(state), keep)
     if background is None:
-        _write(final, copies, text, keep, ranks)
+        ranks.from_rank0(write)
     else:
-        background.start(lambda own_ranks: _write(final, copies, text, keep, own_ranks))
+        background.start(write)
     return final
 
 
-def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep: int, ranks: Ranks) -> None:
+@torch.no_grad()
+def _copy_to_host(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """Copy tensors whole to the host memory of rank 0 and return the copies by name; {} on the other ranks.
+
+    CUDA tensors are copied to page-locked memory, which takes copies at full speed and which PyTorch caches for the
+    next checkpoint. Returns when the copies are complete. All ranks must call it, because `DTensor`s are gathered.
+
+    Args:
+        tensors: emptied while copying, so that tensors without another reference are freed early.
+        ranks: the processes that train the run.
+    """
+    copies = {}
+    for name in list(tensors):
+        tensor = tensors.pop(name).detach()
+        if is_dtensor(tensor):
+            if tensor.dtype == torch.uint16:  # which cannot be gathered, so that its bits travel under another dtype
+                tensor = tensor.view(torch.bfloat16).full_tensor().view(torch.uint16)
+            else:
+                tensor = tensor.full_tensor()
+        if ranks.is_first:
+            on_gpu = tensor.is_cuda
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu, memory_format=torch.contiguous_format)
+            copies[name] = copy.copy_(tensor, non_blocking=True)  # copies of all tensors overlap
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+    return copies
+
+
+def _optimizer_tensors(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return optimizer state as "<parameter name>/<state name>" -> tensor, and the groups. All ranks must call it.
+
+    The tensors are not copied, except that state sharded by `comms="sharded"` is gathered: in host memory, because the
+    whole state may not fit on a GPU.
+    """
+    is_sharded = any(group.get("comms") == "sharded" for group in optimizer.param_groups)
+    if isinstance(optimizer, Muon) and is_sharded and optimizer.param_groups[0]["params"][0].is_cuda:
+        optimizer.offload(True)
+        try:
+            saved = optimizer.state_dict()
+        finally:
+            optimizer.offload(False)
+    else:
+        saved = optimizer.state_dict()
+    tensors = {}
+    for group in saved["param_groups"]:
+        for name, key in zip(group["param_names"], group["params"], strict=True):
+            for state_name, tensor in saved["state"].get(key, {}).items():  # frozen parameters have no state
+                tensors[f"{name}/{state_name}"] = tensor
+    return tensors, saved["param_groups"]
+
+
+def _write(final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep: int) -> None:
     """Write a checkpoint's folder from copied tensors, then delete older checkpoints."""
     folder = final.parent
-    # A process of a launch that was killed may be writing still, so that the name must be this launch's own.
-    temporary = folder / ranks.from_rank0(lambda: f".{final.name}.{os.getpid()}.tmp")
-
-    def begin() -> None:
+    try:
         if not folder.exists():
             folder.mkdir(parents=True)
             flush(folder.parent)
         remove_unfinished(folder)
-        temporary.mkdir()
-
-    def write() -> dict[str, Any]:
-        """Write this rank's files and return their sizes and hashes."""
-        if ranks.size == 1:
+        # The step's folder exists already if the run was resumed from an older step.
+        with new_folder(final, discard_old=True) as unfinished:
             for part, content in tensors.items():
-                save_tensors(content, temporary / _FILES[part])
-        else:
-            _write_pieces(temporary, tensors, ranks)
-        if ranks.is_first:
-            (temporary / _STATE).write_text(state, encoding="utf-8")
-        own = f"__{ranks.rank}_"  # begins the names of this rank's pieces
-        names = sorted(path.name for path in temporary.iterdir())
-        return {
-            name: _fingerprint(temporary / name)
-            for name in names
-            if name.startswith(own) or (ranks.is_first and not name.startswith("__"))
-        }
-
-    def publish(written: list[dict[str, Any]]) -> None:
-        manifest = {name: fingerprint for files in written for name, fingerprint in files.items()}
-        (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        replace(temporary, final, discard_old=True)  # exists if the run was resumed from an older step
+                save_tensors(content, unfinished / _FILES[part])
+            (unfinished / _STATE).write_text(state, encoding="utf-8")
+            manifest = {path.name: _fingerprint(path) for path in sorted(unfinished.iterdir())}
+            (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         saved = [path for path in checkpoints(folder.parent) if step_of(path) <= step_of(final)]
         for old in saved[keep:]:
             discard(old)
-
-    try:
-        ranks.from_rank0(begin)
-        written = ranks.all_gather(ranks.run_on_all(write))
-        ranks.from_rank0(lambda: publish(written))
-    except Exception as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
+    except OSError as error:
         needed = sum(tensor.numel() * tensor.element_size() for part in tensors.values() for tensor in part.values())
         way = "continue the run with --resume" if "optimizer" in tensors else "repeat the run"
         raise CheckpointError(
@@ -242,7 +262,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def load_model_weights(checkpoint: Path, model: nn.Module) -> None:
     """Copy a checkpoint's weights into `model`; errors as `copy_weights`."""
-    copy_weights(_read(checkpoint, "model", model.state_dict()), model, checkpoint)
+    from safetensors.torch import load_file
+
+    copy_weights(load_file(checkpoint / _FILES["model"]), model, checkpoint)
 
 
 def copy_weights(saved: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
@@ -262,67 +284,23 @@ def copy_weights(saved: Mapping[str, Tensor], model: nn.Module, path: Path) -> N
 
 
 def restore_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
-    """Load a checkpoint's optimizer state and hyperparameters into `optimizer`. All ranks must call it.
+    """Load a checkpoint's optimizer state and hyperparameters into `optimizer`; each rank keeps its shard.
 
     Raises:
         CheckpointError: the state belongs to other parameters.
     """
+    from safetensors.torch import load_file
+
     state: dict[int, dict[str, Tensor]] = {}
     groups = read_state(checkpoint)["optimizer_groups"]
     ids = {name: key for group in groups for name, key in zip(group["param_names"], group["params"], strict=True)}
-    # State of plain parameters is read whole into host memory, and `load_state_dict` takes this rank's shard. State of
-    # DTensors is read shard by shard into the tensors that the optimizer has.
-    has_dtensors = any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
-    own = optimizer_tensors(optimizer)[0] if has_dtensors else {}
-    for full_name, tensor in _read(checkpoint, "optimizer", own).items():
+    for full_name, tensor in load_file(checkpoint / _FILES["optimizer"]).items():
         name, _, key = full_name.rpartition("/")
         state.setdefault(ids[name], {})[key] = tensor
     try:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except ValueError as error:
         raise CheckpointError(f"{checkpoint}: {error}") from None
-
-
-def _write_pieces(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
-    """Write this rank's pieces of the tensors; PyTorch writes a piece that several ranks hold only once."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    try:
-        save(tensors, storage_writer=FileSystemWriter(folder), process_group=ranks.group)
-    except CheckpointException as error:  # raised on all ranks, with the errors of each
-        raise next(failure for failure, _ in error.failures.values()) from None
-
-
-def _read(checkpoint: Path, part: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the saved tensors of a part, "model" or "optimizer", by name, whole and on the CPU.
-
-    DTensors among the tensors in use (`own`) that have the saved shape are overwritten and returned instead.
-    """
-    if not (checkpoint / _METADATA).exists():
-        from safetensors.torch import load_file
-
-        whole: dict[str, Tensor] = load_file(checkpoint / _FILES[part])
-        return whole
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = FileSystemReader(checkpoint)
-    tensors: dict[str, Tensor] = {}
-    for key, described in reader.read_metadata().state_dict_metadata.items():
-        prefix, _, name = key.partition(".")
-        if prefix == part:
-            assert isinstance(described, TensorStorageMetadata)
-            mine = own.get(name)
-            if mine is None or not is_dtensor(mine) or mine.shape != described.size:
-                mine = torch.empty(described.size, dtype=described.properties.dtype)
-            tensors[name] = mine
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns if there is only one process
-        load({part: tensors}, storage_reader=reader)
-    return tensors
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
@@ -335,7 +313,7 @@ def _damage(path: Path) -> str:
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         # The optimizer's file is optional: a speedrun saves only its model.
-        missing = {_METADATA if _METADATA in manifest else _FILES["model"], _STATE} - set(manifest)
+        missing = {_FILES["model"], _STATE} - set(manifest)
         if missing:
             return f"{_MANIFEST} does not list {min(missing)}"
         for name, expected in manifest.items():

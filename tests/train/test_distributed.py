@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from tiny_runs import course, start, tiny_config, tiny_options
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.run import get_args_parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
@@ -34,12 +34,11 @@ from quintic.commands.options import StartOptions
 from quintic.commands.parsing import options_of
 from quintic.commands.train import run as run_command
 from quintic.data.dataset import Dataset
-from quintic.errors import CheckpointError, ConfigError, DivergedError, OtherRankError, QuinticError
+from quintic.errors import ConfigError, DivergedError, OtherRankError, QuinticError
 from quintic.launch import Launch, launched
 from quintic.model.gpt import GPTConfig
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.checkpoint import (
-    _read,
     checkpoints,
     load_model_weights,
     newest_checkpoint,
@@ -383,7 +382,7 @@ def test_one_rank_says_that_the_run_diverged(
 
 
 def save_to_a_full_disk(rank: int, world_size: int, run_dir: Path, beside: bool) -> list[str]:
-    """Save twice; the second time the disk of the last rank is full."""
+    """Save twice; the second time the disk is full."""
     ranks = ranks_of(rank, world_size)
     background = Background(ranks) if beside else None
     torch.manual_seed(0)
@@ -391,12 +390,12 @@ def save_to_a_full_disk(rank: int, world_size: int, run_dir: Path, beside: bool)
     optimizer = quintic.Muon(quintic.param_groups(model), comms="sharded")
     ended = []
     for step in (1, 2):
-        if step == 2 and rank == world_size - 1:
+        if step == 2:
 
             def full(*args: Any) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-            FileSystemWriter.write_data = full  # type: ignore[assignment, method-assign]
+            safetensors.torch.save_file = full
         try:
             path = save_checkpoint(
                 run_dir,
@@ -417,24 +416,13 @@ def save_to_a_full_disk(rank: int, world_size: int, run_dir: Path, beside: bool)
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_full_disk_of_one_rank_leaves_the_checkpoint_before(beside: bool, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_checkpoint_before_and_is_told_once(beside: bool, tmp_path: Path) -> None:
     first, second = run(save_to_a_full_disk, 2, tmp_path, beside)
     assert first[0] == second[0] == "step-000001"
     assert "step-000002: cannot be written (No space left on device); free 1 MiB" in first[1]
     assert second[1] == "another rank has failed"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     assert newest_checkpoint(tmp_path, message=print).name == "step-000001"
-
-
-@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp", "state.json"])
-def test_a_damaged_piece_is_noticed(name: str, tmp_path: Path) -> None:
-    run(save_to_a_full_disk, 2, tmp_path, False)
-    path = tmp_path / "checkpoints" / "step-000001" / name
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    said: list[str] = []
-    with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
-        newest_checkpoint(tmp_path, message=said.append)
-    assert f"{name} was changed after it was written" in said[0]
 
 
 def save_beside_steps(rank: int, world_size: int, parallel: ParallelName, folder: Path) -> None:
@@ -457,24 +445,23 @@ def save_beside_steps(rank: int, world_size: int, parallel: ParallelName, folder
         optimizer.zero_grad()
 
     trained_on = threading.Event()
-    write_data = FileSystemWriter.write_data
+    save_file = safetensors.torch.save_file
 
-    def late(*args: Any) -> Any:
+    def late(*args: Any) -> None:
         assert trained_on.wait(60)
-        return write_data(*args)
+        save_file(*args)
 
     step()
     own: dict[str, Any] = {"step": 1, "model": model, "optimizer": optimizer, "state": {}, "keep": 1, "ranks": ranks}
     save_checkpoint(folder / "at once", **own)
-    FileSystemWriter.write_data = late  # type: ignore[method-assign]
+    safetensors.torch.save_file = late
     save_checkpoint(folder / "beside", **own, background=background)
-    # The background's collectives of planning meet those of these steps.
     step()
     step()
     assert checkpoints(folder / "beside") == []
     trained_on.set()
     background.wait()
-    FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
+    safetensors.torch.save_file = save_file
     save_checkpoint(folder / "later", **own)
 
 
@@ -486,7 +473,9 @@ def test_a_save_of_several_ranks_is_of_its_step(parallel: str, tmp_path: Path) -
 
     def saved(name: str) -> dict[str, Tensor]:
         checkpoint = newest_checkpoint(tmp_path / name, message=print)
-        parts = {part: _read(checkpoint, part, {}) for part in ("model", "optimizer")}
+        parts = {
+            part: safetensors.torch.load_file(checkpoint / f"{part}.safetensors") for part in ("model", "optimizer")
+        }
         return {f"{part}/{key}": tensor for part, tensors in parts.items() for key, tensor in tensors.items()}
 
     at_once, beside, later = saved("at once"), saved("beside"), saved("later")

@@ -16,11 +16,10 @@ from test_trainer import make
 from tiny_runs import course, error_of, final_weights, tiny_config, tiny_options
 
 from quintic.data.dataset import Dataset
-from quintic.errors import CheckpointError, DivergedError, OtherRankError
-from quintic.train.checkpoint import save_checkpoint
+from quintic.errors import CheckpointError, DivergedError
+from quintic.train.checkpoint import _copy_to_host, save_checkpoint
 from quintic.train.distributed import SINGLE_PROCESS
 from quintic.train.saving.background import Background
-from quintic.train.saving.staging import copies_on_host
 from quintic.train.trainer import Trainer
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
@@ -33,8 +32,7 @@ def test_work_is_done_beside_and_one_piece_at_a_time() -> None:
     done: list[str] = []
     may_end = threading.Event()
 
-    def first(ranks: Any) -> None:
-        assert ranks is SINGLE_PROCESS
+    def first() -> None:
         assert threading.current_thread() is not threading.main_thread()
         assert may_end.wait(60)
         done.append("first")
@@ -44,14 +42,14 @@ def test_work_is_done_beside_and_one_piece_at_a_time() -> None:
         background.start(first)
         assert done == []
         threading.Timer(0.05, may_end.set).start()
-        background.start(lambda ranks: done.append("second"))
+        background.start(lambda: done.append("second"))
         assert done[0] == "first"
     assert done == ["first", "second"]
 
 
 @pytest.mark.parametrize("contact", ["wait", "start", "leave"])
 def test_what_goes_wrong_beside_is_raised_once(contact: str) -> None:
-    def fail(ranks: Any) -> None:
+    def fail() -> None:
         raise CheckpointError("no room")
 
     more: list[int] = []
@@ -62,7 +60,7 @@ def test_what_goes_wrong_beside_is_raised_once(contact: str) -> None:
     assert background.has_failed
     contacts = {
         "wait": background.wait,
-        "start": lambda: background.start(lambda ranks: more.append(1)),
+        "start": lambda: background.start(lambda: more.append(1)),
         "leave": lambda: background.__exit__(None),
     }
     with pytest.raises(CheckpointError, match=r"^no room$"):
@@ -75,7 +73,7 @@ def test_what_goes_wrong_beside_is_raised_once(contact: str) -> None:
 def test_what_goes_wrong_beside_another_exception_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     may_end = threading.Event()
 
-    def fail(ranks: Any) -> None:
+    def fail() -> None:
         assert may_end.wait(60)
         raise CheckpointError("no room")
 
@@ -84,16 +82,6 @@ def test_what_goes_wrong_beside_another_exception_is_printed(capsys: pytest.Capt
     threading.Timer(0.05, may_end.set).start()
     background.__exit__(KeyboardInterrupt)
     assert capsys.readouterr().err == "quintic: error: no room\n"
-
-
-def test_another_rank_tells_what_went_wrong_there(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(ranks: Any) -> None:
-        raise OtherRankError("another rank has failed")
-
-    background = Background(SINGLE_PROCESS)
-    background.start(fail)
-    background.__exit__(KeyboardInterrupt)
-    assert capsys.readouterr().err == ""
 
 
 # -- the copies -------------------------------------------------------------------------------------------------------
@@ -110,7 +98,7 @@ def test_copies_are_whole_and_nothing_is_held_twice() -> None:
         "mantissa": torch.arange(5, dtype=torch.int32).to(torch.uint16),
     }
     expected = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    copies = copies_on_host(tensors)
+    copies = _copy_to_host(tensors, SINGLE_PROCESS)
     assert tensors == {}
     base.zero_()
     assert list(copies) == list(expected)
@@ -126,7 +114,7 @@ def test_copies_are_whole_and_nothing_is_held_twice() -> None:
 def test_copies_of_a_gpu_are_page_locked_and_those_of_the_moment() -> None:
     weight = torch.randn(4096, 4096, device="cuda")
     expected = weight.cpu()
-    copies = copies_on_host({"weight": weight})
+    copies = _copy_to_host({"weight": weight}, SINGLE_PROCESS)
     weight.zero_()
     assert torch.equal(copies["weight"], expected)
     assert copies["weight"].is_pinned()
@@ -187,9 +175,9 @@ def late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     def start_late(self: Background, work: Any) -> None:
         mine = threading.Event()
 
-        def late(ranks: Any) -> None:
+        def late() -> None:
             assert mine.wait(60)
-            work(ranks)
+            work()
 
         start(self, late)  # which waits for the one before
         waited.append(mine)
@@ -280,4 +268,4 @@ def test_a_thread_that_cannot_start_is_an_error_and_not_waited_for(monkeypatch: 
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="can't start new thread"), Background(SINGLE_PROCESS) as background:
-        background.start(lambda ranks: None)
+        background.start(lambda: None)
