@@ -123,15 +123,13 @@ def _copy_to_host(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]
     copies = {}
     for name in list(tensors):
         tensor = tensors.pop(name).detach()
-        if is_dtensor(tensor):
-            if tensor.dtype == torch.uint16:  # which cannot be gathered, so that its bits travel under another dtype
-                tensor = tensor.view(torch.bfloat16).full_tensor().view(torch.uint16)
-            else:
-                tensor = tensor.full_tensor()
+        # 16-bit whole numbers cannot be gathered, so that their bits travel under another dtype.
+        bits = tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
+        whole = (bits.full_tensor() if is_dtensor(bits) else bits).view(tensor.dtype)
         if ranks.is_first:
-            on_gpu = tensor.is_cuda
-            copy = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu, memory_format=torch.contiguous_format)
-            copies[name] = copy.copy_(tensor, non_blocking=True)  # copies of all tensors overlap
+            on_gpu = whole.is_cuda
+            copy = torch.empty_like(whole, device="cpu", pin_memory=on_gpu, memory_format=torch.contiguous_format)
+            copies[name] = copy.copy_(whole, non_blocking=True)  # copies of all tensors overlap
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
     return copies

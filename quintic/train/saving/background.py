@@ -39,7 +39,8 @@ class Background:
 
         def run() -> None:
             try:
-                started.set_result(work())
+                work()
+                started.set_result(None)
             except BaseException as error:
                 started.set_exception(error)
 
