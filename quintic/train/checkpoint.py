@@ -193,21 +193,14 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None], before: float = math.inf) -> Path:
+def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None]) -> Path:
     """Return the newest undamaged checkpoint's folder; call `message` with a line for each damaged one that is skipped.
-
-    Args:
-        run_dir: the run's folder.
-        message: called with lines for the user.
-        before: look at checkpoints of earlier steps only.
 
     Raises:
         CheckpointError: the run has no usable checkpoint.
     """
     damage = ""
     for path in checkpoints(run_dir):
-        if step_of(path) >= before:
-            continue
         damage = _damage(path)
         if not damage:
             return path

@@ -31,7 +31,7 @@ from quintic.model.gpt import GPT
 from quintic.model.layers import Attention
 from quintic.train.config import Config, ParallelName
 
-__all__ = ["SINGLE_PROCESS", "Parallelism", "Ranks", "connected", "host_group", "micro_batch_rows"]
+__all__ = ["SINGLE_PROCESS", "Parallelism", "Ranks", "connected", "micro_batch_rows"]
 
 T = TypeVar("T")
 
@@ -148,7 +148,9 @@ def connected(launch: Launch) -> Iterator[Ranks]:
     if launch.may_restart:  # the store may hold addresses of processes from before the restart
         store = PrefixStore(_agree_on_attempt(store, launch.rank, launch.size), store)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size)
-    group = host_group()
+    # A long timeout: one rank may prepare text for hours while the others wait. A rank that dies is noticed at once
+    # all the same, because its connections close.
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     try:
         yield Ranks(
             rank=launch.rank, size=launch.size, local_rank=launch.local_rank, local_size=launch.local_size, group=group
@@ -159,13 +161,6 @@ def connected(launch: Launch) -> Iterator[Ranks]:
         raise
     dist.barrier(group=group)
     dist.destroy_process_group()
-
-
-def host_group() -> Any:
-    """Return a new process group for messages between the host processes of all ranks; all of them must call it."""
-    # A long timeout: one rank may prepare text for hours while the others wait. A rank that dies is noticed at once
-    # all the same, because its connections close.
-    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 def _agree_on_attempt(store: Store, rank: int, size: int) -> str:

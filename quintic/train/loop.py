@@ -30,7 +30,7 @@ from quintic.train.checkpoint import checkpoint_of_step, checkpoints, newest_che
 from quintic.train.config import Config
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts
-from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker
+from quintic.train.metrics import MetricsLog, TensorBoardTracker, WandbTracker
 from quintic.train.recipe import scale_lines
 from quintic.train.runs import TOKENIZER_FILE, lock_run, wandb_id
 from quintic.train.saving.source import keep_source
@@ -194,7 +194,7 @@ def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
 
     def find() -> Path | None:
         with contextlib.suppress(CheckpointError):  # none yet, or all damaged: that is no reason to end a healthy run
-            return newest_checkpoint(run.run_dir, message=progress.message, before=spike_step)
+            return newest_checkpoint(run.run_dir, message=progress.message)
         return None
 
     checkpoint = run.ranks.from_rank0(find)
@@ -317,7 +317,7 @@ def _open_log(run: Trainer, resume_step: int | None) -> MetricsLog:
     if not run.ranks.is_first:
         return MetricsLog(None)
     options, folder = run.config.run, run.run_dir
-    trackers: list[Tracker] = []
+    trackers: list[TensorBoardTracker | WandbTracker] = []
     if options.tensorboard:
         trackers.append(TensorBoardTracker(folder / "tensorboard", resume_step=resume_step))
     if options.wandb is not None:

@@ -11,7 +11,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Self, TextIO
 
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError
@@ -19,20 +19,10 @@ from quintic.launch import install_command
 from quintic.report.history import read_metrics
 from quintic.train.config import RunConfig
 
-__all__ = ["MetricsLog", "TensorBoardTracker", "Tracker", "WandbTracker", "check_trackers"]
+__all__ = ["MetricsLog", "TensorBoardTracker", "WandbTracker", "check_trackers"]
 
 _STEPPED_KINDS = ("train", "eval", "core", "sample")
 _CODE = 4 * " "  # indents a code block in Markdown, which keeps spaces and line breaks
-
-
-class Tracker(Protocol):
-    """A service that shows the log's records while the run is going on."""
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Show one record of the log; kinds that the tracker cannot show are ignored."""
-
-    def close(self) -> None:
-        """Send buffered records and release the tracker."""
 
 
 class MetricsLog:
@@ -46,29 +36,33 @@ class MetricsLog:
         resume_step: the step of the checkpoint that the run continues from. Records of later steps, which will be
             repeated, and everything from a ``final`` record on are removed first, so that the log has each step once.
             The file is replaced in one move: after a crash, the old or the new file is there.
-        trackers: get every record, and are closed with the log.
+        trackers: get every record, ignore kinds that they cannot show, and are closed with the log.
 
     Raises:
         DataError: if an existing file is damaged before its last line.
     """
 
     def __init__(
-        self, path: str | Path | None, *, resume_step: int | None = None, trackers: Sequence[Tracker] = ()
+        self,
+        path: Path | None,
+        *,
+        resume_step: int | None = None,
+        trackers: Sequence["TensorBoardTracker | WandbTracker"] = (),
     ) -> None:
-        self.trackers = tuple(trackers)
+        self._trackers = trackers
         self._file: TextIO | None = None  # stays None on ranks other than 0
         if path is None:
             return
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            records = read_metrics(self.path)  # without a half-written last line
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            records = read_metrics(path)  # without a half-written last line
             if resume_step is not None:
                 # A resumed run writes its final record again, and everything that follows it.
                 unfinished = itertools.takewhile(lambda r: r.get("kind") != "final", records)
                 records = [r for r in unfinished if not _is_after(r, resume_step)]
-            write_atomically(self.path, "".join(map(_encode, records)))
-        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+            write_atomically(path, "".join(map(_encode, records)))
+        self._file = path.open("a", encoding="utf-8", newline="\n")
 
     def write(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Append one record and hand it to the trackers.
@@ -85,7 +79,7 @@ class MetricsLog:
         if self._file is not None:
             self._file.write(_encode(record))
             self._file.flush()
-        for tracker in self.trackers:
+        for tracker in self._trackers:
             tracker.log(record)
         return record
 
@@ -94,7 +88,7 @@ class MetricsLog:
         if self._file is None or self._file.closed:
             return
         self._file.close()
-        for tracker in self.trackers:
+        for tracker in self._trackers:
             tracker.close()
 
     def __enter__(self) -> Self:

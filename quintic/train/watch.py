@@ -132,14 +132,12 @@ class LossWatch:
         return above
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all fields except `sigmas`, as JSON can hold them."""
-        state = {name: value for name, value in vars(self).items() if name != "sigmas"}
-        return {**state, "least": self.least if self.steps else None}
+        """Return all fields except `sigmas`."""
+        return {name: value for name, value in vars(self).items() if name != "sigmas"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a result of `state_dict`."""
         vars(self).update(state)
-        self.least = math.inf if self.least is None else self.least
 
 
 def summarize_log(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -148,21 +146,20 @@ def summarize_log(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Speeds are means over steady steps, which are all but the first ten of each process; without any, they are missing.
     """
     peaks = [record["peak_memory_bytes"] for record in records if record.get("peak_memory_bytes")]
-    evals = [record for record in records if record.get("kind") == "eval" and record.get("bpb") is not None]
+    evals = [record for record in records if record["kind"] == "eval" and record["bpb"] is not None]
     steps: list[Mapping[str, Any]] = []
     steady: list[Mapping[str, Any]] = []
     made = 0  # steps of this process
     for record in records:
-        if record.get("kind") in ("run", "resume"):
+        if record["kind"] in ("run", "resume"):
             made = 0
-        elif record.get("kind") == "train" and "times_ms" in record:  # logs of older versions may lack it, and `mfu`
+        elif record["kind"] == "train":
             made += 1
             steps.append(record)
-            if made > _UNSTEADY_STEPS and record.get("mfu"):
+            if made > _UNSTEADY_STEPS:
                 steady.append(record)
     phases = {
-        phase: sum(record["times_ms"].get(phase, 0.0) for record in steps)
-        for phase in ("data", "forward_backward", "optimizer")
+        phase: sum(record["times_ms"][phase] for record in steps) for phase in ("data", "forward_backward", "optimizer")
     }
     total = sum(phases.values()) or 1.0
     summary: dict[str, Any] = {

@@ -25,6 +25,8 @@ CORE: dict[str, Any] = {
     "missing": ["squad", "<coqa>"],
 }
 
+TIMES = {"data": 2.0, "forward_backward": 93.0, "optimizer": 5.0}
+
 
 def written(folder: Path, *records: dict[str, Any], **run: Any) -> Page:
     with MetricsLog(folder / "metrics.jsonl") as log:
@@ -92,14 +94,16 @@ def test_samples_over_training_are_there_with_their_steps(tmp_path: Path) -> Non
 
 
 def test_shares_are_bars_of_the_whole(tmp_path: Path) -> None:
-    times = {"data": 2.0, "forward_backward": 93.0, "optimizer": 5.0}
-    page = written(tmp_path, {"kind": "train", "step": 1, "loss": 2.0, "times_ms": times})
+    page = written(tmp_path, {"kind": "train", "step": 1, "loss": 2.0, "times_ms": TIMES})
     bars = [attributes["style"] for _, attributes in page.tags if attributes.get("class") == "bar"]
     assert bars == ["width:2.00%", "width:93.00%", "width:5.00%"]
 
 
 def test_memory_is_the_most_of_all_processes(tmp_path: Path) -> None:
-    train = [{"kind": "train", "step": n, "loss": 2.0, "peak_memory_bytes": gib * 2**30} for n, gib in ((1, 3), (2, 2))]
+    train: list[dict[str, Any]] = [
+        {"kind": "train", "step": step, "loss": 2.0, "peak_memory_bytes": gib * 2**30, "times_ms": TIMES}
+        for step, gib in ((1, 3), (2, 2))
+    ]
     evaluation = {"kind": "eval", "step": 2, "loss": 2.0, "bpb": 1.0, "peak_memory_bytes": 4 * 2**30}
     written(tmp_path, *train)
     assert "<li><b>3\u00a0GiB</b>" in (tmp_path / "report.html").read_text("utf-8")
