@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from quintic.train.saving.background import Background
 __all__ = [
     "checkpoint_of_step",
     "checkpoints",
-    "copy_weights",
     "load_model_weights",
     "newest_checkpoint",
     "read_state",
@@ -251,27 +250,26 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def load_model_weights(checkpoint: Path, model: nn.Module) -> None:
-    """Copy a checkpoint's weights into `model`; errors as `copy_weights`."""
-    from safetensors.torch import load_file
-
-    copy_weights(load_file(checkpoint / _FILES["model"]), model, checkpoint)
-
-
-def copy_weights(saved: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
-    """Copy whole weights by name into `model`; each rank keeps its shard.
+def load_model_weights(folder: Path, model: nn.Module) -> None:
+    """Copy the weights in the folder of a checkpoint, or of an exported model, into `model`; each rank keeps its shard.
 
     Raises:
-        CheckpointError: names or shapes differ. The message names `path`, the file that `saved` was read from.
+        CheckpointError: the file cannot be read, or names or shapes differ.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     own = model.state_dict()
     try:
+        saved = load_file(folder / _FILES["model"])
         model.load_state_dict(
             {name: distribute_like(value, own[name]) if name in own else value for name, value in saved.items()}
         )
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: {_FILES['model']} cannot be read ({error})") from None
     except RuntimeError as error:
-        lines = [line.strip() for line in str(error).splitlines()]
-        raise CheckpointError(f"{path}: does not fit this model: {lines[-1]}") from None  # the last line has the names
+        names = str(error).splitlines()[-1].strip()
+        raise CheckpointError(f"{folder}: does not fit this model: {names}") from None
 
 
 def restore_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:

@@ -131,25 +131,23 @@ class Stopwatch:
     """Measures time between marks in a device's work without stopping it: on a GPU, by events in the stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events: list[torch.cuda.Event] | None = [] if device.type == "cuda" else None
-        self._moments: list[float] = []
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = []  # events on a GPU, else times in seconds
 
     def mark(self) -> None:
         """Mark the moment at which the device finishes all work launched so far."""
-        if self._events is None:
-            self._moments.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._events.append(event)
+        if self._on_gpu:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
         """Return the seconds between consecutive marks, after waiting for the device to reach the last one."""
-        if self._events is None:
-            return [end - start for start, end in pairwise(self._moments)]
-        if self._events:
-            self._events[-1].synchronize()
-        return [start.elapsed_time(end) / 1000 for start, end in pairwise(self._events)]
+        if not self._on_gpu:
+            return [end - start for start, end in pairwise(self._marks)]
+        self._marks[-1].synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in pairwise(self._marks)]
 
 
 def machine_facts(hardware: Hardware) -> dict[str, Any]:

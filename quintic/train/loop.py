@@ -120,7 +120,7 @@ def train(
         # From here on the run's folder changes. `held` closes everything in reverse order, also after an error.
         if resume_step is not None:
             ranks.from_rank0(lambda: set_aside_later(run_dir, resume_step, message=say))
-        held.enter_context(run.background)
+        held.callback(run.background.close)
         held.enter_context(run.loader)
         has_log = ranks.from_rank0(lambda: (run_dir / METRICS_FILE).exists())
         if checkpoint is not None and not has_log:

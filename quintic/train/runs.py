@@ -27,7 +27,7 @@ from pathlib import Path
 
 from quintic.durable import json_object, lock, new_folder, unused, write_atomically
 from quintic.errors import ConfigError, QuinticError
-from quintic.report.history import METRICS_FILE, SOURCE_FILE, read_metrics
+from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.config import BaseRunConfig, Config
 from quintic.train.saved_config import from_dict, load_config, to_dict
 from quintic.train.saving.source import source_files
@@ -51,7 +51,7 @@ __all__ = [
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
-"""Allows using the model after its prepared text was deleted; runs made by older versions do not have it."""
+"""Allows using the model after its prepared text was deleted."""
 _LOCK_FILE = ".lock"
 _WANDB_FILE = "wandb-id.txt"
 
@@ -274,10 +274,8 @@ def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
 
 
 def _started(folder: Path) -> float:
-    """Return the time at which a run was started, in seconds since 1970: that of the first file in its folder."""
-    # A speedrun has no configuration, and one of an older version no record of its source either.
-    files = [folder / name for name in (CONFIG_FILE, SOURCE_FILE, METRICS_FILE)]
-    return next(file.stat().st_mtime for file in files if file.exists())
+    """Return the time at which a run was started, in seconds since 1970: that of the oldest file in its folder."""
+    return min(file.stat().st_mtime for file in folder.iterdir() if file.is_file())
 
 
 def _is_taken(folder: Path) -> bool:

@@ -13,7 +13,7 @@ from quintic.durable import json_object, write_atomically
 from quintic.errors import CheckpointError, ConfigError
 from quintic.model.allocation import allocate_rows
 from quintic.model.gpt import GPT
-from quintic.train.checkpoint import copy_weights, load_model_weights, newest_checkpoint, step_of
+from quintic.train.checkpoint import load_model_weights, newest_checkpoint, step_of
 from quintic.train.recipe import apply_schedule
 from quintic.train.runs import CONFIG_FILE
 from quintic.train.saved_config import check_longer, load_config, to_dict, with_options
@@ -45,23 +45,18 @@ def load_initial_weights(model: GPT, folder: Path, tokenizer: Tokenizer, *, mess
             f"--tokenizer: the weights of --init-from {folder} were trained with another one; leave --tokenizer out"
         )
     # A run's config.json has no `model_type`; an export's has "quintic".
-    if json_object(folder / "config.json").get("model_type") != "quintic":
+    if json_object(folder / "config.json").get("model_type") == "quintic":
         try:
-            checkpoint = newest_checkpoint(folder, message=message)
+            load_model_weights(folder, model)
         except CheckpointError as error:
-            raise CheckpointError(f"--init-from {folder}: {str(error).partition(';')[0]}") from None
-        load_model_weights(checkpoint, model)
-        return f"Starting from the weights of {folder} after step {step_of(checkpoint):,}"
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = folder / "model.safetensors"
+            raise CheckpointError(f"--init-from {error}; export it again") from None
+        return f"Starting from the weights of the exported model {folder}"
     try:
-        saved = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"--init-from {folder}: {path.name} cannot be read ({error}); export it again") from None
-    copy_weights(saved, model, path)
-    return f"Starting from the weights of the exported model {folder}"
+        checkpoint = newest_checkpoint(folder, message=message)
+    except CheckpointError as error:
+        raise CheckpointError(f"--init-from {folder}: {str(error).partition(';')[0]}") from None
+    load_model_weights(checkpoint, model)
+    return f"Starting from the weights of {folder} after step {step_of(checkpoint):,}"
 
 
 def allocate_lookups(model: GPT, dataset: Dataset, *, seed: int) -> str:

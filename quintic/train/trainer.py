@@ -127,7 +127,7 @@ class Trainer:
         self.loader.load_state_dict(state["loader"])
         self.tokens, self.seconds = state["tokens"], state["seconds"]
         self.score = None if state["score"] is None else Score(**state["score"])
-        self.compiled_before = state.get("compile_seconds", 0.0)
+        self.compiled_before = state["compile_seconds"]
 
     def roll_back(self, checkpoint: Path) -> None:
         """Restore only weights, optimizer and step from a checkpoint of this run; data position and counters go on."""
@@ -140,7 +140,7 @@ class Trainer:
         load_model_weights(checkpoint, self.model)
         restore_optimizer(checkpoint, self.optimizer)
         self.step = state["step"]
-        self.watch.load_state_dict(state.get("watch", {}))
+        self.watch.load_state_dict(state["watch"])
 
     def save(self) -> None:
         """Copy the run's state and write it in the background; raises CheckpointError if the previous save failed."""

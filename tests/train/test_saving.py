@@ -37,17 +37,18 @@ def test_work_is_done_beside_and_one_piece_at_a_time() -> None:
         assert may_end.wait(60)
         done.append("first")
 
-    with Background(SINGLE_PROCESS) as background:
-        background.wait()  # nothing to wait for
-        background.start(first)
-        assert done == []
-        threading.Timer(0.05, may_end.set).start()
-        background.start(lambda: done.append("second"))
-        assert done[0] == "first"
+    background = Background(SINGLE_PROCESS)
+    background.wait()  # nothing to wait for
+    background.start(first)
+    assert done == []
+    threading.Timer(0.05, may_end.set).start()
+    background.start(lambda: done.append("second"))
+    assert done[0] == "first"
+    background.wait()
     assert done == ["first", "second"]
 
 
-@pytest.mark.parametrize("contact", ["wait", "start", "leave"])
+@pytest.mark.parametrize("contact", ["wait", "start"])
 def test_what_goes_wrong_beside_is_raised_once(contact: str) -> None:
     def fail() -> None:
         raise CheckpointError("no room")
@@ -61,7 +62,6 @@ def test_what_goes_wrong_beside_is_raised_once(contact: str) -> None:
     contacts = {
         "wait": background.wait,
         "start": lambda: background.start(lambda: more.append(1)),
-        "leave": lambda: background.__exit__(None),
     }
     with pytest.raises(CheckpointError, match=r"^no room$"):
         contacts[contact]()
@@ -80,7 +80,7 @@ def test_what_goes_wrong_beside_another_exception_is_printed(capsys: pytest.Capt
     background = Background(SINGLE_PROCESS)
     background.start(fail)
     threading.Timer(0.05, may_end.set).start()
-    background.__exit__(KeyboardInterrupt)
+    background.close()
     assert capsys.readouterr().err == "quintic: error: no room\n"
 
 
@@ -131,7 +131,7 @@ def test_a_save_is_of_its_step_while_training_goes_on(
         assert trained_on.wait(60)
         save_file(*args)
 
-    with trainer.loader, trainer.background:
+    with trainer.loader:
         for _ in range(2):
             trainer.train_step()
         state = {
@@ -158,6 +158,7 @@ def test_a_save_is_of_its_step_while_training_goes_on(
         saved = json.loads(written[2])
         assert {name: saved[name] for name in json.loads(expected[2])} == json.loads(expected[2])
         trainer.save()
+        trainer.background.wait()
     assert saved_steps(tmp_path)[0] == "step-000004"
     model = (tmp_path / "checkpoints" / "step-000004" / "model.safetensors").read_bytes()
     assert model != written[0]
@@ -267,5 +268,7 @@ def test_a_thread_that_cannot_start_is_an_error_and_not_waited_for(monkeypatch: 
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(RuntimeError, match="can't start new thread"), Background(SINGLE_PROCESS) as background:
+    background = Background(SINGLE_PROCESS)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
         background.start(lambda: None)
+    background.close()

@@ -4,7 +4,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Self
 
 from quintic.train.distributed import Ranks
 
@@ -14,7 +13,7 @@ __all__ = ["Background"]
 class Background:
     """Runs one function at a time in a background thread of rank 0.
 
-    A context manager: leaving it waits for the function to end. All ranks must call its methods in the same order.
+    All ranks must call `start` and `wait` in the same order.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -62,14 +61,10 @@ class Background:
         if ended is not None:
             ended.result()
 
-    def __enter__(self) -> Self:
-        return self
+    def close(self) -> None:
+        """Wait until the function in progress has ended, and print its error.
 
-    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
-        if kind is None:
-            self.wait()
-        elif self._work is not None:
-            # After an exception, ranks may be at different points in the code, so no collective is called here.
-            error = self._work.exception()  # waits as well
-            if error is not None:
-                print(f"quintic: error: {error}", file=sys.stderr)
+        For after an exception: ranks may be at different points in the code, so no collective is called here.
+        """
+        if self._work is not None and (error := self._work.exception()) is not None:
+            print(f"quintic: error: {error}", file=sys.stderr)
