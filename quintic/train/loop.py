@@ -179,9 +179,8 @@ def _make_steps(run: Trainer, log: MetricsLog, progress: Progress, stop_requests
             # background save also stops the run; `_save` then raises its error.
             stop = run.ranks.any(stop_requests.is_stopped() or run.background.has_failed)
             if stop or is_due(run.step, run.config.run.save_every):
-                _save(run)
+                _save(run, wait=stop)
             if stop:
-                run.background.wait()
                 raise Interrupted(f"stopped after step {run.step} of {run.total}, which is saved")
 
 
@@ -215,12 +214,10 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
         except DivergedError:
             raise
         except Exception:  # the trained weights must not be lost because their evaluation fails
-            _save(run)
-            run.background.wait()
+            _save(run, wait=True)
             progress.message(f"{run.run_dir.name} is trained and saved; its evaluation failed")
             raise
-        _save(run)
-        run.background.wait()
+        _save(run, wait=True)
     with progress.busy("compressing the validation text with xz, for comparison"):
         final = run.finish()
     summary = run.ranks.from_rank0(lambda: summarize_log(read_metrics(run.run_dir / METRICS_FILE)))
@@ -278,11 +275,13 @@ def _answer_core(run: Trainer, log: MetricsLog, progress: Progress) -> None:
     progress.message(f"step {run.step:,}/{run.total:,}  {core_lines(result)[-1]}")
 
 
-def _save(run: Trainer) -> None:
+def _save(run: Trainer, *, wait: bool) -> None:
     # A finite loss does not suffice: it was computed before the last step changed the weights.
     if not run.has_finite_weights():
         raise _diverged(f"weights are not finite after step {run.step}", run)
     run.save()
+    if wait:
+        run.background.wait()
 
 
 def _check_loss(name: str, record: dict[str, Any], run: Trainer) -> None:

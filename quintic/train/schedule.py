@@ -156,12 +156,7 @@ def is_due(step: int, every: int) -> bool:
 
 
 def reading_lines(run_tokens: int, text_tokens: int) -> list[str]:
-    """Return a phrase with the number of passes through the training text, and a warning if there are too many.
-
-    Args:
-        run_tokens: tokens of all steps.
-        text_tokens: tokens of the training text.
-    """
+    """Return a phrase with the number of passes through the training text, and a warning if there are too many."""
     passes = run_tokens / text_tokens
     lines = [f"{passes:.1f} times through the text"]
     if passes > _MANY_PASSES:
