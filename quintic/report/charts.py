@@ -139,7 +139,8 @@ class Chart:
             return
         ys = [y for curve in self.curves for point in curve.points for y in point[1:] if math.isfinite(y)]
         low = min(*self.references.values(), min(ys) if low is None else low, math.inf)
-        high = max(*self.references.values(), max(ys) if high is None else high, -math.inf)
+        # An edge below all points, of other records than are drawn, cuts nothing.
+        high = max(*self.references.values(), max(ys) if high is None or high <= min(ys) else high, -math.inf)
         if high - low <= 1e-6 * abs(high):
             low, high = low - 0.05 * abs(low or 1), high + 0.05 * abs(high or 1)
         self.y_ticks = _log_ticks(low, high) if log_y else _ticks(low, high, 5)

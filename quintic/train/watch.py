@@ -146,20 +146,21 @@ def summarize_log(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Speeds are means over steady steps, which are all but the first ten of each process; without any, they are missing.
     """
     peaks = [record["peak_memory_bytes"] for record in records if record.get("peak_memory_bytes")]
-    evals = [record for record in records if record["kind"] == "eval" and record["bpb"] is not None]
+    evals = [record for record in records if record.get("kind") == "eval" and record.get("bpb") is not None]
     steps: list[Mapping[str, Any]] = []
     steady: list[Mapping[str, Any]] = []
     made = 0  # steps of this process
     for record in records:
-        if record["kind"] in ("run", "resume"):
+        if record.get("kind") in ("run", "resume"):
             made = 0
-        elif record["kind"] == "train":
+        elif record.get("kind") == "train" and record.get("times_ms"):  # which a log that was edited may lack
             made += 1
             steps.append(record)
-            if made > _UNSTEADY_STEPS:
+            if made > _UNSTEADY_STEPS and record.get("mfu") and record.get("tokens_per_second"):
                 steady.append(record)
     phases = {
-        phase: sum(record["times_ms"][phase] for record in steps) for phase in ("data", "forward_backward", "optimizer")
+        phase: sum(record["times_ms"].get(phase) or 0.0 for record in steps)
+        for phase in ("data", "forward_backward", "optimizer")
     }
     total = sum(phases.values()) or 1.0
     summary: dict[str, Any] = {
@@ -172,6 +173,6 @@ def summarize_log(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         # Means over time: a slow step counts for as long as it took.
         for field in ("tokens_per_second", "mfu"):
             summary[field] = harmonic_mean([record[field] for record in steady])
-        first, *others = (sum(record["times_ms"].values()) / 1000 for record in (steps[0], *steady))
+        first, *others = (sum(filter(None, record["times_ms"].values())) / 1000 for record in (steps[0], *steady))
         summary["first_step_extra_seconds"] = max(0.0, first - fmean(others))
     return summary

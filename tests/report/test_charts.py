@@ -173,6 +173,7 @@ def test_marks_say_what_they_stand_for() -> None:
     assert f'height="{HEIGHT}" viewBox="-8 0 {WIDTH + 16} {HEIGHT}">' in figure
     assert Chart([curve([9000.0, 3.0, 4.0])], title="", high=4.0).is_cut
     assert not Chart([curve([2.0, 3.0, 4.0])], title="").is_cut
+    assert not Chart([curve([2.0, 3.0, 4.0])], title="", high=1.0).is_cut  # an edge of other records' values
 
 
 def test_many_points_are_averages_and_their_range() -> None:

@@ -1,5 +1,6 @@
 """The page of a run: right figures, nothing loaded from elsewhere, every state of a run drawn."""
 
+import contextlib
 import json
 import math
 import re
@@ -11,8 +12,10 @@ from report_pages import EVIL, read, write_run
 
 from quintic.errors import ConfigError, DataError
 from quintic.report.comparison import write_comparison
+from quintic.report.history import read_metrics
 from quintic.report.report import write_report
 from quintic.train.metrics import MetricsLog
+from quintic.train.watch import summarize_log
 
 
 def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
@@ -153,6 +156,22 @@ def test_everything_lost_still_gives_a_page(tmp_path: Path) -> None:
     page = read(write_report(tmp_path))
     assert page.text.count("Nothing was measured yet.") == 6
     assert "– bits per byte: no validation result yet" in page.text
+
+
+def test_a_log_without_a_field_gives_a_page_and_a_summary(tmp_path: Path) -> None:
+    """Of each field in turn, missing in all records of a kind, as in a log that was edited."""
+    records = read_metrics(write_run(tmp_path / "whole", steps=20, every=4) / "metrics.jsonl")
+    folder, fields = tmp_path / "edited", {(record["kind"], name) for record in records for name in record}
+    folder.mkdir()
+    for kind, missing in sorted(fields):
+        edited = [
+            {name: value for name, value in record.items() if (record["kind"], name) != (kind, missing)}
+            for record in records
+        ]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, edited)))
+        with contextlib.suppress(DataError):  # a record without its step is named
+            write_report(folder)
+            summarize_log(read_metrics(folder / "metrics.jsonl"))
 
 
 def test_a_run_that_was_lost_at_the_end_shows_no_older_result(tmp_path: Path) -> None:
