@@ -154,6 +154,7 @@ def steps_of(rank: int, world_size: int) -> list[Any]:
     return [[(one.name, one.sent_bytes) for one in found], without]
 
 
+@pytest.mark.slow
 def test_collectives_are_noted_run_again_and_left_out():
     (first, without_first), (second, without_second) = run(steps_of, 2, timeout=60)
     names = [name for name, _ in first]

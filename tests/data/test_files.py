@@ -381,6 +381,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of memory in KiB")
 def test_preparing_a_long_document_encodes_it_in_pieces(tmp_path: Path) -> None:
     Tokenizer.train([make_text(1, 2000)], 300).save(tmp_path / "t.json")

@@ -33,6 +33,7 @@ def test_ddp_has_the_losses_of_the_plain_loop(plain):
     assert run_example("ddp", ranks=2)[0] == pytest.approx(plain, **SAME)
 
 
+@pytest.mark.slow
 def test_fsdp2_has_the_losses_of_the_plain_loop_and_resumes_to_the_last_bit(plain, tmp_path):
     checkpoint = str(tmp_path / "checkpoint")
     calls = {}, {"until": 15, "save": checkpoint}, {"resume": checkpoint}

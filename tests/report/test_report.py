@@ -158,6 +158,7 @@ def test_everything_lost_still_gives_a_page(tmp_path: Path) -> None:
     assert "– bits per byte: no validation result yet" in page.text
 
 
+@pytest.mark.slow
 def test_a_log_without_a_field_gives_a_page_and_a_summary(tmp_path: Path) -> None:
     """Of each field in turn, missing in all records of a kind, as in a log that was edited."""
     records = read_metrics(write_run(tmp_path / "whole", steps=20, every=4) / "metrics.jsonl")

@@ -261,6 +261,7 @@ class HostPass:
         self.make = None
 
 
+@pytest.mark.slow
 def test_captured_passes_have_the_weights_of_others(
     alone, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_threads: None
 ) -> None:

@@ -509,6 +509,7 @@ def test_ranks_that_wait_for_ever_are_ended():
         run_on_ranks(wait_for_nobody, 2, timeout=4.0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_a_finding():
     assert run_on_ranks(die, 2, timeout=60.0) == (["something"], ["rank 1: the process died"])
 
@@ -546,6 +547,7 @@ def started(rank):
     return ["forked" if HERE else "anew"], []
 
 
+@pytest.mark.slow
 def test_processes_are_started_anew_once_cuda_was_used(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "HERE", [os.getpid()])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

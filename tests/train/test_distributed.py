@@ -141,12 +141,13 @@ def test_a_run_goes_on_with_more_ranks_and_fewer(tiny_dataset: Dataset, tmp_path
     chain([("sharded", 1), ("sharded", 2), ("fsdp", 2), ("sharded", 1)], tiny_dataset, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "layouts",
     [
         pytest.param([("sharded", 2)], id="two"),
-        pytest.param([("ddp", 2), ("fsdp", 2), ("tp", 2), ("hsdp", 4)], id="all", marks=pytest.mark.slow),
+        pytest.param([("ddp", 2), ("fsdp", 2), ("tp", 2), ("hsdp", 4)], id="all"),
     ],
 )
 def test_ranks_clip_by_the_norm_of_all(layouts: list[tuple[str, int]], tiny_dataset: Dataset, tmp_path: Path) -> None:
