@@ -20,7 +20,7 @@ from quintic.eval.core_tasks import load_core
 from quintic.eval.row_models import BatchedSpeedrun
 from quintic.eval.score import bits_per_byte, document_sums, score_from_sums
 from quintic.eval.text import encoded, text_batches
-from quintic.speedrun.race import score_batches
+from quintic.speedrun.race import bytes_of_targets, score_batches
 from quintic.speedrun.shards import RaceData
 from quintic.speedrun.stream import validation_batches
 from quintic.streams import say_waiting
@@ -103,7 +103,8 @@ def _score_race(trained: TrainedModel, text: RaceText, max_tokens: int | None) -
     tokens -= tokens % chunk  # only whole chunks
     data = RaceData("", (), text.path, model.config.vocab_size, model.config.bos_id, trained.tokenizer)
     say_waiting(f"Scoring {text.path}")
-    nats, num_bytes = score_batches(model, validation_batches(data, tokens, chunk), trained.tokenizer).tolist()
+    token_bytes = bytes_of_targets(model, trained.tokenizer)
+    nats, num_bytes = score_batches(model, validation_batches(data, tokens, chunk), token_bytes).tolist()
     trained.say_origin()
     print(
         f"{bits_per_byte(nats, num_bytes):.4f} bits per byte ({nats / tokens:.4f} nats per token) over "

@@ -27,7 +27,7 @@ from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import Hardware, machine_facts
 from quintic.train.saving.source import code_facts
 
-__all__ = ["Race", "score_batches"]
+__all__ = ["Race", "bytes_of_targets", "score_batches"]
 
 
 class Race:
@@ -81,6 +81,7 @@ class Race:
         self.model.inputs.adds_to_gradients = True
         self.optimizer = build_optimizer(self.model, ranks=ranks.size)
         self.passes = CapturedPasses(self._make_pass) if capture else None
+        self._token_bytes = bytes_of_targets(self.model, data.tokenizer)
         self._announced = self.model.names_by_role()["bigram"] if ranks.size > 1 else []
         # Copied to the device now, before the clock starts.
         weights = [track.at(number).loss_weights for number in range(track.steps)]
@@ -136,7 +137,7 @@ class Race:
         """
         self._set_windows(self.track.at(number))
         self.model.eval()
-        sums = score_batches(self.model, self.validation[:batches], self.data.tokenizer)
+        sums = score_batches(self.model, self.validation[:batches], self._token_bytes)
         self.model.train()
         nats, num_bytes = self.ranks.total(sums).tolist()
         tokens = len(self.validation[:batches]) * self.track.validation_chunk * self.ranks.size
@@ -206,19 +207,26 @@ class Race:
             self.passes.close()
 
 
-@torch.no_grad()
-def score_batches(model: SpeedrunGPT, batches: Sequence[FlatBatch], tokenizer: Tokenizer | None) -> Tensor:
-    """Return [sum of losses in nats, number of bytes] of a text, (2,) float64 on the CPU; 0 bytes without a tokenizer.
+def bytes_of_targets(model: SpeedrunGPT, tokenizer: Tokenizer | None) -> Tensor:
+    """Return the number of bytes of each token, (vocab_size,) int64 on the model's device; 0 without a tokenizer.
 
-    The model is in evaluation mode, with its windows set.
+    The model's vocabulary is padded beyond the tokenizer's; padding and the token that starts documents have 0 bytes.
     """
-    device, sums = model.head.device, torch.zeros(2, dtype=torch.float64, device=model.head.device)
-    # (vocab_size,) bytes of each token. The model's vocabulary is padded beyond the tokenizer's; padding has 0 bytes.
-    lengths = torch.zeros(model.config.vocab_size, dtype=torch.int64, device=device)
+    lengths = torch.zeros(model.config.vocab_size, dtype=torch.int64, device=model.head.device)
     if tokenizer is not None:
         lengths[: tokenizer.vocab_size] = torch.from_numpy(tokenizer.token_bytes())
         lengths[model.config.bos_id] = 0
-    for batch in (one.to(device, starts=True) for one in batches):
+    return lengths
+
+
+@torch.no_grad()
+def score_batches(model: SpeedrunGPT, batches: Sequence[FlatBatch], token_bytes: Tensor) -> Tensor:
+    """Return [sum of losses in nats, number of bytes] of a text, (2,) float64 on the CPU.
+
+    The model is in evaluation mode, with its windows set; `token_bytes` is from `bytes_of_targets`.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=token_bytes.device)
+    for batch in (one.to(token_bytes.device, starts=True) for one in batches):
         sums[0] += model(batch.inputs, batch.targets, document_starts=batch.document_starts)
-        sums[1] += lengths[batch.targets].sum()
+        sums[1] += token_bytes[batch.targets].sum()
     return sums.cpu()
