@@ -236,7 +236,8 @@ class GPT(nn.Module):
 
     def new_cache(self, capacity: int) -> KVCache:
         """Return an empty cache for a document of at most `capacity` tokens."""
-        shape = (self.config.depth, 1, self.config.num_kv_heads, capacity, self.config.head_dim)
+        attention = next(self._blocks()).attention  # of this rank's heads, under tensor parallelism
+        shape = (self.config.depth, 1, attention.num_kv_heads, capacity, attention.head_dim)
         return KVCache(shape, dtype=self.compute_dtype, device=self.head.weight.device)
 
     def compile_parts(self) -> None:

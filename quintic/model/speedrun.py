@@ -325,9 +325,9 @@ class SpeedrunGPT(SpeedrunLayers):
 
     def attention(self, plan: LayerPlan, row: FlatRow, q_1NHD: Tensor, k_1NHD: Tensor, v_1NHD: Tensor) -> Tensor:
         """Return causal attention within documents and the layer's window, (1, N, H, D)."""
-        *masks, limits = row.masks
+        mask, paired_mask, limits = row.masks
         short, long, longest, _ = limits.shape  # dynamic sizes in compiled code
-        mask = replace(masks[plan.paired], longest=(1 + plan.paired) * longest)
+        mask = replace(paired_mask, longest=2 * longest) if plan.paired else replace(mask, longest=longest)
         return attention(q_1NHD, k_1NHD, v_1NHD, mask, long if plan.long else short)
 
     def mlp(self, x_TC: Tensor, up: Tensor, down: Tensor) -> Tensor:

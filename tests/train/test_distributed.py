@@ -178,6 +178,22 @@ def test_a_run_goes_on_in_every_layout(layouts: list[tuple[str, int]], tiny_data
     chain(layouts, tiny_dataset, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "size"),
+    [
+        ("tp", 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [("tp", 4), ("fsdp", 2), ("hsdp", 4), ("ddp", 2)]),
+    ],
+)
+def test_a_run_ends_with_the_samples_of_one_process(
+    parallel: str, size: int, tiny_dataset: Dataset, tmp_path: Path
+) -> None:
+    whole = chain([(parallel, size)], tiny_dataset, tmp_path)
+    samples = [course(run_dir)[-1]["samples"] for run_dir in (tmp_path / "moved", whole)]
+    assert samples[0] == samples[1]
+    assert any(sample["text"] for sample in samples[0])
+
+
 # -- through torchrun -------------------------------------------------------------------------------------------------
 
 
