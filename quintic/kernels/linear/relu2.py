@@ -4,7 +4,9 @@
 activation. Operands may be 8-bit floats with scales; then the result is written in 16 and in 8 bits. mlp.py calls it.
 
 The kernel has two ways to memory: tensor descriptors, which let the hardware load and store whole tiles (Hopper and
-Blackwell), and pointers with masks, for all other GPUs and for tensors that descriptors cannot describe.
+Blackwell), and pointers with masks, for all other GPUs and for tensors that descriptors cannot describe. Products of
+16-bit operands on Hopper have a faster kernel, which also computes one tile while it stores another
+(products/hopper.py). All kernels add up terms in the same order.
 """
 
 import functools
@@ -17,6 +19,7 @@ from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.jit import jit, tl
 from quintic.kernels.launch import launch
 from quintic.kernels.linear.fp8_quantize import LARGEST, byte_of, needs_wide_offsets, saturated, tile_offsets
+from quintic.kernels.products.choose_products import has_hopper_kernels
 
 __all__ = ["QuantizedProduct", "product_relu2", "relu2_backward_twin"]
 
@@ -271,6 +274,15 @@ def product_relu2(
     if b.stride(1) != 1 and b.stride(0) == 1 and quantized is None:
         b, transposed = b.mT, not transposed
     (m, k), n = a.shape, b.shape[1] if transposed else b.shape[0]
+    if quantized is None and dtype in (None, a.dtype) and _fits_hopper(a, b, activation, n):
+        from quintic.kernels.products.hopper import hopper_multiply
+
+        # (1, m, k) times (1, k, n).
+        left, right = a.unsqueeze(0), (b if transposed else b.mT).unsqueeze(0)
+        if activation is None:
+            return hopper_multiply(left, right, symmetric=False, epilogue="relu2").squeeze(0)
+        c = activation.unsqueeze(0)
+        return hopper_multiply(left, right, symmetric=False, c=c, epilogue="relu2_backward").squeeze(0)
     out = a.new_empty((m, n), dtype=dtype)
     if 0 in (m, n, k):
         return out.zero_()
@@ -335,6 +347,13 @@ def _fits_descriptor(x: Tensor) -> bool:
     """Return whether a tensor descriptor can describe a matrix: contiguous rows that start at multiples of 16 bytes."""
     row_bytes = x.stride(0) * x.element_size()
     return x.stride(1) == 1 and row_bytes % 16 == 0 and row_bytes > 0 and x.data_ptr() % 16 == 0
+
+
+def _fits_hopper(a: Tensor, b: Tensor, activation: Tensor | None, n: int) -> bool:
+    """Return whether to use the kernel for Hopper: descriptors fit the operands and a result with n columns."""
+    if not has_hopper_kernels(a.device) or not a.numel() or n % 8:  # 8 entries of 16 bits are 16 bytes
+        return False
+    return all(_fits_descriptor(tensor) for tensor in (a, b, activation) if tensor is not None)
 
 
 def relu2_backward_twin(grad: Tensor, activation: Tensor) -> Tensor:

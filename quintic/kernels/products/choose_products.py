@@ -7,7 +7,7 @@ import torch
 from quintic.kernels.dispatch import fits_copy_engine
 from quintic.versions import gluon_is_known
 
-__all__ = ["ProductKernels", "choose_products", "largest_queued_batch"]
+__all__ = ["ProductKernels", "choose_products", "has_hopper_kernels", "largest_queued_batch"]
 
 ProductKernels = Literal["queue", "hopper", "symmetric"]
 """Kernels for the products of an orthogonalisation.
@@ -19,6 +19,13 @@ ProductKernels = Literal["queue", "hopper", "symmetric"]
 # Multiplications of one product of a whole batch up to which the queue is faster. Beyond that the launches of single
 # products are hidden by their work, and the queue spends more time per tile (H200, 2026-11, docs/development/LOG.md).
 _QUEUE_LIMIT = 5e10
+
+
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Return whether `hopper.py` and `hopper_program.py` run on a device that exists in this process."""
+    if device.type != "cuda" or torch.version.hip is not None or not gluon_is_known():
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def largest_queued_batch(m: int, n: int, dtype: torch.dtype, device: torch.device, *, worst_case: bool = False) -> int:
@@ -33,8 +40,7 @@ def largest_queued_batch(m: int, n: int, dtype: torch.dtype, device: torch.devic
     """
     if device.type != "cuda" or not fits_copy_engine(m, n, dtype):
         return 0
-    is_there = not worst_case and torch.cuda.is_available()
-    if is_there and not (gluon_is_known() and torch.cuda.get_device_capability(device) == (9, 0)):
+    if not worst_case and torch.cuda.is_available() and not has_hopper_kernels(device):
         return 0
     # A product of an (s, s) and an (s, l) matrix, s the shorter side, has s * s * l multiplications.
     return int(_QUEUE_LIMIT // (min(m, n) ** 2 * max(m, n)))
@@ -47,11 +53,8 @@ def choose_products(shape: torch.Size, dtype: torch.dtype, device: torch.device)
     """
     from quintic.kernels.products.symmetric import can_multiply
 
-    if device.type == "cuda" and gluon_is_known():
-        from quintic.kernels.products.hopper import can_multiply_on_hopper
-
-        if can_multiply_on_hopper(shape, dtype, device):
-            small = shape[0] <= largest_queued_batch(shape[1], shape[2], dtype, device, worst_case=True)
-            # In a captured graph launches cost nothing, and the queue's tables could not be copied to the device.
-            return "queue" if small and not torch.cuda.is_current_stream_capturing() else "hopper"
+    if has_hopper_kernels(device) and fits_copy_engine(shape[1], shape[2], dtype):
+        small = shape[0] <= largest_queued_batch(shape[1], shape[2], dtype, device, worst_case=True)
+        # In a captured graph launches cost nothing, and the queue's tables could not be copied to the device.
+        return "queue" if small and not torch.cuda.is_current_stream_capturing() else "hopper"
     return "symmetric" if can_multiply(shape, dtype) else None

@@ -1,4 +1,7 @@
-"""Batched products alpha a b + beta c + diagonal I on Hopper GPUs, in Gluon, the explicit dialect of Triton.
+"""Batched products on Hopper GPUs, in Gluon, the explicit dialect of Triton.
+
+They end with one of three epilogues, where p = a b is exact to float32: `"linear"` is alpha p + beta c + diagonal I,
+`"relu2"` is relu(p)^2, and `"relu2_backward"` is 2 sqrt(c) p, the gradient before relu(.)^2 if c is its result.
 
 The grid has one program per multiprocessor, and each program computes tile after tile of the result. Its warps have
 different tasks:
@@ -17,7 +20,7 @@ in every batch. The plain twin is `multiply` in optim/polar/products.py; `choose
 Import this module only where Triton is installed, and call it on devices of compute capability 9.0.
 """
 
-from typing import NamedTuple
+from typing import Literal
 
 import torch
 import triton
@@ -32,7 +35,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quintic.kernels.dispatch import fits_copy_engine
 from quintic.kernels.launch import launch
 from quintic.kernels.products.hopper_tiles import (
     BLOCK_K,
@@ -47,7 +49,7 @@ from quintic.kernels.products.hopper_tiles import (
     triangle,
 )
 
-__all__ = ["can_multiply_on_hopper", "hopper_multiply"]
+__all__ = ["hopper_multiply"]
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -119,7 +121,7 @@ def _fetch(
 def _matmul(
     # Index of the group, 0 or 1.
     WHICH: gl.constexpr,
-    # Descriptors (batch, m, n) of c (read if `adds`) and of the result.
+    # Descriptors (batch, m, n) of c (read if `reads_c`) and of the result.
     c,
     out,
     # The result again, in blocks of the transposed shape; used if SYMMETRIC.
@@ -140,7 +142,7 @@ def _matmul(
     rows,
     columns,
     steps,
-    adds,
+    reads_c,
     alpha,
     beta,
     diagonal,
@@ -148,6 +150,7 @@ def _matmul(
     A_TRANSPOSED: gl.constexpr,
     B_TRANSPOSED: gl.constexpr,
     HALVES: gl.constexpr,
+    EPILOGUE: gl.constexpr,
 ):
     """Compute this group's tiles: every other tile of the program (HALVES 1), or half of every tile (HALVES 2)."""
     HEIGHT: gl.constexpr = TILE // HALVES
@@ -178,7 +181,7 @@ def _matmul(
         # The last result must have left the staging memory before c or a new result is written there. c arrives during
         # the multiplications.
         tma.store_wait(0)
-        if adds != 0:
+        if reads_c != 0:
             mbarrier.expect(loaded.index(WHICH), c.block_type.nbytes)
             tma_load(c, [matrix, row, j * TILE], loaded.index(WHICH), mine)
         if HALVES == 1:
@@ -218,11 +221,21 @@ def _matmul(
         value = warpgroup_mma_wait(0, deps=(value,))
         mbarrier.arrive(empty.index(previous))
         # Epilogue in float32, rounded once.
-        value = value * alpha
-        if adds != 0:
-            mbarrier.wait(loaded.index(WHICH), loaded_phase)
-            loaded_phase ^= 1
-            value += beta * result_here.load(layout).to(gl.float32)
+        if EPILOGUE == "relu2":
+            # The comparison keeps a NaN.
+            value = gl.where(value < 0.0, 0.0, value)
+            value = value * value
+        else:
+            value = value * alpha
+            if reads_c != 0:
+                mbarrier.wait(loaded.index(WHICH), loaded_phase)
+                loaded_phase ^= 1
+                from_c = result_here.load(layout).to(gl.float32)
+                if EPILOGUE == "linear":
+                    value += beta * from_c
+                else:
+                    # An inactive entry has gradient zero, even if its product is infinite.
+                    value = gl.where(from_c == 0.0, 0.0, 2.0 * gl.sqrt(from_c) * value)
         if SYMMETRIC:
             if i == j:
                 down = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
@@ -245,7 +258,7 @@ def _matmul(
 
 
 # Triton would compile variants for sizes that are 1 or multiples of 16; one for all sizes is enough.
-@gluon.jit(do_not_specialize=["total", "per_matrix", "rows", "columns", "steps", "adds"])
+@gluon.jit(do_not_specialize=["total", "per_matrix", "rows", "columns", "steps", "reads_c"])
 def _product_kernel(
     # Descriptors as in `_fetch` and `_matmul`.
     a,
@@ -259,8 +272,8 @@ def _product_kernel(
     rows,
     columns,
     steps,
-    # 1 to add beta c, else 0.
-    adds,
+    # 1 if the epilogue has a c, else 0.
+    reads_c,
     alpha,
     beta,
     diagonal,
@@ -268,6 +281,7 @@ def _product_kernel(
     A_TRANSPOSED: gl.constexpr,
     B_TRANSPOSED: gl.constexpr,
     HALVES: gl.constexpr,
+    EPILOGUE: gl.constexpr,
 ):
     # The ring, the staging memory, and the barriers.
     smem_a = gl.allocate_shared_memory(a.dtype, [STAGES * HALVES] + a.block_type.shape, a.layout)
@@ -290,11 +304,11 @@ def _product_kernel(
     gl.warp_specialize(
         [
             (_matmul, (0, c, out, out_transposed, smem_a, smem_b, staging, staging_transposed, full, empty, loaded,
-                         turns, total, per_matrix, rows, columns, steps, adds, alpha, beta, diagonal, SYMMETRIC,
-                         A_TRANSPOSED, B_TRANSPOSED, HALVES)),
+                         turns, total, per_matrix, rows, columns, steps, reads_c, alpha, beta, diagonal, SYMMETRIC,
+                         A_TRANSPOSED, B_TRANSPOSED, HALVES, EPILOGUE)),
             (_matmul, (1, c, out, out_transposed, smem_a, smem_b, staging, staging_transposed, full, empty, loaded,
-                         turns, total, per_matrix, rows, columns, steps, adds, alpha, beta, diagonal, SYMMETRIC,
-                         A_TRANSPOSED, B_TRANSPOSED, HALVES)),
+                         turns, total, per_matrix, rows, columns, steps, reads_c, alpha, beta, diagonal, SYMMETRIC,
+                         A_TRANSPOSED, B_TRANSPOSED, HALVES, EPILOGUE)),
             (_fetch, (a, b, smem_a, smem_b, full, empty, total, per_matrix, rows, columns, steps, SYMMETRIC,
                       A_TRANSPOSED, B_TRANSPOSED, HALVES)),
         ],
@@ -306,21 +320,9 @@ def _product_kernel(
     # fmt: on
 
 
-def can_multiply_on_hopper(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernel can multiply contiguous (b, m, n) matrices on a CUDA device, faster than others."""
-    _, m, n = shape
-    return fits_copy_engine(m, n, dtype) and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-class _Operand(NamedTuple):
-    """A batch of matrices with contiguous rows, and whether the operand is its transpose."""
-
-    stored: Tensor
-    transposed: bool
-
-
-def _operand(x: Tensor) -> _Operand:
-    return _Operand(x, False) if x.stride(2) == 1 else _Operand(x.mT, True)
+def _operand(x: Tensor) -> tuple[Tensor, bool]:
+    """Return the batch as it is stored, in contiguous rows, and whether `x` is its transpose."""
+    return (x, False) if x.stride(2) == 1 else (x.mT, True)
 
 
 def hopper_multiply(
@@ -333,18 +335,20 @@ def hopper_multiply(
     beta: float = 0.0,
     diagonal: float = 0.0,
     dtype: torch.dtype | None = None,
+    epilogue: Literal["linear", "relu2", "relu2_backward"] = "linear",
 ) -> Tensor:
-    """Return alpha a @ b + beta c + diagonal I, rounded once.
+    """Return alpha a @ b + beta c + diagonal I, or what else the epilogue makes of a @ b, rounded once.
 
     Args:
         a: (batch, m, k) bfloat16 or float16; rows or columns contiguous and aligned to 16 bytes.
         b: (batch, k, n) of the same dtype; rows or columns contiguous and aligned to 16 bytes.
         symmetric: True promises a symmetric result: half of it is computed, and mirrored. Required for `diagonal`.
         alpha: factor of the product.
-        c: (batch, m, n) contiguous of the same dtype, or None.
+        c: (batch, m, n) contiguous of the same dtype, or None; `"relu2_backward"` needs it.
         beta: factor of `c`.
         diagonal: number added to the entries of the diagonal.
         dtype: dtype of the result, for products that are not symmetric and have no `c`; None for the operands' dtype.
+        epilogue: see this module's docstring; with another than `"linear"` the factors keep their defaults.
 
     Returns:
         A new contiguous (batch, m, n) tensor. A symmetric result is symmetric to the bit except within the 128 rows and
@@ -354,7 +358,7 @@ def hopper_multiply(
     n = b.shape[2]
     # Other dtypes than the kernel's are converted afterwards.
     out = torch.empty((batch, m, n), dtype=dtype if dtype in _DTYPES else a.dtype, device=a.device)
-    left, right = _operand(a), _operand(b)
+    (left, a_transposed), (right, b_transposed) = _operand(a), _operand(b)
     rows, columns = triton.cdiv(m, TILE.value), triton.cdiv(n, TILE.value)
     per_matrix = rows * (rows + 1) // 2 if symmetric else rows * columns
     total = batch * per_matrix
@@ -366,8 +370,8 @@ def hopper_multiply(
     launch(
         _product_kernel,
         (grid,),
-        blocks_of(left.stored, *((BLOCK_K.value, height) if left.transposed else (height, BLOCK_K.value))),
-        blocks_of(right.stored, *((TILE.value, BLOCK_K.value) if right.transposed else (BLOCK_K.value, TILE.value))),
+        blocks_of(left, *((BLOCK_K.value, height) if a_transposed else (height, BLOCK_K.value))),
+        blocks_of(right, *((TILE.value, BLOCK_K.value) if b_transposed else (BLOCK_K.value, TILE.value))),
         result if c is None else blocks_of(c, height, TILE.value),
         result,
         blocks_of(out, TILE.value, height) if symmetric else result,
@@ -381,9 +385,10 @@ def hopper_multiply(
         beta,
         diagonal,
         SYMMETRIC=symmetric,
-        A_TRANSPOSED=left.transposed,
-        B_TRANSPOSED=right.transposed,
+        A_TRANSPOSED=a_transposed,
+        B_TRANSPOSED=b_transposed,
         HALVES=halves,
+        EPILOGUE=epilogue,
         num_warps=4,
         # The epilogue keeps its own roundings of products and sums, the same ones in `hopper_program.py`.
         enable_fp_fusion=False,

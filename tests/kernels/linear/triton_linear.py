@@ -10,6 +10,7 @@ from quintic.kernels.linear.fp8 import fp8_linear
 from quintic.kernels.linear.fp8_quantize import LARGEST, quantized_layouts
 from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.kernels.linear.relu2 import QuantizedProduct, product_relu2
+from quintic.kernels.products.choose_products import has_hopper_kernels
 
 # The interpreter has no reliable bfloat16.
 DTYPES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
@@ -85,6 +86,7 @@ TILINGS = ["_LARGE", "_SMALL", "_POINTERS"]
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_every_tiling_gives_the_product(tiling, monkeypatch):
     values = getattr(relu2, tiling)
+    monkeypatch.setattr(relu2, "has_hopper_kernels", lambda device: False)
     for name in TILINGS:
         monkeypatch.setattr(relu2, name, values)
     if tiling == "_POINTERS":
@@ -94,7 +96,27 @@ def test_every_tiling_gives_the_product(tiling, monkeypatch):
     assert error(product_relu2(a, b), exact) < 1e-3
 
 
+@pytest.mark.skipif(not has_hopper_kernels(torch.device(DEVICE)), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(70, 48, 40), (140, 136, 264), (1000, 768, 3072), (20_000, 200, 800)], ids=str)
+def test_the_kernel_for_hopper_has_the_bits_of_the_others(shape, dtype, monkeypatch):
+    a, b = operands(shape, dtype)
+    activation = product_relu2(a, b)
+    activation[0] = 0
+    a[0] = float("inf")
+    calls = [{}, {"activation": activation}, {"transposed": True}, {"transposed": True, "activation": activation}]
+
+    def results():
+        return [product_relu2(a, b.mT.contiguous() if "transposed" in each else b, **each) for each in calls]
+
+    found = results()
+    monkeypatch.setattr(relu2, "has_hopper_kernels", lambda device: False)
+    for ours, theirs in zip(found, results(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
 def test_offsets_beyond_32_bits(monkeypatch):
+    monkeypatch.setattr(relu2, "has_hopper_kernels", lambda device: False)
     for module in (fp8_quantize, relu2):
         monkeypatch.setattr(module, "needs_wide_offsets", lambda *strides: True)
     a, b = operands((140, 33, 135), torch.float16)

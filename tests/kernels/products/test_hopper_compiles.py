@@ -91,6 +91,21 @@ def test_single_products_compile(recorded, shape, dtype, result):
     recorded.product.compile()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [200, 40_000])
+def test_products_with_relu2_compile(recorded, dtype, rows):
+    """The two of an MLP: (rows, k) times the transpose of (n, k), and (rows, k) times (k, n) with its result as c."""
+    x, weight = torch.zeros((1, rows, 264), dtype=dtype), torch.zeros((1, 520, 264), dtype=dtype)
+    out = hopper.hopper_multiply(x, weight.mT, symmetric=False, epilogue="relu2")
+    hopper.hopper_multiply(x, weight.mT.contiguous(), symmetric=False, c=out, epilogue="relu2_backward")
+    constants = [launch.constants for launch in recorded.product.launches]
+    assert [(each["B_TRANSPOSED"], each["EPILOGUE"]) for each in constants] == [
+        (True, "relu2"), (False, "relu2_backward")
+    ]  # fmt: skip
+    assert {each["HALVES"] for each in constants} == {2 if rows == 200 else 1}
+    recorded.product.compile()
+
+
 @pytest.mark.parametrize(("shape", "dtype", "result"), CASES, ids=str)
 def test_programs_compile(recorded, shape, dtype, result):
     run_queue(some_program(), torch.zeros((2, *shape), dtype=dtype), result)
