@@ -1,11 +1,15 @@
-"""Captures work on a CUDA device as a graph, which replays all of its launches at once."""
+"""CUDA graphs: captured work, whose launches are all replayed at once.
 
-from collections.abc import Callable
+A GPU may compute a pass of a model faster than the host launches its kernels, so training replays passes.
+"""
+
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-__all__ = ["capture"]
+__all__ = ["CapturedPasses", "capture"]
 
 _R = TypeVar("_R")
 
@@ -32,3 +36,45 @@ def capture(work: Callable[[], _R], pool: Any = None) -> tuple[Any, _R]:
         finally:
             graph.capture_end()
     return graph, result
+
+
+class CapturedPasses:
+    """Replays forward and backward passes as CUDA graphs.
+
+    For each kind (shapes of the tensors, and what `kind` says) the first pass runs eagerly, the second is captured,
+    later ones are replayed. Weights, gradients and rotary tables must keep their memory, which the graphs read and
+    write.
+
+    Args:
+        make: runs a pass from tensors and `kind`, and returns the detached loss.
+    """
+
+    def __init__(self, make: Callable[..., Tensor]) -> None:
+        self._make = make
+        self._recorded: dict[Hashable, tuple[Any, tuple[Tensor, ...], Tensor] | None] = {}
+        """Kind -> (graph, its input tensors, its loss); None after the first pass."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, *tensors: Tensor, kind: Hashable = None) -> Tensor:
+        """Run a pass and return its loss, a tensor that the next pass overwrites."""
+        key = (*(tensor.shape for tensor in tensors), kind)
+        if key not in self._recorded:
+            self._recorded[key] = None
+            return self._make(*tensors, kind=kind)
+        recorded = self._recorded[key]
+        if recorded is None:
+            kept = tuple(tensor.clone() for tensor in tensors)
+            torch.cuda.empty_cache()  # the graphs' pool needs the memory that eager passes have left
+            graph, loss = capture(lambda: self._make(*kept, kind=kind), self._pool)
+            self._recorded[key] = recorded = graph, kept, loss
+        graph, kept, loss = recorded
+        for target, source in zip(kept, tensors, strict=True):
+            target.copy_(source)
+        graph.replay()
+        return loss
+
+    def close(self) -> None:
+        """Free the graphs and their memory."""
+        for recorded in filter(None, self._recorded.values()):
+            recorded[0].reset()
+        self._recorded.clear()

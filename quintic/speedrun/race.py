@@ -15,9 +15,9 @@ from torch import Tensor
 from quintic.data.tokenizer import Tokenizer
 from quintic.errors import ConfigError, DataError
 from quintic.eval.score import bits_per_byte
+from quintic.kernels.graphs import CapturedPasses
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.model.speedrun_layers import bigram_hashes
-from quintic.speedrun.graphs import CapturedPasses
 from quintic.speedrun.recipe import build_optimizer, set_rates
 from quintic.speedrun.shards import RaceData, prefixes, vocabulary_of
 from quintic.speedrun.stages import ADAMW_EVERY, StepSettings, Track
@@ -106,7 +106,13 @@ class Race:
             for name in self._announced:
                 rows, _ = bigram_hashes(batch.inputs, self.model.config)  # known before the backward pass
                 self.optimizer.announce_rows(name, rows, more=left > 0)
-            loss += (self.passes or self._make_pass)(batch, self._loss_weights[number], settings)
+            loss += (self.passes or self._make_pass)(
+                batch.inputs,
+                batch.targets,
+                batch.document_starts,
+                self._loss_weights[number],
+                kind=(settings.windows, settings.document_tokens),
+            )
         set_rates(self.optimizer, settings)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.passes is None)
@@ -114,14 +120,15 @@ class Race:
             self.optimizer.untie(*self.model.names_by_role()["embedding"])
         return loss / settings.batch_tokens, batch.epoch
 
-    def _make_pass(self, batch: FlatBatch, weights: Tensor, settings: StepSettings) -> Tensor:
-        """Run a forward and backward pass, and return the loss summed over its tokens."""
+    def _make_pass(
+        self, inputs: Tensor, targets: Tensor, starts: Tensor, weights: Tensor, *, kind: tuple[tuple[int, int], int]
+    ) -> Tensor:
+        """Run a forward and backward pass, and return the loss summed over its tokens.
+
+        `kind` has the windows, which are set already, and the tokens of the longest document.
+        """
         nats: Tensor = self.model(
-            batch.inputs,
-            batch.targets,
-            document_starts=batch.document_starts,
-            loss_weights=weights,
-            longest_document=settings.document_tokens,
+            inputs, targets, document_starts=starts, loss_weights=weights, longest_document=kind[1]
         )
         # After averaging over ranks, the gradient is that of the batch's total loss / chunks, on any number of ranks. A
         # mean over tokens would be so small that AdamW's eps counted.

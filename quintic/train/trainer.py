@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import quintic
@@ -22,6 +23,7 @@ from quintic.eval.core_tasks import load_core
 from quintic.eval.generate import GENERAL_PROMPTS, default_prompts, sample_text
 from quintic.eval.score import Score, bits_per_byte, document_groups, document_sums, score_from_sums
 from quintic.kernels.attention.attention import needs_document_starts
+from quintic.kernels.graphs import CapturedPasses
 from quintic.model.fp8 import fp8_lines
 from quintic.model.gpt import GPT
 from quintic.optim.layout.layouts import local_tensor
@@ -43,7 +45,18 @@ from quintic.train.saving.source import code_facts
 from quintic.train.schedule import is_due, reading_lines, scale_of
 from quintic.train.watch import LossWatch, RmsMeter
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "captures"]
+
+# Captured passes have a multiple of this many starts of documents.
+_STARTS = 64
+
+
+def captures(config: Config, hardware: Hardware, parallelism: Parallelism) -> bool:
+    """Return whether passes are replayed as CUDA graphs, see `--capture`."""
+    wanted = hardware.compile if config.run.capture is None else config.run.capture
+    # Other attentions make a mask of each batch's documents, and other layouts communicate within a pass.
+    can = needs_document_starts(hardware.attention) and parallelism.kind in (None, "sharded")
+    return wanted and can and hardware.device.type == "cuda"
 
 
 class Trainer:
@@ -93,6 +106,7 @@ class Trainer:
             dataset, rows=config.schedule.rows, seq_len=seq_len, max_tokens=config.run.eval_tokens
         )
         self.wrapped = self.parallelism.wrapped(self.model)
+        self.passes = CapturedPasses(self._make_pass) if captures(config, hardware, self.parallelism) else None
         self.optimizer = build_optimizer(self.model, config, comms=self.parallelism.comms)
         self.total = self.scale.steps
         self.micro_steps = self.scale.batch_tokens // (self.rows * seq_len * data_ranks)
@@ -181,9 +195,8 @@ class Trainer:
             batch = next(self.loader)
             stopwatch.mark()
             with self.parallelism.micro_step(self.wrapped, last=micro_step == self.micro_steps):
-                micro_loss = self.wrapped(batch.inputs, batch.targets, document_starts=self._starts(batch))
-                (micro_loss / self.micro_steps).backward()
-            loss += micro_loss.detach() / self.micro_steps
+                micro_loss = (self.passes or self._make_pass)(batch.inputs, batch.targets, self._starts(batch))
+            loss += micro_loss / self.micro_steps
             num_bytes += self.token_bytes[batch.targets].sum()
             stopwatch.mark()
             self.loader.prepare_next()  # while the device is busy
@@ -203,7 +216,7 @@ class Trainer:
             self.optimizer.step()
         stopwatch.mark()
         update_rms = self.rms.after() if measured else {}
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=self.passes is None)
         # Counters, times and record. Asking for the times waits for the device, for the first time in the step.
         self.step, self.score = self.step + 1, None
         batch_tokens = self.scale.batch_tokens
@@ -241,6 +254,12 @@ class Trainer:
         if measured:
             record |= {"grad_rms": grad_rms, "update_rms": update_rms, "grad_norm": self.rms.grad_norm}
         return record
+
+    def _make_pass(self, inputs: Tensor, targets: Tensor, starts: Tensor, *, kind: None = None) -> Tensor:
+        """Run a forward and backward pass of (rows, seq_len) tokens, and return its loss."""
+        loss: Tensor = self.wrapped(inputs, targets, document_starts=starts)
+        (loss / self.micro_steps).backward()
+        return loss.detach()
 
     def evaluate(self) -> dict[str, Any]:
         """Score the validation text and return the log's record."""
@@ -364,6 +383,9 @@ class Trainer:
     def _starts(self, batch: Batch) -> Tensor:
         """Return a batch's document starts, on the device if the attention reads them there."""
         starts = batch.document_starts
+        if self.passes is not None:
+            # Few lengths, since each has a graph of its own. Documents of no tokens change nothing.
+            starts = F.pad(starts, (0, -len(starts) % _STARTS), value=int(starts[-1]))
         if needs_document_starts(self.hardware.attention):
             starts = starts.to(self.hardware.device, non_blocking=True)
             # Their number changes with every batch, so compile once for any number.

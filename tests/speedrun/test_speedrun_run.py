@@ -26,12 +26,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
 from harness import ON_GPUS, run
+from host_graphs import capture_on_the_host
 
 from quintic.cli import main
 from quintic.errors import ConfigError, DataError, DivergedError
 from quintic.kernels.attention import flash
+from quintic.kernels.graphs import CapturedPasses
 from quintic.report.history import METRICS_FILE, read_metrics
-from quintic.speedrun import graphs
 from quintic.speedrun.presets import BYTES_BOS, PRESETS, SpeedrunOptions, preset, switches, without
 from quintic.speedrun.race import Race
 from quintic.speedrun.recipe import build_optimizer, set_rates
@@ -248,36 +249,15 @@ def test_it_learns_compiled_on_a_gpu(captures: bool, alone, shards: Path, tmp_pa
     assert result["loss"] == pytest.approx(alone[1][0], abs=0.1)  # of float32 on the CPU
 
 
-class HostPass:
-    """Stands for the CUDA graph of a pass: makes it when it is replayed, and not when it is captured."""
-
-    def __init__(self, make: Callable[[], Tensor]) -> None:
-        self.make, self.loss = make, torch.zeros(())
-
-    def replay(self) -> None:
-        self.loss.copy_(self.make())
-
-    def reset(self) -> None:
-        self.make = None
-
-
 @pytest.mark.slow
 def test_captured_passes_have_the_weights_of_others(
     alone, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_threads: None
 ) -> None:
     torch.set_num_threads(1)
-    captured: list[HostPass] = []
-    tables = set()
-
-    def capture(make: Callable[[], Tensor], pool: object) -> tuple[HostPass, Tensor]:
-        captured.append(HostPass(make))
-        tables.add(race.model.rotary.tables(1, torch.float32)[0].data_ptr())
-        return captured[-1], captured[-1].loss
-
-    monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    captured = capture_on_the_host(monkeypatch)
     race = race_of(shards)
-    race.passes = graphs.CapturedPasses(race._make_pass)
+    race.passes = CapturedPasses(race._make_pass)
+    tables = {race.model.rotary.tables(1, torch.float32)[0].data_ptr()}
     race.warm_up()
     assert len(captured) == 4  # one for each stage, whose windows differ
     result = train(race, tmp_path, facts={}, warm_up=False, say=lambda text: None)

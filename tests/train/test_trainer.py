@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_graphs import capture_on_the_host
 from tiny_runs import tiny_config
 
 from quintic.data.dataset import Dataset
@@ -19,13 +20,15 @@ from quintic.errors import ConfigError, DataError
 from quintic.eval.baselines import reference_scores
 from quintic.eval.generate import GENERAL_PROMPTS, sample_text
 from quintic.eval.score import document_sums, score_from_sums
+from quintic.kernels.graphs import CapturedPasses
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
-from quintic.train.config import RunConfig
+from quintic.train.config import Config, RunConfig
+from quintic.train.distributed import SINGLE_PROCESS, Parallelism, Ranks
 from quintic.train.hardware import Hardware, choose_hardware
 from quintic.train.loop import train
 from quintic.train.metrics import check_trackers
 from quintic.train.runs import create_run
-from quintic.train.trainer import Trainer
+from quintic.train.trainer import Trainer, captures
 
 CPU = torch.device("cpu")
 
@@ -204,6 +207,87 @@ def test_code_is_compiled_once_for_any_number_of_documents(tiny_dataset: Dataset
             found = trainer._starts(replace(batch, document_starts=starts))
             assert successor(found).tolist() == list(range(1, number + 1))
     assert counter.frame_count == 1
+
+
+def steps_of(trainer: Trainer, number: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    with trainer.loader:
+        losses = [trainer.train_step()["loss"] for _ in range(number)]
+    return losses, {name: weight.cpu().clone() for name, weight in trainer.model.state_dict().items()}
+
+
+def test_captured_passes_train_alike(
+    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_threads: None
+) -> None:
+    torch.set_num_threads(1)
+    changes = {"rows": 4, "batch_tokens": 256, "rms_every": 2, "on_spike": "skip", "clip_norm": 0.5}
+    losses, weights = steps_of(make(tiny_dataset, tmp_path, **changes), 4)
+    captured = capture_on_the_host(monkeypatch)
+    trainer = make(tiny_dataset, tmp_path, **changes)
+    trainer.passes = CapturedPasses(trainer._make_pass)
+    found, others = steps_of(trainer, 4)
+    assert len(captured) == 1
+    assert found == losses
+    for name, weight in weights.items():
+        assert torch.equal(others[name], weight), name
+    trainer.passes.close()
+    assert captured[0].make is None
+
+
+def test_captured_passes_have_few_numbers_of_documents(
+    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_on_the_host(monkeypatch)
+    trainer = make(tiny_dataset, tmp_path)
+    with trainer.loader as loader:
+        batch = next(loader)
+    starts = batch.document_starts
+    assert trainer._starts(batch) is starts
+    trainer.passes = CapturedPasses(trainer._make_pass)
+    padded = trainer._starts(batch)
+    assert len(padded) % 64 == 0
+    assert padded.dtype == torch.int32
+    assert padded.tolist() == starts.tolist() + [batch.inputs.numel()] * (len(padded) - len(starts))
+    full = replace(batch, document_starts=padded)
+    assert torch.equal(trainer._starts(full), padded)
+
+
+@pytest.mark.parametrize(
+    ("expected", "changes"),
+    [
+        (True, {}),
+        (False, {"compile": False}),
+        (True, {"compile": False, "capture": True}),
+        (False, {"capture": False}),
+        (False, {"attention": "sdpa", "capture": True}),
+        (False, {"device": CPU, "capture": True}),
+        (False, {"parallel": "ddp"}),
+        (False, {"parallel": "fsdp", "capture": True}),
+        (False, {"parallel": "tp"}),
+        (True, {"parallel": "sharded"}),
+    ],
+    ids=str,
+)
+def test_passes_are_captured_where_they_can_be(expected: bool, changes: dict[str, Any]) -> None:
+    changes = dict(changes)
+    parallel, capture = changes.pop("parallel", None), changes.pop("capture", None)
+    given = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "attention": "varlen", "compile": True, **changes}
+    ranks = SINGLE_PROCESS if parallel is None else Ranks(rank=0, size=2, local_rank=0, local_size=2, group=None)
+    config = Config(run=RunConfig(capture=capture))
+    assert captures(config, Hardware(**given), Parallelism(parallel or "sharded", ranks)) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_captured_passes_train_alike_on_a_gpu(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    trainers = [
+        make(tiny_dataset, tmp_path, device="cuda", dtype="bfloat16", compile=False, capture=capture, head_dim=64)
+        for capture in (False, True)
+    ]
+    assert [trainer.passes is not None for trainer in trainers] == [False, True]
+    plain, captured = (steps_of(trainer, 6)[0] for trainer in trainers)
+    # The gradients of queries are added up in any order.
+    assert captured == pytest.approx(plain, rel=1e-3)
+    assert captured[-1] < captured[0]
 
 
 def test_the_log_of_a_run_is_complete(tiny_dataset: Dataset, tmp_path: Path) -> None:
