@@ -284,10 +284,9 @@ class RunConfig(BaseRunConfig):
     fp8_recipe: Literal["auto", "tensorwise", "rowwise"] = "auto"
     """Scaling of --fp8: 'tensorwise' has one scale per tensor, 'rowwise' one per row and column, which is more exact;
     both in all layers of suitable sizes. 'auto' is tensorwise, only in the head and in layers that become faster."""
-    capture: Annotated[bool | None, FREE] = None
-    """Replay forward and backward passes as CUDA graphs, which also keep the memory of activations; by default if the
-    model is compiled. Not where attention is sdpa or flex, or ranks communicate within a pass (all --parallel but
-    sharded)."""
+    capture: Annotated[bool, FREE] = False
+    """Replay forward and backward passes as CUDA graphs, which then keep the memory of activations. It has no effect
+    on a CPU, with --attention sdpa or flex, and with several ranks but for --parallel sharded."""
     parallel: Annotated[ParallelName, FREE] = "sharded"
     """How several devices (torchrun) share the work, see
     docs/how-to/train/several-gpus.md. It has no effect on one device."""

@@ -53,10 +53,9 @@ _STARTS = 64
 
 def captures(config: Config, hardware: Hardware, parallelism: Parallelism) -> bool:
     """Return whether passes are replayed as CUDA graphs, see `--capture`."""
-    wanted = hardware.compile if config.run.capture is None else config.run.capture
     # Other attentions make a mask of each batch's documents, and other layouts communicate within a pass.
     can = needs_document_starts(hardware.attention) and parallelism.kind in (None, "sharded")
-    return wanted and can and hardware.device.type == "cuda"
+    return config.run.capture and can and hardware.device.type == "cuda"
 
 
 class Trainer:

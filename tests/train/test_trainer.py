@@ -255,13 +255,12 @@ def test_captured_passes_have_few_numbers_of_documents(
     ("expected", "changes"),
     [
         (True, {}),
-        (False, {"compile": False}),
-        (True, {"compile": False, "capture": True}),
+        (True, {"compile": False}),
         (False, {"capture": False}),
-        (False, {"attention": "sdpa", "capture": True}),
-        (False, {"device": CPU, "capture": True}),
+        (False, {"attention": "sdpa"}),
+        (False, {"device": CPU}),
         (False, {"parallel": "ddp"}),
-        (False, {"parallel": "fsdp", "capture": True}),
+        (False, {"parallel": "fsdp"}),
         (False, {"parallel": "tp"}),
         (True, {"parallel": "sharded"}),
     ],
@@ -269,7 +268,7 @@ def test_captured_passes_have_few_numbers_of_documents(
 )
 def test_passes_are_captured_where_they_can_be(expected: bool, changes: dict[str, Any]) -> None:
     changes = dict(changes)
-    parallel, capture = changes.pop("parallel", None), changes.pop("capture", None)
+    parallel, capture = changes.pop("parallel", None), changes.pop("capture", True)
     given = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "attention": "varlen", "compile": True, **changes}
     ranks = SINGLE_PROCESS if parallel is None else Ranks(rank=0, size=2, local_rank=0, local_size=2, group=None)
     config = Config(run=RunConfig(capture=capture))
