@@ -6,8 +6,9 @@ Both models get the same random tokens in documents of 1,500. Matrices that star
 products with zeros need less power, so that the clock, and every figure, would be higher than in training. A pass is
 first timed without a profiler, the contestants in turns; then its kernels are recorded and grouped by name.
 
-`--variant fa4 attention=fa4 --only quintic quintic-fa4` compares another attention, `--variant cat
-max_pointwise_cat_inputs=1` another setting of the compiler, by its name in `torch._inductor.config`.
+`--variant fa4 attention=fa4 --only quintic quintic-fa4` compares another attention, `--variant graph capture=1` a CUDA
+graph of the pass, `--variant cat max_pointwise_cat_inputs=1` another setting of the compiler, by its name in
+`torch._inductor.config`.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from benchmarks.common.results import (
 )
 from benchmarks.training.nanochat_loop import new_model
 from quintic.kernels.attention.attention import fastest_attention, needs_document_starts
+from quintic.kernels.graphs import capture
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.train.recipe import build_model
 
@@ -116,7 +118,7 @@ def variant(options: argparse.Namespace, name: str) -> tuple[dict[str, str], dic
     """Return what a contestant changes: options of the model, and settings of the compiler."""
     words = next((words for own, *words in options.variant if name == f"quintic-{own}"), [])
     given = dict(word.split("=", 1) for word in words)
-    model = {key: given.pop(key) for key in ("attention", "fp8") if key in given}
+    model = {key: given.pop(key) for key in ("attention", "fp8", "capture") if key in given}
     return model, {key: ast.literal_eval(value) for key, value in given.items()}
 
 
@@ -161,6 +163,9 @@ def quintic_pass(options: argparse.Namespace, name: str, *tensors: torch.Tensor)
     def one() -> None:
         model(inputs, targets, document_starts=starts).backward()
 
+    if "capture" in changed:
+        one()  # compiles, and makes the gradients that the graph adds to
+        one = capture(one)[0].replay
     return one, model.flops_per_token()
 
 
