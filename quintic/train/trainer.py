@@ -220,9 +220,8 @@ class Trainer:
         self.step, self.score = self.step + 1, None
         batch_tokens = self.scale.batch_tokens
         self.tokens += batch_tokens
-        *passes, _, stepping = (
-            stopwatch.seconds()
-        )  # of each micro-step the wait for data and the pass, then one more wait
+        # Of each micro-step the wait for data and the pass; one more wait; the gradients' sizes; the optimizer's step.
+        *passes, _, stepping = stopwatch.seconds()
         times = {"data": sum(passes[::2]), "forward_backward": sum(passes[1::2]), "optimizer": stepping}
         elapsed = sum(times.values())
         self.seconds += elapsed

@@ -331,9 +331,8 @@ def test_tasks_of_core_are_answered_on_the_way_and_at_the_end(
     records = [record for record in read_metrics(run_dir / METRICS_FILE) if record["kind"] == "core"]
     assert [record["step"] for record in records] == [4, 6]
     for record in records:
-        assert (
-            record["core"] == record["centred"]["copa"] == -1
-        )  # of two choices, always the likelier one, which is wrong
+        # Of two choices always the likelier one, which is wrong.
+        assert record["core"] == record["centred"]["copa"] == -1
         assert record["accuracy"] == {"copa": 0}
         assert len(record["missing"]) == 21
     assert "step 6/6  mean over 1 of the 22 tasks of CORE: -1.0000" in capsys.readouterr().out
