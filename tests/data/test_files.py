@@ -258,19 +258,33 @@ def test_json_that_is_no_text_does_not_stop_a_folder(tmp_path: Path, name: str) 
     assert data_error_of(lambda: documents_of(open_source(str(root), cache_dir=tmp_path))) == alone
 
 
-@pytest.mark.parametrize("data", [b'[{"text": "a"},', b'{"text": "a', b'"text"', b"\xff\xfe[\x001\x00]\x00"])
-def test_json_of_a_folder_that_may_be_text_is_an_error_if_it_is_damaged(tmp_path: Path, data: bytes) -> None:
+DAMAGED = {
+    "cut.json": b'[{"text": "a"},',
+    "open.json": b'{"text": "a',
+    "word.json": b'"text"',
+    "utf16.json": "[1]".encode("utf-16"),
+    "latin1.json": '[{"title": "caf\u00e9", "text": "a"}]'.encode("latin-1"),
+    "lines.json": '{"title": "caf\u00e9", "text": "a"}\n'.encode("latin-1"),
+    "header.csv": "caf\u00e9,text\n1,a\n".encode("latin-1"),
+    "rows.csv": "id,text\n1,caf\u00e9\n".encode("latin-1"),
+    "rows.csv.gz": gzip.compress("caf\u00e9,text\n1,a\n".encode("latin-1")),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_file_of_a_folder_that_may_be_text_is_an_error_if_it_is_damaged(tmp_path: Path, name: str) -> None:
     root = write(tmp_path / "text", {"a.md": "text"})
-    (root / "b.json").write_bytes(data)
-    assert f"{root / 'b.json'}" in data_error_of(lambda: documents_of(open_source(str(root), cache_dir=tmp_path)))
+    (root / name).write_bytes(DAMAGED[name])
+    assert f"{root / name}: " in data_error_of(lambda: documents_of(open_source(str(root), cache_dir=tmp_path)))
 
 
-def test_a_table_of_a_folder_that_is_not_utf8_is_left_out_without_the_field(tmp_path: Path) -> None:
+def test_a_damaged_file_of_a_folder_is_left_out_without_the_field(tmp_path: Path) -> None:
     root = write(tmp_path / "text", {"a.md": "text"})
     (root / "cities.csv").write_bytes("id,city\n1,Zürich\n".encode("latin-1"))
+    (root / "cut.json.gz").write_bytes(gzip.compress(b"[1, 2]" + b" " * (3 << 19))[:-4])
     source = open_source(str(root), cache_dir=tmp_path)
     assert documents_of(source) == ["text"]
-    assert source.notes == (f"{root}: 1 file left out without a field 'text' (cities.csv)",)
+    assert source.notes == (f"{root}: 2 files left out without a field 'text' (cities.csv, cut.json.gz)",)
 
 
 OPTIONS = json.dumps({section: {} for section in ("data", "model", "optim", "schedule", "run")})

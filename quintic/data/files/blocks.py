@@ -12,7 +12,7 @@ import zstandard
 
 from quintic.errors import DataError
 
-__all__ = ["COMPRESSIONS", "lines_of", "text_blocks", "uncompressed_name"]
+__all__ = ["COMPRESSIONS", "blocks_of", "lines_of", "text_blocks", "uncompressed_name"]
 
 COMPRESSIONS = (".gz", ".zst")
 
@@ -65,7 +65,7 @@ def text_blocks(path: Path) -> Iterator[str]:
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     num_bytes = 0
-    for block in chain(_blocks_of(path), [b""]):
+    for block in chain(blocks_of(path), [b""]):
         num_bytes += len(block)
         try:
             text = decoder.decode(block, final=not block)
@@ -83,7 +83,8 @@ def text_blocks(path: Path) -> Iterator[str]:
             yield text
 
 
-def _blocks_of(path: Path) -> Iterator[bytes]:
+def blocks_of(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file in blocks, decompressed by its ending; raises as `text_blocks`, but for UTF-8."""
     name = path.name.lower()
     truncated = f"{path}: truncated, the compressed data stops early; copy or download it again"
     if name.endswith(COMPRESSIONS) and path.stat().st_size == 0:

@@ -5,6 +5,7 @@ prepared text, downloads), recognised by their content and not by their names; f
 `.csv` files without the field of the text, which are usually settings.
 """
 
+import codecs
 import contextlib
 import json
 import os
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from quintic.data.files.blocks import COMPRESSIONS, lines_of, text_blocks
+from quintic.data.files.blocks import COMPRESSIONS, blocks_of, lines_of
 from quintic.data.files.documents import ENDINGS_ADVICE, MissingField, format_of, read_documents
 from quintic.durable import json_object
 from quintic.errors import DataError
@@ -165,6 +166,8 @@ def _fields_without(path: Path, text_field: str) -> tuple[str, ...] | None:
     except MissingField as error:
         return error.fields
     except DataError:
-        with contextlib.suppress(DataError):  # not UTF-8
-            return None if text_field in next(text_blocks(path), "") else ()
+        with contextlib.suppress(DataError, UnicodeDecodeError):
+            # Not `bytes.decode`: the block may end within a character.
+            text = codecs.getincrementaldecoder("utf-8")().decode(next(blocks_of(path), b""))
+            return None if text_field in text else ()
     return None
