@@ -9,9 +9,10 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import cached_property
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,6 @@ _LOSSY_STAGES = frozenset(
 _MOST_AT_ONCE = 1 << 20
 # A text up to its last place between two words: behind a letter or digit, before a space and the next letter or digit.
 _UP_TO_LAST_WORD = re.compile(r".*[^\W_](?=\s[^\W_])", re.DOTALL)
-# Seconds between two checks for Ctrl-C.
-_PATIENCE = 0.2
 
 # The words within which BPE merges: contractions; letters with one leading sign or space; one or two digits, so that
 # the tokens of a number do not depend on the text around it; sequences of other signs; line ends; and spaces, the last
@@ -327,11 +326,16 @@ def _interruptibly(work: Callable[[], object]) -> None:
 
     After an interruption the thread continues until its work is done or the process ends.
     """
-    with ThreadPool(1) as pool:
-        result = pool.apply_async(work)
-        while not result.ready():
-            result.wait(_PATIENCE)
-        result.get()
+    result = Future[object]()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # a panic of the library is no `Exception`
+            result.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    result.result()
 
 
 def byte_alphabet() -> tuple[str, ...]:

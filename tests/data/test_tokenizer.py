@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,16 @@ Text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.train([make_text(seed, 2000) for seed in range(20)], 380)
+
+
+@pytest.mark.parametrize("kind", [ValueError, MemoryError, BaseException])
+def test_any_error_in_training_is_raised(kind: type[BaseException]) -> None:
+    def texts() -> Iterator[str]:
+        yield "some text"
+        raise kind("from the library")  # whose panics are no `Exception`
+
+    with pytest.raises(kind, match="from the library"):
+        Tokenizer.train(texts(), 300)
 
 
 @given(Text)
