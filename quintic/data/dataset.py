@@ -179,7 +179,9 @@ class Dataset:
             raise
         except OSError as error:  # the file may be intact, so this is not damage
             place = error.filename or manifest_path
-            raise DataError(f"{place}: cannot be read ({error.strerror or error})") from error
+            raise DataError(
+                f"{place}: cannot be read ({error.strerror or error}); mend this, or use another --data-dir"
+            ) from error
         except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
             raise DataError(f"{manifest_path}: damaged ({error}); delete the folder and prepare again") from error
 

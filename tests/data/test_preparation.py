@@ -294,8 +294,8 @@ def test_a_dataset_that_cannot_be_opened_now_is_kept(
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, reader, read)
-        with pytest.raises((OSError, DataError), match="Too many open files"):
-            prepare(source, **options)
+        text = data_error_of(lambda: prepare(source, **options))
+    assert text.endswith(": cannot be read (Too many open files); mend this, or use another --data-dir")
     assert digest(dataset.path) == good
 
 
