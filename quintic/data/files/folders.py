@@ -22,6 +22,8 @@ __all__ = ["list_folder", "walk"]
 
 # Number of files or endings that a note names.
 _NAMED = 6
+# Behind a dot, longer names are hashes or words: as many endings as files.
+_LONGEST_ENDING = len(".safetensors")
 # Longest first line of a log.
 _FIRST_RECORD_CHARS = 1 << 20
 _COMPRESSED = (*COMPRESSIONS, ".bz2", ".xz", ".lz4", ".zip")
@@ -148,10 +150,10 @@ def _own_kind(folder: Path, names: set[str]) -> str | None:
 def _ending(name: str) -> str:
     """Return the ending of an unsupported file for a note, including the ending before that of a compression.
 
-    >>> _ending("part-1.json.xz"), _ending("Makefile")
+    >>> _ending("part-1.json.xz"), _ending("Dr. Smith's letters")
     ('.json.xz', 'without an ending')
     """
-    endings = Path(name.lower()).suffixes
+    endings = [ending for ending in Path(name.lower()).suffixes if len(ending) <= _LONGEST_ENDING]
     return "".join(endings[-2:] if endings[-1:] and endings[-1] in _COMPRESSED else endings[-1:]) or "without an ending"
 
 
