@@ -83,7 +83,9 @@ def _run(start: Start, launch: Launch, ranks: Ranks) -> int:
         runs_dir = [] if config.run.runs_dir == Path("runs") else ["--runs-dir", str(config.run.runs_dir)]
         options = ["--resume", "--run" if ranks.size == 1 else "--name", run_dir.name, *runs_dir]
         begin = f"torchrun ... -m quintic train {shlex.join(options)}" if ranks.size > 1 else hint("train", options)
-        print(f"\n{stop}; continue with:\n    {begin}")
+        print(f"\n{stop}; continue with:\n    {begin}", flush=True)
+        if not stop.together:  # an exception, so that `connected` does not wait for the other ranks
+            raise SystemExit(130) from None
         return 130
     except BaseException:
         if start.resumed is None and ranks.is_first:  # a run that fails before it logs anything leaves no folder

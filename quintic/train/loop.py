@@ -52,6 +52,9 @@ _MOST_ROLLBACKS = 10
 class Interrupted(QuinticError):
     """The run was asked to stop (Ctrl-C, SIGTERM, SIGHUP); its last step is finished and saved."""
 
+    together = True
+    """All ranks have stopped at the same point; otherwise some may be waiting for others."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -214,8 +217,9 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
         except DivergedError:
             raise
         except Exception:  # the trained weights must not be lost because their evaluation fails
-            _save(run, wait=True)
-            progress.message(f"{run.run_dir.name} is trained and saved; its evaluation failed")
+            if run.ranks.size == 1:  # among several ranks one may have failed alone, and saving needs all
+                _save(run, wait=True)
+                progress.message(f"{run.run_dir.name} is trained and saved; its evaluation failed")
             raise
         _save(run, wait=True)
     with progress.busy("compressing the validation text with xz, for comparison"):
@@ -235,9 +239,11 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
             with stop_requests.at_once():
                 _answer_core(run, log, progress)
         except KeyboardInterrupt:
-            raise Interrupted(
+            stop = Interrupted(
                 f"{run.run_dir.name} is trained, saved and reported in {report}; stopped while answering CORE"
-            ) from None
+            )
+            stop.together = False
+            raise stop from None
     return Result(
         run_dir=run.run_dir,
         report=run.ranks.from_rank0(lambda: write_report(run.run_dir)),

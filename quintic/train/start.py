@@ -107,7 +107,8 @@ def extend_run(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> dict[
     Raises:
         ConfigError: the run would become shorter.
     """
-    saved = load_config(run_dir / CONFIG_FILE)
+    # Rank 0 reads it for all: a rank that reads later may find what rank 0 writes below.
+    saved = run.ranks.from_rank0(lambda: load_config(run_dir / CONFIG_FILE))
     if run.config.schedule.steps == saved.schedule.steps:
         return {}
     before = scale_of(saved, run.model.config).steps

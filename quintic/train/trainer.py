@@ -71,7 +71,21 @@ class Trainer:
         self.config, self.dataset, self.run_dir, self.hardware = config, dataset, run_dir, hardware
         self.ranks, self.background = ranks, Background(ranks)
         self.parallelism = Parallelism(config.run.parallel, ranks, shard_ranks=config.run.shard_ranks)
-        seq_len = config.model.seq_len
+        ranks.run_on_all(self._begin)
+        # From here on ranks wait for each other.
+        self.wrapped = self.parallelism.wrapped(self.model)
+        self.passes = CapturedPasses(self._make_pass) if captures(config, hardware, self.parallelism) else None
+        self.optimizer = build_optimizer(self.model, self.config, comms=self.parallelism.comms)
+        self.rms = RmsMeter(self.model, mean_gradient=self.parallelism.mean_gradient)
+        self.watch = LossWatch(sigmas=config.optim.spike_sigmas)
+        self.compiled_before = 0.0
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.score: Score | None = None
+        """Score of the current weights; None if they have not been evaluated."""
+
+    def _begin(self) -> None:
+        """Make the model and open the text, which may fail on one rank alone."""
+        config, dataset, hardware, seq_len = self.config, self.dataset, self.hardware, self.config.model.seq_len
         sizes = model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
         self.model: GPT = build_model(
             sizes,
@@ -104,20 +118,11 @@ class Trainer:
         self.validation = validation_rows(
             dataset, rows=config.schedule.rows, seq_len=seq_len, max_tokens=config.run.eval_tokens
         )
-        self.wrapped = self.parallelism.wrapped(self.model)
-        self.passes = CapturedPasses(self._make_pass) if captures(config, hardware, self.parallelism) else None
-        self.optimizer = build_optimizer(self.model, config, comms=self.parallelism.comms)
         self.total = self.scale.steps
         self.micro_steps = self.scale.batch_tokens // (self.rows * seq_len * data_ranks)
         self.suite = None if config.run.core is None else load_core(config.run.core)
         self.token_bytes = torch.as_tensor(dataset.tokenizer.token_bytes(), device=hardware.device)
-        self.rms = RmsMeter(self.model, mean_gradient=self.parallelism.mean_gradient)
-        self.watch = LossWatch(sigmas=config.optim.spike_sigmas)
-        self.compiled_before = 0.0
         self.matrix_rate = matrix_rate(hardware)
-        self.step, self.tokens, self.seconds = 0, 0, 0.0
-        self.score: Score | None = None
-        """Score of the current weights; None if they have not been evaluated."""
 
     @cached_property
     def flops_per_token(self) -> int:

@@ -5,6 +5,7 @@ The reference is one process that was never stopped. Real processes talk through
 
 import contextlib
 import errno
+import json
 import os
 import select
 import signal
@@ -30,11 +31,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 from harness import DEVICE, run
 
 import quintic
+import quintic.train.start
+import quintic.train.trainer
 from quintic.commands.options import StartOptions
 from quintic.commands.parsing import options_of
 from quintic.commands.train import run as run_command
 from quintic.data.dataset import Dataset
-from quintic.errors import ConfigError, DivergedError, OtherRankError, QuinticError
+from quintic.errors import ConfigError, DataError, DivergedError, OtherRankError, QuinticError
 from quintic.launch import Launch, launched
 from quintic.model.gpt import GPTConfig
 from quintic.report.history import METRICS_FILE, read_metrics
@@ -310,6 +313,26 @@ def test_a_rank_that_is_killed_in_a_step_costs_no_bit(tiny_dataset: Dataset, tmp
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find the ranks")
+def test_ctrl_c_among_the_last_tasks_of_core_ends_all_ranks(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    """Each rank stops at once, wherever it is among its tasks, and none waits for the others."""
+    (tmp_path / "core").mkdir()
+    item = {"query": "def", "choices": ["model", "zyx zyx"], "gold": 1}
+    (tmp_path / "core" / "copa.jsonl").write_text((json.dumps(item) + "\n") * 20_000)
+    core = ("--core", str(tmp_path / "core"), "--core-items", "20000")
+    process = torchrun("train", *tiny_options(tiny_dataset, tmp_path), *core, "--name", "run", folder=tmp_path)
+    log = tmp_path / "run" / METRICS_FILE
+    while not log.exists() or [one["kind"] for one in read_metrics(log)][-1:] != ["sample"]:
+        assert process.poll() is None, process.communicate()
+        select.select([], [], [], 0.05)
+    for rank in ranks_under(process.pid):
+        os.kill(rank, signal.SIGINT)
+    process.communicate(timeout=20)
+    assert read_metrics(log)[-1]["kind"] == "sample"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_hosts_train_one_run(tiny_dataset: Dataset, tmp_path: Path) -> None:
     """Two agents that find each other through torchrun's rendezvous, the text prepared by the first that comes."""
     with socket.socket() as free:
@@ -500,6 +523,73 @@ def test_a_save_of_several_ranks_is_of_its_step(parallel: str, tmp_path: Path) -
     assert any(key.endswith("momentum_buffer") for key in beside)
     assert all(torch.equal(value, beside[key]) for key, value in at_once.items())
     assert not torch.equal(beside["model/head.weight"], later["model/head.weight"])
+
+
+def fail_alone(rank: int, world_size: int, config: Config, text: Path, run_dir: Path, name: str) -> str:
+    """Train, where the text fails on the last rank alone while a `Trainer` is made; return the error."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise DataError("damaged")
+
+    if rank == world_size - 1:
+        setattr(quintic.train.trainer, name, fail)
+    options: dict[str, Any] = {"resume": False, "command": "test", "say": lambda line: None}
+    with pytest.raises(QuinticError) as caught:
+        train(config, Dataset.open(text), run_dir, ranks=ranks_of(rank, world_size), **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "name"),
+    [("ddp", "validation_rows"), *(pytest.param(kind, "Loader", marks=pytest.mark.slow) for kind in ("fsdp", "tp"))],
+)
+def test_no_rank_waits_for_one_that_cannot_begin(
+    parallel: ParallelName, name: str, tiny_dataset: Dataset, tmp_path: Path
+) -> None:
+    config = tiny_config(tiny_dataset, tmp_path, run="run", parallel=parallel)
+    errors = run(fail_alone, 2, config, tiny_dataset.path, create_run(config), name)
+    assert errors == ["another rank has failed", "damaged"]
+
+
+def fail_at_the_end(rank: int, world_size: int, config: Config, text: Path, run_dir: Path) -> None:
+    """Train, where the last evaluation fails on the last rank alone."""
+    evaluate = Trainer.evaluate
+
+    def broken(self: Trainer) -> dict[str, Any]:
+        if rank and self.step == self.total:
+            raise RuntimeError("out of memory")
+        return evaluate(self)
+
+    Trainer.evaluate = broken  # type: ignore[method-assign]
+    segment(rank, world_size, config, text, run_dir, None)
+
+
+def test_no_rank_waits_for_one_that_cannot_evaluate(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    config = tiny_config(tiny_dataset, tmp_path, run="run", steps=1, eval_every=0, parallel="fsdp")
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2(?s:.*)RuntimeError: out of memory"):
+        run(fail_at_the_end, 2, config, tiny_dataset.path, create_run(config))
+
+
+def lengthen_late(rank: int, world_size: int, config: Config, text: Path, run_dir: Path) -> str:
+    """Continue with more steps, where the last rank reads the run's configuration after the first has changed it."""
+    read = quintic.train.start.load_config
+
+    def late(path: Path) -> Config:
+        if rank:
+            time.sleep(0.3)
+        return read(path)
+
+    quintic.train.start.load_config = late
+    return segment(rank, world_size, config, text, run_dir, None)
+
+
+def test_ranks_that_read_a_longer_configuration_late_go_on(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    config = tiny_config(tiny_dataset, tmp_path, run="run", steps=1, eval_every=0)
+    run_dir = create_run(config)
+    train(config, tiny_dataset, run_dir, resume=False, command="test", say=lambda line: None)
+    longer = tiny_config(tiny_dataset, tmp_path, run="run", steps=2, eval_every=0)
+    assert run(lengthen_late, 2, longer, tiny_dataset.path, run_dir) == ["finished"] * 2
+    assert load_config(run_dir / "config.json") == longer
 
 
 def fail_together(rank: int, world_size: int) -> list[str]:
