@@ -275,7 +275,8 @@ def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
 
 def _started(folder: Path) -> float:
     """Return the time at which a run was started, in seconds since 1970: that of the oldest file in its folder."""
-    return min(file.stat().st_mtime for file in folder.iterdir() if file.is_file())
+    # Hidden files are temporary and may vanish.
+    return min(file.stat().st_mtime for file in folder.glob("[!.]*") if file.is_file())
 
 
 def _is_taken(folder: Path) -> bool:

@@ -121,6 +121,24 @@ def test_a_runs_folder_that_is_a_file(tmp_path: Path) -> None:
         create_run(config(tmp_path / "runs", "a"))
 
 
+def test_files_that_vanish_while_runs_are_searched_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may be replacing a file of its run: reports and logs are written under a temporary name."""
+    folder = create_run(config(tmp_path, "run"))
+    (folder / ".report.html.7-ab.tmp").touch()
+    is_file = Path.is_file
+
+    def last_seen(path: Path) -> bool:
+        found = is_file(path)
+        if path.suffix == ".tmp":
+            path.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "is_file", last_seen)
+    assert find_run(tmp_path, None) == folder
+
+
 def test_the_run_started_last_is_found(tmp_path: Path) -> None:
     for age, name in enumerate(("b", "c", "a")):
         folder = create_run(config(tmp_path, name))
