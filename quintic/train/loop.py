@@ -212,14 +212,18 @@ def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
 def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: StopRequests) -> Result:
     """Evaluate, save, report and sample after the last step; after a failure, all earlier results are on disk."""
     if run.score is None:
+        # The trained weights must not be lost because their evaluation fails. Saving needs all ranks, which cannot meet
+        # again after a failure of one alone.
+        if run.ranks.size > 1:
+            _save(run, wait=True)
         try:
             _evaluate(run, log, progress)
         except DivergedError:
             raise
-        except Exception:  # the trained weights must not be lost because their evaluation fails
-            if run.ranks.size == 1:  # among several ranks one may have failed alone, and saving needs all
+        except Exception:
+            if run.ranks.size == 1:
                 _save(run, wait=True)
-                progress.message(f"{run.run_dir.name} is trained and saved; its evaluation failed")
+            progress.message(f"{run.run_dir.name} is trained and saved; its evaluation failed")
             raise
         _save(run, wait=True)
     with progress.busy("compressing the validation text with xz, for comparison"):

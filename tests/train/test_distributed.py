@@ -551,12 +551,12 @@ def test_no_rank_waits_for_one_that_cannot_begin(
     assert errors == ["another rank has failed", "damaged"]
 
 
-def fail_at_the_end(rank: int, world_size: int, config: Config, text: Path, run_dir: Path) -> None:
-    """Train, where the last evaluation fails on the last rank alone."""
+def fail_at_the_end(rank: int, world_size: int, config: Config, text: Path, run_dir: Path, failing: list[int]) -> None:
+    """Train, where the last evaluation fails on some ranks."""
     evaluate = Trainer.evaluate
 
     def broken(self: Trainer) -> dict[str, Any]:
-        if rank and self.step == self.total:
+        if rank in failing and self.step == self.total:
             raise RuntimeError("out of memory")
         return evaluate(self)
 
@@ -564,10 +564,14 @@ def fail_at_the_end(rank: int, world_size: int, config: Config, text: Path, run_
     segment(rank, world_size, config, text, run_dir, None)
 
 
-def test_no_rank_waits_for_one_that_cannot_evaluate(tiny_dataset: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("failing", [[1], [0, 1]])
+def test_ranks_that_cannot_evaluate_have_saved_and_do_not_wait(
+    failing: list[int], tiny_dataset: Dataset, tmp_path: Path
+) -> None:
     config = tiny_config(tiny_dataset, tmp_path, run="run", steps=1, eval_every=0, parallel="fsdp")
     with pytest.raises(RuntimeError, match=r"rank 1 of 2(?s:.*)RuntimeError: out of memory"):
-        run(fail_at_the_end, 2, config, tiny_dataset.path, create_run(config))
+        run(fail_at_the_end, 2, config, tiny_dataset.path, run_dir := create_run(config), failing)
+    assert [checkpoint.name for checkpoint in checkpoints(run_dir)] == ["step-000001"]
 
 
 def lengthen_late(rank: int, world_size: int, config: Config, text: Path, run_dir: Path) -> str:
