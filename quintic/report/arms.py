@@ -24,6 +24,9 @@ _FREE_AMONG_SEEDS = frozenset(
      "tensorboard", "wandb"}
 )  # fmt: skip
 
+# Stands for a setting that a log lacks.
+_MISSING = "–"
+
 # Forward and backward passes of the same model differ by less than this on a machine that does nothing else.
 _MOST_UNEQUAL = 1.5
 
@@ -74,8 +77,10 @@ def load_arm(name: str, folders: Sequence[Path]) -> Arm:
         raise ConfigError(f"{name}: its runs were never evaluated at the same step: give them the same --eval-every")
     whose = f"{name}={','.join(folder.name for folder in folders)}: a median is that of runs"
     advice = "give each a name of its own (--runs A B), or leave some out"
-    if differences := unequal([_fixed_settings(history) for history in arm.histories]):
-        texts = "; ".join(f"{key} ({', '.join(dict.fromkeys(values))})" for key, values in differences.items())
+    # A log may lack an option, which another version of quintic has.
+    differing = unequal([_fixed_settings(history) for history in arm.histories]).items()
+    known = {key: dict.fromkeys(value for value in values if value != _MISSING) for key, values in differing}
+    if texts := "; ".join(f"{key} ({', '.join(values)})" for key, values in known.items() if len(values) > 1):
         raise ConfigError(f"{whose} which differ in their seeds only, and these differ in {texts}: {advice}")
     for seed in {history.seed for history in arm.histories} - {None}:
         same = [folder.name for folder, history in zip(folders, arm.histories, strict=True) if history.seed == seed]
@@ -90,12 +95,12 @@ def _fixed_settings(history: RunHistory) -> dict[str, Any]:
     """Return the settings of a run in which another seed of it may not differ."""
     settings = {key: value for key, value in history.options.items() if key.split(".")[-1] not in _FREE_AMONG_SEEDS}
     settings |= {key: value for key, value in history.run["machine"].items() if key in ("dtype", "fp8")}
-    return settings | {"length": history.total_steps, "text and tokenizer": history.text}
+    return settings | {"length": history.total_steps or _MISSING, "text and tokenizer": history.text or _MISSING}
 
 
 def unequal(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the settings that are not the same in all mappings: name -> its value in each, a dash if missing."""
-    texts = {key: [str(one.get(key, "–")) for one in settings] for key in dict.fromkeys(chain(*settings))}
+    texts = {key: [str(one.get(key, _MISSING)) for one in settings] for key in dict.fromkeys(chain(*settings))}
     return {key: values for key, values in texts.items() if len(set(values)) > 1}
 
 
@@ -192,7 +197,8 @@ def _document_differences(first: RunHistory, other: RunHistory) -> list[tuple[fl
     """Return (difference in bits, bytes) of each document; nothing if the last evaluations did not read the same."""
     # Nats of each document in both runs, and their bytes.
     nats, sizes = ([h.evals[-1].get(f"document_{what}") or [] for h in (first, other)] for what in ("nats", "bytes"))
-    if sizes[0] != sizes[1] or not len(nats[0]) == len(nats[1]) == len(sizes[0]) or None in chain(*nats, *sizes):
+    is_same = sizes[0] == sizes[1] and len(nats[0]) == len(nats[1]) == len(sizes[0])
+    if not is_same or None in chain(*nats) or not all(sizes[0]):
         return []
     return [((b - a) / math.log(2), size) for a, b, size in zip(*nats, sizes[0], strict=True)]
 

@@ -106,6 +106,18 @@ def test_the_difference_of_two_runs_is_surer_than_each(tmp_path: Path) -> None:
         assert "A difference of more than two of them is hardly chance" not in text
 
 
+@pytest.mark.parametrize("sizes", [[0, 0, 0], [0, 200, 100]])
+def test_documents_without_bytes_do_not_tell_how_sure_a_difference_is(sizes: list[int], tmp_path: Path) -> None:
+    runs = {}
+    for name, bits in (("a", [100.0, 200.0, 300.0]), ("b", [91.0, 190.0, 289.0])):
+        folder = runs[name] = write_documents(tmp_path / name, bits, [100, 100, 100])
+        records = read_metrics(folder / "metrics.jsonl")
+        records[1]["document_bytes"] = sizes  # by hand: no run writes it
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = write_comparison(runs, tmp_path / "page.html", title="")["b"]
+    assert found.ended == f"b ended 0.1000 bits per byte below a; {UNKNOWN}"
+
+
 def share_beyond(threshold: float, number: int) -> float:
     """The share of Student's t with `number` - 1 degrees of freedom beyond ± threshold, by a sum over the density."""
     free = number - 1
@@ -396,10 +408,15 @@ def test_medians_are_those_of_runs_that_differ_in_their_seeds_only(tmp_path: Pat
     stored = {"runs_dir": "runs", "threads": 1, "keep": 2, "run": "x"}  # where and how a run is kept
     write_comparison(group({"seed": 1, "lr": 2.0}, {"seed": 2, "lr": 2.0, **stored}), out, title="")
     write_comparison(group({}, {}), out, title="")  # old logs without seeds
+    # An option that one version of quintic does not have, and a log that lacks its length and text.
+    groups = group({"seed": 1, "lr": 2.0}, {"seed": 2, "lr": 2.0, "new": False}, {"seed": 3, "lr": 2.0})
+    with MetricsLog(groups["b"][2] / "metrics.jsonl") as log:
+        log.write("run", config={"run": {"seed": 3, "lr": 2.0}}, total_steps=10, data={"key": "x"})
+    write_comparison(groups, out, title="")
     with pytest.raises(ConfigError) as caught:
-        write_comparison(group({"seed": 1, "lr": 2.0}, {"seed": 2, "lr": 3.0}), out, title="")
+        write_comparison(group({"seed": 1, "lr": 2.0}, {"seed": 2, "lr": 3.0}, {"seed": 3}), out, title="")
     assert str(caught.value) == (
-        "b=b0,b1: a median is that of runs which differ in their seeds only, and these differ in run.lr (2.0, 3.0): "
+        "b=b0,b1,b2: a median is that of runs which differ in their seeds only, and these differ in run.lr (2.0, 3.0): "
         "give each a name of its own (--runs A B), or leave some out"
     )
     with pytest.raises(ConfigError) as caught:
