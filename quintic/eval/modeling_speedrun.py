@@ -138,11 +138,12 @@ class QuinticSpeedrunForCausalLM(SpeedrunLayers, PreTrainedModel, GenerationMixi
 
     def attention(self, plan: LayerPlan, row: FlatRow, q_1NHD: Tensor, k_1NHD: Tensor, v_1NHD: Tensor) -> Tensor:
         """Return causal attention within documents and the layer's window, (1, N, H, D)."""
+        short, long = self.config.windows
         documents_N = row.starts.squeeze(1).cumsum(0).repeat_interleave(2 if plan.paired else 1)
         places = torch.arange(len(documents_N), device=documents_N.device)
         distance_NN = places[:, None] - places
         visible_NN = (documents_N[:, None] == documents_N) & (distance_NN >= 0)
-        visible_NN &= distance_NN <= self.config.windows[plan.long]
+        visible_NN &= distance_NN <= (long if plan.long else short)
         q_1HND, k_1HND, v_1HND = (x.transpose(1, 2) for x in (q_1NHD, k_1NHD, v_1NHD))
         return F.scaled_dot_product_attention(q_1HND, k_1HND, v_1HND, attn_mask=visible_NN).transpose(1, 2)
 

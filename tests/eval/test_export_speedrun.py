@@ -1,6 +1,7 @@
 """A speedrun's model in transformers: the logits and tokens of ours, whatever features it has, and with padding."""
 
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,31 @@ def test_logits_are_ours(feature: str | None, tmp_path: Path) -> None:
     found = exported(model, tmp_path / "model")(rows_of_documents()).logits
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, model(rows_of_documents()), rtol=1e-5, atol=1e-5)
+
+
+class Switch:
+    """True or false as a condition, and neither a number nor an index."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+
+    def __bool__(self) -> bool:
+        return self.on
+
+
+@torch.no_grad()
+def test_features_of_layers_are_only_conditions(tmp_path: Path) -> None:
+    # The compiler of PyTorch 2.11 refuses bools as indices and in sums.
+    ours = model_of(replace(SIZES))  # of its own, to be changed below
+    theirs, inputs = exported(ours, tmp_path / "model"), rows_of_documents()
+    for model, layers in ((ours, ours.model), (theirs, theirs)):
+        expected, plans = model(inputs), layers.sizes.layers
+        switched = [field.name for field in fields(plans[0]) if isinstance(getattr(plans[0], field.name), bool)]
+        vars(layers.sizes)["layers"] = tuple(
+            replace(plan, **{name: Switch(getattr(plan, name)) for name in switched}) for plan in plans
+        )
+        found = model(inputs)
+        assert torch.equal(found if model is ours else found.logits, expected if model is ours else expected.logits)
 
 
 @torch.no_grad()
