@@ -136,6 +136,7 @@ def test_every_field_can_be_set_by_its_option(
         aspect_ratio=32, short_window=0.5, variant="nanochat", recipe="seed", scale_rates=True,
         on_spike="skip", spike_sigmas=4.0, momentum_end=0.3, decay_shape="cosine", target_flops=1e9, warmup_steps=2,
         fp8=True, fp8_recipe="rowwise", clip_norm=0.5, core="c", core_every=5, core_items=6, init_from=str(tmp_path),
+        capture=True,
     )  # fmt: skip
     assert changed_options(Config(), wanted).keys() == values_of(wanted).keys()
     # A model to start from, of these sizes.
@@ -330,6 +331,17 @@ def test_a_run_without_a_checkpoint_is_not_told_to_resume(
         f"{run}: has no checkpoint yet; one is written every --save-every steps, and when the run ends or is "
         "stopped; wait for it, or choose another --run"
     )
+
+
+@pytest.mark.parametrize("command", ["sample", "eval", "export run --to hf"])
+def test_a_run_that_has_lost_its_tokenizer_is_told_where_another_is(
+    command: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    (run / "tokenizer.json").unlink()
+    message = error_of(capsys, *command.split(), "--runs-dir", str(tmp_path))
+    assert message == f"{run}: has no tokenizer.json; copy it there, its prepared text has the same"
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,8 @@ def trained_model(
     if not (run_dir / CONFIG_FILE).is_file():
         return _trained_race(run_dir, checkpoint, RunConfig(device=device, threads=threads))
     config = load_config(run_dir / CONFIG_FILE)
+    if not (run_dir / TOKENIZER_FILE).exists():
+        raise ConfigError(f"{run_dir}: has no {TOKENIZER_FILE}; copy it there, its prepared text has the same")
     tokenizer = Tokenizer.load(run_dir / TOKENIZER_FILE)
     # A missing text is not an error yet: sampling and exporting only need the tokenizer.
     dataset: Dataset | DataError

@@ -285,8 +285,8 @@ class RunConfig(BaseRunConfig):
     """Scaling of --fp8: 'tensorwise' has one scale per tensor, 'rowwise' one per row and column, which is more exact;
     both in all layers of suitable sizes. 'auto' is tensorwise, only in the head and in layers that become faster."""
     capture: Annotated[bool, FREE] = False
-    """Replay forward and backward passes as CUDA graphs, which then keep the memory of activations. It has no effect
-    on a CPU, with --attention sdpa or flex, and with several ranks but for --parallel sharded."""
+    """Replay passes as CUDA graphs, which keep the memory of activations. Only on a GPU, with an attention other than
+    sdpa and flex, and with one rank or sharded ones."""
     parallel: Annotated[ParallelName, FREE] = "sharded"
     """How several devices (torchrun) share the work, see
     docs/how-to/train/several-gpus.md. It has no effect on one device."""
