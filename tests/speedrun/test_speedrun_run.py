@@ -26,7 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
 from harness import ON_GPUS, run
-from host_graphs import capture_on_the_host
+from host_passes import capture_on_the_host
 
 from quintic.cli import main
 from quintic.errors import ConfigError, DataError, DivergedError

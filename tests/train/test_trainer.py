@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_graphs import capture_on_the_host
+from host_passes import capture_on_the_host
 from tiny_runs import tiny_config
 
 from quintic.data.dataset import Dataset

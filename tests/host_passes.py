@@ -1,0 +1,36 @@
+"""A stand-in for the CUDA graphs of passes, on the host: what is captured is made when it is replayed."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from quintic.kernels import graphs
+
+
+class HostPass:
+    """Stands for the CUDA graph of a pass: makes it when it is replayed, and not when it is captured."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self.make, self.loss = make, torch.zeros(())
+
+    def replay(self) -> None:
+        self.loss.copy_(self.make())
+
+    def reset(self) -> None:
+        self.make = None
+
+
+def capture_on_the_host(monkeypatch: pytest.MonkeyPatch) -> list[HostPass]:
+    """Let `CapturedPasses` work without a GPU; returns the list of what it will have captured."""
+    captured: list[HostPass] = []
+
+    def capture(make: Callable[[], Tensor], pool: object) -> tuple[HostPass, Tensor]:
+        captured.append(HostPass(make))
+        return captured[-1], captured[-1].loss
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return captured
