@@ -225,7 +225,7 @@ class Trainer:
         self.step, self.score = self.step + 1, None
         batch_tokens = self.scale.batch_tokens
         self.tokens += batch_tokens
-        # Of each micro-step the wait for data and the pass; one more wait; the gradients' sizes; the optimizer's step.
+        # Each micro-step is a wait for data and a pass; one more wait, the gradients' sizes and the update follow.
         *passes, _, stepping = stopwatch.seconds()
         times = {"data": sum(passes[::2]), "forward_backward": sum(passes[1::2]), "optimizer": stepping}
         elapsed = sum(times.values())
