@@ -93,7 +93,7 @@ def changes(rank, world_size, names):
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_options_that_change_between_steps_move_no_state(world_size):
     assert run(changes, world_size, list(CHANGES), timeout=110) == [{}] * world_size
 
@@ -148,7 +148,7 @@ def owned_by(bucket):
     return [unit.name for unit in bucket.units.local] if isinstance(bucket, Gathered) else []
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_options_that_change_between_steps_move_no_state_where_matrices_are_gathered(world_size):
     results = run(gathered_changes, world_size, ["averaged", "rows", "columns", "experts"], timeout=110)
     assert [wrong for wrong, _ in results] == [{}] * world_size
@@ -181,7 +181,7 @@ def adamw_changes(rank, world_size):
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_options_that_change_between_steps_move_no_state_of_adamw(world_size):
     assert run(adamw_changes, world_size) == [{}] * world_size
 

@@ -181,13 +181,8 @@ def test_a_run_goes_on_in_every_layout(layouts: list[tuple[str, int]], tiny_data
     chain(layouts, tiny_dataset, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "size"),
-    [
-        ("tp", 2),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in [("tp", 4), ("fsdp", 2), ("hsdp", 4), ("ddp", 2)]),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallel", "size"), [("tp", 2), ("tp", 4), ("fsdp", 2), ("hsdp", 4), ("ddp", 2)])
 def test_a_run_ends_with_the_samples_of_one_process(
     parallel: str, size: int, tiny_dataset: Dataset, tmp_path: Path
 ) -> None:
