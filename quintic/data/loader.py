@@ -40,6 +40,8 @@ Result = TypeVar("Result")
 _STATE_VERSION = 2
 # Number of chunks in the buffer for validation.
 _VALIDATION_BUFFER = 1000
+# Padded batches have room for one document per this many tokens, and for 16 at least.
+_TOKENS_PER_DOCUMENT, _FEWEST_STARTS = 256, 16
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Batch:
         inputs: (B, T) int64, each row beginning with bos; (T,) for a flat row.
         targets: the token after each input, same shape.
         document_starts: (num_docs + 1,) int32: index in the flattened inputs of each document's first token; the last
-            entry is the number of inputs, which a flat row repeats as padding. No document crosses the end of a row.
+            entry is the number of inputs, which `padded` repeats. No document crosses the end of a row.
         epoch: the epoch, from 0, of the first row of all ranks.
         documents: (B, T) int64 on the CPU: index of each input's document, for batches that are scored.
     """
@@ -71,6 +73,18 @@ class Batch:
         # In a new thread the current device is device 0; pinning memory would open a CUDA context on it.
         with torch.cuda.device(device):
             return self._with(Tensor.pin_memory, starts)
+
+    def padded(self) -> "Batch":
+        """Return the batch with document starts padded to a number that rarely changes, for compiled or captured code.
+
+        The padding repeats the number of inputs: documents of no tokens.
+        """
+        starts, tokens = self.document_starts.numpy(), self.inputs.numel()
+        room = max(_FEWEST_STARTS, tokens // _TOKENS_PER_DOCUMENT)
+        while room < len(starts):
+            room *= 2
+        starts = np.pad(starts, (0, room - len(starts)), constant_values=tokens)
+        return replace(self, document_starts=torch.from_numpy(starts))
 
     def to(self, device: torch.device, *, starts: bool = False) -> "Batch":
         """Return the batch with the same tensors on a device; copies from pinned memory are not waited for."""

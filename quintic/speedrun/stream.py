@@ -34,7 +34,6 @@ from quintic.train.distributed import SINGLE_PROCESS, Ranks
 __all__ = ["FlatBatch", "chunk_stream", "validation_batches"]
 
 _BATCHES_AHEAD = 4
-_TOKENS_PER_DOCUMENT, _FEWEST_STARTS = 256, 16  # room for document starts in a batch: T / 256, at least 16
 
 
 class _Shard:
@@ -133,15 +132,8 @@ def validation_batches(data: RaceData, tokens: int, chunk: int, *, ranks: Ranks 
 
 
 def _flat(chunks: Sequence[Tokens], bos_id: int, epoch: int = 0) -> FlatBatch:
-    """Concatenate chunks of n + 1 tokens to a batch with (chunks x n,) inputs and targets.
-
-    Document starts are padded with the number of inputs to a length that rarely changes, for compiled code.
-    """
+    """Concatenate chunks of n + 1 tokens to a batch with (chunks x n,) inputs and targets, and padded starts."""
     batch = batch_of(np.stack(chunks).astype(np.int64), bos_id, epoch=epoch)
-    inputs, targets = batch.inputs.flatten(), batch.targets.flatten()
-    starts = np.union1d([0], batch.document_starts.numpy())
-    room = max(_FEWEST_STARTS, len(inputs) // _TOKENS_PER_DOCUMENT)
-    while room < len(starts):
-        room *= 2
-    padded = np.pad(starts, (0, room - len(starts)), constant_values=len(inputs)).astype(np.int32)
-    return replace(batch, inputs=inputs, targets=targets, document_starts=torch.from_numpy(padded))
+    starts = np.union1d([0], batch.document_starts.numpy()).astype(np.int32)
+    flat = replace(batch, inputs=batch.inputs.flatten(), targets=batch.targets.flatten())
+    return replace(flat, document_starts=torch.from_numpy(starts)).padded()

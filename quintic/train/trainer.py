@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import quintic
@@ -46,9 +45,6 @@ from quintic.train.schedule import is_due, reading_lines, scale_of
 from quintic.train.watch import LossWatch, RmsMeter
 
 __all__ = ["Trainer", "captures"]
-
-# Captured passes have a multiple of this many starts of documents.
-_STARTS = 64
 
 
 def captures(config: Config, hardware: Hardware, parallelism: Parallelism) -> bool:
@@ -385,10 +381,8 @@ class Trainer:
 
     def _starts(self, batch: Batch) -> Tensor:
         """Return a batch's document starts, on the device if the attention reads them there."""
-        starts = batch.document_starts
-        if self.passes is not None:
-            # Few lengths, since each has a graph of its own. Documents of no tokens change nothing.
-            starts = F.pad(starts, (0, -len(starts) % _STARTS), value=int(starts[-1]))
+        # Each number of starts has a graph of its own.
+        starts = (batch if self.passes is None else batch.padded()).document_starts
         if needs_document_starts(self.hardware.attention):
             starts = starts.to(self.hardware.device, non_blocking=True)
             # Their number changes with every batch, so compile once for any number.
