@@ -94,6 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nquintic: stopped", file=sys.stderr)
         return 130
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch.OutOfMemoryError, without importing PyTorch
+            raise
+        reason = ". ".join(str(error).split(". ")[:2])
+        return _fail(f"{reason}; lower --rows (quintic plan --memory names more options that save memory)")
     except BrokenPipeError:
         drop_output()
         return 128 + _SIGPIPE

@@ -8,6 +8,13 @@ from torch import Tensor
 
 from quintic.kernels import graphs
 
+SEGMENTS = [
+    {"segment_pool_id": (0, 0), "total_size": 1 << 21, "allocated_size": 1 << 20},
+    {"segment_pool_id": (0, 1), "total_size": 1 << 22, "allocated_size": 0},
+    {"segment_pool_id": (0, 0), "total_size": 1 << 21, "allocated_size": 0},
+]
+"""What the allocator has: all but 1 MiB of the graphs' 4 MiB is idle."""
+
 
 class HostPass:
     """Stands for the CUDA graph of a pass: makes it when it is replayed, and not when it is captured."""
@@ -33,4 +40,6 @@ def capture_on_the_host(monkeypatch: pytest.MonkeyPatch) -> list[HostPass]:
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: SEGMENTS)
     return captured

@@ -136,7 +136,7 @@ def test_every_field_can_be_set_by_its_option(
         aspect_ratio=32, short_window=0.5, variant="nanochat", recipe="seed", scale_rates=True,
         on_spike="skip", spike_sigmas=4.0, momentum_end=0.3, decay_shape="cosine", target_flops=1e9, warmup_steps=2,
         fp8=True, fp8_recipe="rowwise", clip_norm=0.5, core="c", core_every=5, core_items=6, init_from=str(tmp_path),
-        capture=True,
+        capture=False,
     )  # fmt: skip
     assert changed_options(Config(), wanted).keys() == values_of(wanted).keys()
     # A model to start from, of these sizes.
@@ -560,6 +560,25 @@ def test_a_reader_that_goes_away_is_no_error(trained: Path, elsewhere: Path) -> 
     # 128 + SIGPIPE, as the shell reports it for other programs.
     assert result.stdout == "141\n141\n"
     assert result.stderr == f"Model: {trained} after step 6 of 6 (the run is finished)\n"
+
+
+def test_a_full_gpu_is_told_in_one_line(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error: type[Exception] = torch.OutOfMemoryError
+
+    def fail(*args: Any) -> int:
+        raise error("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.18 GiB.\nMore.")
+
+    monkeypatch.setattr("quintic.commands.report.run", fail)
+    assert main(["report", "--run", str(trained)]) == 2
+    assert capsys.readouterr().err == (
+        "quintic: error: CUDA out of memory. Tried to allocate 2.00 GiB; lower --rows (quintic plan --memory names "
+        "more options that save memory)\n"
+    )
+    error = RuntimeError
+    with pytest.raises(RuntimeError, match="out of memory"):
+        main(["report", "--run", str(trained)])
 
 
 def test_the_log_holds_the_command(trained: Path) -> None:

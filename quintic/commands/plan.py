@@ -90,16 +90,22 @@ def run(options: Start | SimulationOptions) -> int:
     weights = f"bfloat16 ({more_bits} more bits of each in the state)" if more_bits else "float32"
     say(f"Precision: {str(dtype).removeprefix('torch.')} activations{why}, {weights} weights")
     compiled = on_gpu if config.run.compile is None else config.run.compile
+    captured = (
+        on_gpu and config.run.capture and dtype == torch.bfloat16 and config.run.attention not in ("sdpa", "flex")
+    )
 
     def needs(config: Config) -> Parts:
-        return training_memory(*built(config), rows=config.schedule.rows, on_gpu=on_gpu, compiled=compiled)
+        rows = config.schedule.rows
+        return training_memory(*built(config), rows=rows, on_gpu=on_gpu, compiled=compiled, captured=captured)
 
     memory = needs(config)
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items())
-    say(
-        f"Memory: about {peak(memory) / 2**30:.2f} GiB ({parts}); the first three are exact, activations are "
-        "estimated; only the larger one of the last two is needed at a time\n"
+    last = (
+        "graphs, which keep the activations, are estimated"
+        if captured
+        else "activations are estimated; only the larger one of the last two is needed at a time"
     )
+    say(f"Memory: about {peak(memory) / 2**30:.2f} GiB ({parts}); the first three are exact, {last}\n")
     if (given := options.given.get("memory")) is not None:
         parameters = sum(param.numel() for param in model.parameters())
         say(f"{cheapest_options(config, size_in_bytes(given), parameters, needs)}\n")
@@ -150,11 +156,14 @@ def planned_vocabulary(data: DataConfig) -> tuple[int, str]:
     return data.vocab_size, "assumed from --vocab-size: the text is not prepared yet, and a short text gives fewer"
 
 
-def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, compiled: bool = False) -> dict[str, int]:
+def training_memory(
+    model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, compiled: bool = False, captured: bool = False
+) -> dict[str, int]:
     """Return the bytes that training needs on one device, by purpose; the model may be on the meta device.
 
     `weights`, `gradients` and `state` are exact; `activations`, of a pass over `rows`, is an estimate, within 10 %
-    where it was measured; `step` is temporary memory of the optimizer's step. The last two never exist together.
+    where it was measured; `step` is temporary memory of the optimizer's step. The last two never exist together, unless
+    passes are captured: then activations are called `graphs`.
     """
     weights = sum(param.numel() * param.element_size() for param in model.parameters())
     state = sum(state_bytes(param, group) for group in optimizer._plans.current_groups() for param in group.params)
@@ -168,7 +177,7 @@ def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, com
         "weights": weights,
         "gradients": weights,
         "state": state,
-        "activations": kept + copies + (_LOSS_CHUNK_BYTES if on_gpu else 0),
+        "graphs" if captured else "activations": kept + copies + (_LOSS_CHUNK_BYTES if on_gpu else 0),
         "step": optimizer.plan().peak_workspace_bytes,
     }
 

@@ -54,6 +54,8 @@ class CapturedPasses:
         self._recorded: dict[Hashable, tuple[Any, tuple[Tensor, ...], Tensor] | None] = {}
         """Kind -> (graph, its input tensors, its loss); None after the first pass."""
         self._pool = torch.cuda.graph_pool_handle()
+        self.idle_bytes = 0
+        """Memory that replays use and that the allocator counts as free, so its own peaks lack it."""
 
     def __call__(self, *tensors: Tensor, kind: Hashable = None) -> Tensor:
         """Run a pass and return its loss, a tensor that the next pass overwrites."""
@@ -67,6 +69,8 @@ class CapturedPasses:
             torch.cuda.empty_cache()  # the graphs' pool needs the memory that eager passes have left
             graph, loss = capture(lambda: self._make(*kept, kind=kind), self._pool)
             self._recorded[key] = recorded = graph, kept, loss
+            self.idle_bytes = _idle_bytes(self._pool)
+            torch.cuda.reset_peak_memory_stats()  # the capture held that memory
         graph, kept, loss = recorded
         for target, source in zip(kept, tensors, strict=True):
             target.copy_(source)
@@ -78,3 +82,10 @@ class CapturedPasses:
         for recorded in filter(None, self._recorded.values()):
             recorded[0].reset()
         self._recorded.clear()
+        self.idle_bytes = 0
+
+
+def _idle_bytes(pool: tuple[int, int]) -> int:
+    """Return the bytes of a pool of graphs that no tensor holds."""
+    segments = [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(pool)]
+    return sum(one["total_size"] - one["allocated_size"] for one in segments)

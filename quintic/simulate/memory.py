@@ -40,7 +40,8 @@ Settings: TypeAlias = Mapping[str, Any]
 
 Parts: TypeAlias = Mapping[str, int]
 """Purpose -> bytes on one device: `weights`, `gradients`, `state`, `step` for the bytes that the optimizer's step needs
-beside these, and `activations` where they are known. `host` is state in host memory, which is not on the device."""
+beside these, and `activations` where they are known, or `graphs` where CUDA graphs keep them. `host` is state in host
+memory, which is not on the device."""
 
 FREE = "nothing"
 SAVINGS: tuple[tuple[Settings, str], ...] = (
@@ -74,8 +75,11 @@ class Setup(NamedTuple):
 
 
 def peak(parts: Parts) -> int:
-    """Return the most bytes on the device: activations are freed before the step needs its temporary memory."""
-    return kept_bytes(parts) + max(parts.get("activations", 0), parts["step"])
+    """Return the most bytes on the device.
+
+    Activations are freed before the step needs its temporary memory, unless graphs keep them.
+    """
+    return kept_bytes(parts) + parts.get("graphs", 0) + max(parts.get("activations", 0), parts["step"])
 
 
 def kept_bytes(parts: Parts) -> int:
@@ -132,7 +136,7 @@ def memory_table(
         start: the name of the first setup.
         name: returns the name of a setting.
     """
-    knows = "activations" in setups[0].parts
+    knows = not {"activations", "graphs"}.isdisjoint(setups[0].parts)
     left = [] if knows else ["for activations"]
     rows = [("setting", "costs", "bytes a weight", *setups[0].parts, "sum", "fits", *left)]
     for setup in setups:

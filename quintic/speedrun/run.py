@@ -125,7 +125,7 @@ def train(
             until = min(track.steps, *following)
             tokens, seconds = _make_steps(race, log, range(step, until), tokens, seconds, say)
             step = until
-        peak = peak_memory_bytes(race.device)
+        peak = peak_memory_bytes(race.device, race.passes)
         least = dict(zip(("least_bpb", "least_bpb_step"), min(scores), strict=True)) if scores else {}
         final = log.write("final", **record, **least, peak_memory_bytes=peak, tokens_per_second=tokens / seconds)
         if ranks.is_first:

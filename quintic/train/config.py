@@ -284,9 +284,9 @@ class RunConfig(BaseRunConfig):
     fp8_recipe: Literal["auto", "tensorwise", "rowwise"] = "auto"
     """Scaling of --fp8: 'tensorwise' has one scale per tensor, 'rowwise' one per row and column, which is more exact;
     both in all layers of suitable sizes. 'auto' is tensorwise, only in the head and in layers that become faster."""
-    capture: Annotated[bool, FREE] = False
-    """Replay passes as CUDA graphs, which keep the memory of activations. Only on a GPU, with an attention other than
-    sdpa and flex, and with one rank or sharded ones."""
+    capture: Annotated[bool, FREE] = True
+    """Replay passes as CUDA graphs, which is faster, and keeps the memory of activations between passes. Only on a GPU,
+    with an attention other than sdpa and flex, and with one rank or sharded ones."""
     parallel: Annotated[ParallelName, FREE] = "sharded"
     """How several devices (torchrun) share the work, see
     docs/how-to/train/several-gpus.md. It has no effect on one device."""

@@ -14,6 +14,7 @@ import torch
 from quintic.errors import ConfigError
 from quintic.kernels.attention.attention import AttentionName, choose_attention
 from quintic.kernels.dispatch import cpu_multiplies_bfloat16
+from quintic.kernels.graphs import CapturedPasses
 from quintic.kernels.linear.fp8_quantize import obstacle_to_fp8
 from quintic.limits import in_options
 from quintic.model.fp8 import Fp8Recipe
@@ -211,10 +212,13 @@ def _keep_freed_memory() -> None:
         c_library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
-def peak_memory_bytes(device: torch.device) -> int | None:
-    """Return the peak memory so far: of tensors on a CUDA device, of the process on a CPU; None if unknown."""
+def peak_memory_bytes(device: torch.device, passes: CapturedPasses | None = None) -> int | None:
+    """Return the peak memory so far: of tensors on a CUDA device, of the process on a CPU; None if unknown.
+
+    With captured passes: since the last capture.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device) + (0 if passes is None else passes.idle_bytes)
     try:
         import resource
     except ImportError:  # not a POSIX system

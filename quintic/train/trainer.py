@@ -4,8 +4,9 @@
 rank; a step accumulates the gradients of `micro_steps` of them.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,14 @@ def captures(config: Config, hardware: Hardware, parallelism: Parallelism) -> bo
     return config.run.capture and can and hardware.device.type == "cuda"
 
 
+def _make_pass(model: Callable[..., Tensor], micro_steps: int, *batch: Tensor, kind: None = None) -> Tensor:
+    """Run a forward and backward pass of (rows, seq_len) inputs and targets with their starts, and return its loss."""
+    inputs, targets, starts = batch
+    loss = model(inputs, targets, document_starts=starts)
+    (loss / micro_steps).backward()
+    return loss.detach()
+
+
 class Trainer:
     """A run's model, optimizer, data and counters. All ranks must call the same methods, in the same order.
 
@@ -70,6 +79,8 @@ class Trainer:
         ranks.run_on_all(self._begin)
         # From here on ranks wait for each other.
         self.wrapped = self.parallelism.wrapped(self.model)
+        # Graphs must not hold the trainer: only then is their memory freed with the last reference to it.
+        self._make_pass = partial(_make_pass, self.wrapped, self.micro_steps)
         self.passes = CapturedPasses(self._make_pass) if captures(config, hardware, self.parallelism) else None
         self.optimizer = build_optimizer(self.model, self.config, comms=self.parallelism.comms)
         self.rms = RmsMeter(self.model, mean_gradient=self.parallelism.mean_gradient)
@@ -245,7 +256,7 @@ class Trainer:
             "flops": float(self.flops_per_token * self.tokens),
             "tokens_per_second": batch_tokens / elapsed,
             "mfu": self.flops_per_token * batch_tokens / elapsed / rate,
-            "peak_memory_bytes": peak_memory_bytes(self.hardware.device),
+            "peak_memory_bytes": peak_memory_bytes(self.hardware.device, self.passes),
             "times_ms": {name: 1000 * value for name, value in times.items()},
         }
         if spike is not None:
@@ -253,12 +264,6 @@ class Trainer:
         if measured:
             record |= {"grad_rms": grad_rms, "update_rms": update_rms, "grad_norm": self.rms.grad_norm}
         return record
-
-    def _make_pass(self, inputs: Tensor, targets: Tensor, starts: Tensor, *, kind: None = None) -> Tensor:
-        """Run a forward and backward pass of (rows, seq_len) tokens, and return its loss."""
-        loss: Tensor = self.wrapped(inputs, targets, document_starts=starts)
-        (loss / self.micro_steps).backward()
-        return loss.detach()
 
     def evaluate(self) -> dict[str, Any]:
         """Score the validation text and return the log's record."""
@@ -279,7 +284,7 @@ class Trainer:
             "loss": self.score.loss,
             "bpb": self.score.bpb,
             "bpb_stderr": self.score.bpb_stderr,
-            "peak_memory_bytes": peak_memory_bytes(self.hardware.device),
+            "peak_memory_bytes": peak_memory_bytes(self.hardware.device, self.passes),
             **(document_groups(sums) if self.step == self.total else {}),
         }
 

@@ -43,6 +43,26 @@ def test_a_gpu_run_is_planned_without_one(
     assert "Memory: about " in printed
 
 
+@pytest.mark.parametrize(
+    ("more", "last"),
+    [
+        ([], "graphs, which keep the activations, are estimated"),
+        (["--no-capture"], "only the larger one of the last two is needed at a time"),
+        (["--attention", "sdpa"], "only the larger one of the last two is needed at a time"),
+    ],
+    ids=str,
+)
+def test_the_memory_of_a_plan_has_what_graphs_keep(
+    more: list[str], last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--preset", "gpu", "--device", "cpu", "--depth", "4", *more]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Memory: about ")]
+    assert line.endswith(last)
+    total, *parts = map(float, re.findall(r"\d+\.\d\d", line))
+    assert len(parts) == 5
+    assert total == pytest.approx(sum(parts) - (0 if "graphs" in line else min(parts[3:])), abs=0.04)
+
+
 def test_the_vocabulary_is_that_of_the_run(tiny_dataset: Dataset, tmp_path: Path) -> None:
     data = tiny_config(tiny_dataset, tmp_path).data
     assert planned_vocabulary(data) == (tiny_dataset.vocab_size, f"read from {tiny_dataset.path}")

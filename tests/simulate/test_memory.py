@@ -258,6 +258,14 @@ def test_activations_and_the_step_share_memory():
     assert row.split() == ["start", "8.00", "1.00", "1.00", "2.00", "0.25", "0.50", "4.50", "yes"]
 
 
+def test_graphs_keep_activations_during_the_step():
+    parts = {"weights": 1 << 30, "gradients": 1 << 30, "state": 1 << 31, "step": 1 << 28, "graphs": 1 << 29}
+    assert peak(parts) == (1 << 32) + (1 << 28) + (1 << 29)
+    [head, row] = memory_table(setups_of([], lambda settings: parts), 1 << 33, 1 << 29, "start", str).splitlines()
+    assert head.split()[-2:] == ["sum", "fits"]
+    assert row.split() == ["start", "8.00", "1.00", "1.00", "2.00", "0.25", "0.50", "4.75", "yes"]
+
+
 # -- sizes as text ----------------------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,11 @@
 """One step, one evaluation, one record: what they compute and what they say."""
 
+import gc
 import importlib.util
 import json
 import math
 import time
+import weakref
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -24,7 +26,7 @@ from quintic.kernels.graphs import CapturedPasses
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.config import Config, RunConfig
 from quintic.train.distributed import SINGLE_PROCESS, Parallelism, Ranks
-from quintic.train.hardware import Hardware, choose_hardware
+from quintic.train.hardware import Hardware, choose_hardware, peak_memory_bytes
 from quintic.train.loop import train
 from quintic.train.metrics import check_trackers
 from quintic.train.runs import create_run
@@ -229,8 +231,30 @@ def test_captured_passes_train_alike(
     assert found == losses
     for name, weight in weights.items():
         assert torch.equal(others[name], weight), name
+    # Three of the pool's four MiB are held by no tensor.
+    assert trainer.passes.idle_bytes == 3 << 20
     trainer.passes.close()
     assert captured[0].make is None
+    assert trainer.passes.idle_bytes == 0
+
+
+def test_captured_passes_end_with_their_trainer(
+    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs that follow each other in one process need the memory of the graphs before them."""
+    captured = capture_on_the_host(monkeypatch)
+    trainer = make(tiny_dataset, tmp_path)
+    trainer.passes = CapturedPasses(trainer._make_pass)
+    steps_of(trainer, 3)
+    for graph in captured:
+        graph.reset()  # unlike CUDA graphs, these hold the code
+    passes = weakref.ref(trainer.passes)
+    gc.disable()
+    try:
+        del trainer
+        assert passes() is None
+    finally:
+        gc.enable()
 
 
 def test_captured_passes_have_few_numbers_of_documents(
@@ -283,9 +307,17 @@ def test_captured_passes_train_alike_on_a_gpu(tiny_dataset: Dataset, tmp_path: P
         for capture in (False, True)
     ]
     assert [trainer.passes is not None for trainer in trainers] == [False, True]
-    plain, captured = (steps_of(trainer, 6)[0] for trainer in trainers)
+    losses, peaks = [], []
+    for trainer in trainers:
+        torch.cuda.reset_peak_memory_stats()
+        losses.append(steps_of(trainer, 6)[0])
+        peaks.append(peak_memory_bytes(torch.device("cuda"), trainer.passes))
+    plain, captured = losses
     # The gradients of queries are added up in any order.
     assert captured == pytest.approx(plain, rel=1e-3)
+    # Replays use what an eager pass does, which the allocator does not see.
+    assert trainers[1].passes.idle_bytes > 0
+    assert peaks[1] >= 0.9 * peaks[0]
     assert captured[-1] < captured[0]
 
 
