@@ -4,7 +4,7 @@ The RMS of gradients and of updates by kind of layer are the first values to sho
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, harmonic_mean
 from typing import Any
@@ -60,8 +60,10 @@ class RmsMeter:
     def before(self) -> dict[str, float]:
         """Copy the weights and return the RMS of the gradients by kind of layer."""
         self._before = [param.detach().clone() for _, param in self._params]
-        gradients = [None if param.grad is None else self._mean_gradient(param.grad) for _, param in self._params]
-        rms, counts = self._rms(gradients)
+        # Averaged one after the other, so that one gradient is held twice, not all.
+        rms, counts = self._rms(
+            None if param.grad is None else self._mean_gradient(param.grad) for _, param in self._params
+        )
         self.grad_norm = math.sqrt(sum(counts[kind] * value**2 for kind, value in rms.items()))
         return rms
 
@@ -69,11 +71,12 @@ class RmsMeter:
     def after(self) -> dict[str, float]:
         """Return the RMS of the weights' change since `before` by kind of layer, and drop the copies."""
         # The change of the weights, not the optimizer's direction: it includes decay and the learning rate.
-        changes: list[Tensor | None] = [param - old for (_, param), old in zip(self._params, self._before, strict=True)]
+        changes = (param - old for (_, param), old in zip(self._params, self._before, strict=True))
+        rms, _ = self._rms(changes)
         self._before = []
-        return self._rms(changes)[0]
+        return rms
 
-    def _rms(self, tensors: list[Tensor | None]) -> tuple[dict[str, float], dict[str, int]]:
+    def _rms(self, tensors: Iterable[Tensor | None]) -> tuple[dict[str, float], dict[str, int]]:
         """Return RMS and element count per kind of layer; missing tensors are skipped."""
         squares: dict[str, Tensor] = {}
         counts: dict[str, int] = {}

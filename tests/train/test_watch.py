@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from allocated import peak_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -60,6 +61,17 @@ def test_gradients_and_changes_by_hand() -> None:
     assert changes["embedding"] == pytest.approx(2 / 5**0.5, rel=1e-6)
     assert changes["scalars and gates"] == pytest.approx(0.5 * (3 / 4) ** 0.5, rel=1e-6)
     assert changes["head"] == 0.0
+
+
+def test_measuring_holds_the_weights_twice_and_nothing_else_whole() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    size = sum(param.nbytes for param in model.parameters())
+    meter = RmsMeter(model, mean_gradient=torch.clone)
+    assert size <= peak_bytes(meter.before) < 1.5 * size
+    assert peak_bytes(meter.after) < 0.5 * size
+    assert meter._before == []
 
 
 def test_measuring_changes_nothing() -> None:
