@@ -175,6 +175,16 @@ def test_the_peak_of_a_gpu_is_predicted_within_a_tenth(depth: int, gib: float) -
     assert peak(memory) / 2**30 == pytest.approx(gib, rel=0.1)
 
 
+@pytest.mark.parametrize(("compiled", "gib"), [(False, 3.29), (True, 3.14)])
+def test_the_peak_of_captured_passes_is_predicted_within_a_tenth(compiled: bool, gib: float) -> None:
+    # Measured on one NVIDIA H200: benchmarks/results/2026-11-27-h200-captured-passes.md.
+    config = preset("gpu-small")
+    model = empty_model(model_config(config, vocab_size=4096, bos_id=0), dtype=torch.bfloat16, attention="sdpa")
+    optimizer = build_optimizer(model, config, on_gpu=True)
+    memory = training_memory(model, optimizer, rows=8, on_gpu=True, compiled=compiled, captured=True)
+    assert peak(memory) / 2**30 == pytest.approx(gib, rel=0.1)
+
+
 @pytest.mark.parametrize(("depth", "seq_len", "rows"), [(2, 128, 4), (4, 64, 8)])
 def test_activations_are_predicted_within_a_tenth(depth: int, seq_len: int, rows: int) -> None:
     config = Config(
