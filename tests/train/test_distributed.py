@@ -281,6 +281,24 @@ def test_two_ranks_then_one_then_three(tiny_dataset: Dataset, tmp_path: Path) ->
     assert ended(start(["eval", "--run", "run", "--runs-dir", str(tmp_path)], elsewhere))[0].count("bits per byte") > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_captured_passes_of_two_gpus_train_alike(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    """Graphs add to the gradients that they were captured with, whatever clipping and averaging do in between."""
+    losses: dict[bool, list[float]] = {}
+    for capture in (False, True):
+        options = tiny_options(
+            tiny_dataset, tmp_path, steps=12, device="cuda", dtype="bfloat16", compile=False, head_dim=64,
+            clip_norm=0.5, rms_every=2, on_spike="skip", capture=capture,
+        )  # fmt: skip
+        ended(torchrun("train", *options, "--name", str(capture), folder=tmp_path))
+        records = read_metrics(tmp_path / str(capture) / METRICS_FILE)
+        losses[capture] = [record["loss"] for record in records if record["kind"] in ("train", "eval")]
+    assert losses[True] == pytest.approx(losses[False], rel=2e-3)
+    assert losses[True][-1] < losses[True][0]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find the ranks")
