@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from quintic.errors import ConfigError
+
 __all__ = ["CapturedPasses", "capture"]
 
 _R = TypeVar("_R")
@@ -58,7 +60,11 @@ class CapturedPasses:
         """Memory that replays use and that the allocator counts as free, so its own peaks lack it."""
 
     def __call__(self, *tensors: Tensor, kind: Hashable = None) -> Tensor:
-        """Run a pass and return its loss, a tensor that the next pass overwrites."""
+        """Run a pass and return its loss, a tensor that the next pass overwrites.
+
+        Raises:
+            ConfigError: something in the pass, such as an attention, waits for the device.
+        """
         key = (*(tensor.shape for tensor in tensors), kind)
         if key not in self._recorded:
             self._recorded[key] = None
@@ -67,7 +73,17 @@ class CapturedPasses:
         if recorded is None:
             kept = tuple(tensor.clone() for tensor in tensors)
             torch.cuda.empty_cache()  # the graphs' pool needs the memory that eager passes have left
-            graph, loss = capture(lambda: self._make(*kept, kind=kind), self._pool)
+            try:
+                graph, loss = capture(lambda: self._make(*kept, kind=kind), self._pool)
+            except RuntimeError as error:
+                # To end a capture that has failed raises another error.
+                first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+                if isinstance(first, torch.OutOfMemoryError):
+                    raise first from None
+                reason = str(first).partition("\n")[0]
+                raise ConfigError(
+                    f"--capture: a pass cannot be captured as a CUDA graph ({reason}); give --no-capture"
+                ) from first
             self._recorded[key] = recorded = graph, kept, loss
             self.idle_bytes = _idle_bytes(self._pool)
             torch.cuda.reset_peak_memory_stats()  # the capture held that memory

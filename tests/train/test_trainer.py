@@ -238,6 +238,31 @@ def test_captured_passes_train_alike(
     assert trainer.passes.idle_bytes == 0
 
 
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_pass_that_cannot_be_captured_is_told(
+    error: type[RuntimeError], ends: bool, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason is the first error, and not the one of ending the capture; a full GPU has a message of its own."""
+
+    def fail(make: Any, pool: Any) -> None:
+        try:
+            raise error("operation not permitted when stream is capturing\nMore.")
+        finally:
+            if not ends:
+                raise RuntimeError("the capture is not valid")
+
+    capture_on_the_host(monkeypatch)
+    monkeypatch.setattr("quintic.kernels.graphs.capture", fail)
+    trainer = make(tiny_dataset, tmp_path)
+    trainer.passes = CapturedPasses(trainer._make_pass)
+    told = torch.OutOfMemoryError if error is torch.OutOfMemoryError else ConfigError
+    with trainer.loader, pytest.raises(told, match="operation not permitted when stream is capturing") as raised:
+        trainer.train_step()  # of two passes, the second of which is captured
+    if told is ConfigError:
+        assert str(raised.value).endswith("is capturing); give --no-capture")
+
+
 def test_captured_passes_end_with_their_trainer(
     tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
