@@ -6,7 +6,7 @@ at each and a thin line between them, where nothing was measured; a long curve i
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -180,15 +180,15 @@ class Chart:
 def curve_of(records: Sequence[Mapping[str, Any]], x: str, y: str, **look: Any) -> Curve:
     """Return a curve of one field of a log's records over another.
 
-    Records that lack one of them are skipped, and None, a number that was not finite, leaves a gap. The field with
-    ``_stderr`` appended to y, if it exists, is the standard error.
+    Records that lack one of them are skipped, and None, a number that was not finite, leaves a gap. Error bars are the
+    values of the field with ``_range`` appended to y, or else reach as far as that with ``_stderr``.
     """
     points = []
     for record in records:
         if record.get(x) is not None and y in record:
             measured = (record[y], record.get(f"{y}_stderr"))
             value, error = (math.nan if number is None else number for number in measured)
-            points.append(Point(record[x], value, value - error, value + error))
+            points.append(Point(record[x], value, *record.get(f"{y}_range", (value - error, value + error))))
     return Curve(points=points, **look)
 
 
@@ -208,37 +208,37 @@ def curves_by_kind(records: Sequence[Mapping[str, Any]], field: str) -> dict[str
 def learning_panels(
     titles: Mapping[str, str],
     records: Sequence[Mapping[str, Any]],
-    curves_of: Callable[[str, str], Sequence[Curve]],
+    lines: Sequence[tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]],
     references: Mapping[str, Mapping[str, float]],
 ) -> dict[str, list[Chart]]:
     """Return the charts of "loss" and "bpb" over steps, tokens and time: name of the x axis -> charts.
 
     Args:
         titles: title of the chart of each field, in their order.
-        records: all records that are drawn, which decide the unit of time and where a steep start is cut.
-        curves_of: returns the curves of (field, field of the x axis).
+        records: all evaluations and steps, which decide the unit of time and where a steep start is cut.
+        lines: for each line its records, and the further arguments of `curve_of`.
         references: horizontal lines of a field's chart.
     """
     longest = max((record.get("seconds") or 0.0 for record in records), default=0.0)
     size, unit = (3600, "hours") if longest >= 7200 else (60, "minutes") if longest >= 120 else (1, "seconds")
-    axes = {
-        "by steps": ("step", "training steps", 1),
-        "by tokens": ("tokens", "tokens read (K thousand, M million, B billion)", 1),
-        "by time": ("seconds", f"training time ({unit})", size),
-    }
-
-    def draw(field: str, x: str, x_label: str, x_unit: float) -> Chart:
-        return Chart(
-            curves_of(field, x),
-            title=titles[field],
+    axes = (
+        ("by steps", "step", "training steps", 1),
+        ("by tokens", "tokens", "tokens read (K thousand, M million, B billion)", 1),
+        ("by time", "seconds", f"training time ({unit})", size),
+    )
+    panels: dict[str, list[Chart]] = {}
+    for (tab, x, x_label, x_unit), (field, title) in itertools.product(axes, titles.items()):
+        chart = Chart(
+            [curve_of(own, x, field, **look) for own, look in lines],
+            title=title,
             unit="nats per token" if field == "loss" else "",
             x_label=x_label,
             x_unit=x_unit,
             references=references.get(field),
             high=upper_edge([(record["step"], record[field]) for record in records if record.get(field) is not None]),
         )
-
-    return {tab: [draw(field, *axis) for field in titles] for tab, axis in axes.items()}
+        panels.setdefault(tab, []).append(chart)
+    return panels
 
 
 def upper_edge(points: Sequence[tuple[float, float]]) -> float | None:

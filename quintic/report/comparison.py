@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quintic.report.arms import Arm, final_difference, load_arm, median, tokens_differ, unequal, unequal_speed, unit_of
-from quintic.report.charts import Chart, Curve, Point, curve_of, curves_by_kind, learning_panels
+from quintic.report.charts import Chart, curve_of, curves_by_kind, learning_panels
 from quintic.report.formatting import duration, flatten, humanize, large_number
 from quintic.report.history import RunHistory
 from quintic.report.page import write_page
@@ -182,21 +182,21 @@ def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float]) -> str:
     return sentence
 
 
-def _point(x: float, runs: Sequence[Mapping[str, Any]], field: str, *, errors: bool) -> Point:
-    """Return the median and range of several runs; of a single one, with `errors`, bits per byte ± a standard error."""
-    values = [run[field] for run in runs if run.get(field) is not None]
-    if len(values) < len(runs):
-        return Point(x, math.nan)
-    y = statistics.median(values)
-    if len(runs) > 1:
-        return Point(x, y, min(values), max(values))
-    error = runs[0].get("bpb_stderr") if errors and field == "bpb" else None
-    return Point(x, y) if error is None else Point(x, y, y - error, y + error)
+def _median_record(runs: Sequence[Mapping[str, Any]], *, errors: bool) -> dict[str, Any]:
+    """Return the medians of evaluations of several runs, and the range of losses; of one, with `errors`, the error."""
+    fields = ("step", "tokens", "seconds", "loss", "bpb")
+    values: dict[str, list[Any]] = {field: [run.get(field) for run in runs] for field in fields}
+    record: dict[str, Any] = {field: median(values[field]) for field in fields}
+    if len(runs) == 1:
+        return record | {"bpb_stderr": runs[0].get("bpb_stderr") if errors else None}
+    known = [field for field in ("loss", "bpb") if record[field] is not None]
+    return record | {f"{field}_range": (min(values[field]), max(values[field])) for field in known}
 
 
 def _bar(arm: Arm, *, errors: bool) -> tuple[str, str, float, float, float] | None:
     """Return (name, text, value, low, high) of an arm's bar; None without a value."""
-    _, value, low, high = _point(0.0, [history.scored[-1] for history in arm.histories], "bpb", errors=errors)
+    record = _median_record([history.scored[-1] for history in arm.histories], errors=errors)
+    [(_, value, low, high)] = curve_of([record], "step", "bpb", label="").points
     if math.isnan(value):
         return None
     if math.isnan(low):
@@ -236,19 +236,12 @@ def _learning_curves(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Cha
     target = median(arms[0].ends(decisive)) if is_comparable else None
     line = {f"{arms[0].name}'s {arms[0].last} loss: {target:.3f}": target} if target else {}
     shared = [arm.shared() for arm in arms]
-
-    def curves_of(field: str, x: str) -> list[Curve]:
-        curves = []
-        for look, (arm, rows) in enumerate(zip(arms, shared, strict=True)):
-            seeds = f" (median and range of {len(arm.histories)} runs)" if len(arm.histories) > 1 else ""
-            # The position of a point is the median over runs, for example of their training times.
-            placed = [(at, row) for row in rows if (at := median(point.get(x) for point in row)) is not None]
-            points = [_point(at, row, field, errors=errors) for at, row in placed]
-            curves.append(Curve(label=arm.name + seeds, points=points, look=look))
-        return curves
-
-    records = [point for rows in shared for row in rows for point in row]
-    return learning_panels(titles, records, curves_of, {decisive: line})
+    lines = []
+    for look, (arm, rows) in enumerate(zip(arms, shared, strict=True)):
+        seeds = f" (median and range of {len(arm.histories)} runs)" if len(arm.histories) > 1 else ""
+        records = [_median_record(row, errors=errors) for row in rows]
+        lines.append((records, {"label": arm.name + seeds, "look": look}))
+    return learning_panels(titles, [point for row in chain(*shared) for point in row], lines, {decisive: line})
 
 
 def _differences(arms: Sequence[Arm]) -> list[list[str]]:

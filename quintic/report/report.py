@@ -75,16 +75,12 @@ def _learning(history: RunHistory) -> dict[str, list[Chart]]:
     baselines = history.final.get("baselines") or {}
     named = (("xz -9", baselines.get("xz_bpb")), ("byte bigram", baselines.get("bigram_bpb")))
     references = {f"{label}: {bpb:.2f}": bpb for label, bpb in named if bpb is not None}
-
-    def curves_of(field: str, x: str) -> list[Curve]:
-        return [
-            curve_of(history.train, x, field, label="on the training text", noisy=True, look=1),
-            curve_of(history.evals, x, field, label="on the validation text"),
-        ]
-
-    return learning_panels(
-        {"bpb": "Bits per byte", "loss": "Loss"}, [*history.train, *history.evals], curves_of, {"bpb": references}
-    )
+    lines: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+        (history.train, {"label": "on the training text", "noisy": True, "look": 1}),
+        (history.evals, {"label": "on the validation text"}),
+    ]
+    titles = {"bpb": "Bits per byte", "loss": "Loss"}
+    return learning_panels(titles, [*history.train, *history.evals], lines, {"bpb": references})
 
 
 def _rates(history: RunHistory) -> list[Chart]:
