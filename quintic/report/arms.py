@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE, RunHistory
 
-__all__ = ["Arm", "final_difference", "load_arm", "median", "tokens_differ", "unequal", "unequal_speed", "unit_of"]
+__all__ = ["Arm", "final_difference", "load_arm", "median", "texts_of", "tokens_differ", "unequal_speed", "unit_of"]
 
 # Options in which the runs of one name may differ in addition to the seed: folder, observation, and device of a run.
 _FREE_AMONG_SEEDS = frozenset(
@@ -77,11 +77,11 @@ def load_arm(name: str, folders: Sequence[Path]) -> Arm:
         raise ConfigError(f"{name}: its runs were never evaluated at the same step: give them the same --eval-every")
     whose = f"{name}={','.join(folder.name for folder in folders)}: a median is that of runs"
     advice = "give each a name of its own (--runs A B), or leave some out"
+    texts = texts_of([_fixed_settings(history) for history in arm.histories])
     # A log may lack an option, which another version of quintic has.
-    differing = unequal([_fixed_settings(history) for history in arm.histories]).items()
-    known = {key: dict.fromkeys(value for value in values if value != _MISSING) for key, values in differing}
-    if texts := "; ".join(f"{key} ({', '.join(values)})" for key, values in known.items() if len(values) > 1):
-        raise ConfigError(f"{whose} which differ in their seeds only, and these differ in {texts}: {advice}")
+    known = {key: dict.fromkeys(value for value in values if value != _MISSING) for key, values in texts.items()}
+    if differing := "; ".join(f"{key} ({', '.join(values)})" for key, values in known.items() if len(values) > 1):
+        raise ConfigError(f"{whose} which differ in their seeds only, and these differ in {differing}: {advice}")
     for seed in {history.seed for history in arm.histories} - {None}:
         same = [folder.name for folder, history in zip(folders, arm.histories, strict=True) if history.seed == seed]
         if len(same) > 1:
@@ -98,10 +98,9 @@ def _fixed_settings(history: RunHistory) -> dict[str, Any]:
     return settings | {"length": history.total_steps or _MISSING, "text and tokenizer": history.text or _MISSING}
 
 
-def unequal(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the settings that are not the same in all mappings: name -> its value in each, a dash if missing."""
-    texts = {key: [str(one.get(key, _MISSING)) for one in settings] for key in dict.fromkeys(chain(*settings))}
-    return {key: values for key, values in texts.items() if len(set(values)) > 1}
+def texts_of(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the value of each setting in all mappings as text, a dash if missing."""
+    return {key: [str(one.get(key, _MISSING)) for one in settings] for key in dict.fromkeys(chain(*settings))}
 
 
 def median(values: Iterable[float | None]) -> float | None:

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from quintic.report.arms import Arm, final_difference, load_arm, median, tokens_differ, unequal, unequal_speed, unit_of
+from quintic.report.arms import Arm, final_difference, load_arm, median, texts_of, tokens_differ, unequal_speed, unit_of
 from quintic.report.charts import Chart, curve_of, curves_by_kind, learning_panels
 from quintic.report.formatting import duration, flatten, humanize, large_number
 from quintic.report.history import RunHistory
@@ -248,12 +248,12 @@ def _differences(arms: Sequence[Arm]) -> list[list[str]]:
     """Return the rows of a table with the settings in which the arms differ."""
     columns = []
     for arm in arms:
-        runs = [_shown_settings(history) for history in arm.histories]
-        texts = {key: [str(settings.get(key, "–")) for settings in runs] for key in dict.fromkeys(chain(*runs))}
+        texts = texts_of([_shown_settings(history) for history in arm.histories])
         columns.append({key: ", ".join(dict.fromkeys(values)) for key, values in texts.items()})
     return [
-        [key.removeprefix("config.") if key.startswith("config.") else humanize(key.split(".")[-1]), *texts]
-        for key, texts in unequal(columns).items()
+        [key.removeprefix("config.") if key.startswith("config.") else humanize(key.split(".")[-1]), *values]
+        for key, values in texts_of(columns).items()
+        if len(set(values)) > 1
     ]
 
 
