@@ -7,7 +7,6 @@ compared, `charts` draws, and `report` makes the page of a single run.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,6 @@ _ROWS: tuple[tuple[str, Form, Callable[[RunHistory], float | None]], ...] = (
 _NOT_SETTINGS = frozenset({"config.run.run", "config.run", "machine.matrix_flops_per_second"})
 
 
-@dataclass(frozen=True, kw_only=True)
 class ComparedArm:
     """The comparison of one arm with the baseline.
 
@@ -59,12 +57,22 @@ class ComparedArm:
         unequal_speed: how many times as long one run's passes took as another's, if times cannot be compared for that.
     """
 
-    sentence: str
-    seconds: float | None
-    percent_of_seconds: float | None
-    ended: str | None
-    difference_stderr: float | None
-    unequal_speed: float | None
+    def __init__(self, baseline: Arm, arm: Arm) -> None:
+        self.seconds: float | None = None
+        self.ended: str | None = None
+        self.difference_stderr: float | None = None
+        unit, obstacle = unit_of(baseline, arm)
+        target = None if obstacle else median(baseline.ends(unit))
+        if target is None:
+            self.sentence = f"{arm.name} and {baseline.name}: {obstacle}"
+        else:
+            reached = [_reached(run.scored, target, unit) for run in arm.histories]
+            self.sentence = _sentence(baseline, arm, [step for step, _ in reached])
+            self.seconds = median(seconds for _, seconds in reached)
+            self.ended, self.difference_stderr = final_difference(baseline, arm)
+        total = median(baseline.ends("seconds"))
+        self.percent_of_seconds = 100 * self.seconds / total if self.seconds and total and total > 0 else None
+        self.unequal_speed = unequal_speed([*baseline.histories, *arm.histories])
 
 
 def write_comparison(runs: Mapping[str, Path | Sequence[Path]], out: Path, *, title: str) -> dict[str, ComparedArm]:
@@ -90,7 +98,7 @@ def write_comparison(runs: Mapping[str, Path | Sequence[Path]], out: Path, *, ti
     """
     arms = [load_arm(name, [folders] if isinstance(folders, Path) else folders) for name, folders in runs.items()]
     baseline, *others = arms
-    candidates = {arm.name: _against(baseline, arm) for arm in others}
+    candidates = {arm.name: ComparedArm(baseline, arm) for arm in others}
     # Standard errors are shown only then: next to the range of several runs one could be mistaken for a range.
     is_single = all(len(arm.histories) == 1 for arm in arms)
     histories = [(arm.name, history) for arm in arms for history in arm.histories]
@@ -129,27 +137,6 @@ def _reached(points: Sequence[Mapping[str, Any]], loss: float, unit: str) -> tup
     step = before["step"] + fraction * (after["step"] - before["step"])
     start, end = before.get("seconds"), after.get("seconds")
     return step, None if start is None or end is None else start + fraction * (end - start)
-
-
-def _against(baseline: Arm, arm: Arm) -> ComparedArm:
-    """Compare one arm with the baseline."""
-    unit, obstacle = unit_of(baseline, arm)
-    sentence, seconds, ended, error = f"{arm.name} and {baseline.name}: {obstacle}", None, None, None
-    target = None if obstacle else median(baseline.ends(unit))
-    if target is not None:
-        reached = [_reached(run.scored, target, unit) for run in arm.histories]
-        sentence = _sentence(baseline, arm, [step for step, _ in reached])
-        seconds = median([second for _, second in reached])
-        ended, error = final_difference(baseline, arm)
-    total = median(baseline.ends("seconds"))
-    return ComparedArm(
-        sentence=sentence,
-        seconds=seconds,
-        percent_of_seconds=100 * seconds / total if seconds and total and total > 0 else None,
-        ended=ended,
-        difference_stderr=error,
-        unequal_speed=unequal_speed([*baseline.histories, *arm.histories]),
-    )
 
 
 def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float]) -> str:

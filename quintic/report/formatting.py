@@ -36,7 +36,8 @@ _WORDS = {
     "vocab_size": "vocabulary (tokens)",
     "bytes_per_token": "bytes per token",
 }
-_PREFIXES = (("parameters_", "parameters in "), ("train_", "training "), ("val_", "validation "))
+# The first one that a name begins with counts.
+_PREFIXES = {"parameters_": "parameters in ", "train_": "training ", "val_": "validation ", "": ""}
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -50,12 +51,8 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 def humanize(name: str) -> str:
     """Return a field's name in words: "parameters in value embeddings" for `parameters_value_embeddings`."""
-    if name in _WORDS:
-        return _WORDS[name]
-    for prefix, words in _PREFIXES:
-        if name.startswith(prefix):
-            return words + name.removeprefix(prefix).replace("_", " ")
-    return name.replace("_", " ")
+    prefix = next(prefix for prefix in _PREFIXES if name.startswith(prefix))
+    return _WORDS.get(name) or _PREFIXES[prefix] + name.removeprefix(prefix).replace("_", " ")
 
 
 def value_text(value: Any) -> str:

@@ -234,8 +234,8 @@ class RunHistory:
 
     def newest(self, field: str) -> float | None:
         """Return a number from the final record, or else from the last training step; None if neither has it."""
-        found = [record[field] for record in (self.final, *self.train[-1:]) if record.get(field) is not None]
-        return found[0] if found else None
+        records = (self.final, *self.train[-1:])
+        return next((record[field] for record in records if record.get(field) is not None), None)
 
 
 def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
 def _sources(folder: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the source code of the run and of each resumed section: (title, facts, diff to the commit)."""
     first = Path(SOURCE_FILE)
-    for path in sorted(folder.glob(f"{first.stem}*{first.suffix}"), key=lambda path: (path.name != first.name, path)):
+    for path in sorted(folder.glob(f"{first.stem}*{first.suffix}"), key=lambda path: path.stem):
         facts = json_object(path)
         facts.pop("files", None)
         step = path.stem.rpartition("-")[2].lstrip("0")

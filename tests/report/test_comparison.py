@@ -10,7 +10,7 @@ import pytest
 from report_pages import read, write_run
 
 from quintic.errors import ConfigError
-from quintic.report.comparison import ComparedArm, write_comparison
+from quintic.report.comparison import write_comparison
 from quintic.report.history import read_metrics
 from quintic.train.metrics import MetricsLog
 
@@ -38,22 +38,22 @@ def test_comparison_figures_by_hand(tmp_path: Path) -> None:
     out = tmp_path / "pages" / "comparison.html"
     candidates = write_comparison(runs, out, title="Race <1>")
     assert list(candidates) == ["Muon", "slow", "early", "exact"]
-    assert candidates["Muon"] == ComparedArm(
-        sentence="Muon reached AdamW's final validation loss after 150 of 400 steps (37.5 %)",
-        seconds=300.0,
-        percent_of_seconds=37.5,
-        difference_stderr=None,
-        ended=f"Muon ended 0.3750 bits per byte below AdamW; {UNKNOWN}",
-        unequal_speed=None,
-    )
-    assert candidates["slow"] == ComparedArm(
-        sentence="slow never reached AdamW's final validation loss in its 500 steps",
-        seconds=None,
-        percent_of_seconds=None,
-        difference_stderr=None,
-        ended=f"slow ended 0.2500 bits per byte above AdamW; {UNKNOWN}",
-        unequal_speed=None,
-    )
+    assert vars(candidates["Muon"]) == {
+        "sentence": "Muon reached AdamW's final validation loss after 150 of 400 steps (37.5 %)",
+        "seconds": 300.0,
+        "percent_of_seconds": 37.5,
+        "difference_stderr": None,
+        "ended": f"Muon ended 0.3750 bits per byte below AdamW; {UNKNOWN}",
+        "unequal_speed": None,
+    }
+    assert vars(candidates["slow"]) == {
+        "sentence": "slow never reached AdamW's final validation loss in its 500 steps",
+        "seconds": None,
+        "percent_of_seconds": None,
+        "difference_stderr": None,
+        "ended": f"slow ended 0.2500 bits per byte above AdamW; {UNKNOWN}",
+        "unequal_speed": None,
+    }
     assert candidates["early"].sentence.endswith("after 80 of 400 steps (20.0 %)")
     assert candidates["exact"].sentence.endswith("after 600 of 400 steps (150.0 %)")
     page = read(out)
