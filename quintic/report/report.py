@@ -40,6 +40,8 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
     history = RunHistory.load(folder)
     path = out or folder / _REPORT_FILE
     core = curve_of(history.core, "step", "core", label="")
+    gradients, updates = (curves_by_kind(history.train, field).values() for field in ("grad_rms", "update_rms"))
+    norm = curve_of(history.train, "step", "grad_norm", label="", look=4)
     write_page(
         path,
         "run.html",
@@ -48,7 +50,11 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
         learning=_learning(history),
         core=Chart([core], title="Mean centred accuracy", unit="share of right answers"),
         rates=_rates(history),
-        layers=_layers(history),
+        layers=[
+            Chart(gradients, title="Gradients", unit="RMS, nats per token, per weight", log_y=True),
+            Chart(updates, title="Changes of the weights in one step", unit="RMS", log_y=True),
+            Chart([norm], title="Norm of the whole gradient", unit="nats per token", log_y=True),
+        ],
         speed=_speed(history),
         evals=some_of(history.evals, _MAX_EVALUATIONS),
         samples=some_of(history.samples, _MAX_SAMPLES),
@@ -111,17 +117,6 @@ def _are_one_line(first: Sequence[Point], second: Sequence[Point]) -> bool:
     """Return whether two curves, in percent, differ by less than the width of a line where both have values."""
     places = [[point.x for point in points] for points in (first, second)]
     return places[0] == places[1] and not any(abs(a.y - b.y) >= 0.1 for a, b in zip(first, second, strict=True))
-
-
-def _layers(history: RunHistory) -> list[Chart]:
-    """Return charts of the RMS of gradients and updates by kind of layer, and of the norm of the whole gradient."""
-    gradients, updates = (curves_by_kind(history.train, field).values() for field in ("grad_rms", "update_rms"))
-    norm = curve_of(history.train, "step", "grad_norm", label="", look=4)
-    return [
-        Chart(gradients, title="Gradients", unit="RMS, nats per token, per weight", log_y=True),
-        Chart(updates, title="Changes of the weights in one step", unit="RMS", log_y=True),
-        Chart([norm], title="Norm of the whole gradient", unit="nats per token", log_y=True),
-    ]
 
 
 def _speed(history: RunHistory) -> dict[str, Any]:
