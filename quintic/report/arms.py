@@ -36,6 +36,9 @@ class Arm(NamedTuple):
 
     name: str
     histories: Sequence[RunHistory]
+    # The `_medians` of each step at which all runs were evaluated, and of their last finite evaluations.
+    course: Sequence[Mapping[str, Any]]
+    end: Mapping[str, Any]
 
     @property
     def is_stopped(self) -> bool:
@@ -47,48 +50,41 @@ class Arm(NamedTuple):
         """The word for its last loss."""
         return "last" if self.is_stopped else "final"
 
-    def ends(self, field: str) -> list[float | None]:
-        """Return a field of the last finite evaluation of each run."""
-        return [history.scored[-1].get(field) for history in self.histories]
 
-    def shared(self) -> list[list[Mapping[str, Any]]]:
-        """Return the finite evaluations of all runs, for each step at which all of them were evaluated."""
-        # step -> evaluation, for each run.
-        by_step = [{point["step"]: point for point in history.scored} for history in self.histories]
-        steps = set(by_step[0]).intersection(*by_step[1:])
-        return [[points[step] for points in by_step] for step in sorted(steps)]
-
-
-def load_arm(name: str, folders: Sequence[Path]) -> Arm:
-    """Return the runs of one name.
+def load_arm(name: str, folders: Sequence[Path], *, errors: bool) -> Arm:
+    """Return the runs of one name; with `errors`, a single run has its standard errors.
 
     Raises:
         ConfigError: a run has no finite validation loss, or the runs differ in more than their seeds, have equal seeds,
             or were never evaluated at the same step.
         DataError: a log is damaged.
     """
-    arm = Arm(name, [RunHistory.load(folder) for folder in folders])
-    for folder, history in zip(folders, arm.histories, strict=True):
+    histories = [RunHistory.load(folder) for folder in folders]
+    for folder, history in zip(folders, histories, strict=True):
         if not history.scored:
             raise ConfigError(
                 f"{folder / METRICS_FILE} ({name}) has no finite validation loss: let the run evaluate once"
             )
-    if not arm.shared():
+    # Step -> evaluation, for each run.
+    by_step = [{point["step"]: point for point in history.scored} for history in histories]
+    steps = set(by_step[0]).intersection(*by_step[1:])
+    if not steps:
         raise ConfigError(f"{name}: its runs were never evaluated at the same step: give them the same --eval-every")
     whose = f"{name}={','.join(folder.name for folder in folders)}: a median is that of runs"
     advice = "give each a name of its own (--runs A B), or leave some out"
-    texts = texts_of([_fixed_settings(history) for history in arm.histories])
+    texts = texts_of([_fixed_settings(history) for history in histories])
     # A log may lack an option, which another version of quintic has.
     known = {key: dict.fromkeys(value for value in values if value != _MISSING) for key, values in texts.items()}
     if differing := "; ".join(f"{key} ({', '.join(values)})" for key, values in known.items() if len(values) > 1):
         raise ConfigError(f"{whose} which differ in their seeds only, and these differ in {differing}: {advice}")
-    for seed in {history.seed for history in arm.histories} - {None}:
-        same = [folder.name for folder, history in zip(folders, arm.histories, strict=True) if history.seed == seed]
+    for seed in {history.seed for history in histories} - {None}:
+        same = [folder.name for folder, history in zip(folders, histories, strict=True) if history.seed == seed]
         if len(same) > 1:
             raise ConfigError(
                 f"{whose} with different seeds, and {' and '.join(same)} have the same (seed {seed}): {advice}"
             )
-    return arm
+    course = [_medians([points[step] for points in by_step], errors=errors) for step in sorted(steps)]
+    return Arm(name, histories, course, _medians([history.scored[-1] for history in histories], errors=errors))
 
 
 def _fixed_settings(history: RunHistory) -> dict[str, Any]:
@@ -96,6 +92,21 @@ def _fixed_settings(history: RunHistory) -> dict[str, Any]:
     settings = {key: value for key, value in history.options.items() if key.split(".")[-1] not in _FREE_AMONG_SEEDS}
     settings |= {key: value for key, value in history.run["machine"].items() if key in ("dtype", "fp8")}
     return settings | {"length": history.total_steps or _MISSING, "text and tokenizer": history.text or _MISSING}
+
+
+def _medians(runs: Sequence[Mapping[str, Any]], *, errors: bool) -> dict[str, Any]:
+    """Return the median of each field of one evaluation of each run.
+
+    Of several runs it has the ranges, with ``_range`` appended to a field; of a single one, with `errors`, the standard
+    error of bits per byte.
+    """
+    fields = ("step", "tokens", "seconds", "loss", "bpb")
+    values: dict[str, list[Any]] = {field: [run.get(field) for run in runs] for field in fields}
+    medians: dict[str, Any] = {field: median(numbers) for field, numbers in values.items()}
+    if len(runs) == 1:
+        return medians | {"bpb_stderr": runs[0].get("bpb_stderr") if errors else None}
+    known = {field: numbers for field, numbers in values.items() if None not in numbers}
+    return medians | {f"{field}_range": (min(numbers), max(numbers)) for field, numbers in known.items()}
 
 
 def texts_of(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -172,7 +183,7 @@ def final_difference(baseline: Arm, arm: Arm) -> tuple[str | None, float | None]
         error = math.sqrt(len(pairs) / (len(pairs) - 1) * scatter) / total
         sure = f", ± {error:.4f} {over}"
     else:
-        start, end = (median(one.ends("bpb")) for one in (baseline, arm))
+        start, end = baseline.end["bpb"], arm.end["bpb"]
         if start is None or end is None:
             return None, None
         difference, error = end - start, None

@@ -207,7 +207,6 @@ def curves_by_kind(records: Sequence[Mapping[str, Any]], field: str) -> dict[str
 
 def learning_panels(
     titles: Mapping[str, str],
-    records: Sequence[Mapping[str, Any]],
     lines: Sequence[tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]],
     references: Mapping[str, Mapping[str, float]],
 ) -> dict[str, list[Chart]]:
@@ -215,10 +214,10 @@ def learning_panels(
 
     Args:
         titles: title of the chart of each field, in their order.
-        records: all evaluations and steps, which decide the unit of time and where a steep start is cut.
         lines: for each line its records, and the further arguments of `curve_of`.
         references: horizontal lines of a field's chart.
     """
+    records = list(itertools.chain(*(own for own, _ in lines)))
     longest = max((record.get("seconds") or 0.0 for record in records), default=0.0)
     size, unit = (3600, "hours") if longest >= 7200 else (60, "minutes") if longest >= 120 else (1, "seconds")
     axes = (
@@ -235,17 +234,19 @@ def learning_panels(
             x_label=x_label,
             x_unit=x_unit,
             references=references.get(field),
-            high=upper_edge([(record["step"], record[field]) for record in records if record.get(field) is not None]),
+            high=upper_edge(records, field),
         )
         panels.setdefault(tab, []).append(chart)
     return panels
 
 
-def upper_edge(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return the y at which to cut a learning curve of (step, value), so that its first values do not flatten the rest.
+def upper_edge(records: Sequence[Mapping[str, Any]], field: str) -> float | None:
+    """Return the y at which to cut the learning curves of a field, so that its first values do not flatten the rest.
 
     It is the highest value after the first twentieth of the steps; None if the values before are not much higher.
     """
+    ranges = [(record["step"], (record.get(field), *record.get(f"{field}_range", ()))) for record in records]
+    points = [(step, value) for step, values in ranges for value in values if value is not None]
     last = max((step for step, _ in points), default=0.0)
     late = [value for step, value in points if step > 0.05 * last]
     if not late:

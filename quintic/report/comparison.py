@@ -7,7 +7,6 @@ compared, `charts` draws, and `report` makes the page of a single run.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ class ComparedArm:
         self.ended: str | None = None
         self.difference_stderr: float | None = None
         unit, obstacle = unit_of(baseline, arm)
-        target = None if obstacle else median(baseline.ends(unit))
+        target = None if obstacle else baseline.end[unit]
         if target is None:
             self.sentence = f"{arm.name} and {baseline.name}: {obstacle}"
         else:
@@ -70,7 +69,7 @@ class ComparedArm:
             self.sentence = _sentence(baseline, arm, [step for step, _ in reached])
             self.seconds = median(seconds for _, seconds in reached)
             self.ended, self.difference_stderr = final_difference(baseline, arm)
-        total = median(baseline.ends("seconds"))
+        total = baseline.end["seconds"]
         self.percent_of_seconds = 100 * self.seconds / total if self.seconds and total and total > 0 else None
         self.unequal_speed = unequal_speed([*baseline.histories, *arm.histories])
 
@@ -96,11 +95,12 @@ def write_comparison(runs: Mapping[str, Path | Sequence[Path]], out: Path, *, ti
             same step, differ in more than their seeds, or have equal seeds.
         DataError: a log is damaged.
     """
-    arms = [load_arm(name, [folders] if isinstance(folders, Path) else folders) for name, folders in runs.items()]
+    groups = {name: [folders] if isinstance(folders, Path) else folders for name, folders in runs.items()}
+    # Standard errors are shown only then: next to the range of several runs one could be mistaken for a range.
+    is_single = all(len(folders) == 1 for folders in groups.values())
+    arms = [load_arm(name, folders, errors=is_single) for name, folders in groups.items()]
     baseline, *others = arms
     candidates = {arm.name: ComparedArm(baseline, arm) for arm in others}
-    # Standard errors are shown only then: next to the range of several runs one could be mistaken for a range.
-    is_single = all(len(arm.histories) == 1 for arm in arms)
     histories = [(arm.name, history) for arm in arms for history in arm.histories]
     write_page(
         out,
@@ -108,14 +108,14 @@ def write_comparison(runs: Mapping[str, Path | Sequence[Path]], out: Path, *, ti
         title=title,
         names=list(runs),
         candidates=list(candidates.values()),
-        bars=[bar for arm in arms if (bar := _bar(arm, errors=is_single)) is not None],
+        bars=[bar for arm in arms if (bar := _bar(arm)) is not None],
         rows=_results(arms),
         lost=[arm.name for arm in arms if any(h.newest_score.get("loss") is None for h in arm.histories)],
         unfinished=[arm.name for arm in arms if not all(history.final for history in arm.histories)],
         is_single=is_single,
         tokenizers_differ=tokens_differ(arms),
-        has_errors=is_single and any(arm.ends("bpb_stderr") != [None] for arm in arms),
-        panels=_learning_curves(arms, errors=is_single),
+        has_errors=any(arm.end.get("bpb_stderr") is not None for arm in arms),
+        panels=_learning_curves(arms),
         differences=_differences(arms),
         typed=list(dict.fromkeys(history.run["command"] for _, history in histories if history.run.get("command"))),
         repeats=[(name, history.repeat) for name, history in histories if history.repeat],
@@ -153,7 +153,7 @@ def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float]) -> str:
         if arm.is_stopped:
             return f"{arm.name} has not reached {whose} in its {made:,.0f} steps so far"
         return f"{arm.name} never reached {whose} in its {made:,.0f} steps"
-    last = median(baseline.ends("step")) or 0.0
+    last = baseline.end["step"]
     made = statistics.median(history.steps for history in baseline.histories)
     # In a run of few steps, a tenth of a step matters.
     form = "{:,.0f}" if last >= 100 else "{:.3g}"
@@ -169,21 +169,9 @@ def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float]) -> str:
     return sentence
 
 
-def _median_record(runs: Sequence[Mapping[str, Any]], *, errors: bool) -> dict[str, Any]:
-    """Return the medians of evaluations of several runs, and the range of losses; of one, with `errors`, the error."""
-    fields = ("step", "tokens", "seconds", "loss", "bpb")
-    values: dict[str, list[Any]] = {field: [run.get(field) for run in runs] for field in fields}
-    record: dict[str, Any] = {field: median(values[field]) for field in fields}
-    if len(runs) == 1:
-        return record | {"bpb_stderr": runs[0].get("bpb_stderr") if errors else None}
-    known = [field for field in ("loss", "bpb") if record[field] is not None]
-    return record | {f"{field}_range": (min(values[field]), max(values[field])) for field in known}
-
-
-def _bar(arm: Arm, *, errors: bool) -> tuple[str, str, float, float, float] | None:
+def _bar(arm: Arm) -> tuple[str, str, float, float, float] | None:
     """Return (name, text, value, low, high) of an arm's bar; None without a value."""
-    record = _median_record([history.scored[-1] for history in arm.histories], errors=errors)
-    [(_, value, low, high)] = curve_of([record], "step", "bpb", label="").points
+    [(_, value, low, high)] = curve_of([arm.end], "step", "bpb", label="").points
     if math.isnan(value):
         return None
     if math.isnan(low):
@@ -213,22 +201,20 @@ def _results(arms: Sequence[Arm]) -> list[list[str]]:
     return rows
 
 
-def _learning_curves(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Chart]]:
+def _learning_curves(arms: Sequence[Arm]) -> dict[str, list[Chart]]:
     """Return charts of validation loss and bits per byte of all arms: axis -> charts."""
     titles = {"loss": "Validation loss", "bpb": "Validation bits per byte"}
     if tokens_differ(arms):
         del titles["loss"]
     decisive = next(iter(titles))
     is_comparable = not any(unit_of(arms[0], arm)[1] for arm in arms[1:])
-    target = median(arms[0].ends(decisive)) if is_comparable else None
+    target = arms[0].end[decisive] if is_comparable else None
     line = {f"{arms[0].name}'s {arms[0].last} loss: {target:.3f}": target} if target else {}
-    shared = [arm.shared() for arm in arms]
     lines = []
-    for look, (arm, rows) in enumerate(zip(arms, shared, strict=True)):
+    for look, arm in enumerate(arms):
         seeds = f" (median and range of {len(arm.histories)} runs)" if len(arm.histories) > 1 else ""
-        records = [_median_record(row, errors=errors) for row in rows]
-        lines.append((records, {"label": arm.name + seeds, "look": look}))
-    return learning_panels(titles, [point for row in chain(*shared) for point in row], lines, {decisive: line})
+        lines.append((arm.course, {"label": arm.name + seeds, "look": look}))
+    return learning_panels(titles, lines, {decisive: line})
 
 
 def _differences(arms: Sequence[Arm]) -> list[list[str]]:

@@ -86,7 +86,7 @@ def _learning(history: RunHistory) -> dict[str, list[Chart]]:
         (history.evals, {"label": "on the validation text"}),
     ]
     titles = {"bpb": "Bits per byte", "loss": "Loss"}
-    return learning_panels(titles, [*history.train, *history.evals], lines, {"bpb": references})
+    return learning_panels(titles, lines, {"bpb": references})
 
 
 def _rates(history: RunHistory) -> list[Chart]:

@@ -205,9 +205,17 @@ def test_nothing_to_draw_says_so() -> None:
 
 
 def test_upper_edge_cuts_only_a_steep_start() -> None:
-    assert upper_edge([(1, 10.0), (50, 4.0), (100, 3.0)]) == 4.0
-    assert upper_edge([(1, 4.1), (50, 4.0), (100, 3.0)]) is None
-    assert upper_edge([]) is None
+    def edge(*losses: float | None) -> float | None:
+        return upper_edge(
+            [{"step": step, "loss": loss} for step, loss in zip((1, 50, 100), losses, strict=False)], "loss"
+        )
+
+    assert edge(10.0, 4.0, 3.0) == 4.0
+    assert edge(10.0, None, 3.0) == 3.0
+    assert edge(4.1, 4.0, 3.0) is None
+    assert edge() is None
+    # The whole range of several runs counts.
+    assert upper_edge([{"step": 1, "loss": 9.0}, {"step": 50, "loss": 2.0, "loss_range": (1.0, 4.0)}], "loss") == 4.0
 
 
 def test_numbers_as_people_write_them() -> None:
