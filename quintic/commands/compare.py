@@ -32,8 +32,8 @@ _EVAL_EVERY = 25
 _OPTIMIZERS: tuple[Literal["adamw", "muon"], ...] = ("adamw", "muon")
 
 
-def variants(config: Config, seeds: int = 1, *, resumed: bool = False) -> tuple[Path, list[tuple[str, Config]]]:
-    """Return the path of the comparison's page, and (label, configuration) of each run in the order of training.
+def variants(config: Config, seeds: int = 1, *, resumed: bool = False) -> tuple[Path, list[tuple[str, Path, Config]]]:
+    """Return the path of the comparison's page, and (label, folder, configuration) of each run in training's order.
 
     The runs have the same initial weights, batches and schedules. They differ in the learning rates of matrices and
     head and the weight decay, which were tuned for each optimizer: `--muon-lr`, `--head-lr`, `--weight-decay`, and
@@ -44,8 +44,8 @@ def variants(config: Config, seeds: int = 1, *, resumed: bool = False) -> tuple[
     Raises:
         ConfigError: the folder of a run cannot be made, or it exists and the comparison is not resumed.
     """
-    name = config.run.run
-    configs: list[tuple[str, Config]] = []
+    runs_dir, name = config.run.runs_dir, config.run.run
+    runs: list[tuple[str, Path, Config]] = []
     for seed in range(config.run.seed, config.run.seed + seeds):
         for optimizer in _OPTIMIZERS:
             variant = with_options(
@@ -56,14 +56,14 @@ def variants(config: Config, seeds: int = 1, *, resumed: bool = False) -> tuple[
                 optimizer=optimizer,
             )
             rule = rule_of(optimizer, config.optim.normalize, config.optim.update_rule)
-            configs.append((rule.title, variant))
+            runs.append((rule.title, runs_dir / str(variant.run.run), variant))
             if not resumed:
                 check_new_run(variant)
-    return config.run.runs_dir / f"{name}.html", configs
+    return runs_dir / f"{name}.html", runs
 
 
 def compare(
-    page: Path, configs: Sequence[tuple[str, Config]], dataset: Dataset, *, command: str, resumed: bool = False
+    page: Path, runs: Sequence[tuple[str, Path, Config]], dataset: Dataset, *, command: str, resumed: bool = False
 ) -> str:
     """Train the runs of `variants`, one after the other, and write the page that compares them.
 
@@ -71,13 +71,12 @@ def compare(
     stopped continues from its last checkpoint, and missing runs are started. Returns lines for the user: the result in
     a sentence, and the path of the page.
     """
-    runs: dict[str, list[Path]] = {label: [] for label, _ in configs}
-    for label, variant in configs:
-        seed = f", seed {variant.run.seed}" if len(configs) > len(_OPTIMIZERS) else ""
-        folder = variant.run.runs_dir / str(variant.run.run)
+    folders: dict[str, list[Path]] = {label: [] for label, _, _ in runs}
+    for label, folder, variant in runs:
+        seed = f", seed {variant.run.seed}" if len(runs) > len(_OPTIMIZERS) else ""
         is_there = resumed and (folder / CONFIG_FILE).is_file()
         was_finished = is_there and is_finished(folder)
-        runs[label].append(folder)
+        folders[label].append(folder)
         print(f"\n=== {label}{seed} ==={f' finished before: {folder}' if was_finished else ''}", flush=True)
         # The run may be of another comparison of that name, or was made longer.
         changes = computation_changes(load_config(folder / CONFIG_FILE), variant) if is_there else {}
@@ -97,10 +96,10 @@ def compare(
         except BaseException:
             discard_unstarted(folder)
             raise
-    baseline, rule = runs
-    found = write_comparison(runs, page, title=f"{rule} and {baseline} on the same model")[rule]
+    baseline, rule = folders
+    found = write_comparison(folders, page, title=f"{rule} and {baseline} on the same model")[rule]
     lines = [found.sentence, *([] if found.ended is None else [found.ended])]
-    if len(configs) == len(_OPTIMIZERS):
+    if len(runs) == len(_OPTIMIZERS):
         lines.append("This is one seed. Another one gives other numbers; --seeds 3 shows by how much.")
     if found.unequal_speed is not None:
         slower = f"{found.unequal_speed:.1f} times"
@@ -126,8 +125,8 @@ def run(start: Start) -> int:
     if file.exists() and not resumed:
         raise ConfigError(f"{file} exists: choose another --run, or continue that comparison: {go_on}")
     # The runs, their text, and the file from which the comparison can be resumed.
-    page, configs = variants(config, start.seeds, resumed=resumed)
-    folders = [variant.run.runs_dir / str(variant.run.run) for _, variant in configs]
+    page, runs = variants(config, start.seeds, resumed=resumed)
+    folders = [folder for _, folder, _ in runs]
     # A resumed comparison must use the text of its first run, even if the source has changed since.
     began = next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
     dataset = prepared(config.data) if began is None else text_to_resume(began, config)
@@ -135,7 +134,7 @@ def run(start: Start) -> int:
     if not resumed:
         save_comparison(config, seeds=start.seeds, command=command)
     try:
-        say(compare(page, configs, dataset, command=command, resumed=resumed))
+        say(compare(page, runs, dataset, command=command, resumed=resumed))
     except Interrupted as stop:
         print(f"\n{stop}; continue with:\n    {go_on}")
         return 130

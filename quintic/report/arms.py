@@ -59,12 +59,13 @@ def load_arm(name: str, folders: Sequence[Path], *, errors: bool) -> Arm:
             or were never evaluated at the same step.
         DataError: a log is damaged.
     """
-    histories = [RunHistory.load(folder) for folder in folders]
-    for folder, history in zip(folders, histories, strict=True):
+    runs = [(folder, RunHistory.load(folder)) for folder in folders]
+    for folder, history in runs:
         if not history.scored:
             raise ConfigError(
                 f"{folder / METRICS_FILE} ({name}) has no finite validation loss: let the run evaluate once"
             )
+    histories = [history for _, history in runs]
     # Step -> evaluation, for each run.
     by_step = [{point["step"]: point for point in history.scored} for history in histories]
     steps = set(by_step[0]).intersection(*by_step[1:])
@@ -78,7 +79,7 @@ def load_arm(name: str, folders: Sequence[Path], *, errors: bool) -> Arm:
     if differing := "; ".join(f"{key} ({', '.join(values)})" for key, values in known.items() if len(values) > 1):
         raise ConfigError(f"{whose} which differ in their seeds only, and these differ in {differing}: {advice}")
     for seed in {history.seed for history in histories} - {None}:
-        same = [folder.name for folder, history in zip(folders, histories, strict=True) if history.seed == seed]
+        same = [folder.name for folder, history in runs if history.seed == seed]
         if len(same) > 1:
             raise ConfigError(
                 f"{whose} with different seeds, and {' and '.join(same)} have the same (seed {seed}): {advice}"

@@ -108,7 +108,7 @@ def write_comparison(runs: Mapping[str, Path | Sequence[Path]], out: Path, *, ti
         title=title,
         names=list(runs),
         candidates=list(candidates.values()),
-        bars=[bar for arm in arms if (bar := _bar(arm)) is not None],
+        bars=[_bar(arm) for arm in arms if arm.end["bpb"] is not None],
         rows=_results(arms),
         lost=[arm.name for arm in arms if any(h.newest_score.get("loss") is None for h in arm.histories)],
         unfinished=[arm.name for arm in arms if not all(history.final for history in arm.histories)],
@@ -169,11 +169,9 @@ def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float]) -> str:
     return sentence
 
 
-def _bar(arm: Arm) -> tuple[str, str, float, float, float] | None:
-    """Return (name, text, value, low, high) of an arm's bar; None without a value."""
+def _bar(arm: Arm) -> tuple[str, str, float, float, float]:
+    """Return (name, text, value, low, high) of the bar of an arm that has a value."""
     [(_, value, low, high)] = curve_of([arm.end], "step", "bpb", label="").points
-    if math.isnan(value):
-        return None
     if math.isnan(low):
         return arm.name, f"{value:.3f}", value, value, value
     some = f"({low:.3f} to {high:.3f})" if len(arm.histories) > 1 else f"± {high - value:.3f}"

@@ -23,20 +23,19 @@ _MAX_SAMPLES = 12
 _PHASES = ("data", "forward_backward", "optimizer")
 
 
-def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
+def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write the page of a run, finished or not, from its ``metrics.jsonl``, and return its path.
 
     An older page is replaced by one rename.
 
     Args:
-        run_dir: the folder of the run.
+        folder: the folder of the run.
         out: the file to write; by default ``report.html`` in that folder.
 
     Raises:
         ConfigError: the folder holds no log, or a log without any step, or the page cannot be written.
         DataError: the log is damaged.
     """
-    folder = Path(run_dir)
     history = RunHistory.load(folder)
     path = out or folder / _REPORT_FILE
     core = curve_of(history.core, "step", "core", label="")
