@@ -1,8 +1,8 @@
 """`Arm`: the runs under one name in a comparison, and whether and in which unit two arms can be compared.
 
-`load_arm` reads the runs of a name and checks that they differ only in their seeds. `unit_of` decides between bits per
-byte and nats per token, and `unequal_speed` whether times can be compared. `final_difference` says by how much two arms
-differ at the end, and how sure that is. The other numbers and the page of a comparison are in `comparison`.
+`load_arm` reads the runs of a name, checks that they differ only in their seeds, and takes their medians. `unit_of`
+decides between bits per byte and nats per token, and `unequal_speed` whether times can be compared. `final_difference`
+says by how much two arms differ at the end, and how sure that is. `comparison` has the other numbers and the page.
 """
 
 import math
