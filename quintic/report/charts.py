@@ -217,27 +217,30 @@ def learning_panels(
         lines: for each line its records, and the further arguments of `curve_of`.
         references: horizontal lines of a field's chart.
     """
-    records = list(itertools.chain(*(own for own, _ in lines)))
-    longest = max((record.get("seconds") or 0.0 for record in records), default=0.0)
+    records = [record for own, _ in lines for record in own]
+    times = [record.get("seconds_range", [record.get("seconds")])[-1] or 0.0 for record in records]
+    longest = max(times, default=0.0)
     size, unit = (3600, "hours") if longest >= 7200 else (60, "minutes") if longest >= 120 else (1, "seconds")
     axes = (
         ("by steps", "step", "training steps", 1),
         ("by tokens", "tokens", "tokens read (K thousand, M million, B billion)", 1),
         ("by time", "seconds", f"training time ({unit})", size),
     )
-    panels: dict[str, list[Chart]] = {}
-    for (tab, x, x_label, x_unit), (field, title) in itertools.product(axes, titles.items()):
-        chart = Chart(
-            [curve_of(own, x, field, **look) for own, look in lines],
-            title=title,
-            unit="nats per token" if field == "loss" else "",
-            x_label=x_label,
-            x_unit=x_unit,
-            references=references.get(field),
-            high=upper_edge(records, field),
-        )
-        panels.setdefault(tab, []).append(chart)
-    return panels
+    return {
+        tab: [
+            Chart(
+                [curve_of(own, x, field, **look) for own, look in lines],
+                title=title,
+                unit="nats per token" if field == "loss" else "",
+                x_label=x_label,
+                x_unit=x_unit,
+                references=references.get(field),
+                high=upper_edge(records, field),
+            )
+            for field, title in titles.items()
+        ]
+        for tab, x, x_label, x_unit in axes
+    }
 
 
 def upper_edge(records: Sequence[Mapping[str, Any]], field: str) -> float | None:
@@ -245,8 +248,8 @@ def upper_edge(records: Sequence[Mapping[str, Any]], field: str) -> float | None
 
     It is the highest value after the first twentieth of the steps; None if the values before are not much higher.
     """
-    ranges = [(record["step"], (record.get(field), *record.get(f"{field}_range", ()))) for record in records]
-    points = [(step, value) for step, values in ranges for value in values if value is not None]
+    ranges = [(record["step"], record.get(f"{field}_range", [record.get(field)])) for record in records]
+    points = [(step, value) for step, ends in ranges for value in ends if value is not None]
     last = max((step for step, _ in points), default=0.0)
     late = [value for step, value in points if step > 0.05 * last]
     if not late:
