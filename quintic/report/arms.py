@@ -98,7 +98,7 @@ def _fixed_settings(history: RunHistory) -> dict[str, Any]:
 def _medians(runs: Sequence[Mapping[str, Any]], *, errors: bool) -> dict[str, Any]:
     """Return the median of each field of one evaluation of each run.
 
-    Of several runs it has the ranges, with ``_range`` appended to a field; of a single one, with `errors`, the standard
+    Several runs also have ranges, with ``_range`` appended to a field; a single one has, with `errors`, the standard
     error of bits per byte.
     """
     fields = ("step", "tokens", "seconds", "loss", "bpb")

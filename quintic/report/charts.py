@@ -218,7 +218,7 @@ def learning_panels(
         references: horizontal lines of a field's chart.
     """
     records = [record for own, _ in lines for record in own]
-    # Of several runs the slowest one decides.
+    # Among several runs the slowest one decides.
     times = [record.get("seconds_range", [record.get("seconds")])[-1] or 0.0 for record in records]
     longest = max(times, default=0.0)
     size, unit = (3600, "hours") if longest >= 7200 else (60, "minutes") if longest >= 120 else (1, "seconds")

@@ -170,7 +170,7 @@ def _sentence(baseline: Arm, arm: Arm, steps: Sequence[float]) -> str:
 
 
 def _bar(arm: Arm) -> tuple[str, str, float, float, float]:
-    """Return (name, text, value, low, high) of the bar of an arm that has a value."""
+    """Return (name, text, value, low, high) of an arm's bar; its median bits per byte must be known."""
     [(_, value, low, high)] = curve_of([arm.end], "step", "bpb", label="").points
     if math.isnan(low):
         return arm.name, f"{value:.3f}", value, value, value
