@@ -119,7 +119,6 @@ def prepare(
     )
     job = _Preparation(
         sources=sources,
-        source=source,
         given=given,
         folder=data_dir / f"{source.name}-{key}",
         manifest={
@@ -175,42 +174,32 @@ def _open_finished(folder: Path, *, repair: bool = True) -> Dataset | None:
 
 
 class ShardWriter:
-    """Collects the documents of one split, and writes a shard whenever there are enough; a shard has whole documents.
+    """Collects the documents of one split, and writes them as a shard."""
 
-    Methods raise OSError if a file cannot be written.
-
-    Attributes:
-        shards: the manifest's entries of the shards that are written.
-    """
-
-    def __init__(
-        self, folder: Path, split: str, dtype: str, shard_tokens: int, shards: Sequence[dict[str, Any]] = ()
-    ) -> None:
-        """Continue after the written `shards`; another one is written once there are `shard_tokens` tokens."""
-        self.shards = list(shards)
+    def __init__(self, folder: Path, split: str, dtype: str, shards: list[dict[str, Any]]) -> None:
+        """Continue after the written `shards`, a list to which the manifest's entry of each new shard is appended."""
         self._folder = folder
         self._split = split
+        self._shards = shards
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._shard_tokens = shard_tokens
         self._begin_shard()
 
-    def add(self, ids: Sequence[int], num_bytes: int) -> None:
-        """Append one document: its tokens, bos first, and the number of UTF-8 bytes of its text."""
+    def add(self, ids: Sequence[int], num_bytes: int) -> int:
+        """Append one document, its tokens with bos first and the bytes of its text; return the number of tokens."""
         self._tokens += np.asarray(ids, dtype=self._dtype).tobytes()
         self._offsets.append(self._offsets[-1] + len(ids))
         self._num_bytes += num_bytes
-        if self._offsets[-1] >= self._shard_tokens:
-            self.finish()
+        return self._offsets[-1]
 
     def finish(self) -> None:
-        """Write the documents that are in no shard yet."""
+        """Write the documents that are in no shard yet; OSError if a file cannot be written."""
         if not self._tokens:
             return
-        path = self._folder / f"{self._split}_{len(self.shards):05d}.bin"
+        path = self._folder / f"{self._split}_{len(self._shards):05d}.bin"
         write_atomically(path, bytes(self._tokens))
         write_atomically(path.with_suffix(".idx"), np.array(self._offsets, dtype="<i8").tobytes())
         entry = {"file": path.name, "tokens": self._offsets[-1], "documents": len(self._offsets) - 1}
-        self.shards.append({**entry, "bytes": self._num_bytes, "crc32": f"{zlib.crc32(self._tokens):08x}"})
+        self._shards.append({**entry, "bytes": self._num_bytes, "crc32": f"{zlib.crc32(self._tokens):08x}"})
         self._begin_shard()
 
     def _begin_shard(self) -> None:
@@ -224,13 +213,13 @@ class _Preparation:
     """Makes one dataset: survey, tokenizer, one pass over the sources, and the manifest."""
 
     sources: tuple[Source, ...]
-    source: Source  # all of them, one after the other
     given: Tokenizer | None  # None to train one
     folder: Path
     manifest: dict[str, Any]  # the entries that are known from the beginning
     lost: str  # names the option of the tokenizer, for messages
     say: Callable[[str], None]
-    _writers: dict[SplitName, ShardWriter] = field(init=False, default_factory=dict)
+    _tokenizer: Tokenizer = field(init=False)
+    _progress: dict[str, Any] = field(init=False)  # content of the file for resuming
 
     def run(self) -> None:
         """Prepare the dataset, or finish what a stopped preparation has left.
@@ -250,7 +239,8 @@ class _Preparation:
         except (DataError, OSError) as error:
             # A full disk needs the space, and corrected local text would be another dataset, with another folder. A
             # download, and any other error of the system, may be tried again and resumes.
-            if error.errno in DISK_FULL if isinstance(error, OSError) else not self.source.is_remote:
+            is_local = not any(source.is_remote for source in self.sources)
+            if error.errno in DISK_FULL if isinstance(error, OSError) else is_local:
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
@@ -258,60 +248,58 @@ class _Preparation:
         """Survey the sources, and train or copy the tokenizer."""
         self.say("reading the text ...")
         settings = self.manifest["settings"]
-        texts, self._thresholds = survey_sources(
+        texts, thresholds = survey_sources(
             self.sources,
             val_frac=settings["val_frac"],
             max_bytes=settings["max_bytes"],
             sample_bytes=settings["sample_bytes"],
         )
-        tokenizer = self.given
-        if tokenizer is None:
+        if self.given is None:
             self.say("making a tokenizer from it ...")
-            tokenizer = Tokenizer.train((text.decode() for text in texts), settings["vocab_size"])
-        write_atomically(self.folder / TOKENIZER_NAME, tokenizer.definition)
-        self._continue_with(tokenizer, {name: [] for name in SPLITS})
+            self._tokenizer = Tokenizer.train((text.decode() for text in texts), settings["vocab_size"])
+        else:
+            self._tokenizer = self.given
+        write_atomically(self.folder / TOKENIZER_NAME, self._tokenizer.definition)
+        self._progress = {
+            "tokenizer": self._tokenizer.fingerprint(),
+            "thresholds": thresholds,
+            "splits": {name: [] for name in SPLITS},
+        }
         self._checkpoint()
 
     def _resume(self) -> bool:
         """Take over the tokenizer and the shards of a stopped preparation; return whether there are any."""
-        state = json_object(self.folder / _PROGRESS_NAME)
+        self._progress = json_object(self.folder / _PROGRESS_NAME)
         try:
-            tokenizer = Tokenizer.load(self.folder / TOKENIZER_NAME)
-            self._thresholds = [int(threshold) for threshold in state["thresholds"]]
-            self._continue_with(tokenizer, {name: state["splits"][name] for name in SPLITS})
-            for writer in self._writers.values():
-                DocumentSplit(self.folder, {"shards": writer.shards}, self._dtype, "")  # checks the files
+            self._tokenizer = Tokenizer.load(self.folder / TOKENIZER_NAME)
+            for name in SPLITS:
+                DocumentSplit(self.folder, {"shards": self._progress["splits"][name]}, self._dtype, "")  # checks files
+            self._progress["thresholds"] = [int(threshold) for threshold in self._progress["thresholds"]]
+            return bool(self._progress["tokenizer"] == self._tokenizer.fingerprint())
         # Nothing to resume, damaged files, or the progress of an older version.
         except (DataError, KeyError, TypeError, ValueError):
             return False
-        return bool(tokenizer.fingerprint() == state["tokenizer"])
-
-    def _continue_with(self, tokenizer: Tokenizer, shards: dict[SplitName, list[dict[str, Any]]]) -> None:
-        self._tokenizer = tokenizer
-        self._dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        size = self.manifest["settings"]["shard_tokens"]
-        self._writers = {name: ShardWriter(self.folder, name, self._dtype, size, shards[name]) for name in shards}
 
     def _checkpoint(self) -> None:
-        state = {
-            "tokenizer": self._tokenizer.fingerprint(),
-            "thresholds": self._thresholds,
-            "splits": {name: writer.shards for name, writer in self._writers.items()},
-        }
-        write_atomically(self.folder / _PROGRESS_NAME, json.dumps(state))
+        write_atomically(self.folder / _PROGRESS_NAME, json.dumps(self._progress))
+
+    @property
+    def _dtype(self) -> str:
+        return "uint16" if self._tokenizer.vocab_size <= 1 << 16 else "uint32"
 
     def _tokenize(self) -> list[dict[SplitName, list[int]]]:
         """Tokenize the documents that are in no shard yet; return each source's range of documents in each split."""
-        limit = self.manifest["settings"]["max_bytes"]
-        written = {name: sum(shard["documents"] for shard in writer.shards) for name, writer in self._writers.items()}
-        counts: dict[SplitName, int] = dict.fromkeys(written, 0)
+        shards = self._progress["splits"]
+        written = {name: sum(shard["documents"] for shard in shards[name]) for name in SPLITS}
+        writers = {name: ShardWriter(self.folder, name, self._dtype, shards[name]) for name in SPLITS}
+        counts: dict[SplitName, int] = dict.fromkeys(SPLITS, 0)
         ranges = []
         batch: list[tuple[SplitName, bytes]] = []
         batch_bytes = 0
         self.say("turning it into tokens ...")
-        for source, threshold in zip(self.sources, self._thresholds, strict=True):
+        for source, threshold in zip(self.sources, self._progress["thresholds"], strict=True):
             first = dict(counts)
-            for piece in sections_within(source.documents(), limit):
+            for piece in sections_within(source.documents(), self.manifest["settings"]["max_bytes"]):
                 side: SplitName = "val" if text_hash(piece) < threshold else "train"
                 counts[side] += 1
                 if counts[side] <= written[side]:
@@ -319,34 +307,34 @@ class _Preparation:
                 batch.append((side, piece))
                 batch_bytes += len(piece)
                 if batch_bytes >= _BATCH_BYTES:
-                    self._write(batch)
+                    self._write(batch, writers)
                     batch, batch_bytes = [], 0
             ranges.append({name: [first[name], counts[name]] for name in counts})
-        self._write(batch)
+        self._write(batch, writers)
+        for writer in writers.values():
+            writer.finish()
         return ranges
 
-    def _write(self, batch: list[tuple[SplitName, bytes]]) -> None:
+    def _write(self, batch: list[tuple[SplitName, bytes]], writers: dict[SplitName, ShardWriter]) -> None:
         """Tokenize documents and append them to the shards of their sides."""
-        bos = self._tokenizer.bos_id
-        num_shards = sum(len(writer.shards) for writer in self._writers.values())
         encoded = self._tokenizer.encode_batch([piece.decode() for _, piece in batch])
         for (side, piece), ids in zip(batch, encoded, strict=True):
             # Tokenizers trained here keep every byte; others may lose text, which is checked document by document.
             if self.given is not None and (back := self._tokenizer.decode_bytes(ids)) != piece:
                 raise DataError(f"{self.lost}: {lost_text(piece, back)}")
-            self._writers[side].add([bos, *ids], len(piece))
-        if sum(len(writer.shards) for writer in self._writers.values()) > num_shards:
-            self._checkpoint()
+            num_tokens = writers[side].add([self._tokenizer.bos_id, *ids], len(piece))
+            if num_tokens >= self.manifest["settings"]["shard_tokens"]:
+                writers[side].finish()
+                self._checkpoint()
 
     def _publish(self, ranges: list[dict[SplitName, list[int]]]) -> None:
-        """Write the last shards, and the manifest."""
-        for writer in self._writers.values():
-            writer.finish()
-        for name, writer in self._writers.items():
-            if not writer.shards:
+        """Write the manifest of a dataset whose shards are written."""
+        shards = self._progress["splits"]
+        for name in SPLITS:
+            if not shards[name]:
                 other = "raise" if name == "val" else "lower"
                 raise DataError(
-                    f"{self.source.spec}: no document fell on the {name} side; {other} --val-frac "
+                    f"{self.manifest['source']['spec']}: no document fell on the {name} side; {other} --val-frac "
                     f"({self.manifest['settings']['val_frac']}) or give more text"
                 )
         sources = [
@@ -355,13 +343,13 @@ class _Preparation:
         ]
         manifest = {
             **self.manifest,
-            "tokenizer": {"file": TOKENIZER_NAME, "fingerprint": self._tokenizer.fingerprint()},
+            "tokenizer": {"file": TOKENIZER_NAME, "fingerprint": self._progress["tokenizer"]},
             "dtype": self._dtype,
             "bos_id": self._tokenizer.bos_id,
             "vocab_size": self._tokenizer.vocab_size,
-            "val_threshold": self._thresholds[0],
+            "val_threshold": self._progress["thresholds"][0],
             **({"sources": sources} if len(sources) > 1 else {}),
-            "splits": {name: {"shards": writer.shards} for name, writer in self._writers.items()},
+            "splits": {name: {"shards": shards[name]} for name in SPLITS},
         }
         write_atomically(self.folder / MANIFEST_NAME, json.dumps(manifest, indent=1))
         # The manifest replaces the checkpoint; unfinished files may be left from a stopped preparation.
