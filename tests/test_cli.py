@@ -268,7 +268,7 @@ def test_eval_repeats_the_score_of_the_run(
         f"for comparison: xz -9 {baselines['xz_bpb']:.4f}, byte-bigram model {baselines['bigram_bpb']:.4f}"
     )
     assert main(["eval", "--run", "run", "--runs-dir", str(trained.parent)]) == 0
-    everything = validation_rows(tiny_dataset, rows=4, seq_len=32)
+    everything = list(validation_rows(tiny_dataset, rows=4, seq_len=32))
     num_bytes = int(reference_scores(tiny_dataset, everything)["bytes"])
     assert num_bytes > baselines["bytes"]
     printed = capsys.readouterr().out

@@ -63,7 +63,7 @@ def main() -> None:
     loader = Loader(
         dataset, "train", rows=options.rows, seq_len=options.seq_len, device=device, rank=rank, world_size=size
     )
-    batches = validation_rows(dataset, rows=options.rows, seq_len=options.seq_len, max_tokens=options.eval_tokens)
+    batches = list(validation_rows(dataset, rows=options.rows, seq_len=options.seq_len, max_tokens=options.eval_tokens))
     micro_steps = options.batch_tokens // (options.rows * options.seq_len * size)
     batch = next(loader)
     for step in range(options.steps):

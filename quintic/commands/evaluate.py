@@ -11,7 +11,7 @@ from quintic.commands.inputs import RaceText, TrainedModel, trained_model
 from quintic.commands.options import EvalOptions
 from quintic.commands.text import verify
 from quintic.data.dataset import Dataset
-from quintic.data.loader import Batch, iterate_validation_rows
+from quintic.data.loader import Batch, validation_rows
 from quintic.data.open_source import open_source
 from quintic.errors import DataError
 from quintic.eval.baselines import MAX_XZ_BYTES, ScoredText, compression_baselines, training_text
@@ -68,7 +68,7 @@ def _score_text(trained: TrainedModel, data: str | None, text_field: str, max_to
         batches = _batches_of(data, text_field, trained, max_tokens)
     else:
         assert isinstance(trained.dataset, Dataset)
-        batches = iterate_validation_rows(trained.dataset, rows=rows, seq_len=seq_len, max_tokens=max_tokens)
+        batches = validation_rows(trained.dataset, rows=rows, seq_len=seq_len, max_tokens=max_tokens)
     say_waiting(f"Scoring {'validation text' if data is None else data}")
     device = trained.model.head.weight.device
     # `text` collects the scored text on the way, for the compressors' figures.

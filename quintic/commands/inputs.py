@@ -119,7 +119,7 @@ def check_text(config: Config, dataset: Dataset, chosen: str | None = None) -> N
     rows, seq_len = config.schedule.rows, config.model.seq_len
     try:
         Loader(dataset, "train", rows=rows, seq_len=seq_len).close()
-        validation_rows(dataset, rows=rows, seq_len=seq_len, max_tokens=rows * seq_len)
+        next(validation_rows(dataset, rows=rows, seq_len=seq_len))
     except DataError as error:
         small = preset("gpu-small")
         is_small = chosen == "gpu-small" or config.model.depth <= small.model.depth

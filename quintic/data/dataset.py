@@ -111,19 +111,12 @@ class DocumentSplit:
 
 
 class SourceRange(NamedTuple):
-    """The range of one source's documents in a split.
+    """The range of one source's documents in a split."""
 
-    Attributes:
-        source: the string that names the source.
-        weight: weight of the source's tokens when rows are packed.
-        first: index of its first document.
-        last: one past the index of its last document.
-    """
-
-    source: str
-    weight: float
-    first: int
-    last: int
+    source: str  # the string that names the source
+    weight: float  # of the source's tokens when rows are packed
+    first: int  # index of its first document
+    last: int  # one past the index of its last document
 
 
 class Dataset:

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from quintic.data.dataset import Dataset
-from quintic.data.rows import MixedRows, PackedRows, Position
+from quintic.data.rows import MixedRows, Position
 from quintic.data.source import SplitName
 from quintic.errors import DataError
 
-__all__ = ["Batch", "Loader", "Prefetcher", "batch_of", "iterate_validation_rows", "numbered", "validation_rows"]
+__all__ = ["Batch", "Loader", "Prefetcher", "batch_of", "numbered", "validation_rows"]
 
 Result = TypeVar("Result")
 
@@ -205,7 +205,7 @@ class Loader(Iterator[Batch]):
         self._positions = self._stream.positions()
         # The thread holds no reference to this object, so that the loader can be collected, which ends the thread.
         self._make = functools.partial(
-            _next_batch, self._stream, dataset, self._device, rows=rows, rank=rank, world_size=world_size
+            _next_batch, self._stream, dataset.bos_id, self._device, rows=rows, rank=rank, world_size=world_size
         )
         self._prefetcher: Prefetcher[tuple[Batch, list[Position]]] | None = None
         self._next: tuple[Batch, list[Position]] | None = None
@@ -286,14 +286,7 @@ class Loader(Iterator[Batch]):
         self.close()
 
 
-def validation_rows(dataset: Dataset, *, rows: int, seq_len: int, max_tokens: int | None = None) -> list[Batch]:
-    """Return the batches of `iterate_validation_rows` as a list."""
-    return list(iterate_validation_rows(dataset, rows=rows, seq_len=seq_len, max_tokens=max_tokens))
-
-
-def iterate_validation_rows(
-    dataset: Dataset, *, rows: int, seq_len: int, max_tokens: int | None = None
-) -> Iterator[Batch]:
+def validation_rows(dataset: Dataset, *, rows: int, seq_len: int, max_tokens: int | None = None) -> Iterator[Batch]:
     """Yield the batches of one pass over the validation split, in stored order, packed as for training, on the CPU.
 
     An incomplete batch at the end is left out. `max_tokens` limits the number of inputs, rounded down to whole batches
@@ -305,32 +298,21 @@ def iterate_validation_rows(
     wanted = None if max_tokens is None else max(1, max_tokens // (rows * seq_len))
     stream = MixedRows(dataset, "val", seq_len + 1, seed=None, buffer_documents=_VALIDATION_BUFFER)
     count = 0
-    while (wanted is None or count < wanted) and (block := stream.next_rows(rows)) is not None:
-        _check_ids(block, dataset)
-        yield batch_of(block.tokens, dataset.bos_id, documents=block.documents, epoch=block.epoch)
+    while (wanted is None or count < wanted) and (packed := stream.next_rows(rows)) is not None:
+        tokens, documents, epoch = packed
+        yield batch_of(tokens, dataset.bos_id, documents=documents, epoch=epoch)
         count += 1
     if not count:
         raise _too_little_text("val", stream, rows, seq_len, 1)
 
 
 def _next_batch(
-    stream: MixedRows, dataset: Dataset, device: torch.device, *, rows: int, rank: int, world_size: int
+    stream: MixedRows, bos_id: int, device: torch.device, *, rows: int, rank: int, world_size: int
 ) -> tuple[Batch, list[Position]]:
-    block = stream.next_rows(rows, rank=rank, world_size=world_size)
-    assert block is not None  # shuffled rows do not end
-    _check_ids(block, dataset)
-    return batch_of(block.tokens, dataset.bos_id, epoch=block.epoch).pinned(device), stream.positions()
-
-
-def _check_ids(block: PackedRows, dataset: Dataset) -> None:
-    # The file may have changed since it was verified, and on a GPU an id outside of the vocabulary would abort the
-    # process without a message.
-    largest = int(block.tokens.max())
-    if largest >= dataset.vocab_size:
-        raise DataError(
-            f"{dataset.path}: token id {largest} is outside of the vocabulary of {dataset.vocab_size}; find the wrong "
-            f"file with: {dataset.manifest['command']} --verify"
-        )
+    packed = stream.next_rows(rows, rank=rank, world_size=world_size)
+    assert packed is not None  # shuffled rows do not end
+    tokens, _, epoch = packed
+    return batch_of(tokens, bos_id, epoch=epoch).pinned(device), stream.positions()
 
 
 def _too_little_text(split: str, stream: MixedRows, rows: int, seq_len: int, world_size: int) -> DataError:

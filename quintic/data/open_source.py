@@ -71,7 +71,9 @@ def open_sources(spec: str, val_data: str | None, *, cache_dir: Path, text_field
     Raises:
         DataError: as `parse_mixture` and `open_source`; or ``val_data`` is a mixture, or one of the training sources.
     """
+    open_one = partial(open_source, cache_dir=cache_dir, text_field=text_field)
     words = parse_mixture(spec) or [(spec, 1.0)]
+    total = sum(weight for _, weight in words)
     if val_data is not None:
         if parse_mixture(val_data) is not None:
             raise DataError(f"--val-data {val_data!r}: takes one source; put several into one folder")
@@ -80,15 +82,11 @@ def open_sources(spec: str, val_data: str | None, *, cache_dir: Path, text_field
                 f"--val-data {val_data}: is also trained on (--data), so its loss would not show how the model does on "
                 "new text; give other text, or leave out --val-data to hold back some documents"
             )
-    total = sum(weight for _, weight in words)
     side: SplitName | None = None if val_data is None else "train"
-    wanted = [(name, weight / total, side) for name, weight in words]
+    sources = [replace(open_one(name), weight=weight / total, side=side) for name, weight in words]
     if val_data is not None:
-        wanted.append((val_data, 0.0, "val"))
-    return tuple(
-        replace(open_source(name, cache_dir=cache_dir, text_field=text_field), weight=weight, side=side)
-        for name, weight, side in wanted
-    )
+        sources.append(replace(open_one(val_data), weight=0.0, side="val"))
+    return tuple(sources)
 
 
 def joined(sources: Sequence[Source], spec: str) -> Source:

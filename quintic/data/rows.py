@@ -30,7 +30,7 @@ from quintic.data.dataset import Dataset, DocumentSplit
 from quintic.data.source import SplitName
 from quintic.errors import DataError
 
-__all__ = ["MixedRows", "PackedRows", "Position"]
+__all__ = ["MixedRows", "Position"]
 
 Int64s = npt.NDArray[np.int64]
 Position = dict[str, Any]
@@ -90,20 +90,6 @@ class ChunkIndex:
         return np.concatenate(pieces, dtype=np.int64), np.repeat(places + self._first_document, takes)
 
 
-class PackedRows(NamedTuple):
-    """Packed rows of tokens.
-
-    Attributes:
-        tokens: (rows, row_tokens) int64.
-        documents: (rows, row_tokens) int64; index in the split of each token's document.
-        epoch: epoch of the first row; for several sources, the lowest epoch of any source.
-    """
-
-    tokens: Int64s
-    documents: Int64s
-    epoch: int
-
-
 class _Row(NamedTuple):
     """A packed row whose tokens have not been read: the first takes[i] of each chunk chunks[i], both (n,) int64."""
 
@@ -114,21 +100,7 @@ class _Row(NamedTuple):
 
 
 class RowStream:
-    """Packs the rows of one source, epoch after epoch; it works with lengths, not tokens.
-
-    Attributes:
-        epoch: number of the epoch, from 0.
-    """
-
-    _next_index: int
-    _order: Int64s
-    # Index in the epoch's order -> length, of the chunks in the buffer as they arrived. The first entry of a plain dict
-    # is slow to find after many removals at its front.
-    _buffer: OrderedDict[int, int]
-    _buffered_tokens: int
-    # The same sorted by length, and for equal lengths from the highest index to the lowest, so that the last one came
-    # first: in any other order many chunks of equal length would leave the buffer sorted, which would undo a shuffle.
-    _by_length: list[tuple[int, int]]
+    """Packs the rows of one source, epoch after epoch; it works with lengths, not tokens."""
 
     def __init__(self, table: ChunkIndex, *, seed: int | None, buffer_documents: int) -> None:
         """Start at the beginning of epoch 0; for `seed` and `buffer_documents` see `MixedRows`."""
@@ -231,6 +203,7 @@ class RowStream:
 
     def _begin_epoch(self, epoch: int, next_index: int = 0, buffered: Iterable[int] = ()) -> None:
         self.epoch = epoch
+        """Number of the epoch, from 0."""
         self._next_index = next_index
         count = len(self._table.lengths)
         self._order = np.arange(count)
@@ -239,8 +212,13 @@ class RowStream:
             # and a run that is resumed after an upgrade would silently see other text.
             key = np.array([self._seed % 2**64, epoch], dtype=np.uint64)
             self._order = np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
-        self._buffer = OrderedDict()
-        self._by_length = []
+        # Index in the epoch's order -> length, of the chunks in the buffer as they arrived. The first entry of a plain
+        # dict is slow to find after many removals at its front.
+        self._buffer = OrderedDict[int, int]()
+        # The same sorted by length, and for equal lengths from the highest index to the lowest, so that the last one
+        # came first: in any other order many chunks of equal length would leave the buffer sorted, which would undo a
+        # shuffle.
+        self._by_length: list[tuple[int, int]] = []
         self._buffered_tokens = 0
         for index in sorted(buffered):
             self._add_to_buffer(index)
@@ -265,6 +243,7 @@ class MixedRows:
         Raises:
             DataError: a source does not fill one row, so that its epochs would be empty.
         """
+        self._dataset = dataset
         self.num_tokens: dict[str, int] = {}
         """Number of tokens of each source."""
         self._streams: list[RowStream] = []
@@ -302,8 +281,16 @@ class MixedRows:
         """Return each stream's position before its next row."""
         return [stream.position() for stream in self._streams]
 
-    def next_rows(self, rows: int, *, rank: int = 0, world_size: int = 1) -> PackedRows | None:
-        """Pack the next `world_size * rows` rows, and read the rows of one rank; None if the text ends before."""
+    def next_rows(self, rows: int, *, rank: int = 0, world_size: int = 1) -> tuple[Int64s, Int64s, int] | None:
+        """Pack the next `world_size * rows` rows, and read the rows of one rank; None if the text ends before.
+
+        Returns:
+            Tokens and the indices in the split of their documents, (rows, row_tokens) int64 each; and the epoch of the
+            first row, for several sources the lowest epoch of any source.
+
+        Raises:
+            DataError: the text has an id outside of the vocabulary.
+        """
         packed: list[_Row] = []
         while len(packed) < world_size * rows:
             stream = self._next_stream()
@@ -313,9 +300,16 @@ class MixedRows:
             if row is not None:
                 packed.append(row)
         own = packed[rank * rows : (rank + 1) * rows]
-        tokens, documents = zip(*(row.table.read(row.chunks, row.takes) for row in own), strict=True)
+        tokens, documents = map(np.stack, zip(*(row.table.read(row.chunks, row.takes) for row in own), strict=True))
+        # The file may have changed since it was verified, and on a GPU an id outside of the vocabulary would abort the
+        # process without a message.
+        if (largest := int(tokens.max())) >= self._dataset.vocab_size:
+            raise DataError(
+                f"{self._dataset.path}: token id {largest} is outside of the vocabulary of {self._dataset.vocab_size}; "
+                f"find the wrong file with: {self._dataset.manifest['command']} --verify"
+            )
         epoch = packed[0].epoch if len(self._streams) == 1 else min(stream.epoch for stream in self._streams)
-        return PackedRows(np.stack(tokens), np.stack(documents), epoch)
+        return tokens, documents, epoch
 
     def _next_stream(self) -> RowStream | None:
         """Return the stream whose number of rows is furthest below its due number; None if all have ended."""

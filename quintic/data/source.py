@@ -17,44 +17,26 @@ NAME_ERRORS = "backslashreplace"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
-    """One file of a source.
+    """One file of a source."""
 
-    Attributes:
-        name: path within the source, with `/`.
-        size_bytes: size of the stored file, compressed or not; 0 if unknown.
-        identity: returns a string that changes when the content changes; may read the file.
-        read: yields the file's documents in order, as UTF-8; may download the file first.
-    """
-
-    name: str
-    size_bytes: int
-    identity: Callable[[], str]
-    read: Callable[[], Iterator[bytes]]
+    name: str  # path within the source, with `/`
+    size_bytes: int  # of the stored file, compressed or not; 0 if unknown
+    identity: Callable[[], str]  # returns a string that changes when the content changes; may read the file
+    read: Callable[[], Iterator[bytes]]  # yields the documents in order, as UTF-8; may download the file first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Documents in a fixed order, read file by file.
+    """Documents in a fixed order, read file by file."""
 
-    Attributes:
-        name: lower-case letters, digits and `-`; usable in a folder name.
-        spec: the string that names the source.
-        files: the files in reading order.
-        identity: identity of the source in addition to its files, for example a version.
-        is_remote: whether reading downloads files.
-        notes: messages for users about files that were left out.
-        weight: fraction of the training tokens, if there are several sources; 0 for validation text.
-        side: the split of all of its documents; None to divide them by hash.
-    """
-
-    name: str
-    spec: str
-    files: tuple[SourceFile, ...]
-    identity: str = ""
-    is_remote: bool = False
-    notes: tuple[str, ...] = ()
-    weight: float = 1.0
-    side: SplitName | None = None
+    name: str  # lower-case letters, digits and `-`; usable in a folder name
+    spec: str  # the string that names the source
+    files: tuple[SourceFile, ...]  # in reading order
+    identity: str = ""  # of the source in addition to its files, for example a version
+    is_remote: bool = False  # whether reading downloads files
+    notes: tuple[str, ...] = ()  # messages for users about files that were left out
+    weight: float = 1.0  # fraction of the training tokens, if there are several sources; 0 for validation text
+    side: SplitName | None = None  # the split of all of its documents; None to divide them by hash
 
     def fingerprint(self) -> str:
         """Return 32 hex digits that change if a file is added, removed, renamed or changed.

@@ -122,8 +122,8 @@ class Trainer:
             seed=config.run.seed,
             device=hardware.device,
         )
-        self.validation = validation_rows(
-            dataset, rows=config.schedule.rows, seq_len=seq_len, max_tokens=config.run.eval_tokens
+        self.validation = list(
+            validation_rows(dataset, rows=config.schedule.rows, seq_len=seq_len, max_tokens=config.run.eval_tokens)
         )
         self.total = self.scale.steps
         self.micro_steps = self.scale.batch_tokens // (self.rows * seq_len * data_ranks)

@@ -267,7 +267,7 @@ def test_an_id_outside_of_the_vocabulary_is_named(dataset: Dataset, tmp_path: Pa
     with load(changed, prefetch=prefetch) as loader, pytest.raises(DataError, match=expected):
         next(loader)
     with pytest.raises(DataError, match=expected):
-        validation_rows(changed, rows=2, seq_len=32)
+        list(validation_rows(changed, rows=2, seq_len=32))
 
 
 def test_a_source_that_fills_no_row_is_named(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ print("end")
 
 
 def test_validation_batches_are_fixed(dataset: Dataset) -> None:
-    whole, again = (validation_rows(dataset, rows=2, seq_len=32) for _ in range(2))
+    whole, again = (list(validation_rows(dataset, rows=2, seq_len=32)) for _ in range(2))
     assert sum(batch.inputs.numel() for batch in whole) > 0.9 * dataset.split("val").num_tokens
     assert all(equal(*pair) for pair in zip(whole, again, strict=True))
     first = dataset.split("val").document(0).tolist()  # in stored order
@@ -342,9 +342,9 @@ def test_validation_batches_name_the_document_of_each_input(dataset: Dataset) ->
 
 
 def test_validation_is_limited(dataset: Dataset) -> None:
-    whole = validation_rows(dataset, rows=2, seq_len=32)
+    whole = list(validation_rows(dataset, rows=2, seq_len=32))
     for max_tokens, expected in ((1, 1), (64, 1), (200, 3), (10**9, len(whole))):
-        batches = validation_rows(dataset, rows=2, seq_len=32, max_tokens=max_tokens)
+        batches = list(validation_rows(dataset, rows=2, seq_len=32, max_tokens=max_tokens))
         assert len(batches) == expected
         assert all(equal(*pair) for pair in zip(batches, whole, strict=False))
 
@@ -354,7 +354,7 @@ def test_too_little_validation_text(dataset: Dataset) -> None:
         DataError,
         match=r"too little text for one batch: the val split has .* or raise --val-frac",
     ):
-        validation_rows(dataset, rows=1000, seq_len=1000)
+        list(validation_rows(dataset, rows=1000, seq_len=1000))
 
 
 @pytest.mark.gpu

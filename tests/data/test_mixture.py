@@ -109,7 +109,7 @@ def test_the_tokenizer_learns_from_each_source_by_its_weight(
 
 
 def test_each_source_is_served_whole_and_in_turn(mixed: Dataset) -> None:
-    batches = validation_rows(mixed, rows=2, seq_len=32)
+    batches = list(validation_rows(mixed, rows=2, seq_len=32))
     first = sources_of(batches[:8], mixed)
     assert first["SMALL"] > 2 * first["LARGE"] > 0  # while both last
     everything = sources_of(batches, mixed)

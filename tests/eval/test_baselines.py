@@ -101,7 +101,7 @@ def test_xz_is_what_the_program_writes() -> None:
 
 
 def test_the_text_is_that_of_the_targets(tiny_dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = validation_rows(tiny_dataset, rows=3, seq_len=40, max_tokens=600)
+    batches = list(validation_rows(tiny_dataset, rows=3, seq_len=40, max_tokens=600))
     seen: list[Any] = []
 
     def recorded(val_text: ScoredText, train_text: Any) -> Any:

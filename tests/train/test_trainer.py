@@ -172,7 +172,7 @@ def test_training_learns(tiny_dataset: Dataset, tmp_path: Path) -> None:
 def test_an_evaluation_scores_the_validation_rows(tiny_dataset: Dataset, tmp_path: Path) -> None:
     trainer = make(tiny_dataset, tmp_path, eval_tokens=640)
     record = trainer.evaluate()
-    batches = validation_rows(tiny_dataset, rows=4, seq_len=32, max_tokens=640)
+    batches = list(validation_rows(tiny_dataset, rows=4, seq_len=32, max_tokens=640))
     assert len(batches) == 5
     expected = score_from_sums(document_sums(trainer.model, batches, tiny_dataset.tokenizer.token_bytes(), CPU))
     assert (record["loss"], record["bpb"]) == (expected.loss, expected.bpb)

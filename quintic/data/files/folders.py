@@ -40,22 +40,21 @@ def list_folder(root: Path, spec: str, *, cache_dir: Path, text_field: str) -> t
     """
     cache = os.path.realpath(cache_dir)
     found: dict[str, Path] = {}
-    own: list[str] = []
-    installed: list[str] = []
-    hidden: list[str] = []
+    own, installed, hidden = "written by Quintic", "of installed packages or caches", "hidden"
+    left_out: dict[str, list[str]] = {own: [], installed: [], hidden: []}
     for folder, folders, names in walk(root):
         place = folder.relative_to(root).as_posix()
         kind = "downloads" if os.path.realpath(folder) == cache else _own_kind(folder, {*folders, *names})
         if kind is not None and folder == root:
             raise DataError(f"{spec}: is {kind}, not a folder of text; name the text that it was made from")
         if kind is not None or "pyvenv.cfg" in names or "CACHEDIR.TAG" in names:
-            (own if kind else installed).append(f"{place}/ ({kind})" if kind else f"{place}/")
+            left_out[own if kind else installed].append(f"{place}/ ({kind})" if kind else f"{place}/")
             folders.clear()
             continue
         prefix = "" if place == "." else f"{place}/"
-        hidden += [f"{prefix}{name}/" for name in folders if name.startswith(".")]
-        hidden += [f"{prefix}{name}" for name in names if name.startswith(".") and format_of(name)]
-        installed += [f"{prefix}{name}/" for name in folders if name in _INSTALLED]
+        left_out[hidden] += [f"{prefix}{name}/" for name in folders if name.startswith(".")]
+        left_out[hidden] += [f"{prefix}{name}" for name in names if name.startswith(".") and format_of(name)]
+        left_out[installed] += [f"{prefix}{name}/" for name in folders if name in _INSTALLED]
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSTALLED]
         found |= {f"{prefix}{name}": folder / name for name in names if not name.startswith(".")}
 
@@ -80,13 +79,7 @@ def list_folder(root: Path, spec: str, *, cache_dir: Path, text_field: str) -> t
     if without_field:
         names = list(without_field)
         notes.append(f"{_count(len(names))} left out without a field {text_field!r} ({_first(names)})")
-    for paths, what in (
-        (own, "written by Quintic"),
-        (installed, "of installed packages or caches"),
-        (hidden, "hidden"),
-    ):
-        if paths:
-            notes.append(f"left out as {what}: {_first(paths)}")
+    notes += [f"left out as {what}: {_first(paths)}" for what, paths in left_out.items() if paths]
     if not files:
         for name, fields in without_field.items():
             if fields:
