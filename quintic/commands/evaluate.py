@@ -14,7 +14,7 @@ from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, validation_rows
 from quintic.data.open_source import open_source
 from quintic.errors import DataError
-from quintic.eval.baselines import MAX_XZ_BYTES, ScoredText, compression_baselines, training_text
+from quintic.eval.baselines import MAX_XZ_BYTES, ScoredText, training_text
 from quintic.eval.core import core_lines, core_score, core_sums
 from quintic.eval.core_tasks import load_core
 from quintic.eval.row_models import BatchedSpeedrun
@@ -82,17 +82,10 @@ def _score_text(trained: TrainedModel, data: str | None, text_field: str, max_to
         "text"
     )
     beginning = f" (of the first {MAX_XZ_BYTES >> 20} MiB)" if text.num_bytes > MAX_XZ_BYTES else ""
+    bigram = " (no byte-bigram model: the run's training text is missing)"
     if isinstance(trained.dataset, Dataset):
-        reference = compression_baselines(text, training_text(trained.dataset))
-        print(
-            f"for comparison: xz -9 {reference['xz_bpb']:.4f}{beginning}, "
-            f"byte-bigram model {reference['bigram_bpb']:.4f}"
-        )
-    else:
-        print(
-            f"for comparison: xz -9 {text.xz_bpb():.4f}{beginning} (no byte-bigram model: the run's training text is "
-            "missing)"
-        )
+        bigram = f", byte-bigram model {text.bigram_bpb(training_text(trained.dataset)):.4f}"
+    print(f"for comparison: xz -9 {text.xz_bpb():.4f}{beginning}{bigram}")
 
 
 def _score_race(trained: TrainedModel, text: RaceText, max_tokens: int | None) -> None:

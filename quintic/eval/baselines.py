@@ -24,7 +24,7 @@ from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch
 from quintic.data.tokenizer import Tokenizer
 
-__all__ = ["MAX_XZ_BYTES", "ScoredText", "compression_baselines", "reference_scores", "training_text"]
+__all__ = ["MAX_XZ_BYTES", "ScoredText", "reference_scores", "training_text"]
 
 BIGRAM_PRIOR_BYTES = 64.0
 """Weight of the unigram in each context of the bigram model, as a number of bytes."""
@@ -76,37 +76,21 @@ class ScoredText:
 
 
 def reference_scores(dataset: Dataset, batches: Iterable[Batch]) -> dict[str, float]:
-    """Return `compression_baselines` on the text of the targets in `batches`, made with the tokenizer of `dataset`."""
+    """Return `xz_bpb`, `bigram_bpb` and `bytes`, the length, of the text of the targets in `batches`.
+
+    `xz` takes about half a second per megabyte. The batches are made with the tokenizer of `dataset`.
+    """
     text = ScoredText()
     for _ in text.watched(dataset.tokenizer, batches):
         pass
-    return compression_baselines(text, training_text(dataset))
+    return {"xz_bpb": text.xz_bpb(), "bigram_bpb": text.bigram_bpb(training_text(dataset)), "bytes": text.num_bytes}
 
 
-def training_text(dataset: Dataset) -> Iterator[bytes]:
-    """Yield the documents on which the bigram model is trained."""
-    split = dataset.split("train")
-    taken = 0
+def training_text(dataset: Dataset) -> ScoredText:
+    """Return the statistics of the text on which the bigram model is trained."""
+    split, text = dataset.split("train"), ScoredText()
     for index in range(split.num_documents):
-        text = dataset.tokenizer.decode_bytes(split.document(index).tolist())
-        yield text
-        taken += len(text)
-        if taken >= _MAX_TRAIN_BYTES:
-            return
-
-
-def compression_baselines(val_text: ScoredText, train_text: Iterable[bytes]) -> dict[str, float]:
-    """Return the bits per byte of ``xz -9`` and of a byte-bigram model on the validation text.
-
-    Args:
-        val_text: the whole validation text, documents concatenated; at least one byte.
-        train_text: the training text, divided anywhere; read once.
-
-    Returns:
-        `xz_bpb` and `bigram_bpb`, in bits per byte (`xz` with its container), and `bytes`, the length of the validation
-        text. `xz` takes about half a second per megabyte, the bigram model a few hundredths.
-    """
-    train = ScoredText()
-    for piece in train_text:
-        train.add(piece)
-    return {"xz_bpb": val_text.xz_bpb(), "bigram_bpb": val_text.bigram_bpb(train), "bytes": val_text.num_bytes}
+        text.add(dataset.tokenizer.decode_bytes(split.document(index).tolist()))
+        if text.num_bytes >= _MAX_TRAIN_BYTES:
+            break
+    return text
