@@ -31,14 +31,7 @@ from quintic.data.tokenizer import Tokenizer
 from quintic.durable import json_object, write_atomically
 from quintic.errors import DataError
 
-__all__ = [
-    "FORMAT_VERSION",
-    "MANIFEST_NAME",
-    "TOKENIZER_NAME",
-    "Dataset",
-    "DocumentSplit",
-    "SourceRange",
-]
+__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "TOKENIZER_NAME", "Dataset", "DocumentSplit", "SourceRange"]
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -94,11 +87,6 @@ class DocumentSplit:
         """Number of tokens, including the document starts."""
         return int(self.offsets[-1])
 
-    @property
-    def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text per token, not counting the document starts."""
-        return self.num_bytes / max(1, self.num_tokens - self.num_documents)
-
     def document(self, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
         """Return the tokens of a document, bos first: (length,) uint16 or uint32, a read-only view of the file."""
         return self.tokens(int(self.offsets[index]), int(self.offsets[index + 1]))
@@ -120,14 +108,7 @@ class SourceRange(NamedTuple):
 
 
 class Dataset:
-    """Prepared text: a tokenizer and the two splits. `Dataset.open` and `prepare` make one.
-
-    Attributes:
-        path: the folder.
-        manifest: content of the manifest.
-        bos_id: id of the token that starts a document.
-        vocab_size: number of token ids; may be smaller than the requested number.
-    """
+    """Prepared text in a folder: a tokenizer and the two splits. `Dataset.open` and `prepare` make one."""
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path = path
@@ -136,8 +117,8 @@ class Dataset:
             name: DocumentSplit(path, manifest["splits"][name], manifest["dtype"], self.prepare_command)
             for name in SPLITS
         }
-        self.bos_id = int(manifest["bos_id"])
-        self.vocab_size = int(manifest["vocab_size"])
+        self.bos_id = int(manifest["bos_id"])  # of the token that starts a document
+        self.vocab_size = int(manifest["vocab_size"])  # may be smaller than the requested number
 
     @property
     def prepare_command(self) -> str:
@@ -226,7 +207,8 @@ class Dataset:
             "val_documents": val.num_documents,
             "val_tokens": val.num_tokens,
             "val_bytes": val.num_bytes,
-            "bytes_per_token": round(train.bytes_per_token, 4),
+            # Document starts have no bytes and are not counted.
+            "bytes_per_token": round(train.num_bytes / max(1, train.num_tokens - train.num_documents), 4),
             **({"shares": {entry.source: entry.weight for entry in sources}} if len(sources) > 1 else {}),
         }
 

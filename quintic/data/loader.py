@@ -46,22 +46,15 @@ _TOKENS_PER_DOCUMENT, _FEWEST_STARTS = 256, 16
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows of T tokens of packed documents, or one flat row (`quintic.speedrun.stream`).
+    """B rows of T tokens of packed documents, or one flat row (`quintic.speedrun.stream`)."""
 
-    Attributes:
-        inputs: (B, T) int64, each row beginning with bos; (T,) for a flat row.
-        targets: the token after each input, same shape.
-        document_starts: (num_docs + 1,) int32: index in the flattened inputs of each document's first token; the last
-            entry is the number of inputs, which `padded` repeats. No document crosses the end of a row.
-        epoch: the epoch, from 0, of the first row of all ranks.
-        documents: (B, T) int64 on the CPU: index of each input's document, for batches that are scored.
-    """
-
-    inputs: Tensor
-    targets: Tensor
+    inputs: Tensor  # (B, T) int64, each row beginning with bos; (T,) for a flat row
+    targets: Tensor  # the token after each input, same shape
+    # (num_docs + 1,) int32: index in the flattened inputs of each document's first token; the last entry is the number
+    # of inputs, which `padded` repeats. No document crosses the end of a row.
     document_starts: Tensor
-    epoch: int = 0
-    documents: Tensor | None = None
+    epoch: int = 0  # the epoch, from 0, of the first row of all ranks
+    documents: Tensor | None = None  # (B, T) int64 on the CPU: index of each input's document, for scoring
 
     def pinned(self, device: torch.device, *, starts: bool = False) -> "Batch":
         """Return the batch with inputs and targets (and `document_starts`, with `starts`) in pinned memory.

@@ -313,12 +313,9 @@ class MixedRows:
 
     def _next_stream(self) -> RowStream | None:
         """Return the stream whose number of rows is furthest below its due number; None if all have ended."""
-        going = [
-            (stream, weight)
-            for stream, weight in zip(self._streams, self._weights, strict=True)
-            if not stream.has_ended
-        ]
+        going = [pair for pair in zip(self._streams, self._weights, strict=True) if not pair[0].has_ended]
+        if not going:
+            return None
         total = sum(stream.num_rows for stream, _ in going) + 1
         weights = sum(weight for _, weight in going)
-        behind = [total * weight / weights - stream.num_rows for stream, weight in going]
-        return going[behind.index(max(behind))][0] if going else None
+        return max(going, key=lambda pair: total * pair[1] / weights - pair[0].num_rows)[0]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from quintic.model.gpt import GPT
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
+from quintic.model.speedrun_layers import document_begins
 
 __all__ = ["BatchedSpeedrun", "LanguageModel"]
 
@@ -83,8 +84,8 @@ class BatchedSpeedrun(nn.Module):
 
     def _starts(self, row: Tensor) -> Tensor:
         """Return the offsets of a row's documents, 0 first, followed by the row's length: int32."""
-        starts = (row[1:] == self.config.bos_id).nonzero().squeeze(1) + 1
-        return F.pad(F.pad(starts, (1, 0)), (0, 1), value=len(row)).to(torch.int32)
+        begins = document_begins(row, self.config.bos_id).nonzero().squeeze(1)
+        return F.pad(begins, (0, 1), value=len(row)).to(torch.int32)
 
 
 LanguageModel = GPT | BatchedSpeedrun

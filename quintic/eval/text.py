@@ -3,6 +3,7 @@
 Batches are made lazily, so that a text of any size needs only a few megabytes of memory.
 """
 
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
@@ -24,12 +25,7 @@ _Row = list[tuple[int, int]]
 
 
 def encoded(tokenizer: Tokenizer, documents: Iterable[bytes]) -> Iterator[Iterable[int]]:
-    """Yield the tokens of each document; a long document is encoded while its tokens are read.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        documents: the documents as UTF-8.
-    """
+    """Yield the tokens of each document, given as UTF-8; a long document is encoded while its tokens are read."""
     for document in documents:
         if len(document) <= _SECTION_BYTES:
             yield tokenizer.encode(document.decode())
@@ -64,10 +60,10 @@ def text_batches(
     length = seq_len + 1
     waiting: list[_Row] = []
     finished: list[_Row] = []
-    left = max_tokens
+    left = sys.maxsize if max_tokens is None else max_tokens
     for number, document in enumerate(documents):
         tokens = iter(document)
-        while taken := list(islice(tokens, seq_len if left is None else min(left, seq_len))):
+        while taken := list(islice(tokens, min(left, seq_len))):
             piece = [bos_id, *taken]
             # First fit packs nearly as tightly as sorting by length, without reading all documents first.
             row = next((row for row in waiting if len(row) + len(piece) <= length), None)
@@ -83,8 +79,7 @@ def text_batches(
             if len(finished) == rows:
                 yield _batch(finished, bos_id, length)
                 finished = []
-            if left is not None:
-                left -= len(taken)
+            left -= len(taken)
         if left == 0:
             break
     finished += waiting
