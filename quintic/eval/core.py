@@ -13,7 +13,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quintic.data.tokenizer import Tokenizer
-from quintic.eval.core_tasks import CORE_TASKS, CoreSuite, CoreTask, Item
+from quintic.eval.core_tasks import CORE_TASKS, CoreTask, Item
 
 __all__ = ["CoreScore", "TaskScore", "core_lines", "core_score", "core_sums"]
 
@@ -57,12 +57,17 @@ class TaskScore:
     num_cropped: int  # items with a cropped candidate
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CoreScore:
     """The result of all tasks."""
 
     tasks: tuple[TaskScore, ...]  # tasks in the folder
-    missing: tuple[str, ...]  # labels of the tasks of CORE that are not in the folder
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Labels of the tasks of CORE that are not in the folder."""
+        present = {task.label for task in self.tasks}
+        return tuple(task.label for task in CORE_TASKS if task.label not in present)
 
     @property
     def core(self) -> float:
@@ -89,7 +94,7 @@ class CoreScore:
 def core_sums(
     model: Callable[..., Tensor],
     tokenizer: Tokenizer,
-    suite: CoreSuite,
+    suite: Sequence[CoreTask],
     device: torch.device,
     *,
     max_tokens: int,
@@ -106,7 +111,7 @@ def core_sums(
     Args:
         model: called as `model(inputs, document_starts=..., positions=...)` for (N, vocab_size) logits.
         tokenizer: the model's tokenizer.
-        suite: the tasks.
+        suite: the tasks, from `load_core`.
         device: device of the model and of the result.
         max_tokens: length of the longest input, at least 2; longer ones lose their beginning. Usually `seq_len`.
         max_items: largest number of items per task; None for all items.
@@ -114,9 +119,9 @@ def core_sums(
         rank: index of this process among the processes that divide the items.
         world_size: number of these processes.
     """
-    sums = torch.zeros((len(suite.tasks), 3), dtype=torch.int64)
-    for number, task in enumerate(suite.tasks):
-        items, asked = suite.chosen(number, max_items)
+    sums = torch.zeros((len(suite), 3), dtype=torch.int64)
+    for number, task in enumerate(suite):
+        items, asked = task.chosen(max_items)
         batches = _batches(items[:asked], rows)
         # Batches go to the ranks in turn, a round at a time. A rank that has none left repeats another's, and drops the
         # answers, because all ranks must call the model equally often.
@@ -128,10 +133,10 @@ def core_sums(
     return sums.to(device)
 
 
-def core_score(suite: CoreSuite, sums: Tensor) -> CoreScore:
+def core_score(suite: Sequence[CoreTask], sums: Tensor) -> CoreScore:
     """Return the score for the summed counts of all ranks, (tasks, 3) from `core_sums`."""
     results = []
-    for task, (correct, num_items, num_cropped) in zip(suite.tasks, sums.tolist(), strict=True):
+    for task, (correct, num_items, num_cropped) in zip(suite, sums.tolist(), strict=True):
         accuracy = correct / num_items
         # Of a binomial fraction, scaled like the centred accuracy.
         error = math.sqrt(accuracy * (1 - accuracy) / num_items) / (1 - task.baseline)
@@ -145,7 +150,7 @@ def core_score(suite: CoreSuite, sums: Tensor) -> CoreScore:
                 num_cropped=num_cropped,
             )
         )
-    return CoreScore(tasks=tuple(results), missing=suite.missing)
+    return CoreScore(tuple(results))
 
 
 def core_lines(result: CoreScore) -> list[str]:
@@ -250,10 +255,7 @@ def candidates(
 
 def _common(rows: Sequence[Sequence[int]]) -> int:
     """Return the length of the longest common beginning."""
-    for length, column in enumerate(zip(*rows, strict=False)):
-        if len(set(column)) > 1:
-            return length
-    return min(map(len, rows))
+    return len(list(takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))))
 
 
 def prompts(task: CoreTask, items: Sequence[Item], index: int) -> list[str]:

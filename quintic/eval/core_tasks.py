@@ -5,7 +5,7 @@ A folder has one of two layouts:
 - nanochat's `eval_bundle`: `core.yaml` with the tasks, `eval_data/` with their files, `eval_meta_data.csv` with the
   accuracies of guessing;
 - JSONL files named as in `CORE_TASKS` (`arc_easy.jsonl`, ...), which also has their shots, delimiters and accuracies of
-  guessing. Tasks without a file are left out, and listed in `CoreSuite.missing`.
+  guessing. Tasks without a file are left out.
 
 A file has one item per line, a JSON object with the fields that `_FORMS` has for the kind of its task.
 """
@@ -14,13 +14,13 @@ import csv
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from quintic.errors import DataError
 
-__all__ = ["CORE_TASKS", "CoreSuite", "CoreTask", "load_core"]
+__all__ = ["CORE_TASKS", "CoreTask", "load_core"]
 
 TaskKind = Literal["multiple_choice", "schema", "language_modeling"]
 Item = Mapping[str, Any]
@@ -38,7 +38,7 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class CoreTask:
-    """A task, and the form of its questions."""
+    """A task, the form of its questions, and its items."""
 
     label: str
     file: str  # path within the data folder
@@ -46,6 +46,18 @@ class CoreTask:
     num_shots: int  # solved examples before the item that is asked
     baseline: float  # accuracy of guessing, at least 0 and below 1; accuracies are centred on it
     delimiter: str = " "  # text between a question and its answer
+    items: tuple[Item, ...] = field(default=(), repr=False)  # in the order of the file
+
+    def chosen(self, max_items: int | None) -> tuple[list[Item], int]:
+        """Return the items in the order in which they are asked, and the number of items to ask.
+
+        If there are more than `max_items`, a fixed random choice is asked. Further items are returned only if the
+        chosen ones are too few to serve as examples.
+        """
+        items = list(self.items)
+        random.Random(_SHUFFLE_SEED).shuffle(items)
+        asked = len(items) if max_items is None else min(max_items, len(items))
+        return items[: max(asked, self.num_shots + 1)], asked
 
 
 _ANSWER = "\nAnswer: "
@@ -81,28 +93,8 @@ CORE_TASKS = (
 """The 22 tasks of CORE."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CoreSuite:
-    """Tasks with their items."""
-
-    tasks: tuple[CoreTask, ...]  # in the order of `CORE_TASKS`, or of a bundle's `core.yaml`
-    items: tuple[tuple[Item, ...], ...]  # of each task, in the order of its file
-    missing: tuple[str, ...]  # labels of `CORE_TASKS` that are not among `tasks`
-
-    def chosen(self, number: int, max_items: int | None) -> tuple[list[Item], int]:
-        """Return the items of a task in the order in which they are asked, and the number of items to ask.
-
-        If there are more than `max_items`, a fixed random choice is asked. Further items are returned only if the
-        chosen ones are too few to serve as examples.
-        """
-        items = list(self.items[number])
-        random.Random(_SHUFFLE_SEED).shuffle(items)
-        asked = len(items) if max_items is None else min(max_items, len(items))
-        return items[: max(asked, self.tasks[number].num_shots + 1)], asked
-
-
-def load_core(folder: str | Path) -> CoreSuite:
-    """Return the tasks in a folder of either layout, with their items.
+def load_core(folder: str | Path) -> tuple[CoreTask, ...]:
+    """Return the tasks in a folder of either layout, in the order of `CORE_TASKS`, or of a bundle's `core.yaml`.
 
     Raises:
         DataError: the folder holds no task, or a line of a file is not an item of its task; the message names the line.
@@ -119,12 +111,7 @@ def load_core(folder: str | Path) -> CoreSuite:
             f"{folder}: holds no task of CORE; give a folder with files such as arc_easy.jsonl, or nanochat's "
             "eval_bundle with core.yaml and eval_data"
         )
-    present = {task.label for task in tasks}
-    return CoreSuite(
-        tasks=tasks,
-        items=tuple(_items(data / task.file, task) for task in tasks),
-        missing=tuple(task.label for task in CORE_TASKS if task.label not in present),
-    )
+    return tuple(replace(task, items=_items(data / task.file, task)) for task in tasks)
 
 
 def _bundle_tasks(folder: Path) -> tuple[CoreTask, ...]:

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from test_generate import model_of
 from quintic.data.dataset import Dataset
 from quintic.errors import DataError
 from quintic.eval.core import answers, candidates, core_lines, core_score, core_sums, prompts
-from quintic.eval.core_tasks import CORE_TASKS, CoreSuite, CoreTask, TaskKind, load_core
+from quintic.eval.core_tasks import CORE_TASKS, CoreTask, TaskKind, load_core
 from quintic.model.gpt import GPT
 
 CPU = torch.device("cpu")
@@ -225,11 +226,12 @@ def test_answers_are_those_of_a_plain_loop_over_transformers(
     assert not all(right)
 
 
-def suite_of(*counts: int) -> CoreSuite:
+def suite_of(*counts: int) -> list[CoreTask]:
     kinds: list[TaskKind] = ["multiple_choice", "schema", "language_modeling"]
-    tasks = tuple(task_of(kind, 2) for kind in kinds[: len(counts)])
-    items = tuple(tuple(items_of(task.kind, count)) for task, count in zip(tasks, counts, strict=True))
-    return CoreSuite(tasks=tasks, items=items, missing=("squad",))
+    return [
+        replace(task_of(kind, 2), items=tuple(items_of(kind, count)))
+        for kind, count in zip(kinds[: len(counts)], counts, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64])
@@ -262,11 +264,11 @@ def test_only_some_items_are_asked(model: GPT, tiny_dataset: Dataset) -> None:
     suite = suite_of(11, 4, 7)
     sums = core_sums(model, tiny_dataset.tokenizer, suite, CPU, max_tokens=64, max_items=5)
     assert sums[:, 1].tolist() == [5, 4, 5]
-    shuffled = list(suite.items[0])
+    shuffled = list(suite[0].items)
     random.Random(1337).shuffle(shuffled)
-    assert suite.chosen(0, 5) == (shuffled[:5], 5)
-    assert suite.chosen(0, 1) == (shuffled[:3], 1)  # two more, as examples
-    assert suite.chosen(0, None) == (shuffled, 11)
+    assert suite[0].chosen(5) == (shuffled[:5], 5)
+    assert suite[0].chosen(1) == (shuffled[:3], 1)  # two more, as examples
+    assert suite[0].chosen(None) == (shuffled, 11)
 
 
 def test_accuracies_are_centred_on_chance() -> None:
@@ -322,10 +324,11 @@ def test_a_folder_of_files_has_the_tasks_that_are_there(tmp_path: Path) -> None:
     write(tmp_path / "winograd_wsc.jsonl", items_of("schema", 3))
     write(tmp_path / "hellaswag.jsonl", items_of("multiple_choice", 12))  # counts twice
     suite = load_core(tmp_path)
-    assert [task.label for task in suite.tasks] == ["hellaswag_zeroshot", "copa", "hellaswag", "winograd"]
-    assert [len(items) for items in suite.items] == [12, 3, 12, 3]
-    assert len(suite.missing) == 18
-    assert "squad" in suite.missing
+    assert [task.label for task in suite] == ["hellaswag_zeroshot", "copa", "hellaswag", "winograd"]
+    assert [len(task.items) for task in suite] == [12, 3, 12, 3]
+    score = core_score(suite, torch.ones(4, 3))
+    assert len(score.missing) == 18
+    assert "squad" in score.missing
 
 
 def test_a_bundle_says_itself_what_its_tasks_are(tmp_path: Path) -> None:
@@ -342,14 +345,16 @@ def test_a_bundle_says_itself_what_its_tasks_are(tmp_path: Path) -> None:
     write(tmp_path / "eval_data" / "a" / "b.jsonl", items_of("multiple_choice", 4))
     write(tmp_path / "eval_data" / "c.jsonl", items_of("language_modeling", 1))
     suite = load_core(tmp_path)
-    assert suite.tasks == (
+    assert [len(task.items) for task in suite] == [4, 1]
+    assert tuple(replace(task, items=()) for task in suite) == (
         CoreTask(
             label="copa", file="a/b.jsonl", kind="multiple_choice", num_shots=3, baseline=0.4, delimiter="\nAnswer: "
         ),
         CoreTask(label="mine", file="c.jsonl", kind="language_modeling", num_shots=0, baseline=0.125),
     )
-    assert "squad" in suite.missing
-    assert "copa" not in suite.missing
+    score = core_score(suite, torch.ones(2, 3))
+    assert "squad" in score.missing
+    assert "copa" not in score.missing
     (tmp_path / "eval_meta_data.csv").write_text("Eval Task,Random baseline\ncopa,40\n")
     with pytest.raises(DataError, match=r"not those of an eval_bundle \(KeyError: 'squad'\)"):
         load_core(tmp_path)
@@ -381,7 +386,7 @@ def test_a_byte_order_mark_is_no_part_of_an_item(tmp_path: Path) -> None:
     write(tmp_path / "copa.jsonl", items_of("multiple_choice", 2))
     plain = load_core(tmp_path)
     (tmp_path / "copa.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "copa.jsonl").read_bytes())
-    assert load_core(tmp_path).items == plain.items
+    assert load_core(tmp_path) == plain
 
 
 def test_folders_without_tasks(tmp_path: Path) -> None:
