@@ -39,15 +39,7 @@ TOKENIZER_NAME = "tokenizer.json"
 
 
 class DocumentSplit:
-    """The documents of one side, training or validation, numbered from 0 across all shards.
-
-    Attributes:
-        num_bytes: UTF-8 bytes of the text.
-        offsets: (num_documents + 1,) int64: first token of each document, counted across all shards, and the total
-            number of tokens.
-        shards: tokens of each shard, memory-mapped and read-only; every document lies in one shard.
-        shard_offsets: (num_shards + 1,) int64: number of tokens before each shard, and in total.
-    """
+    """The documents of one side, training or validation, numbered from 0 across all shards."""
 
     def __init__(self, folder: Path, fields: dict[str, Any], dtype: str, repair: str) -> None:
         """Map the shards that the split's entry in the manifest lists; `repair` is the command that makes them again.
@@ -56,8 +48,10 @@ class DocumentSplit:
             DataError: a shard is missing, or its size differs from the manifest's.
         """
         little_endian = np.dtype(dtype).newbyteorder("<")
+        self.num_bytes = sum(int(shard["bytes"]) for shard in fields["shards"])  # of the text as UTF-8
+        # Tokens of each shard, memory-mapped and read-only; every document lies in one shard.
         self.shards: list[npt.NDArray[np.unsignedinteger[Any]]] = []
-        self.num_bytes = sum(int(shard["bytes"]) for shard in fields["shards"])
+        # (num_shards + 1,) int64: number of tokens before each shard, and in total.
         self.shard_offsets = np.cumsum([0, *(int(shard["tokens"]) for shard in fields["shards"])], dtype=np.int64)
         starts = []
         for shard, before in zip(fields["shards"], self.shard_offsets[:-1], strict=True):
@@ -75,6 +69,7 @@ class DocumentSplit:
             # A plain array over the mapping: slicing an np.memmap takes several times longer.
             self.shards.append(np.asarray(np.memmap(path, dtype=little_endian, mode="r")))
             starts.append(offsets[:-1] + before)
+        # (num_documents + 1,) int64: first token of each document, counted across all shards, and the number of tokens.
         self.offsets = np.concatenate([*starts, self.shard_offsets[-1:]])
 
     @property

@@ -49,10 +49,6 @@ class ChunkIndex:
 
     A chunk is a bos and up to `row_tokens - 1` tokens of one document. Chunk k of a document begins at its text token
     `k * (row_tokens - 1)`.
-
-    Attributes:
-        row_tokens: length of the longest chunk.
-        lengths: (num_chunks,) int32: number of tokens of each chunk, including its bos.
     """
 
     def __init__(self, split: DocumentSplit, bos_id: int, row_tokens: int, first: int, last: int) -> None:
@@ -69,6 +65,7 @@ class ChunkIndex:
         # An empty document has one chunk, its bos.
         chunks = np.maximum(1, -(-text_tokens // self._stride))
         self._first_chunk = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(chunks)])
+        # (num_chunks,) int32: number of tokens of each chunk, including its bos.
         self.lengths = np.full(self._first_chunk[-1], row_tokens, dtype=np.int32)
         self.lengths[self._first_chunk[1:] - 1] = 1 + text_tokens - (chunks - 1) * self._stride
 

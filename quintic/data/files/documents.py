@@ -48,11 +48,7 @@ _NAMED_FIELDS = 20
 
 
 class MissingField(DataError):
-    """A record or a table lacks the field that should hold the text.
-
-    Attributes:
-        fields: names of its fields.
-    """
+    """A record or a table lacks the field that should hold the text; `fields` are the names of its fields."""
 
     def __init__(self, place: str, field: str, fields: Iterable[str]) -> None:
         """Make a message with the names of the fields, and the option that chooses one of them."""
