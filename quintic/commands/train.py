@@ -17,7 +17,7 @@ from quintic.commands.inputs import check_options, check_text, text_to_resume
 from quintic.commands.options import Start, read_command
 from quintic.commands.text import prepared
 from quintic.errors import CheckpointError, ConfigError, DivergedError, OtherRankError
-from quintic.launch import Launch, hint, launched
+from quintic.launch import hint, launched
 from quintic.report.history import RunHistory
 from quintic.streams import say
 from quintic.train.checkpoint import newest_checkpoint, step_of
@@ -32,12 +32,11 @@ __all__ = ["run"]
 
 def run(arguments: list[str]) -> int:
     """Run the command, on all ranks that torchrun has started; return its exit code."""
-    launch = launched()
-    with connected(launch) as ranks:
+    with connected(launched()) as ranks:
         start = ranks.run_on_all(lambda: read_command("train", arguments))
         try:
             if isinstance(start, Start):
-                return _run(start, launch, ranks)
+                return _run(start, ranks)
             from quintic.speedrun.run import speedrun
 
             name, options = start
@@ -49,8 +48,8 @@ def run(arguments: list[str]) -> int:
             raise OtherRankError("rank 0 reports it") from None  # all ranks raise the same error
 
 
-def _run(start: Start, launch: Launch, ranks: Ranks) -> int:
-    start = ranks.run_on_all(lambda: _restarted(start, launch))
+def _run(start: Start, ranks: Ranks) -> int:
+    start = ranks.run_on_all(lambda: _restarted(start, ranks))
     config, run_dir = start.config, start.resumed
     if run_dir is not None and (note := ranks.from_rank0(lambda: _finished_note(start))) is not None:
         say(note)
@@ -75,7 +74,7 @@ def _run(start: Start, launch: Launch, ranks: Ranks) -> int:
             run_dir,
             resume=start.resumed is not None,
             # After a restart, continue from the newest checkpoint: --resume-step was for the first attempt.
-            resume_step=None if launch.restarts else start.given.get("resume_step"),
+            resume_step=None if ranks.restarts else start.given.get("resume_step"),
             command=start.command,
             ranks=ranks,
         )
@@ -98,15 +97,15 @@ def _run(start: Start, launch: Launch, ranks: Ranks) -> int:
     return 0
 
 
-def _restarted(start: Start, launch: Launch) -> Start:
+def _restarted(start: Start, ranks: Ranks) -> Start:
     """Continue the run that the first attempt started, if torchrun has restarted this process."""
-    if start.resumed is not None or not launch.may_restart:
+    if start.resumed is not None or not ranks.may_restart:
         return start
-    name = start.config.run.run or launch.run_name
+    name = start.config.run.run or ranks.run_name
     if name is None:
         raise ConfigError("--name: is needed with torchrun --max-restarts, so that a restart can find its run")
     run_dir = start.config.run.runs_dir / name
-    if launch.restarts and (run_dir / CONFIG_FILE).is_file():
+    if ranks.restarts and (run_dir / CONFIG_FILE).is_file():
         return dataclasses.replace(start, config=load_config(run_dir / CONFIG_FILE), resumed=run_dir)
     return dataclasses.replace(start, config=with_options(start.config, run=name))
 

@@ -39,13 +39,9 @@ _POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """The processes that train a run. All of them must call each method, in the same order."""
+class Ranks(Launch):
+    """The connected processes that train a run. All of them must call each method, in the same order."""
 
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
     group: Any = field(default=None, compare=False)
     """Process group (gloo) for messages between host processes; None if there is only one process."""
 
@@ -134,7 +130,7 @@ def connected(launch: Launch) -> Iterator[Ranks]:
     block first waits until the failing rank has printed its error and ended.
     """
     if launch.size == 1:
-        yield SINGLE_PROCESS
+        yield Ranks(**vars(launch))
         return
     # gloo for CPU tensors, NCCL for GPU tensors; rank r of a host uses its GPU r.
     backend = "gloo"
@@ -152,9 +148,7 @@ def connected(launch: Launch) -> Iterator[Ranks]:
     # all the same, because its connections close.
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     try:
-        yield Ranks(
-            rank=launch.rank, size=launch.size, local_rank=launch.local_rank, local_size=launch.local_size, group=group
-        )
+        yield Ranks(**vars(launch), group=group)
     except OtherRankError:
         with contextlib.suppress(RuntimeError):  # the connection closes when the failing rank ends
             dist.barrier(group=group)

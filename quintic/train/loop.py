@@ -30,7 +30,7 @@ from quintic.train.checkpoint import checkpoint_of_step, checkpoints, newest_che
 from quintic.train.config import Config
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts
-from quintic.train.metrics import MetricsLog, TensorBoardTracker, WandbTracker
+from quintic.train.metrics import MetricsLog, tensorboard_tracker, wandb_tracker
 from quintic.train.recipe import scale_lines
 from quintic.train.runs import TOKENIZER_FILE, lock_run, wandb_id
 from quintic.train.saving.source import keep_source
@@ -326,11 +326,11 @@ def _open_log(run: Trainer, resume_step: int | None) -> MetricsLog:
     if not run.ranks.is_first:
         return MetricsLog(None)
     options, folder = run.config.run, run.run_dir
-    trackers: list[TensorBoardTracker | WandbTracker] = []
+    trackers = []
     if options.tensorboard:
-        trackers.append(TensorBoardTracker(folder / "tensorboard", resume_step=resume_step))
+        trackers.append(tensorboard_tracker(folder / "tensorboard", resume_step=resume_step))
     if options.wandb is not None:
-        trackers.append(WandbTracker(options.wandb, name=folder.name, folder=folder, run_id=wandb_id(folder)))
+        trackers.append(wandb_tracker(options.wandb, folder=folder, run_id=wandb_id(folder)))
     return MetricsLog(folder / METRICS_FILE, resume_step=resume_step, trackers=trackers)
 
 

@@ -4,12 +4,13 @@ The file `metrics.jsonl` has one JSON object per line. `quintic.report.history` 
 ``docs/reference/metrics.md`` lists the kinds of records; `trainer.py` and `watch.py` measure the values.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -19,7 +20,10 @@ from quintic.launch import install_command
 from quintic.report.history import read_metrics
 from quintic.train.config import RunConfig
 
-__all__ = ["MetricsLog", "TensorBoardTracker", "WandbTracker", "check_trackers"]
+__all__ = ["MetricsLog", "Tracker", "check_trackers", "tensorboard_tracker", "wandb_tracker"]
+
+Tracker = Callable[[Mapping[str, Any]], None]
+"""Shows a record of the log elsewhere."""
 
 _STEPPED_KINDS = ("train", "eval", "core", "sample")
 _CODE = 4 * " "  # indents a code block in Markdown, which keeps spaces and line breaks
@@ -36,7 +40,7 @@ class MetricsLog:
         resume_step: the step of the checkpoint that the run continues from. Records of later steps, which will be
             repeated, and everything from a ``final`` record on are removed first, so that the log has each step once.
             The file is replaced in one move: after a crash, the old or the new file is there.
-        trackers: get every record, ignore kinds that they cannot show, and are closed with the log.
+        trackers: get every record, ignore kinds that they cannot show, and are entered and left with the log.
 
     Raises:
         DataError: if an existing file is damaged before its last line.
@@ -47,9 +51,10 @@ class MetricsLog:
         path: Path | None,
         *,
         resume_step: int | None = None,
-        trackers: Sequence["TensorBoardTracker | WandbTracker"] = (),
+        trackers: Sequence[contextlib.AbstractContextManager[Tracker]] = (),
     ) -> None:
-        self._trackers = trackers
+        self._opened = contextlib.ExitStack()
+        self._trackers = [self._opened.enter_context(tracker) for tracker in trackers]
         self._file: TextIO | None = None  # stays None on ranks other than 0
         if path is None:
             return
@@ -62,7 +67,7 @@ class MetricsLog:
                 unfinished = itertools.takewhile(lambda r: r.get("kind") != "final", records)
                 records = [r for r in unfinished if not _is_after(r, resume_step)]
             write_atomically(path, "".join(map(_encode, records)))
-        self._file = path.open("a", encoding="utf-8", newline="\n")
+        self._file = self._opened.enter_context(path.open("a", encoding="utf-8", newline="\n"))
 
     def write(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Append one record and hand it to the trackers.
@@ -79,17 +84,13 @@ class MetricsLog:
         if self._file is not None:
             self._file.write(_encode(record))
             self._file.flush()
-        for tracker in self._trackers:
-            tracker.log(record)
+        for track in self._trackers:
+            track(record)
         return record
 
     def close(self) -> None:
         """Close the file and the trackers; closing twice is fine."""
-        if self._file is None or self._file.closed:
-            return
-        self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -129,78 +130,66 @@ def _plain(value: Any) -> Any:
     return _plain(str(value))
 
 
-class TensorBoardTracker:
-    """Shows the numbers of train, eval and final records, and the samples, in TensorBoard.
+@contextlib.contextmanager
+def tensorboard_tracker(folder: Path, *, resume_step: int | None = None) -> Iterator[Tracker]:
+    """Yield a tracker that shows the numbers and the samples in TensorBoard, by event files in `folder`.
 
-    Args:
-        folder: where TensorBoard's event files go; ``tensorboard --logdir`` reads it.
-        resume_step: as in `MetricsLog`; points of later steps from before are hidden.
+    Points of steps after `resume_step` from an earlier process are hidden.
     """
+    from torch.utils import tensorboard
 
-    def __init__(self, folder: str | Path, *, resume_step: int | None = None) -> None:
-        from torch.utils import tensorboard
+    make: Any = tensorboard.SummaryWriter
+    writer = make(str(folder), purge_step=None if resume_step is None else resume_step + 1)
 
-        # `purge_step` hides points from this step on that an earlier process wrote.
-        writer: Any = tensorboard.SummaryWriter
-        self._writer = writer(str(folder), purge_step=None if resume_step is None else resume_step + 1)
-
-    def log(self, record: Mapping[str, Any]) -> None:
+    def track(record: Mapping[str, Any]) -> None:
         """Add the record's numbers as scalars named ``kind/field``, its samples and configuration as text."""
         kind, step = record["kind"], record.get("step")
         if kind == "run":
             settings = json.dumps(record.get("config", {}), indent=2, ensure_ascii=False)
-            self._writer.add_text("config", textwrap.indent(settings, _CODE), 0)
+            writer.add_text("config", textwrap.indent(settings, _CODE), 0)
         for name, value in _scalars(record):
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
         for index, sample in enumerate(record.get("samples") or ()):
             text = f"{sample['prompt']}{sample['text']}"
-            self._writer.add_text(f"sample/{index}", textwrap.indent(text, _CODE), step)
+            writer.add_text(f"sample/{index}", textwrap.indent(text, _CODE), step)
         if kind in ("eval", "final"):
-            self._writer.flush()
+            writer.flush()
 
-    def close(self) -> None:
-        """Write buffered points and close the event file."""
-        self._writer.close()
+    with contextlib.closing(writer):
+        yield track
 
 
-class WandbTracker:
-    """Sends the numbers of train, eval and final records, and the configuration, to Weights & Biases.
+@contextlib.contextmanager
+def wandb_tracker(project: str, *, folder: Path, run_id: str) -> Iterator[Tracker]:
+    """Yield a tracker that sends numbers and configuration to a project of Weights & Biases, as a run named `folder`.
 
-    Samples stay in the log: the service has no plain-text chart for them.
-
-    Args:
-        project: the project that the run appears under.
-        name: the name of the run.
-        folder: where the package keeps its own files.
-        run_id: identifies the run; the same one again continues it after a resume.
+    The same `run_id` again continues the run. Samples stay in the log: the service has no plain-text chart for them.
 
     Raises:
-        ConfigError: if the package ``wandb`` cannot start the run.
+        ConfigError: the package ``wandb`` cannot start the run.
     """
+    import wandb
 
-    def __init__(self, project: str, *, name: str, folder: str | Path, run_id: str) -> None:
-        import wandb
+    try:
+        run: Any = wandb.init(project=project, name=folder.name, dir=str(folder), id=run_id, resume="allow")
+    except Exception as error:  # an account, the network or the project's name: the package says which
+        raise ConfigError(
+            f"--wandb {project}: {error}; log in, set WANDB_MODE=offline, or leave --wandb out"
+        ) from error
 
-        try:
-            self._run: Any = wandb.init(project=project, name=name, dir=str(folder), id=run_id, resume="allow")
-        except Exception as error:  # an account, the network or the project's name: the package says which
-            raise ConfigError(
-                f"--wandb {project}: {error}; log in, set WANDB_MODE=offline, or leave --wandb out"
-            ) from error
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Send the record's numbers under ``kind/field``, or the configuration of a run record."""
+    def track(record: Mapping[str, Any]) -> None:
         if record["kind"] == "run":
             details = {key: record[key] for key in ("config", "machine", "versions", "model") if key in record}
-            self._run.config.update(details, allow_val_change=True)
+            run.config.update(details, allow_val_change=True)
         # Steps must not decrease there; `wandb_id` makes sure that a copied run does not continue the original's.
         scalars = dict(_scalars(record))
         if scalars:
-            self._run.log(scalars, step=record.get("step"))
+            run.log(scalars, step=record.get("step"))
 
-    def close(self) -> None:
-        """Wait until everything is sent and end the run."""
-        self._run.finish()
+    try:
+        yield track
+    finally:
+        run.finish()  # waits until everything is sent
 
 
 def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -1,8 +1,10 @@
 """The metrics log: valid lines, crashes, resuming, and the mirrors of it."""
 
+import contextlib
 import json
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from durability import disk_events, durable_names
 
 from quintic.errors import ConfigError, DataError
 from quintic.report.history import RunHistory, read_metrics
-from quintic.train.metrics import MetricsLog, TensorBoardTracker, WandbTracker
+from quintic.train.metrics import MetricsLog, Tracker, tensorboard_tracker, wandb_tracker
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -199,24 +201,21 @@ def test_a_final_record_at_the_last_evaluation_is_no_second_one(tmp_path: Path) 
     assert [r["loss"] for r in RunHistory.load(tmp_path).evals] == [3.0]
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.records: list[Any] = []
-        self.closed = 0
-
-    def log(self, record: Any) -> None:
-        self.records.append(record)
-
-    def close(self) -> None:
-        self.closed += 1
-
-
 def test_trackers_get_every_record_as_written(tmp_path: Path) -> None:
-    tracker: Any = Recorder()
-    with MetricsLog(tmp_path / "metrics.jsonl", trackers=[tracker]) as log:
+    records: list[Any] = []
+    closed: list[bool] = []
+
+    @contextlib.contextmanager
+    def tracker() -> Iterator[Tracker]:
+        yield records.append
+        closed.append(True)
+
+    with MetricsLog(tmp_path / "metrics.jsonl", trackers=[tracker()]) as log:
         log.write("train", step=1, loss=float("inf"))
-    assert tracker.records == lines(tmp_path / "metrics.jsonl") == [{"kind": "train", "step": 1, "loss": None}]
-    assert tracker.closed == 1
+        assert not closed
+    assert records == lines(tmp_path / "metrics.jsonl") == [{"kind": "train", "step": 1, "loss": None}]
+    log.close()
+    assert closed == [True]
 
 
 RECORDS: list[dict[str, Any]] = [
@@ -230,10 +229,9 @@ RECORDS: list[dict[str, Any]] = [
 
 def test_tensorboard_shows_the_numbers(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    tracker = TensorBoardTracker(tmp_path)
-    for record in RECORDS:
-        tracker.log(record)
-    tracker.close()
+    with tensorboard_tracker(tmp_path) as track:
+        for record in RECORDS:
+            track(record)
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {
@@ -262,12 +260,11 @@ def test_wandb_gets_the_numbers_and_the_configuration(tmp_path: Path, monkeypatc
         return Run()
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    tracker = WandbTracker("project", name="x", folder=tmp_path, run_id="abc")
-    for record in RECORDS:
-        tracker.log(record)
-    tracker.close()
+    with wandb_tracker("project", folder=tmp_path, run_id="abc") as track:
+        for record in RECORDS:
+            track(record)
     assert calls == [
-        ("init", {"project": "project", "name": "x", "dir": str(tmp_path), "id": "abc", "resume": "allow"}),
+        ("init", {"project": "project", "name": tmp_path.name, "dir": str(tmp_path), "id": "abc", "resume": "allow"}),
         ("config", {"config": {"seed": 1}}),
         ("log 1", {"train/loss": 2.5, "train/lr/muon": 0.02, "train/lr/adamw": 0.001}),
         ("log 1", {"eval/loss": 2.0}),
@@ -283,8 +280,9 @@ def test_a_service_that_refuses_is_an_error_that_names_the_option(
         raise RuntimeError("no API key")
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    with pytest.raises(ConfigError, match=r"--wandb project: no API key; log in, set WANDB_MODE=offline"):
-        WandbTracker("project", name="x", folder=tmp_path, run_id="abc")
+    tracker = wandb_tracker("project", folder=tmp_path, run_id="abc")
+    with pytest.raises(ConfigError, match=r"--wandb project: no API key; log in, set WANDB_MODE=offline"), tracker:
+        pass
 
 
 @pytest.mark.parametrize(("resume_step", "kept"), [(2, 0), (3, 1)])
