@@ -43,7 +43,7 @@ from quintic.optim.polar.program import products_of, run_products
 from quintic.train.config import Config
 from quintic.train.hardware import choose_hardware, machine_facts
 from quintic.train.saved_config import with_options
-from quintic.train.saving.source import package_versions
+from quintic.train.source import package_versions
 from quintic.train.trainer import Trainer
 
 ERROR_OPTIONS = "--kv-ratio 2 --steps 400 --batch-tokens 2048 --rows 8"  # of the run whose directions are kept

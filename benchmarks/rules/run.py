@@ -40,7 +40,7 @@ def time_steps(job: Mapping[str, Any]) -> dict[str, Any]:
     from quintic.data.dataset import Dataset
     from quintic.train.hardware import choose_hardware, machine_facts
     from quintic.train.saved_config import from_dict
-    from quintic.train.saving.source import package_versions
+    from quintic.train.source import package_versions
     from quintic.train.trainer import Trainer
 
     if time.time() > job["deadline"]:

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,8 +144,8 @@ def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
         race = Race(track, model, data, hardware, seed=seed, capture=hardware.device.type == "cuda")
         race.warm_up()
         start = time.perf_counter() - began
-        with _turn:
-            result = train(race, run_dir, facts={}, warm_up=False, say=lambda line: None)
+        with _turn, redirect_stdout(None):
+            result = train(race, run_dir, facts={}, warm_up=False)
         records = read_metrics(run_dir / METRICS_FILE)
     steps = [record for record in records if record["kind"] == "train"]
     by_stage = [

@@ -76,8 +76,8 @@ def train(job: Mapping[str, Any], prepare: Callable[[Any], None] | None = None) 
 
     from quintic.data.dataset import Dataset
     from quintic.train.hardware import choose_hardware, machine_facts
-    from quintic.train.saving.source import package_versions
     from quintic.train.schedule import is_due
+    from quintic.train.source import package_versions
     from quintic.train.trainer import Trainer
 
     begin = time.perf_counter()

@@ -330,8 +330,8 @@ def _continued(values: Mapping[str, Any], given: Mapping[str, Any], command: str
     if is_comparison:
         if "seeds" in given:
             raise ConfigError("--seeds: a resumed comparison continues its own runs; leave --seeds out")
-        found = find_comparison(runs_dir, name)
-        resumed, file, saved, seeds, line = found.path, found.path, found.config, found.seeds, found.command
+        file, saved, seeds, line = find_comparison(runs_dir, name)
+        resumed = file
     else:
         resumed = find_run(runs_dir, name)
         file, seeds = resumed / CONFIG_FILE, 1

@@ -68,11 +68,13 @@ def run(options: Start | SimulationOptions) -> int:
     vocab_size, origin = planned_vocabulary(config.data)
     sizes = model_config(config, vocab_size=vocab_size, bos_id=0)
 
-    def built(config: Config) -> tuple[GPT, Muon]:
-        model = empty_model(sizes, dtype=dtype, attention="sdpa", weights=config.optim.weights)
-        return model, build_optimizer(model, config, on_gpu=on_gpu)
+    def built(settings: Settings) -> tuple[GPT, Muon, int]:
+        """Return model, optimizer and rows of the run with other values of some options."""
+        other = with_options(config, **settings)
+        model = empty_model(sizes, dtype=dtype, attention="sdpa", weights=other.optim.weights)
+        return model, build_optimizer(model, other, on_gpu=on_gpu), other.schedule.rows
 
-    model, optimizer = built(config)
+    model, optimizer, _ = built({})
     for note in options.notes:
         say(note)
     say(f"Vocabulary: {vocab_size:,} tokens, {origin}")
@@ -94,11 +96,10 @@ def run(options: Start | SimulationOptions) -> int:
         on_gpu and config.run.capture and dtype == torch.bfloat16 and config.run.attention not in ("sdpa", "flex")
     )
 
-    def needs(config: Config) -> Parts:
-        rows = config.schedule.rows
-        return training_memory(*built(config), rows=rows, on_gpu=on_gpu, compiled=compiled, captured=captured)
+    def needs(settings: Settings) -> Parts:
+        return training_memory(*built(settings), on_gpu=on_gpu, compiled=compiled, captured=captured)
 
-    memory = needs(config)
+    memory = needs({})
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items())
     last = (
         "graphs, which keep the activations, are estimated"
@@ -108,7 +109,7 @@ def run(options: Start | SimulationOptions) -> int:
     say(f"Memory: about {peak(memory) / 2**30:.2f} GiB ({parts}); the first three are exact, {last}\n")
     if (given := options.given.get("memory")) is not None:
         parameters = sum(param.numel() for param in model.parameters())
-        say(f"{cheapest_options(config, size_in_bytes(given), parameters, needs)}\n")
+        say(f"{cheapest_options(config.schedule.rows, size_in_bytes(given), parameters, needs)}\n")
     for group in optimizer.param_groups:
         parameters = sum(param.numel() for param in group["params"])
         unit = "parameter " if parameters == 1 else "parameters"
@@ -157,7 +158,7 @@ def planned_vocabulary(data: DataConfig) -> tuple[int, str]:
 
 
 def training_memory(
-    model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, compiled: bool = False, captured: bool = False
+    model: GPT, optimizer: Muon, rows: int, *, on_gpu: bool, compiled: bool = False, captured: bool = False
 ) -> dict[str, int]:
     """Return the bytes that training needs on one device, by purpose; the model may be on the meta device.
 
@@ -182,32 +183,29 @@ def training_memory(
     }
 
 
-def cheapest_options(config: Config, memory: int, parameters: int, needs: Callable[[Config], Parts]) -> str:
+def cheapest_options(rows: int, memory: int, parameters: int, needs: Callable[[Settings], Parts]) -> str:
     """Return a table of the memory of a run with more and more options that save some, and the cheapest that fit.
 
-    `memory` is the device's, in bytes, and `needs` returns a run's.
+    `memory` is the device's, in bytes, and `needs` returns the run's with some options.
     """
-
-    def needs_with(settings: Settings) -> Parts:
-        return needs(with_options(config, **settings))
 
     def name(settings: Settings) -> str:
         return " ".join(f"{option_of(name)} {value}" for name, value in settings.items())
 
     # Fewer rows at a time, in more passes: divisors, so that the batch is still a multiple.
-    fewer = [rows for rows in range(config.schedule.rows - 1, 0, -1) if config.schedule.rows % rows == 0]
+    fewer = [some for some in range(rows - 1, 0, -1) if rows % some == 0]
     savings: list[tuple[Settings, str]] = []
-    for settings, cost in (*_SAVINGS, *(({"rows": rows}, "time") for rows in fewer)):
+    for settings, cost in (*_SAVINGS, *(({"rows": some}, "time") for some in fewer)):
         # Some values of other options exclude bfloat16 state, as the configuration or the optimizer says.
         with contextlib.suppress(ValueError):
-            needs_with(settings)
+            needs(settings)
             savings.append((settings, cost))
-    setups = setups_of(savings, needs_with)
+    setups = setups_of(savings, needs)
     lines = [
         f"Into {gib(memory)} GiB; the table has GiB, each line with the options above it:\n",
         memory_table(setups, memory, parameters, "these options", name),
     ]
-    best = cheapest(setups, needs_with, memory)
+    best = cheapest(setups, needs, memory)
     if best is None:
         return "\n".join([*lines, "\nNone of these fits: a smaller --depth or --seq-len needs less."])
     options = name(best.settings) or "these options"

@@ -25,7 +25,7 @@ from quintic.speedrun.stream import FlatBatch, chunk_stream, validation_batches
 from quintic.train.checkpoint import save_checkpoint
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import Hardware, machine_facts
-from quintic.train.saving.source import code_facts
+from quintic.train.source import code_facts
 
 __all__ = ["Race", "bytes_of_targets", "score_batches"]
 

@@ -9,7 +9,7 @@ before the next validation, so that steps never wait for the GPU.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict, fields, replace
 from datetime import datetime
@@ -77,7 +77,6 @@ def train(
     facts: Mapping[str, Any],
     warm_up: bool = True,
     save_every: int = 0,
-    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Train and score a model, and return the final record of its log; all ranks must call it.
 
@@ -87,7 +86,6 @@ def train(
         facts: command and configuration, for the log.
         warm_up: compile before the clock starts rather than in the steps.
         save_every: steps between saves of the model; 0 for only the one at the end.
-        say: called with lines for the user.
 
     Raises:
         CheckpointError: the model cannot be saved. At the end, log and report are complete by then.
@@ -97,10 +95,10 @@ def train(
     track, ranks = race.track, race.ranks
     began = time.perf_counter()
     if warm_up:
-        say("Warming up: compiling the code of every stage ...")
+        print("Warming up: compiling the code of every stage ...")
         race.warm_up()
     warmup_seconds = time.perf_counter() - began
-    say(f"Warm-up took {warmup_seconds:.1f} s; the clock starts")
+    print(f"Warm-up took {warmup_seconds:.1f} s; the clock starts")
     step, tokens, seconds, scores = 0, 0, 0.0, list[tuple[float, int]]()
     log_file = run_dir / METRICS_FILE if ranks.is_first else None
     with closing(race), rare_collections() as collected, MetricsLog(log_file) as log:
@@ -110,7 +108,7 @@ def train(
         while True:
             if step % track.eval_every == 0 or step == track.steps:
                 loss, bpb = race.evaluate(step)
-                say(f"step {step}/{track.steps}  validation {loss:.4f}  {_time(seconds, step)}")
+                print(f"step {step}/{track.steps}  validation {loss:.4f}  {_time(seconds, step)}")
                 record = {"step": step, "tokens": tokens, "seconds": seconds, "loss": loss, "bpb": bpb}
                 log.write("eval", **record)
                 scores += [] if bpb is None else [(bpb, step)]
@@ -123,7 +121,7 @@ def train(
             # Steps up to the next validation or save, without waiting for the GPU in between.
             following = [step - step % every + every for every in (track.eval_every, save_every) if every]
             until = min(track.steps, *following)
-            tokens, seconds = _make_steps(race, log, range(step, until), tokens, seconds, say)
+            tokens, seconds = _make_steps(race, log, range(step, until), tokens, seconds)
             step = until
         peak = peak_memory_bytes(race.device, race.passes)
         least = dict(zip(("least_bpb", "least_bpb_step"), min(scores), strict=True)) if scores else {}
@@ -134,9 +132,7 @@ def train(
     return final
 
 
-def _make_steps(
-    race: Race, log: MetricsLog, steps: range, tokens: int, seconds: float, say: Callable[[str], None]
-) -> tuple[int, float]:
+def _make_steps(race: Race, log: MetricsLog, steps: range, tokens: int, seconds: float) -> tuple[int, float]:
     """Make steps and log them; return the run's total tokens and seconds, given the totals before.
 
     After a stop request (only with one rank), the steps made so far are logged, then KeyboardInterrupt is raised.
@@ -151,7 +147,7 @@ def _make_steps(
             made.append(race.train_step(number, race.stream))
             watch.mark()
             # The host's time, which runs ahead of the device's.
-            say(f"step {number + 1}/{race.track.steps}  {_time(time.perf_counter() - began, number + 1)}")
+            print(f"step {number + 1}/{race.track.steps}  {_time(time.perf_counter() - began, number + 1)}")
             if requests.is_stopped():
                 break
     times = watch.seconds()  # waits for the last step

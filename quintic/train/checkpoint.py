@@ -21,7 +21,10 @@ import hashlib
 import json
 import math
 import re
+import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +38,11 @@ from quintic.errors import CheckpointError
 from quintic.model.layers import distribute_like
 from quintic.optim.layout.layouts import is_dtensor
 from quintic.optim.muon import Muon
+from quintic.streams import say
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
-from quintic.train.saving.background import Background
 
 __all__ = [
+    "Background",
     "checkpoint_of_step",
     "checkpoints",
     "load_model_weights",
@@ -56,6 +60,66 @@ _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
 _FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
+
+
+class Background:
+    """Runs one function at a time in a background thread of rank 0.
+
+    All ranks must call `start` and `wait` in the same order.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._work: Future[None] | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """True on rank 0 if the function failed; the next `wait` raises its error."""
+        return self._work is not None and self._work.done() and self._work.exception() is not None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Wait for the function in progress, then start the next one and return.
+
+        Raises:
+            Exception: as `wait`; `work` is then not started.
+        """
+        self.wait()
+        if not self._ranks.is_first:
+            return
+        started = Future[None]()
+
+        def run() -> None:
+            try:
+                work()
+                started.set_result(None)
+            except BaseException as error:
+                started.set_exception(error)
+
+        # A daemon, unlike the threads of executors: a second Ctrl-C ends the process without waiting for it.
+        threading.Thread(target=run, name="quintic-background", daemon=True).start()
+        self._work = started  # only now: nobody waits for a thread that could not start
+
+    def wait(self) -> None:
+        """Wait until the function in progress has ended.
+
+        Raises:
+            Exception: the function raised this exception, on rank 0.
+            OtherRankError: the same on other ranks.
+        """
+        self._ranks.from_rank0(self._finish)
+
+    def _finish(self) -> None:
+        ended, self._work = self._work, None
+        if ended is not None:
+            ended.result()
+
+    def close(self) -> None:
+        """Wait until the function in progress has ended, and print its error.
+
+        For after an exception: ranks may be at different points in the code, so no collective is called here.
+        """
+        if self._work is not None and (error := self._work.exception()) is not None:
+            print(f"quintic: error: {error}", file=sys.stderr)
 
 
 def save_checkpoint(
@@ -192,7 +256,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None]) -> Path:
+def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None] = say) -> Path:
     """Return the newest undamaged checkpoint's folder; call `message` with a line for each damaged one that is skipped.
 
     Raises:
@@ -225,23 +289,22 @@ def checkpoint_of_step(run_dir: Path, step: int, *, option: str = "--resume-step
     return path
 
 
-def set_aside_later(run_dir: Path, step: int, *, message: Callable[[str], None]) -> None:
+def set_aside_later(run_dir: Path, step: int) -> None:
     """Rename the checkpoints of steps after `step` to set-aside-*, for a run that goes back to `step`.
 
     Otherwise the next `--resume` would take one of them for the newest. They stay, in case going back was a mistake;
-    `message` is called with the new names, if there are any.
+    the user is told the new names.
 
     Raises:
         OSError: a checkpoint cannot be renamed.
     """
-    later = [path for path in reversed(checkpoints(run_dir)) if step_of(path) > step]
     names = []
-    for path in later:
+    for path in (path for path in reversed(checkpoints(run_dir)) if step_of(path) > step):
         aside = unused(path.with_name(f"set-aside-{path.name}"))
         replace(path, aside)
         names.append(aside.name)
     if names:
-        message(f"Set aside the checkpoints of later steps in {run_dir / _FOLDER}, as {', '.join(names)}")
+        say(f"Set aside the checkpoints of later steps in {run_dir / _FOLDER}, as {', '.join(names)}")
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -77,11 +77,7 @@ class Ranks(Launch):
         raise OtherRankError("another rank has failed")
 
     def from_rank0(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0 only and return its result, which must be picklable, on all ranks.
-
-        Raises:
-            QuinticError, OSError: as `run_on_all`.
-        """
+        """Call `make` on rank 0 only and return its result, which must be picklable, on all ranks; as `run_on_all`."""
         made = self.run_on_all(lambda: make() if self.is_first else None)
         if self.size == 1:
             return made  # type: ignore[return-value]  # the first rank made it
@@ -210,11 +206,9 @@ class Parallelism:
         return "sharded" if self.kind == "sharded" else "averaged" if self.kind == "ddp" else "none"
 
     def place(self, model: GPT, device: torch.device) -> None:
-        """Shard a model that is on the meta device: under `fsdp`, `hsdp` and `tp` its parameters become `DTensor`s.
+        """Shard a model that is on the meta device, and will be moved to `device`, in place.
 
-        Args:
-            model: changed in place.
-            device: the device that it will be moved to.
+        Under `fsdp`, `hsdp` and `tp` its parameters become `DTensor`s.
 
         Raises:
             ConfigError: the number of ranks does not divide the number of heads (`tp`).
@@ -266,13 +260,11 @@ class Parallelism:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        size = self.ranks.size
-        if self.kind == "fsdp":
-            mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-        else:
+        sizes = {"shard": self.ranks.size}
+        if self.kind == "hsdp":
             # Consecutive ranks, usually those of a host, hold one copy, so that sharded weights stay on fast links.
-            shape = (size // self.shard_ranks, self.shard_ranks)
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+            sizes = {"replicate": self.ranks.size // self.shard_ranks, "shard": self.shard_ranks}
+        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         # A block casts all of its weights to the compute dtype anyway, so gathering them in that dtype changes no bit
         # and halves the traffic. Gradients are reduced in float32.
         policy = MixedPrecisionPolicy()
@@ -315,15 +307,11 @@ class Parallelism:
 def micro_batch_rows(config: Config, data_ranks: int) -> int:
     """Return the rows of one forward and backward pass on each rank: `--rows`, or fewer if the batch is too small.
 
-    Args:
-        config: its `batch_tokens` must be a number; it counts the tokens of all ranks.
-        data_ranks: number of ranks that get different rows of a batch.
-
     Raises:
         ConfigError: the batch is not a multiple of rows x seq_len x data_ranks tokens.
     """
     batch, seq_len = config.schedule.batch_tokens, config.model.seq_len
-    assert batch is not None  # set by the trainer
+    assert batch is not None  # set by the trainer; it counts the tokens of all ranks
     rows = min(config.schedule.rows, max(1, batch // (seq_len * data_ranks)))
     step = rows * seq_len * data_ranks
     if batch % step:

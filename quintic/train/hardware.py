@@ -96,11 +96,10 @@ def choose_hardware(run: RunConfig, *, local_ranks: int = 1) -> Hardware:
             "--device cpu"
         )
     # Precision: bfloat16 only if the device multiplies it fast.
+    narrow = run.dtype == "bfloat16"
     if run.dtype == "auto":
-        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_multiplies_bfloat16()
-        dtype = torch.bfloat16 if fast else torch.float32
-    else:
-        dtype = torch.bfloat16 if run.dtype == "bfloat16" else torch.float32
+        narrow = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_multiplies_bfloat16()
+    dtype = torch.bfloat16 if narrow else torch.float32
     try:
         attention = choose_attention(run.attention, device=device, dtype=dtype)
     except ValueError as error:
@@ -229,14 +228,9 @@ def peak_memory_bytes(device: torch.device, passes: CapturedPasses | None = None
 
 
 def check_memory(needed: int, device: torch.device) -> None:
-    """Check that the bytes that a model needs fit a device, before the system kills processes.
+    """Raise a ConfigError if a device has fewer bytes than a model needs, before the system kills processes.
 
-    Args:
-        needed: bytes of the weights; for training, of the gradients as well.
-        device: the device that will hold them.
-
-    Raises:
-        ConfigError: the CUDA device, or this machine, has less memory.
+    `needed` is the size of the weights; for training, of the gradients as well.
     """
     on_gpu = device.type == "cuda"
     available = torch.cuda.get_device_properties(device).total_memory if on_gpu else _host_memory_bytes()

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,13 @@ from quintic.train.checkpoint import checkpoint_of_step, checkpoints, newest_che
 from quintic.train.config import Config
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import choose_hardware, compile_seconds, machine_facts
-from quintic.train.metrics import MetricsLog, tensorboard_tracker, wandb_tracker
+from quintic.train.metrics import MetricsLog, summarize_log, tensorboard_tracker, wandb_tracker
 from quintic.train.recipe import scale_lines
 from quintic.train.runs import TOKENIZER_FILE, lock_run, wandb_id
-from quintic.train.saving.source import keep_source
 from quintic.train.schedule import is_due
+from quintic.train.source import keep_source
 from quintic.train.start import allocate_lookups, extend_run, load_initial_weights
 from quintic.train.trainer import Trainer
-from quintic.train.watch import summarize_log
 
 __all__ = ["Interrupted", "Result", "rare_collections", "train"]
 
@@ -75,7 +73,6 @@ def train(
     resume: bool,
     command: str,
     resume_step: int | None = None,
-    say: Callable[[str], None] = say,
     ranks: Ranks = SINGLE_PROCESS,
 ) -> Result:
     """Train, evaluate, sample and report one run.
@@ -87,7 +84,6 @@ def train(
         resume: continue from the newest undamaged checkpoint, or from the start if the run has no checkpoint yet.
         command: the command line, for the log.
         resume_step: step of the checkpoint to continue from; None for the newest undamaged one.
-        say: called with lines for the user before the progress display starts.
         ranks: the processes that train the run; all must call this with the same arguments.
 
     Raises:
@@ -99,8 +95,8 @@ def train(
     After any exception, the log and the report hold every step that was made.
     """
     with contextlib.ExitStack() as held:
-        ranks.from_rank0(lambda: held.enter_context(lock_run(run_dir, message=say)))
-        checkpoint = ranks.from_rank0(lambda: _find_checkpoint(run_dir, resume_step, say)) if resume else None
+        ranks.from_rank0(lambda: held.enter_context(lock_run(run_dir)))
+        checkpoint = ranks.from_rank0(lambda: _find_checkpoint(run_dir, resume_step)) if resume else None
         hardware = ranks.run_on_all(lambda: choose_hardware(config.run, local_ranks=ranks.local_size))
         devices = "" if ranks.size == 1 else f"{ranks.size} ranks ({config.run.parallel}), each on "
         say(f"Computing on {devices}{hardware}")
@@ -112,17 +108,16 @@ def train(
             ranks.run_on_all(lambda: run.restore(checkpoint))
             say(f"Continuing {run_dir.name} after step {run.step}")
         elif (source := config.run.init_from) is not None:
-            load = partial(load_initial_weights, run.model, Path(source), dataset.tokenizer, message=say)
-            say(ranks.run_on_all(load))
+            say(ranks.run_on_all(lambda: load_initial_weights(run.model, Path(source), dataset.tokenizer)))
         elif allocation := allocate_lookups(run.model, dataset, seed=config.run.seed):
             say(allocation)
-        lengths = ranks.run_on_all(lambda: extend_run(run, run_dir, say)) if resume else {}
+        lengths = ranks.run_on_all(lambda: extend_run(run)) if resume else {}
         ranks.from_rank0(lambda: dataset.tokenizer.save(run_dir / TOKENIZER_FILE))
         for line in run.describe():
             say(line)
         # From here on the run's folder changes. `held` closes everything in reverse order, also after an error.
         if resume_step is not None:
-            ranks.from_rank0(lambda: set_aside_later(run_dir, resume_step, message=say))
+            ranks.from_rank0(lambda: set_aside_later(run_dir, resume_step))
         held.callback(run.background.close)
         held.enter_context(run.loader)
         has_log = ranks.from_rank0(lambda: (run_dir / METRICS_FILE).exists())
@@ -313,13 +308,13 @@ def _diverged(reason: str, run: Trainer) -> DivergedError:
     )
 
 
-def _find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None]) -> Path | None:
+def _find_checkpoint(run_dir: Path, step: int | None) -> Path | None:
     if step is not None:
         return checkpoint_of_step(run_dir, step)
     if not checkpoints(run_dir):
         say(f"{run_dir.name} was stopped before its first checkpoint: starting it from the beginning")
         return None
-    return newest_checkpoint(run_dir, message=say)
+    return newest_checkpoint(run_dir)
 
 
 def _open_log(run: Trainer, resume_step: int | None) -> MetricsLog:

@@ -59,30 +59,28 @@ class _Constants:
     """Name of a group under AdamW -> coefficients that differ from --beta1 and --beta2, and a constant weight decay."""
 
 
+_EARLY_NANOCHAT = _Constants(
+    lr_width=768,
+    value_embedding_frac=1.0,
+    residual_frac=0.01,
+    smear_lr=0.2,
+    gates_to_muon=True,
+    groups={"x0 scales": {"betas": (0.96, 0.95)}},
+)
 _CONSTANTS = {
     "quintic": _Constants(lr_width=256, value_embedding_frac=0.5, residual_frac=0.1),
-    "seed": _Constants(
-        lr_width=768,
-        value_embedding_frac=1.0,
-        residual_frac=0.01,
-        smear_lr=0.2,
-        gates_to_muon=True,
-        groups={"x0 scales": {"betas": (0.96, 0.95)}},
-    ),
+    "seed": _EARLY_NANOCHAT,
     # As in nanochat's gpt.py and base_train.py at 92d63d4 (2026-07).
-    "nanochat": _Constants(
-        lr_width=768,
+    "nanochat": replace(
+        _EARLY_NANOCHAT,
         value_embedding_frac=0.5,
-        residual_frac=0.01,
-        smear_lr=0.2,
-        gates_to_muon=True,
         neuron_beta=0.9,
         groups={
             "embedding": {"betas": (0.8, 0.995), "weight_decay": 0.001},
             "value embeddings": {"betas": (0.8, 0.995), "weight_decay": 0.01},
             "head": {"betas": (0.8, 0.96), "weight_decay": 0.01},
             "residual scales": {"weight_decay": 0.05},
-            "x0 scales": {"betas": (0.96, 0.95)},
+            **_EARLY_NANOCHAT.groups,
         },
     ),
 }
@@ -111,11 +109,7 @@ def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
 
 
 def _with_lookups(sizes: GPTConfig, model: ModelConfig) -> GPTConfig:
-    """Return the model's sizes with the lookup layers that the options ask for.
-
-    Raises:
-        ValueError: the lookup layers do not fit the model.
-    """
+    """Return the model's sizes with the lookup layers that the options ask for, or raise a ValueError."""
     if model.l3_layers is None:
         return sizes
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", model.l3_layers):
@@ -267,11 +261,6 @@ def build_optimizer(
 
 def scale_lines(config: Config, *, vocab_size: int, data_ranks: int = 1) -> list[str]:
     """Describe a run's model, length, batch, rates and rule in lines for the user, without allocating anything.
-
-    Args:
-        config: the run's configuration.
-        vocab_size: number of tokens in the vocabulary.
-        data_ranks: number of ranks that get different rows of a batch.
 
     Raises:
         ConfigError: sizes, or batch and rows, do not fit each other.

@@ -3,7 +3,7 @@
 <runs-dir>/<run>/
     config.json               configuration; the folder of a speedrun has none
     tokenizer.json            copy of the text's tokenizer
-    source.json, source.diff  the source that ran (saving/source.py)
+    source.json, source.diff  the source that ran (source.py)
     metrics.jsonl             log (metrics.py)
     checkpoints/              (checkpoint.py)
     report.html               page of the run
@@ -21,21 +21,20 @@ import platform
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from quintic.durable import json_object, lock, new_folder, unused, write_atomically
 from quintic.errors import ConfigError, QuinticError
 from quintic.report.history import METRICS_FILE, read_metrics
+from quintic.streams import say
 from quintic.train.config import BaseRunConfig, Config
 from quintic.train.saved_config import from_dict, load_config, to_dict
-from quintic.train.saving.source import source_files
+from quintic.train.source import source_files
 
 __all__ = [
     "CONFIG_FILE",
     "TOKENIZER_FILE",
-    "Comparison",
     "check_new_run",
     "create_run",
     "discard_unstarted",
@@ -133,7 +132,7 @@ def wandb_id(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def lock_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
+def lock_run(folder: Path, *, message: Callable[[str], None] = say) -> Iterator[None]:
     """Lock a run while the `with` block runs, so that no other process trains it.
 
     The system releases the lock if the process dies; the lock file stays. On a file system without locks, the block
@@ -226,19 +225,6 @@ def newest_unfinished(runs_dir: Path) -> Path | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """The saved settings of a comparison, from which its runs are made."""
-
-    path: Path
-    """The file that holds these settings."""
-    config: Config
-    """Configuration common to all runs, with the comparison's name as the run's name."""
-    seeds: int
-    command: str
-    """The command line that started the comparison, for the log of each run."""
-
-
 def save_comparison(config: Config, *, seeds: int, command: str) -> None:
     """Write the file of a comparison, <runs-dir>/<name>.json; `config` must have a name.
 
@@ -250,8 +236,8 @@ def save_comparison(config: Config, *, seeds: int, command: str) -> None:
     write_atomically(config.run.runs_dir / f"{config.run.run}.json", json.dumps(content, indent=2) + "\n")
 
 
-def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
-    """Return the comparison of the given name, or the one that was started last if `name` is None.
+def find_comparison(runs_dir: Path, name: str | None) -> tuple[Path, Config, int, str]:
+    """Return file, configuration, number of seeds and command line of a comparison, by default of the one started last.
 
     Raises:
         ConfigError: there is no such comparison, or its file is damaged.
@@ -266,7 +252,7 @@ def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
     facts = found[path]["comparison"]
     try:
         config = from_dict(found[path]["config"], origin=str(path))
-        return Comparison(path=path, config=config, seeds=int(facts["seeds"]), command=str(facts["command"]))
+        return path, config, int(facts["seeds"]), str(facts["command"])
     except ConfigError:  # its message already names the file and the field
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:

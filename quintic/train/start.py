@@ -1,7 +1,6 @@
 """Before the first step of a run: the weights that it starts from, rows of lookup tables, and a larger `--steps`."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from quintic.durable import json_object, write_atomically
 from quintic.errors import CheckpointError, ConfigError
 from quintic.model.allocation import allocate_rows
 from quintic.model.gpt import GPT
+from quintic.streams import say
 from quintic.train.checkpoint import load_model_weights, newest_checkpoint, step_of
 from quintic.train.recipe import apply_schedule
 from quintic.train.runs import CONFIG_FILE
@@ -26,7 +26,7 @@ __all__ = ["allocate_lookups", "extend_run", "load_initial_weights"]
 _SAMPLE_ROWS = 100
 
 
-def load_initial_weights(model: GPT, folder: Path, tokenizer: Tokenizer, *, message: Callable[[str], None]) -> str:
+def load_initial_weights(model: GPT, folder: Path, tokenizer: Tokenizer) -> str:
     """Copy the weights of a run's newest undamaged checkpoint, or of an export, into a model; ranks keep their shards.
 
     The new run's tokenizer must be the one that the weights were trained with.
@@ -52,7 +52,7 @@ def load_initial_weights(model: GPT, folder: Path, tokenizer: Tokenizer, *, mess
             raise CheckpointError(f"--init-from {error}; export it again") from None
         return f"Starting from the weights of the exported model {folder}"
     try:
-        checkpoint = newest_checkpoint(folder, message=message)
+        checkpoint = newest_checkpoint(folder)
     except CheckpointError as error:
         raise CheckpointError(f"--init-from {folder}: {str(error).partition(';')[0]}") from None
     load_model_weights(checkpoint, model)
@@ -95,7 +95,7 @@ def allocate_lookups(model: GPT, dataset: Dataset, *, seed: int) -> str:
     )
 
 
-def extend_run(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> dict[str, int]:
+def extend_run(run: Trainer) -> dict[str, int]:
     """Save a larger `--steps` in the run's configuration and tell the user how the rates change; all ranks call it.
 
     All further steps follow the schedules of a run of the new length, so learning rates and weight decay jump when the
@@ -108,7 +108,8 @@ def extend_run(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> dict[
         ConfigError: the run would become shorter.
     """
     # Rank 0 reads it for all: a rank that reads later may find what rank 0 writes below.
-    saved = run.ranks.from_rank0(lambda: load_config(run_dir / CONFIG_FILE))
+    file = run.run_dir / CONFIG_FILE
+    saved = run.ranks.from_rank0(lambda: load_config(file))
     if run.config.schedule.steps == saved.schedule.steps:
         return {}
     before = scale_of(saved, run.model.config).steps
@@ -126,5 +127,5 @@ def extend_run(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> dict[
         )
     longer = with_options(saved, steps=run.config.schedule.steps)
     content = json.dumps(to_dict(longer), indent=2) + "\n"
-    run.ranks.from_rank0(lambda: write_atomically(run_dir / CONFIG_FILE, content))
+    run.ranks.from_rank0(lambda: write_atomically(file, content))
     return {"steps_before": before, "total_steps": run.total}

@@ -27,7 +27,7 @@ from quintic.kernels.graphs import CapturedPasses
 from quintic.model.fp8 import fp8_lines
 from quintic.model.gpt import GPT
 from quintic.optim.layout.layouts import local_tensor
-from quintic.train.checkpoint import load_model_weights, read_state, restore_optimizer, save_checkpoint
+from quintic.train.checkpoint import Background, load_model_weights, read_state, restore_optimizer, save_checkpoint
 from quintic.train.config import Config
 from quintic.train.distributed import SINGLE_PROCESS, Parallelism, Ranks, micro_batch_rows
 from quintic.train.hardware import (
@@ -38,12 +38,11 @@ from quintic.train.hardware import (
     matrix_rate,
     peak_memory_bytes,
 )
+from quintic.train.metrics import LossWatch, RmsMeter
 from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config
 from quintic.train.saved_config import repeat_command, to_dict, with_options
-from quintic.train.saving.background import Background
-from quintic.train.saving.source import code_facts
 from quintic.train.schedule import is_due, reading_lines, scale_of
-from quintic.train.watch import LossWatch, RmsMeter
+from quintic.train.source import code_facts
 
 __all__ = ["Trainer", "captures"]
 

@@ -14,8 +14,7 @@ from quintic.errors import ConfigError, DataError
 from quintic.report.comparison import write_comparison
 from quintic.report.history import read_metrics
 from quintic.report.report import write_report
-from quintic.train.metrics import MetricsLog
-from quintic.train.watch import summarize_log
+from quintic.train.metrics import MetricsLog, summarize_log
 
 
 def test_the_page_of_a_finished_run(tmp_path: Path) -> None:

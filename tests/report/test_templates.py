@@ -13,8 +13,7 @@ from report_pages import Page, read, write_run
 from quintic.report import report
 from quintic.report.comparison import write_comparison
 from quintic.report.report import write_report
-from quintic.train.metrics import MetricsLog
-from quintic.train.watch import summarize_log
+from quintic.train.metrics import MetricsLog, summarize_log
 
 CORE: dict[str, Any] = {
     "step": 40,

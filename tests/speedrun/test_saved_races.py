@@ -157,7 +157,7 @@ def test_a_vocabulary_of_more_than_bytes_is_read_back(tmp_path: Path, capsys: py
     hardware = choose_hardware(RunConfig(device="cpu", dtype="float32"))
     race = Race(TRACK, sizes, open_data(options, sizes), hardware, seed=3)
     run_dir = tmp_path / "runs" / "race"
-    result = train(race, run_dir, facts={}, warm_up=False, say=lambda text: None)
+    result = train(race, run_dir, facts={}, warm_up=False)
     tokenizer.save(run_dir / TOKENIZER_FILE)
     assert main(["eval", "--runs-dir", str(run_dir.parent)]) == 0
     assert f"{result['bpb']:.4f} bits per byte ({result['loss']:.4f} nats per token)" in capsys.readouterr().out
@@ -190,7 +190,7 @@ def test_a_save_on_the_way_changes_nothing_and_has_the_weights_of_its_step(
     monkeypatch.setattr(Race, "train_step", step)
     for name, save_every in (("saving", 3), ("plain", 0)):
         race, after_six = race_of(shards), {}
-        train(race, tmp_path / name, facts={}, warm_up=False, save_every=save_every, say=lambda text: None)
+        train(race, tmp_path / name, facts={}, warm_up=False, save_every=save_every)
         weights.append({name: tensor.clone() for name, tensor in race.model.state_dict().items()})
     assert [step_of(path) for path in checkpoints(tmp_path / "saving")] == [10, 9, 6, 3]
     assert [step_of(path) for path in checkpoints(tmp_path / "plain")] == [10]
@@ -225,7 +225,7 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(
     monkeypatch.setattr("quintic.train.checkpoint.save_tensors", full)
     match = r"step-000010: cannot be written \(No space left on device\); free \d+ MiB, then repeat the run, or choose"
     with pytest.raises(CheckpointError, match=match):
-        train(race_of(shards), tmp_path, facts={}, warm_up=False, say=lambda text: None)
+        train(race_of(shards), tmp_path, facts={}, warm_up=False)
     assert list((tmp_path / "checkpoints").iterdir()) == []
     assert read_metrics(tmp_path / METRICS_FILE)[-1]["kind"] == "final"  # the race itself is not lost
     assert (tmp_path / "report.html").is_file()
@@ -242,14 +242,14 @@ def test_the_clock_does_not_count_saves(shards: Path, tmp_path: Path, monkeypatc
         return made(self, *given)
 
     monkeypatch.setattr(Race, "train_step", step)
-    result = train(race_of(shards), tmp_path, facts={}, warm_up=False, save_every=2, say=lambda text: None)
+    result = train(race_of(shards), tmp_path, facts={}, warm_up=False, save_every=2)
     assert (result["seconds"], now[0]) == (10.0, 5010.0)
 
 
 def course(rank: int, size: int, shards: Path, run_dir: Path) -> tuple[list[int], float]:
     ranks = Ranks(rank=rank, size=size, local_rank=rank, local_size=size, group=dist.group.WORLD)
     race = race_of(shards, ranks)
-    train(race, run_dir, facts={}, warm_up=False, save_every=4, say=lambda text: None)
+    train(race, run_dir, facts={}, warm_up=False, save_every=4)
     model, _ = loaded(run_dir)
     same = all(torch.equal(tensor, race.model.state_dict()[name]) for name, tensor in model.state_dict().items())
     return [step_of(path) for path in checkpoints(run_dir)], same

@@ -84,7 +84,7 @@ def course(rank: int, world_size: int, shards: Path, run_dir: Path, warm_up: boo
         ranks = Ranks(rank=rank, size=world_size, local_rank=rank, local_size=world_size, group=dist.group.WORLD)
     hardware = choose_hardware(RunConfig(device="cuda", compile=False)) if ON_GPUS and world_size > 1 else HARDWARE
     race = race_of(shards, ranks, hardware, capture=hardware is not HARDWARE)
-    result = train(race, run_dir, facts={}, warm_up=warm_up, say=lambda text: None)
+    result = train(race, run_dir, facts={}, warm_up=warm_up)
     return result["loss"], sum_of_weights(race)
 
 
@@ -245,7 +245,7 @@ def test_it_learns_compiled_on_a_gpu(captures: bool, alone, shards: Path, tmp_pa
     hardware = choose_hardware(RunConfig(device="cuda"))
     assert hardware.compile
     race = race_of(shards, hardware=hardware, capture=captures)
-    result = train(race, tmp_path, facts={}, say=lambda text: None)
+    result = train(race, tmp_path, facts={})
     assert result["loss"] == pytest.approx(alone[1][0], abs=0.1)  # of float32 on the CPU
 
 
@@ -260,7 +260,7 @@ def test_captured_passes_have_the_weights_of_others(
     tables = {race.model.rotary.tables(1, torch.float32)[0].data_ptr()}
     race.warm_up()
     assert len(captured) == 4  # one for each stage, whose windows differ
-    result = train(race, tmp_path, facts={}, warm_up=False, say=lambda text: None)
+    result = train(race, tmp_path, facts={}, warm_up=False)
     assert len(captured) == 4
     assert tables == {race.model.rotary.tables(1, torch.float32)[0].data_ptr()}
     assert [graph.make for graph in captured] == [None] * 4  # closed
@@ -365,7 +365,7 @@ def test_the_clock_runs_in_steps_alone(shards: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(race, "warm_up", lasting(1000.0, None))
     monkeypatch.setattr(race, "evaluate", lasting(100.0, (1.0, None)))
     monkeypatch.setattr(race, "train_step", lasting(2.0, (torch.tensor(1.0), 0)))
-    result = train(race, tmp_path, facts={}, say=lambda text: None)
+    result = train(race, tmp_path, facts={})
     assert result["seconds"] == 48.0
     records = read_metrics(tmp_path / METRICS_FILE)
     assert records[0]["warmup_seconds"] == 1000.0
@@ -389,7 +389,7 @@ def test_a_run_that_is_stopped_has_logged_its_steps(
     monkeypatch.setattr(race, "evaluate", lambda *_: (1.0, None))
     monkeypatch.setattr(race, "train_step", train_step)
     with pytest.raises(KeyboardInterrupt):
-        train(race, tmp_path, facts={}, warm_up=False, say=lambda text: None)
+        train(race, tmp_path, facts={}, warm_up=False)
     assert [step for kind, step, _ in losses_of(tmp_path) if kind == "eval"] == [0, 8]
     trained = [(step, loss) for kind, step, loss in losses_of(tmp_path) if kind == "train"]
     assert trained == [(step + 1, float(step)) for step in range(11)]
@@ -400,7 +400,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(shards: Path, tmp_path: Path, mo
     race = race_of(shards)
     monkeypatch.setattr(race, "evaluate", lambda number: (math.nan, None))
     with pytest.raises(DivergedError, match="the validation loss of step 0 is nan: it diverged"):
-        train(race, tmp_path, facts={}, warm_up=False, say=lambda text: None)
+        train(race, tmp_path, facts={}, warm_up=False)
 
 
 # -------------------------------------------------------------------------------------------------- the command line

@@ -42,6 +42,7 @@ from quintic.launch import Launch, launched
 from quintic.model.gpt import GPTConfig
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.checkpoint import (
+    Background,
     checkpoints,
     load_model_weights,
     newest_checkpoint,
@@ -54,7 +55,6 @@ from quintic.train.loop import Interrupted, train
 from quintic.train.recipe import build_model, build_optimizer, model_config
 from quintic.train.runs import create_run
 from quintic.train.saved_config import load_config
-from quintic.train.saving.background import Background
 from quintic.train.trainer import Trainer
 
 pytestmark = pytest.mark.distributed
@@ -91,7 +91,6 @@ def segment(rank: int, world_size: int, config: Config, text: Path, run_dir: Pat
             run_dir,
             resume=bool(checkpoints(run_dir)),
             command="test",
-            say=lambda line: None,
             ranks=ranks,
         )
     except Interrupted:
@@ -119,7 +118,7 @@ def chain(layouts: list[tuple[str, int]], dataset: Dataset, folder: Path, *, rel
     steps = 2 * len(layouts)
     config = tiny_config(dataset, folder, run="whole", steps=steps, **SIZES, **changes)
     whole = create_run(config)
-    train(config, dataset, whole, resume=False, command="test", say=lambda line: None)
+    train(config, dataset, whole, resume=False, command="test")
     run_dir = None
     for number, (parallel, world_size) in enumerate(layouts, start=1):
         options = {"run": "moved", "steps": steps, "parallel": parallel, "shard_ranks": 2, **SIZES, **changes}
@@ -358,7 +357,7 @@ def test_two_hosts_train_one_run(tiny_dataset: Dataset, tmp_path: Path) -> None:
     assert sorted(out.count("Computing on 4 ranks (hsdp)") for out in outs) == [0, 1]
     assert checkpoints(tmp_path / "run")[0].name == "step-000006"
     one = tiny_config(tiny_dataset, tmp_path, run="one", **SIZES)
-    train(one, tiny_dataset, create_run(one), resume=False, command="", say=lambda line: None)
+    train(one, tiny_dataset, create_run(one), resume=False, command="")
     assert_same_course(tmp_path / "run", tmp_path / "one")
 
 
@@ -603,7 +602,7 @@ def lengthen_late(rank: int, world_size: int, config: Config, text: Path, run_di
 def test_ranks_that_read_a_longer_configuration_late_go_on(tiny_dataset: Dataset, tmp_path: Path) -> None:
     config = tiny_config(tiny_dataset, tmp_path, run="run", steps=1, eval_every=0)
     run_dir = create_run(config)
-    train(config, tiny_dataset, run_dir, resume=False, command="test", say=lambda line: None)
+    train(config, tiny_dataset, run_dir, resume=False, command="test")
     longer = tiny_config(tiny_dataset, tmp_path, run="run", steps=2, eval_every=0)
     assert run(lengthen_late, 2, longer, tiny_dataset.path, run_dir) == ["finished"] * 2
     assert load_config(run_dir / "config.json") == longer

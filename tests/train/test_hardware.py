@@ -21,7 +21,7 @@ from quintic.train.hardware import (
     matrix_rate,
     peak_memory_bytes,
 )
-from quintic.train.saving.source import package_versions
+from quintic.train.source import package_versions
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """A run that is made longer: its schedules from there on, the bits that stay the same, and what the report says."""
 
+import contextlib
 import dataclasses
+import io
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,10 @@ from quintic.train.trainer import Trainer
 
 def run(config: Config, dataset: Dataset, *, into: Path | None = None, step: int | None = None) -> list[str]:
     """Start a run, or continue the one in a folder; returns what was said."""
-    said: list[str] = []
     folder = create_run(config) if into is None else into
-    train(config, dataset, folder, resume=into is not None, resume_step=step, command="test", say=said.append)
-    return said
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        train(config, dataset, folder, resume=into is not None, resume_step=step, command="test")
+    return said.getvalue().splitlines()
 
 
 def of_length(config: Config, steps: int | None) -> Config:

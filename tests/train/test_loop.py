@@ -26,7 +26,7 @@ from quintic.train.trainer import Trainer
 def run(config: Config, dataset: Dataset, *, resume: bool = False) -> Result:
     assert config.run.run is not None
     run_dir = config.run.runs_dir / config.run.run if resume else create_run(config)
-    return train(config, dataset, run_dir, resume=resume, command="test", say=lambda line: None)
+    return train(config, dataset, run_dir, resume=resume, command="test")
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, step: int, value: float, *, before: bool) -> None:
@@ -329,14 +329,18 @@ def test_garbage_is_collected_between_steps_only(
 
 @pytest.mark.parametrize("killed_at", [2, 4])
 def test_a_run_that_went_back_and_was_killed_continues_from_there(
-    killed_at: int, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    killed_at: int,
+    tiny_dataset: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Not from the checkpoints of later steps, whose records in the log are gone."""
 
     config = tiny_config(tiny_dataset, tmp_path, run="run", save_every=1, keep=9)
     whole = run(config, tiny_dataset)
     expected = course(whole.run_dir), final_weights(whole.run_dir)
-    make_step, said = Trainer.train_step, []
+    make_step = Trainer.train_step
 
     def train_step(self: Trainer) -> dict[str, Any]:
         if self.step == killed_at:
@@ -347,13 +351,14 @@ def test_a_run_that_went_back_and_was_killed_continues_from_there(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "train_step", train_step)
         with pytest.raises(Killed):
-            train(config, tiny_dataset, whole.run_dir, resume=True, resume_step=2, command="test", say=said.append)
+            train(config, tiny_dataset, whole.run_dir, resume=True, resume_step=2, command="test")
     kept = ", ".join(f"set-aside-step-00000{step}" for step in (3, 4, 5, 6))
-    assert said[-1] == f"Set aside the checkpoints of later steps in {whole.run_dir / 'checkpoints'}, as {kept}"
+    expected_line = f"Set aside the checkpoints of later steps in {whole.run_dir / 'checkpoints'}, as {kept}\n"
+    assert expected_line in capsys.readouterr().out
     assert saved_steps(whole.run_dir)[0] == f"step-00000{killed_at}"
     resumed = run(config, tiny_dataset, resume=True)
     assert (course(resumed.run_dir), final_weights(resumed.run_dir)) == expected
     # Going back again sets aside under other names.
-    run_again = train(config, tiny_dataset, whole.run_dir, resume=True, resume_step=5, command="test", say=said.append)
-    assert said[-1].endswith(", as set-aside-step-000006-2")
+    run_again = train(config, tiny_dataset, whole.run_dir, resume=True, resume_step=5, command="test")
+    assert ", as set-aside-step-000006-2\n" in capsys.readouterr().out
     assert (course(run_again.run_dir), final_weights(run_again.run_dir)) == expected

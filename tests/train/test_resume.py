@@ -35,10 +35,9 @@ from quintic.train.trainer import Trainer
 STEPS = 6
 
 
-def run(config: Config, dataset: Dataset, *, resume: Path | None = None, said: list[str] | None = None) -> Path:
+def run(config: Config, dataset: Dataset, *, resume: Path | None = None) -> Path:
     run_dir = create_run(config) if resume is None else resume
-    say = (lambda line: None) if said is None else said.append
-    train(config, dataset, run_dir, resume=resume is not None, command="test", say=say)
+    train(config, dataset, run_dir, resume=resume is not None, command="test")
     return run_dir
 
 
@@ -154,7 +153,7 @@ def test_every_kind_of_optimizer_state_is_resumed(
 def test_a_finished_run_that_is_resumed_stays_as_it_is(
     whole: Path, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quintic.train.watch._UNSTEADY_STEPS", 2)
+    monkeypatch.setattr("quintic.train.metrics._UNSTEADY_STEPS", 2)
     run_dir = run(tiny_config(tiny_dataset, tmp_path), tiny_dataset)
     before, final = (final_weights(run_dir), course(run_dir)), RunHistory.load(run_dir).final
     run(tiny_config(tiny_dataset, tmp_path), tiny_dataset, resume=run_dir)
@@ -201,21 +200,21 @@ def test_plain_resume_leaves_a_finished_run_alone(
 
 @pytest.mark.slow
 def test_a_run_with_a_damaged_newest_checkpoint_resumes_from_the_one_before(
-    whole: Path, tiny_dataset: Dataset, tmp_path: Path
+    whole: Path, tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(tiny_dataset, tmp_path, run="run", keep=2)
     killed_run(5, config, tiny_dataset)
     damaged = tmp_path / "run" / "checkpoints" / "step-000004" / "optimizer.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    said: list[str] = []
+    capsys.readouterr()
     # A save at step 3, below the damaged one, must survive: another kill is to fall back on it.
     every_step = tiny_config(tiny_dataset, tmp_path, run="run", keep=1, save_every=1)
-    killed_run(4, every_step, tiny_dataset, resume=tmp_path / "run", said=said)
+    killed_run(4, every_step, tiny_dataset, resume=tmp_path / "run")
+    said = capsys.readouterr().out.splitlines()
     assert any("optimizer.safetensors has" in line and "using the checkpoint before it" in line for line in said)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000004", "step-000003"]
-    said.clear()
-    run(config, tiny_dataset, resume=tmp_path / "run", said=said)
-    assert "Continuing run after step 3" in said
+    run(config, tiny_dataset, resume=tmp_path / "run")
+    assert "Continuing run after step 3" in capsys.readouterr().out.splitlines()
     assert final_weights(tmp_path / "run") == final_weights(whole)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000006", "step-000004"]
 

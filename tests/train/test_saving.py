@@ -17,9 +17,8 @@ from tiny_runs import course, error_of, final_weights, tiny_config, tiny_options
 
 from quintic.data.dataset import Dataset
 from quintic.errors import CheckpointError, DivergedError
-from quintic.train.checkpoint import _copy_to_host, save_checkpoint
+from quintic.train.checkpoint import Background, _copy_to_host, save_checkpoint
 from quintic.train.distributed import SINGLE_PROCESS
-from quintic.train.saving.background import Background
 from quintic.train.trainer import Trainer
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")

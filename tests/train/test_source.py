@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quintic.train.saving.source import git_state, keep_source, source_files
+from quintic.train.source import git_state, keep_source, source_files
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -14,9 +14,9 @@ from quintic.errors import ConfigError, DivergedError
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.config import Config
 from quintic.train.loop import train
+from quintic.train.metrics import LossWatch
 from quintic.train.runs import create_run
 from quintic.train.trainer import Trainer
-from quintic.train.watch import LossWatch
 
 STEPS = 30
 SPIKES = (13, 22)
@@ -43,9 +43,9 @@ def config(dataset: Dataset, runs_dir: Path, **changes: Any) -> Config:
     return tiny_config(dataset, runs_dir, **options | changes)
 
 
-def run(wanted: Config, dataset: Dataset, *, resume: Path | None = None, said: list[str] | None = None) -> Path:
+def run(wanted: Config, dataset: Dataset, *, resume: Path | None = None) -> Path:
     folder = create_run(wanted) if resume is None else resume
-    train(wanted, dataset, folder, resume=resume is not None, command="test", say=lambda line: None)
+    train(wanted, dataset, folder, resume=resume is not None, command="test")
     return folder
 
 

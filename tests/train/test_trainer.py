@@ -346,11 +346,13 @@ def test_captured_passes_train_alike_on_a_gpu(tiny_dataset: Dataset, tmp_path: P
     assert captured[-1] < captured[0]
 
 
-def test_the_log_of_a_run_is_complete(tiny_dataset: Dataset, tmp_path: Path) -> None:
+def test_the_log_of_a_run_is_complete(
+    tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny_config(tiny_dataset, tmp_path, run="run", sample_every=3, eval_every=4, prompts=("def",))
     run_dir = create_run(config)
-    said: list[str] = []
-    result = train(config, tiny_dataset, run_dir, resume=False, command="quintic train", say=said.append)
+    result = train(config, tiny_dataset, run_dir, resume=False, command="quintic train")
+    said = capsys.readouterr().out.splitlines()
     records = read_metrics(run_dir / METRICS_FILE)
     assert [(record["kind"], record.get("step")) for record in records] == [
         ("run", None), ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("sample", 3), ("train", 4), ("eval", 4),
@@ -384,7 +386,7 @@ def test_tasks_of_core_are_answered_on_the_way_and_at_the_end(
     core = str(tmp_path / "core")
     config = tiny_config(tiny_dataset, tmp_path, run="run", core=core, core_every=4, core_items=3)
     run_dir = create_run(config)
-    train(config, tiny_dataset, run_dir, resume=False, command="quintic train", say=lambda line: None)
+    train(config, tiny_dataset, run_dir, resume=False, command="quintic train")
     records = [record for record in read_metrics(run_dir / METRICS_FILE) if record["kind"] == "core"]
     assert [record["step"] for record in records] == [4, 6]
     for record in records:
@@ -410,7 +412,7 @@ def test_a_missing_tracker_is_found_before_the_run(package: str, monkeypatch: py
 def test_tensorboard_gets_the_run(tiny_dataset: Dataset, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     config = tiny_config(tiny_dataset, tmp_path, run="run", tensorboard=True)
-    train(config, tiny_dataset, create_run(config), resume=False, command="", say=lambda line: None)
+    train(config, tiny_dataset, create_run(config), resume=False, command="")
     events = list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
     assert len(events) == 1
     assert b"eval/bpb" in events[0].read_bytes()

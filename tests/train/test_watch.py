@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quintic.model.gpt import GPT, GPTConfig
-from quintic.train.watch import LossWatch, RmsMeter, layer_kind, summarize_log
+from quintic.train.metrics import LossWatch, RmsMeter, layer_kind, summarize_log
 
 
 @pytest.mark.parametrize(
