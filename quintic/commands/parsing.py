@@ -163,11 +163,6 @@ def print_help(kind: Any, command: str, description: str, default: Any = None) -
         print(textwrap.fill(paragraph, shutil.get_terminal_size().columns), end="\n\n")
     options: dict[str, Any] = {} if default is None else {"default": default}
     tyro.cli(
-        kind,
-        prog=f"quintic {command}",
-        description="",
-        args=["--help"],
-        config=(tyro.conf.OmitArgPrefixes,),
-        **options,
+        kind, prog=f"quintic {command}", description="", args=["--help"], config=(tyro.conf.OmitArgPrefixes,), **options
     )
     raise SystemExit(0)  # as tyro has done already

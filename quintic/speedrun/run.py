@@ -71,12 +71,7 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
 
 
 def train(
-    race: Race,
-    run_dir: Path,
-    *,
-    facts: Mapping[str, Any],
-    warm_up: bool = True,
-    save_every: int = 0,
+    race: Race, run_dir: Path, *, facts: Mapping[str, Any], warm_up: bool = True, save_every: int = 0
 ) -> dict[str, Any]:
     """Train and score a model, and return the final record of its log; all ranks must call it.
 

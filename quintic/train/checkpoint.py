@@ -78,11 +78,7 @@ class Background:
         return self._work is not None and self._work.done() and self._work.exception() is not None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Wait for the function in progress, then start the next one and return.
-
-        Raises:
-            Exception: as `wait`; `work` is then not started.
-        """
+        """Wait for the function in progress, whose error is raised, then start the next one and return."""
         self.wait()
         if not self._ranks.is_first:
             return
@@ -294,9 +290,6 @@ def set_aside_later(run_dir: Path, step: int) -> None:
 
     Otherwise the next `--resume` would take one of them for the newest. They stay, in case going back was a mistake;
     the user is told the new names.
-
-    Raises:
-        OSError: a checkpoint cannot be renamed.
     """
     names = []
     for path in (path for path in reversed(checkpoints(run_dir)) if step_of(path) > step):

@@ -28,14 +28,7 @@ from quintic.train.hardware import check_memory
 from quintic.train.saved_config import with_options
 from quintic.train.schedule import lengths, lr_multiplier, momentum_at, scale_of, weight_decay_multiplier
 
-__all__ = [
-    "apply_schedule",
-    "build_model",
-    "build_optimizer",
-    "empty_model",
-    "model_config",
-    "scale_lines",
-]
+__all__ = ["apply_schedule", "build_model", "build_optimizer", "empty_model", "model_config", "scale_lines"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +88,7 @@ _PARAMETERS_PER_EMBEDDING = 1000
 
 
 def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
-    """Return the sizes of the configured model for a vocabulary.
-
-    Raises:
-        ConfigError: the sizes do not fit each other.
-    """
+    """Return the sizes of the configured model for a vocabulary, or raise a ConfigError if they do not fit."""
     try:
         given = {name: value for name, value in vars(config.model).items() if not name.startswith("l3_")}
         sizes = GPTConfig.from_depth(**given, vocab_size=vocab_size, bos_id=bos_id)
@@ -171,11 +160,7 @@ def empty_model(
 
 
 def build_optimizer(
-    model: GPT,
-    config: Config,
-    *,
-    on_gpu: bool | None = None,
-    comms: Literal["none", "averaged", "sharded"] = "none",
+    model: GPT, config: Config, *, on_gpu: bool | None = None, comms: Literal["none", "averaged", "sharded"] = "none"
 ) -> quintic.Muon:
     """Return the optimizer with named groups, whose `initial_lr` and `initial_weight_decay` are the peak values.
 

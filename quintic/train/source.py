@@ -70,9 +70,6 @@ def keep_source(run_dir: Path, step: int, package: Path = _PACKAGE) -> bool:
 
     Returns:
         True if the source has changed, so that the run's folder now has more than one record.
-
-    Raises:
-        OSError: the files cannot be written.
     """
     kept = max(run_dir.glob(f"{Path(SOURCE_FILE).stem}*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)
     if kept is not None and json_object(kept).get("code") == _hash_of(_file_hashes(package)):

@@ -30,14 +30,7 @@ from quintic.optim.layout.layouts import local_tensor
 from quintic.train.checkpoint import Background, load_model_weights, read_state, restore_optimizer, save_checkpoint
 from quintic.train.config import Config
 from quintic.train.distributed import SINGLE_PROCESS, Parallelism, Ranks, micro_batch_rows
-from quintic.train.hardware import (
-    Hardware,
-    Stopwatch,
-    compile_seconds,
-    machine_facts,
-    matrix_rate,
-    peak_memory_bytes,
-)
+from quintic.train.hardware import Hardware, Stopwatch, compile_seconds, machine_facts, matrix_rate, peak_memory_bytes
 from quintic.train.metrics import LossWatch, RmsMeter
 from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config
 from quintic.train.saved_config import repeat_command, to_dict, with_options
