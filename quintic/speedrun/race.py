@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quintic.data.loader import Batch
 from quintic.data.tokenizer import Tokenizer
 from quintic.errors import ConfigError, DataError
 from quintic.eval.score import bits_per_byte
@@ -21,7 +22,7 @@ from quintic.model.speedrun_layers import bigram_hashes
 from quintic.speedrun.recipe import build_optimizer, set_rates
 from quintic.speedrun.shards import RaceData, prefixes, vocabulary_of
 from quintic.speedrun.stages import ADAMW_EVERY, StepSettings, Track
-from quintic.speedrun.stream import FlatBatch, chunk_stream, validation_batches
+from quintic.speedrun.stream import chunk_stream, validation_batches
 from quintic.train.checkpoint import save_checkpoint
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
 from quintic.train.hardware import Hardware, machine_facts
@@ -92,7 +93,7 @@ class Race:
             is_last = settings.windows[1] == self.track.final_long_window
             self.model.rotary.set_windows(*settings.windows, stretch=not is_last)
 
-    def train_step(self, number: int, stream: Iterator[FlatBatch]) -> tuple[Tensor, int]:
+    def train_step(self, number: int, stream: Iterator[Batch]) -> tuple[Tensor, int]:
         """Make one optimizer step, without waiting for the GPU.
 
         Returns:
@@ -178,9 +179,6 @@ class Race:
         """Save the model after `step` steps: weights, windows, sizes, and the validation text for `quintic eval`.
 
         Rank 0, which has the whole weights, writes a checkpoint without optimizer state. None is ever deleted.
-
-        Raises:
-            CheckpointError: the disk is full or not writable; no half-written folder remains.
         """
         track = self.track
         state = {
@@ -227,7 +225,7 @@ def bytes_of_targets(model: SpeedrunGPT, tokenizer: Tokenizer | None) -> Tensor:
 
 
 @torch.no_grad()
-def score_batches(model: SpeedrunGPT, batches: Sequence[FlatBatch], token_bytes: Tensor) -> Tensor:
+def score_batches(model: SpeedrunGPT, batches: Sequence[Batch], token_bytes: Tensor) -> Tensor:
     """Return [sum of losses in nats, number of bytes] of a text, (2,) float64 on the CPU.
 
     The model is in evaluation mode, with its windows set; `token_bytes` is from `bytes_of_targets`.

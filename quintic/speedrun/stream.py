@@ -24,14 +24,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quintic.data.loader import Batch as FlatBatch
-from quintic.data.loader import Prefetcher, batch_of, numbered
+from quintic.data.loader import Batch, Prefetcher, batch_of, numbered
 from quintic.errors import DataError
 from quintic.speedrun.shards import RaceData, Tokens, read_shard
 from quintic.speedrun.stages import Track
 from quintic.train.distributed import SINGLE_PROCESS, Ranks
 
-__all__ = ["FlatBatch", "chunk_stream", "validation_batches"]
+__all__ = ["chunk_stream", "validation_batches"]
 
 _BATCHES_AHEAD = 4
 
@@ -66,7 +65,7 @@ def chunk_stream(
     *,
     ranks: Ranks = SINGLE_PROCESS,
     device: torch.device | str = "cpu",
-) -> Generator[FlatBatch, None, None]:
+) -> Generator[Batch, None, None]:
     """Yield the batches of one rank, one for each pass. One thread loads shards ahead, another makes batches ahead.
 
     The threads start with the first batch, and end when the stream is closed or garbage-collected. The batches follow
@@ -87,7 +86,7 @@ def chunk_stream(
 
 def _batches(
     data: RaceData, track: Track, steps: Iterator[int], ranks: Ranks, device: torch.device, shards: Prefetcher[_Shard]
-) -> Iterator[FlatBatch]:
+) -> Iterator[Batch]:
     """Yield the batches of one rank, walking through the chunks of all ranks."""
     num_shards, waiting = len(data.train), list[Tokens]()
     shard, document, num_ended, num_unused = shards.get(), 0, 0, 0
@@ -111,7 +110,7 @@ def _batches(
                     waiting.clear()
 
 
-def validation_batches(data: RaceData, tokens: int, chunk: int, *, ranks: Ranks = SINGLE_PROCESS) -> list[FlatBatch]:
+def validation_batches(data: RaceData, tokens: int, chunk: int, *, ranks: Ranks = SINGLE_PROCESS) -> list[Batch]:
     """Return a rank's chunks of the first `tokens` of the validation text: rank r has chunk r, r + size, ...
 
     Raises:
@@ -131,7 +130,7 @@ def validation_batches(data: RaceData, tokens: int, chunk: int, *, ranks: Ranks 
     return [_flat([text[begin : begin + chunk + 1]], data.bos_id) for begin in begins]
 
 
-def _flat(chunks: Sequence[Tokens], bos_id: int, epoch: int = 0) -> FlatBatch:
+def _flat(chunks: Sequence[Tokens], bos_id: int, epoch: int = 0) -> Batch:
     """Concatenate chunks of n + 1 tokens to a batch with (chunks x n,) inputs and targets, and padded starts."""
     batch = batch_of(np.stack(chunks).astype(np.int64), bos_id, epoch=epoch)
     starts = np.union1d([0], batch.document_starts.numpy()).astype(np.int32)

@@ -174,10 +174,7 @@ def _copy_to_host(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]
 
     CUDA tensors are copied to page-locked memory, which takes copies at full speed and which PyTorch caches for the
     next checkpoint. Returns when the copies are complete. All ranks must call it, because `DTensor`s are gathered.
-
-    Args:
-        tensors: emptied while copying, so that tensors without another reference are freed early.
-        ranks: the processes that train the run.
+    `tensors` is emptied while copying, so that tensors without another reference are freed early.
     """
     copies = {}
     for name in list(tensors):
@@ -270,11 +267,7 @@ def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None] = say) ->
 
 
 def checkpoint_of_step(run_dir: Path, step: int, *, option: str = "--resume-step") -> Path:
-    """Return the folder of the checkpoint of a step that the user chose; `option` names the option in errors.
-
-    Raises:
-        CheckpointError: the run has not kept a checkpoint of that step, or it is damaged.
-    """
+    """Return the folder of the checkpoint of a step that the user chose by `option`, or raise a CheckpointError."""
     kept = checkpoints(run_dir)
     path = next((path for path in kept if step_of(path) == step), None)
     if path is None:
@@ -329,11 +322,7 @@ def load_model_weights(folder: Path, model: nn.Module) -> None:
 
 
 def restore_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
-    """Load a checkpoint's optimizer state and hyperparameters into `optimizer`; each rank keeps its shard.
-
-    Raises:
-        CheckpointError: the state belongs to other parameters.
-    """
+    """Load state and hyperparameters into `optimizer`, each rank its shard; other parameters are a CheckpointError."""
     from safetensors.torch import load_file
 
     state: dict[int, dict[str, Tensor]] = {}

@@ -68,14 +68,11 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
 
     Args:
         path: the file; it and its folder are created if missing. An existing file is continued, and a last line that
-            a crash left half-written is removed. None for a log that keeps nothing, for ranks other than 0.
+            a crash left half-written is removed; other damage is a DataError. None keeps nothing, for other ranks.
         resume_step: the step of the checkpoint that the run continues from. Records of later steps, which will be
             repeated, and everything from a ``final`` record on are removed first, so that the log has each step once.
             The file is replaced in one move: after a crash, the old or the new file is there.
         trackers: get every record, ignore kinds that they cannot show, and are entered and left with the log.
-
-    Raises:
-        DataError: if an existing file is damaged before its last line.
     """
 
     def __init__(
@@ -193,9 +190,6 @@ def wandb_tracker(project: str, *, folder: Path, run_id: str) -> Iterator[Tracke
     """Yield a tracker that sends numbers and configuration to a project of Weights & Biases, as a run named `folder`.
 
     The same `run_id` again continues the run. Samples stay in the log: the service has no plain-text chart for them.
-
-    Raises:
-        ConfigError: the package ``wandb`` cannot start the run.
     """
     import wandb
 
@@ -249,11 +243,8 @@ def layer_kind(name: str) -> str:
 class RmsMeter:
     """Measures the RMS of gradients and of updates over the parameters of each kind of layer.
 
-    Call `before` and `after` around an optimizer step; with several ranks, all of them must call both.
-
-    Args:
-        model: its parameters are measured.
-        mean_gradient: returns a gradient averaged over ranks, as the optimizer will see it.
+    Call `before` and `after` around an optimizer step; with several ranks, all of them must call both. `mean_gradient`
+    returns a gradient averaged over ranks, as the optimizer will see it.
     """
 
     def __init__(self, model: nn.Module, *, mean_gradient: Callable[[Tensor], Tensor] = lambda grad: grad) -> None:

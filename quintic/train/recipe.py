@@ -130,11 +130,7 @@ def build_model(
     weights: WeightsName = "float32",
     parallelism: Parallelism | None = None,
 ) -> GPT:
-    """Return an initialised model on a device; `dtype` is the activations' dtype.
-
-    Raises:
-        ConfigError: the model and its gradients need more memory than the device has.
-    """
+    """Return an initialised model on a device, or raise a ConfigError if it lacks memory; `dtype` is of activations."""
     # Built on the meta device, sharded, then allocated: no device holds a weight twice, or a sharded model whole.
     model = empty_model(sizes, dtype=dtype, attention=attention, weights=weights)
     if parallelism is not None:
