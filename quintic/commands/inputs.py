@@ -169,7 +169,7 @@ def _text_of(run_dir: Path, summary: Mapping[str, Any], data: DataConfig) -> Dat
 def trained_model(
     options: TrainedOptions, device: Literal["auto", "cpu", "cuda"] = "auto", threads: int | None = None
 ) -> TrainedModel:
-    """Load the model of a run with a checkpoint's weights, or raise a QuinticError; `threads` None is the run's number."""
+    """Load the model of a run, or raise a QuinticError; `threads` of None is the number that the run was given."""
     run_dir = find_run(options.runs_dir, options.run, allow_speedrun=True)
     if not checkpoints(run_dir):
         is_race = not (run_dir / CONFIG_FILE).is_file()

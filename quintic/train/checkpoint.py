@@ -102,12 +102,8 @@ class Background:
             Exception: the function raised this exception, on rank 0.
             OtherRankError: the same on other ranks.
         """
-        self._ranks.from_rank0(self._finish)
-
-    def _finish(self) -> None:
         ended, self._work = self._work, None
-        if ended is not None:
-            ended.result()
+        self._ranks.from_rank0(lambda: None if ended is None else ended.result())
 
     def close(self) -> None:
         """Wait until the function in progress has ended, and print its error.

@@ -69,7 +69,8 @@ class Ranks(Launch):
             error = raised
         # Every rank reports success or failure, so that none waits in a later collective for a rank that failed. An
         # OtherRankError comes from a call inside of `make`; the rank that it is about reports the failure.
-        failed = self.all_gather(error is not None and not isinstance(error, OtherRankError))
+        failed = [False] * self.size
+        dist.all_gather_object(failed, error is not None and not isinstance(error, OtherRankError), group=self.group)
         if not any(failed):
             return made
         if error is not None and failed.index(True) == self.rank:
@@ -91,14 +92,6 @@ class Ranks(Launch):
         rest = self.run_on_all(lambda: make() if self.local_rank else made)
         assert rest is not None
         return rest
-
-    def all_gather(self, value: T) -> list[T]:
-        """Return a list with the value of each rank; values must be picklable."""
-        if self.size == 1:
-            return [value]
-        values: list[T] = [value] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
