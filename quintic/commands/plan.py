@@ -78,8 +78,7 @@ def run(options: Start | SimulationOptions) -> int:
     for note in options.notes:
         say(note)
     say(f"Vocabulary: {vocab_size:,} tokens, {origin}")
-    for line in scale_lines(config, vocab_size=vocab_size):
-        say(line)
+    say("\n".join(scale_lines(config, vocab_size=vocab_size)))
     scale = scale_of(config, sizes)
     if (text := prepared_text(config.data)) is not None:
         passes, *warnings = reading_lines(scale.steps * scale.batch_tokens, text.split("train").num_tokens)

@@ -318,7 +318,7 @@ def load_model_weights(folder: Path, model: nn.Module) -> None:
 
 
 def restore_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
-    """Load state and hyperparameters into `optimizer`, each rank its shard; other parameters are a CheckpointError."""
+    """Load state and hyperparameters into `optimizer`, each rank its shard; state of others is a CheckpointError."""
     from safetensors.torch import load_file
 
     state: dict[int, dict[str, Tensor]] = {}

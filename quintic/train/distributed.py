@@ -78,7 +78,7 @@ class Ranks(Launch):
         raise OtherRankError("another rank has failed")
 
     def from_rank0(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0 only and return its result, which must be picklable, on all ranks; as `run_on_all`."""
+        """Call `make` on rank 0 only; return its result, which can be pickled, on all ranks. Raises as `run_on_all`."""
         made = self.run_on_all(lambda: make() if self.is_first else None)
         if self.size == 1:
             return made  # type: ignore[return-value]  # the first rank made it

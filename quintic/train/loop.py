@@ -101,8 +101,8 @@ def train(
         devices = "" if ranks.size == 1 else f"{ranks.size} ranks ({config.run.parallel}), each on "
         say(f"Computing on {devices}{hardware}")
         run = ranks.run_on_all(lambda: Trainer(config, dataset, run_dir, hardware, ranks))
-        for line in scale_lines(config, vocab_size=dataset.vocab_size, data_ranks=run.parallelism.data_size):
-            say(line)
+        data_ranks = run.parallelism.data_size
+        say("\n".join(scale_lines(config, vocab_size=dataset.vocab_size, data_ranks=data_ranks)))
         # Weights: of a checkpoint, of another run, or random as `Trainer` has initialised them.
         if checkpoint is not None:
             ranks.run_on_all(lambda: run.restore(checkpoint))
@@ -113,8 +113,7 @@ def train(
             say(allocation)
         lengths = ranks.run_on_all(lambda: extend_run(run)) if resume else {}
         ranks.from_rank0(lambda: dataset.tokenizer.save(run_dir / TOKENIZER_FILE))
-        for line in run.describe():
-            say(line)
+        say("\n".join(run.describe()))
         # From here on the run's folder changes. `held` closes everything in reverse order, also after an error.
         if resume_step is not None:
             ranks.from_rank0(lambda: set_aside_later(run_dir, resume_step))
