@@ -290,14 +290,13 @@ class RmsMeter:
 
 @dataclass(kw_only=True)
 class LossWatch:
-    """Tracks the smoothed loss of a run, its minimum and its spikes; checkpoints save it, so that resuming is exact.
+    """Tracks the smoothed loss of a run and its spikes; checkpoints save all fields, so that resuming is exact.
 
     A spike is a loss more than `sigmas` standard deviations above the smoothed loss of the steps before it. The
     deviations of losses from the smoothed loss before them are averaged over roughly the last hundred steps. A spike
     enters this average clipped to `sigmas` deviations, so that it does not hide the next one.
     """
 
-    sigmas: float
     steps: int = 0
     mean: float = 0.0
     """Sum of losses with weights 0.1 x 0.9^age; `smoothed` divides it by the sum of the weights."""
@@ -313,7 +312,7 @@ class LossWatch:
         """Return the mean of the losses with weights 0.9^age."""
         return self.mean / (1 - _SMOOTHING**self.steps) if self.steps else math.nan
 
-    def add(self, loss: float) -> float | None:
+    def add(self, loss: float, sigmas: float) -> float | None:
         """Add the loss of a step; return its height in standard deviations if it is a spike, else None."""
         if not math.isfinite(loss):
             return None  # `loop.train` stops the run with DivergedError
@@ -323,22 +322,14 @@ class LossWatch:
             known = self.steps - 1  # deviations so far
             # The weights sum to 1 - decay^n, so dividing by that corrects for the start at zero, as Adam does.
             std = math.sqrt(self.square / (1 - _DEVIATIONS**known)) if known else math.inf
-            if known >= _FEWEST_DEVIATIONS and deviation > self.sigmas * std:
+            if known >= _FEWEST_DEVIATIONS and deviation > sigmas * std:
                 above = deviation / max(std, _LEAST_STD)
-                deviation = self.sigmas * std
+                deviation = sigmas * std
             self.square = _DEVIATIONS * self.square + (1 - _DEVIATIONS) * deviation**2
         self.steps += 1
         self.mean = _SMOOTHING * self.mean + (1 - _SMOOTHING) * loss
         self.least = min(self.least, self.smoothed)
         return above
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all fields except `sigmas`."""
-        return {name: value for name, value in vars(self).items() if name != "sigmas"}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state_dict`."""
-        vars(self).update(state)
 
 
 def summarize_log(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Trainer:
         self.passes = CapturedPasses(self._make_pass) if captures(config, hardware, self.parallelism) else None
         self.optimizer = build_optimizer(self.model, self.config, comms=self.parallelism.comms)
         self.rms = RmsMeter(self.model, mean_gradient=self.parallelism.mean_gradient)
-        self.watch = LossWatch(sigmas=config.optim.spike_sigmas)
+        self.watch = LossWatch()
         self.compiled_before = 0.0
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.score: Score | None = None
@@ -153,7 +153,7 @@ class Trainer:
         load_model_weights(checkpoint, self.model)
         restore_optimizer(checkpoint, self.optimizer)
         self.step = state["step"]
-        self.watch.load_state_dict(state["watch"])
+        self.watch = LossWatch(**state["watch"])
 
     def save(self) -> None:
         """Copy the run's state and write it in the background; raises CheckpointError if the previous save failed."""
@@ -164,7 +164,7 @@ class Trainer:
             "loader": self.loader.state_dict(),
             "config": to_dict(self.config),
             "dataset": self.dataset.summary(),
-            "watch": self.watch.state_dict(),
+            "watch": vars(self.watch),
             "compile_seconds": self._compile_seconds(),
         }
         save_checkpoint(
@@ -204,11 +204,11 @@ class Trainer:
         measured = is_due(self.step + 1, self.config.run.rms_every)
         grad_rms = self.rms.before() if measured else {}
         stopwatch.mark()
-        skips = self.config.optim.on_spike == "skip"
+        skips, sigmas = self.config.optim.on_spike == "skip", self.config.optim.spike_sigmas
         spike = norm = None
         if skips:
             total = self.parallelism.total(loss.double().cpu())
-            spike = self.watch.add(float(total) / self.parallelism.data_size)
+            spike = self.watch.add(float(total) / self.parallelism.data_size, sigmas)
         if spike is None:
             if self.config.optim.clip_norm is not None:
                 norm = quintic.clip_grad_norm_(self.optimizer, self.config.optim.clip_norm, scope="all")
@@ -229,7 +229,7 @@ class Trainer:
         sums = self.parallelism.total(torch.stack([loss.double(), num_bytes.double()]).cpu())
         nats, text_bytes = float(sums[0]) / self.parallelism.data_size, int(sums[1])
         if not skips:
-            spike = self.watch.add(nats)
+            spike = self.watch.add(nats, sigmas)
         record = {
             "step": self.step,
             "tokens": self.tokens,

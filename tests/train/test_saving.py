@@ -138,7 +138,7 @@ def test_a_save_is_of_its_step_while_training_goes_on(
             "seconds": trainer.seconds,
             "score": None,
             "loader": trainer.loader.state_dict(),
-            "watch": trainer.watch.state_dict(),
+            "watch": vars(trainer.watch),
         }
         own = {"step": 2, "model": trainer.model, "optimizer": trainer.optimizer, "keep": 1}
         at_once = save_checkpoint(tmp_path / "at once", state=state, **own)

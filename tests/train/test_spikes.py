@@ -22,9 +22,9 @@ STEPS = 30
 SPIKES = (13, 22)
 
 
-def add(self: LossWatch, loss: float) -> float | None:
+def add(self: LossWatch, loss: float, sigmas: float) -> float | None:
     """Call the losses of two steps spikes, each until the run has gone back from it."""
-    take(self, loss)
+    take(self, loss, sigmas)
     return 7.0 if self.steps in SPIKES[self.rollbacks :] else None
 
 
@@ -162,8 +162,8 @@ def _kill() -> None:
 def test_a_loss_that_spikes_for_ever_ends_the_run(
     tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def add(self: LossWatch, loss: float) -> float | None:
-        take(self, loss)
+    def add(self: LossWatch, loss: float, sigmas: float) -> float | None:
+        take(self, loss, sigmas)
         return 9.0 if self.steps >= 9 else None
 
     monkeypatch.setattr(LossWatch, "add", add)

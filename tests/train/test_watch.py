@@ -87,10 +87,10 @@ def test_measuring_changes_nothing() -> None:
 
 @given(st.lists(st.floats(0.1, 12.0), min_size=1, max_size=60))
 def test_the_smoothed_loss_is_a_weighted_mean(losses: list[float]) -> None:
-    watch = LossWatch(sigmas=3.0)
+    watch = LossWatch()
     means = []
     for count, loss in enumerate(losses, start=1):
-        watch.add(loss)
+        watch.add(loss, 3.0)
         weights = 0.9 ** np.arange(count - 1, -1, -1)
         means.append(np.average(losses[:count], weights=weights))
         assert watch.smoothed == pytest.approx(means[-1], rel=1e-9)
@@ -101,7 +101,7 @@ def test_the_smoothed_loss_is_a_weighted_mean(losses: list[float]) -> None:
 def test_a_spike_is_a_loss_far_above_the_smoothed_one(seed: int, sigmas: float) -> None:
     rng = np.random.default_rng(seed)
     losses = 4 - 0.01 * np.arange(80) + 0.05 * rng.standard_normal(80) + 0.6 * (rng.random(80) < 0.05)
-    watch = LossWatch(sigmas=sigmas)
+    watch = LossWatch()
     squares: list[float] = []
     for step, loss in enumerate(losses):
         expected = None
@@ -112,23 +112,22 @@ def test_a_spike_is_a_loss_far_above_the_smoothed_one(seed: int, sigmas: float) 
                 if len(squares) >= 20 and deviation > sigmas * std:
                     expected, deviation = deviation / std, sigmas * std
             squares.append(deviation**2)
-        found = watch.add(float(loss))
+        found = watch.add(float(loss), sigmas)
         assert (found is None) == (expected is None)
         assert found is None or found == pytest.approx(expected)
         # What is saved is all there is.
-        saved, watch = json.loads(json.dumps(watch.state_dict())), LossWatch(sigmas=sigmas)
-        watch.load_state_dict(saved)
+        watch = LossWatch(**json.loads(json.dumps(vars(watch))))
 
 
 def test_a_steady_loss_has_no_spikes_but_a_jump_is_one() -> None:
-    watch = LossWatch(sigmas=6.0)
+    watch = LossWatch()
     assert math.isnan(watch.smoothed)
-    assert [watch.add(3.0 + 0.01 * (-1) ** step) for step in range(100)] == [None] * 100
-    assert watch.add(math.nan) is None
-    jump = watch.add(4.0)
+    assert [watch.add(3.0 + 0.01 * (-1) ** step, 6.0) for step in range(100)] == [None] * 100
+    assert watch.add(math.nan, 6.0) is None
+    jump = watch.add(4.0, 6.0)
     assert jump is not None
     assert jump > 50
-    assert watch.add(2.0) is None  # downwards is no spike
+    assert watch.add(2.0, 6.0) is None  # downwards is no spike
 
 
 def test_the_norm_of_all_gradients() -> None:
