@@ -12,6 +12,7 @@ makes only those that are missing there. FOLDER/NAME.md and .json have the table
 """
 
 import argparse
+import io
 import json
 import multiprocessing
 import statistics
@@ -144,7 +145,7 @@ def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
         race = Race(track, model, data, hardware, seed=seed, capture=hardware.device.type == "cuda")
         race.warm_up()
         start = time.perf_counter() - began
-        with _turn, redirect_stdout(None):
+        with _turn, redirect_stdout(io.StringIO()):
             result = train(race, run_dir, facts={}, warm_up=False)
         records = read_metrics(run_dir / METRICS_FILE)
     steps = [record for record in records if record["kind"] == "train"]

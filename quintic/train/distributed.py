@@ -244,8 +244,7 @@ class Parallelism:
         if self.comms != "sharded":
             return gradient
         # A copy: the optimizer averages the gradient itself in its step.
-        mean = gradient.float()
-        mean = mean.clone() if mean is gradient else mean
+        mean = gradient.to(torch.float32, copy=True)
         dist.all_reduce(mean)
         return mean / self.ranks.size
 
