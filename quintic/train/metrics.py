@@ -45,7 +45,7 @@ Tracker = Callable[[Mapping[str, Any]], None]
 _STEPPED_KINDS = ("train", "eval", "core", "sample")
 _CODE = 4 * " "  # indents a code block in Markdown, which keeps spaces and line breaks
 
-_KINDS = (
+_LAYER_KINDS = (
     # The first match counts: "value_embeddings." before "embedding.".
     ("value_embeddings.", "value embeddings"),
     ("embedding.", "embedding"),
@@ -237,7 +237,7 @@ def layer_kind(name: str) -> str:
     """Return the kind of layer that a parameter of `quintic.model.GPT` belongs to, as a chart's label."""
     if "gate" in name:
         return "scalars and gates"
-    return next((kind for part, kind in _KINDS if part in name), "scalars and gates")
+    return next((kind for part, kind in _LAYER_KINDS if part in name), "scalars and gates")
 
 
 class RmsMeter:
