@@ -29,8 +29,6 @@ _SAMPLE_ROWS = 100
 def load_initial_weights(model: GPT, folder: Path, tokenizer: Tokenizer) -> str:
     """Copy the weights of a run's newest undamaged checkpoint, or of an export, into a model; ranks keep their shards.
 
-    The new run's tokenizer must be the one that the weights were trained with.
-
     Returns:
         A line for the user that names the source of the weights.
 
