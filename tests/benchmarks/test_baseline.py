@@ -53,7 +53,7 @@ def job(config: Config, dataset: Dataset, *, seconds: float = 100) -> dict[str, 
 def test_a_job_is_a_run_of_the_harness(tiny_dataset: Dataset, tmp_path: Path) -> None:
     config = tiny_config(tiny_dataset, tmp_path, run="run", optimizer="adamw", clip_norm=0.5, eval_every=2)
     result = workers.train(job(config, tiny_dataset))
-    expected = train(config, tiny_dataset, create_run(config), resume=False, command="", say=lambda line: None)
+    expected = train(config, tiny_dataset, create_run(config), resume=False, command="")
     assert result["bpb"] == expected.final["bpb"]
     assert [step for step, _ in result["curve"]] == [2, 4, 6]
     high = dict.fromkeys(("adamw_lr", "adamw_weight_decay", "embedding_lr", "scalar_lr"), 1e6)

@@ -545,7 +545,7 @@ def fail_alone(rank: int, world_size: int, config: Config, text: Path, run_dir: 
 
     if rank == world_size - 1:
         setattr(quintic.train.trainer, name, fail)
-    options: dict[str, Any] = {"resume": False, "command": "test", "say": lambda line: None}
+    options: dict[str, Any] = {"resume": False, "command": "test"}
     with pytest.raises(QuinticError) as caught:
         train(config, Dataset.open(text), run_dir, ranks=ranks_of(rank, world_size), **options)
     return str(caught.value)

@@ -201,7 +201,7 @@ def test_a_run_that_was_killed_at_once_starts_from_them_again(
         tokenizer=str(source / "tokenizer.json"), sample_tokens=1,
     )  # fmt: skip
     folder = create_run(config)
-    options: dict[str, Any] = {"command": "test", "say": lambda line: None}
+    options: dict[str, Any] = {"command": "test"}
     train(config, tiny_dataset, folder, resume=True, **options)  # without a checkpoint: from the beginning
     assert RunHistory.load(folder).evals[0]["bpb"] == RunHistory.load(trained).final["bpb"]
     shutil.rmtree(source)
