@@ -169,7 +169,11 @@ def _text_of(run_dir: Path, summary: Mapping[str, Any], data: DataConfig) -> Dat
 def trained_model(
     options: TrainedOptions, device: Literal["auto", "cpu", "cuda"] = "auto", threads: int | None = None
 ) -> TrainedModel:
-    """Load the model of a run, or raise a QuinticError; `threads` of None is the number that the run was given."""
+    """Load the model of a run with the weights of a checkpoint; `threads` is None for the run's own number.
+
+    Raises:
+        QuinticError: there is no such run or checkpoint, or the run has no tokenizer.
+    """
     run_dir = find_run(options.runs_dir, options.run, allow_speedrun=True)
     if not checkpoints(run_dir):
         is_race = not (run_dir / CONFIG_FILE).is_file()

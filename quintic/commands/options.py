@@ -223,7 +223,12 @@ _PLAIN_OPTIONS: Mapping[str, Any] = {
 
 
 def read_command(command: str, arguments: list[str]) -> Any:
-    """Return a command's options, raise a ConfigError for a wrong one, or print its `--help` and raise SystemExit."""
+    """Return a command's options, or print its `--help`.
+
+    Raises:
+        ConfigError: an option is wrong.
+        SystemExit: after `--help`.
+    """
     if command == "export" and arguments and not arguments[0].startswith("-"):  # the name of the run may come first
         arguments = ["--run", *arguments]
     if command in _PLAIN_OPTIONS:
@@ -237,7 +242,11 @@ def read_command(command: str, arguments: list[str]) -> Any:
 
 
 def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None:
-    """Return the name of a speedrun's preset and the options of `quintic train` with it; None for another preset."""
+    """Read the options of `quintic train` with a speedrun's preset: its name and its options; None for another preset.
+
+    Raises:
+        ConfigError: an option is wrong, or belongs to ordinary runs.
+    """
     # The preset decides which options there are, so it is looked for before the others are read. The last one counts.
     words = [word for argument in arguments for word in argument.split("=", 1)]
     name = dict(itertools.pairwise(words)).get("--preset", "")

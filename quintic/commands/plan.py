@@ -143,6 +143,9 @@ def planned_vocabulary(data: DataConfig) -> tuple[int, str]:
     """Return the size of the vocabulary that a run would have, and a phrase that tells where the number comes from.
 
     Downloads and prepares nothing: without a tokenizer file or prepared text it assumes `--vocab-size`.
+
+    Raises:
+        DataError: `--tokenizer` is not a tokenizer.
     """
     if data.tokenizer == "gpt2" and not Path("gpt2").exists():
         return _GPT2_VOCABULARY, "as gpt2 has (not downloaded)"

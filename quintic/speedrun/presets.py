@@ -94,7 +94,11 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """Return the preset of the given name, or raise a ConfigError."""
+    """Return the preset of the given name.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
     if name not in PRESETS:
         raise ConfigError(f"--preset {name}: unknown; choose {' or '.join(PRESETS)}")
     return PRESETS[name]

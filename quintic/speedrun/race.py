@@ -179,6 +179,9 @@ class Race:
         """Save the model after `step` steps: weights, windows, sizes, and the validation text for `quintic eval`.
 
         Rank 0, which has the whole weights, writes a checkpoint without optimizer state. None is ever deleted.
+
+        Raises:
+            CheckpointError: the disk is full or not writable; no half-written folder remains.
         """
         track = self.track
         state = {

@@ -65,8 +65,11 @@ _WORK_ORDER = (
 def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
     """Return the optimizer; a group's `name` is its role, `initial_lr` its rate without the schedule's factor.
 
-    With `config.tied`, the embedding is a copy of the head until `optimizer.untie`. The model is on its device, with
-    initialised weights. With `ranks` above 1, the optimizer averages their gradients.
+    With `config.tied`, the embedding is a copy of the head until `optimizer.untie`.
+
+    Args:
+        model: on its device, with initialised weights.
+        ranks: number of ranks; if above 1, the optimizer averages their gradients.
     """
     sizes = model.config
     options = {

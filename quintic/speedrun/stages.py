@@ -110,7 +110,11 @@ class Track:
         return replace(self, validation_tokens=tokens, validation_chunk=chunk)
 
     def scaled(self, steps: int) -> "Track":
-        """Return the track with numbers of steps scaled to another total, or raise a ConfigError if it is too small."""
+        """Return the track with another number of steps; all numbers of steps are scaled in proportion.
+
+        Raises:
+            ConfigError: there are too few steps for the stages.
+        """
         fewest = ADAMW_EVERY * len(self.stages)
         if steps < fewest:
             raise ConfigError(f"--steps {steps}: must be at least {fewest}, for the {len(self.stages)} stages")

@@ -78,7 +78,11 @@ class Background:
         return self._work is not None and self._work.done() and self._work.exception() is not None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Wait for the function in progress, whose error is raised, then start the next one and return."""
+        """Wait for the function in progress, then start the next one and return.
+
+        Raises:
+            Exception: as `wait`; `work` is then not started.
+        """
         self.wait()
         if not self._ranks.is_first:
             return
@@ -170,7 +174,10 @@ def _copy_to_host(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]
 
     CUDA tensors are copied to page-locked memory, which takes copies at full speed and which PyTorch caches for the
     next checkpoint. Returns when the copies are complete. All ranks must call it, because `DTensor`s are gathered.
-    `tensors` is emptied while copying, so that tensors without another reference are freed early.
+
+    Args:
+        tensors: emptied while copying, so that tensors without another reference are freed early.
+        ranks: the processes that train the run.
     """
     copies = {}
     for name in list(tensors):
@@ -263,7 +270,11 @@ def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None] = say) ->
 
 
 def checkpoint_of_step(run_dir: Path, step: int, *, option: str = "--resume-step") -> Path:
-    """Return the folder of the checkpoint of a step that the user chose by `option`, or raise a CheckpointError."""
+    """Return the folder of the checkpoint of a step that the user chose; `option` names the option in errors.
+
+    Raises:
+        CheckpointError: the run has not kept a checkpoint of that step, or it is damaged.
+    """
     kept = checkpoints(run_dir)
     path = next((path for path in kept if step_of(path) == step), None)
     if path is None:
@@ -279,6 +290,9 @@ def set_aside_later(run_dir: Path, step: int) -> None:
 
     Otherwise the next `--resume` would take one of them for the newest. They stay, in case going back was a mistake;
     the user is told the new names.
+
+    Raises:
+        OSError: a checkpoint cannot be renamed.
     """
     names = []
     for path in (path for path in reversed(checkpoints(run_dir)) if step_of(path) > step):
@@ -318,7 +332,11 @@ def load_model_weights(folder: Path, model: nn.Module) -> None:
 
 
 def restore_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
-    """Load state and hyperparameters into `optimizer`, each rank its shard; state of others is a CheckpointError."""
+    """Load a checkpoint's optimizer state and hyperparameters into `optimizer`; each rank keeps its shard.
+
+    Raises:
+        CheckpointError: the state belongs to other parameters.
+    """
     from safetensors.torch import load_file
 
     state: dict[int, dict[str, Tensor]] = {}

@@ -357,7 +357,11 @@ _LONGEST_PROMPT = 2**14
 
 
 def check_prompts(prompts: Iterable[str]) -> None:
-    """Raise a ConfigError if a beginning of a text, as typed on the command line, is not UTF-8 or too long."""
+    """Check that beginnings of texts, as typed on the command line, are UTF-8 and fit into memory.
+
+    Raises:
+        ConfigError: a prompt is not UTF-8 or is too long.
+    """
     for prompt in prompts:
         try:
             size = len(prompt.encode())

@@ -78,7 +78,11 @@ class Ranks(Launch):
         raise OtherRankError("another rank has failed")
 
     def from_rank0(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0 only; return its result, which can be pickled, on all ranks. Raises as `run_on_all`."""
+        """Call `make` on rank 0 only and return its result, which must be picklable, on all ranks.
+
+        Raises:
+            QuinticError, OSError: as `run_on_all`.
+        """
         made = self.run_on_all(lambda: make() if self.is_first else None)
         if self.size == 1:
             return made  # type: ignore[return-value]  # the first rank made it
@@ -199,9 +203,11 @@ class Parallelism:
         return "sharded" if self.kind == "sharded" else "averaged" if self.kind == "ddp" else "none"
 
     def place(self, model: GPT, device: torch.device) -> None:
-        """Shard a model that is on the meta device, and will be moved to `device`, in place.
+        """Shard a model that is on the meta device: under `fsdp`, `hsdp` and `tp` its parameters become `DTensor`s.
 
-        Under `fsdp`, `hsdp` and `tp` its parameters become `DTensor`s.
+        Args:
+            model: changed in place.
+            device: the device that it will be moved to.
 
         Raises:
             ConfigError: the number of ranks does not divide the number of heads (`tp`).
@@ -298,6 +304,10 @@ class Parallelism:
 
 def micro_batch_rows(config: Config, data_ranks: int) -> int:
     """Return the rows of one forward and backward pass on each rank: `--rows`, or fewer if the batch is too small.
+
+    Args:
+        config: its `batch_tokens` must be a number; it counts the tokens of all ranks.
+        data_ranks: number of ranks that get different rows of a batch.
 
     Raises:
         ConfigError: the batch is not a multiple of rows x seq_len x data_ranks tokens.

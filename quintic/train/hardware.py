@@ -228,9 +228,14 @@ def peak_memory_bytes(device: torch.device, passes: CapturedPasses | None = None
 
 
 def check_memory(needed: int, device: torch.device) -> None:
-    """Raise a ConfigError if a device has fewer bytes than a model needs, before the system kills processes.
+    """Check that the bytes that a model needs fit a device, before the system kills processes.
 
-    `needed` is the size of the weights; for training, of the gradients as well.
+    Args:
+        needed: bytes of the weights; for training, of the gradients as well.
+        device: the device that will hold them.
+
+    Raises:
+        ConfigError: the CUDA device, or this machine, has less memory.
     """
     on_gpu = device.type == "cuda"
     available = torch.cuda.get_device_properties(device).total_memory if on_gpu else _host_memory_bytes()

@@ -64,15 +64,18 @@ _LEAST_STD = 1e-12  # avoids a division by zero where the loss was constant
 class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     """Appends records to ``metrics.jsonl``; `write` flushes each to the operating system.
 
-    Only rank 0 writes a log.
+    A context manager. Only rank 0 writes a log.
 
     Args:
         path: the file; it and its folder are created if missing. An existing file is continued, and a last line that
-            a crash left half-written is removed; other damage is a DataError. None keeps nothing, for other ranks.
+            a crash left half-written is removed. None for a log that keeps nothing, for ranks other than 0.
         resume_step: the step of the checkpoint that the run continues from. Records of later steps, which will be
             repeated, and everything from a ``final`` record on are removed first, so that the log has each step once.
             The file is replaced in one move: after a crash, the old or the new file is there.
         trackers: get every record, ignore kinds that they cannot show, and are entered and left with the log.
+
+    Raises:
+        DataError: if an existing file is damaged before its last line.
     """
 
     def __init__(
@@ -190,6 +193,9 @@ def wandb_tracker(project: str, *, folder: Path, run_id: str) -> Iterator[Tracke
     """Yield a tracker that sends numbers and configuration to a project of Weights & Biases, as a run named `folder`.
 
     The same `run_id` again continues the run. Samples stay in the log: the service has no plain-text chart for them.
+
+    Raises:
+        ConfigError: the package ``wandb`` cannot start the run.
     """
     import wandb
 
@@ -227,7 +233,11 @@ def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def check_trackers(run: RunConfig) -> None:
-    """Raise a ConfigError if the package of a requested tracker is missing, before anything is written."""
+    """Check that the packages of the requested trackers are installed, before anything is written.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
     for is_wanted, name in ((run.tensorboard, "tensorboard"), (run.wandb is not None, "wandb")):
         if is_wanted and importlib.util.find_spec(name) is None:
             raise ConfigError(f"--{name} needs the package {name}, which is not installed; run {install_command(name)}")
@@ -243,8 +253,11 @@ def layer_kind(name: str) -> str:
 class RmsMeter:
     """Measures the RMS of gradients and of updates over the parameters of each kind of layer.
 
-    Call `before` and `after` around an optimizer step; with several ranks, all of them must call both. `mean_gradient`
-    returns a gradient averaged over ranks, as the optimizer will see it.
+    Call `before` and `after` around an optimizer step; with several ranks, all of them must call both.
+
+    Args:
+        model: its parameters are measured.
+        mean_gradient: returns a gradient averaged over ranks, as the optimizer will see it.
     """
 
     def __init__(self, model: nn.Module, *, mean_gradient: Callable[[Tensor], Tensor] = lambda grad: grad) -> None:

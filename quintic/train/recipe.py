@@ -88,7 +88,11 @@ _PARAMETERS_PER_EMBEDDING = 1000
 
 
 def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
-    """Return the sizes of the configured model for a vocabulary, or raise a ConfigError if they do not fit."""
+    """Return the sizes of the configured model for a vocabulary.
+
+    Raises:
+        ConfigError: the sizes do not fit each other.
+    """
     try:
         given = {name: value for name, value in vars(config.model).items() if not name.startswith("l3_")}
         sizes = GPTConfig.from_depth(**given, vocab_size=vocab_size, bos_id=bos_id)
@@ -98,7 +102,11 @@ def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
 
 
 def _with_lookups(sizes: GPTConfig, model: ModelConfig) -> GPTConfig:
-    """Return the model's sizes with the lookup layers that the options ask for, or raise a ValueError."""
+    """Return the model's sizes with the lookup layers that the options ask for.
+
+    Raises:
+        ValueError: the lookup layers do not fit the model.
+    """
     if model.l3_layers is None:
         return sizes
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", model.l3_layers):
@@ -130,7 +138,11 @@ def build_model(
     weights: WeightsName = "float32",
     parallelism: Parallelism | None = None,
 ) -> GPT:
-    """Return an initialised model on a device, or raise a ConfigError if it lacks memory; `dtype` is of activations."""
+    """Return an initialised model on a device; `dtype` is the activations' dtype.
+
+    Raises:
+        ConfigError: the model and its gradients need more memory than the device has.
+    """
     # Built on the meta device, sharded, then allocated: no device holds a weight twice, or a sharded model whole.
     model = empty_model(sizes, dtype=dtype, attention=attention, weights=weights)
     if parallelism is not None:
@@ -242,6 +254,11 @@ def build_optimizer(
 
 def scale_lines(config: Config, *, vocab_size: int, data_ranks: int = 1) -> list[str]:
     """Describe a run's model, length, batch, rates and rule in lines for the user, without allocating anything.
+
+    Args:
+        config: the run's configuration.
+        vocab_size: number of tokens in the vocabulary.
+        data_ranks: number of ranks that get different rows of a batch.
 
     Raises:
         ConfigError: sizes, or batch and rows, do not fit each other.

@@ -59,7 +59,11 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSU
 
 
 def check_new_run(config: Config) -> None:
-    """Raise a ConfigError if the run's folder exists or cannot be made, before spending time on preparing text."""
+    """Check that the run's folder can be made, before spending time on preparing text.
+
+    Raises:
+        ConfigError: a run of that name exists, or --runs-dir cannot be written.
+    """
     runs_dir = config.run.runs_dir.absolute()
     # --runs-dir need not exist: its nearest existing parent must be writable.
     existing = next(folder for folder in (runs_dir, *runs_dir.parents) if folder.exists())
@@ -70,7 +74,13 @@ def check_new_run(config: Config) -> None:
 
 
 def create_run(config: Config) -> Path:
-    """Make the folder of a new run, with its configuration and source in it, and return it; see `run_folder`."""
+    """Make the folder of a new run, with its configuration and source in it, and return it.
+
+    The folder appears in one move, complete or not at all.
+
+    Raises:
+        ConfigError: a run of that name exists, or the folder cannot be made.
+    """
     files = {CONFIG_FILE: json.dumps(to_dict(config), indent=2) + "\n"}
     return run_folder(config.run, f"d{config.model.depth}", files)
 
@@ -194,7 +204,11 @@ def _newest_first(runs_dir: Path, *files: str) -> list[Path]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether a run has been trained and scored, and has written its samples; a damaged log is a DataError."""
+    """Return whether a run has been trained and scored, and has written its samples, to its end.
+
+    Raises:
+        DataError: its log is damaged.
+    """
     if not (folder / METRICS_FILE).is_file():
         return False
     kinds = [record.get("kind") for record in read_metrics(folder / METRICS_FILE)]
@@ -212,7 +226,11 @@ def newest_unfinished(runs_dir: Path) -> Path | None:
 
 
 def save_comparison(config: Config, *, seeds: int, command: str) -> None:
-    """Write the file of a comparison, <runs-dir>/<name>.json; `config` must have a name."""
+    """Write the file of a comparison, <runs-dir>/<name>.json; `config` must have a name.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     config.run.runs_dir.mkdir(parents=True, exist_ok=True)
     content = {"comparison": {"seeds": seeds, "command": command}, "config": to_dict(config)}
     write_atomically(config.run.runs_dir / f"{config.run.run}.json", json.dumps(content, indent=2) + "\n")

@@ -61,7 +61,11 @@ def from_dict(values: dict[str, Any], *, origin: str) -> Config:
 
 
 def load_config(path: Path) -> Config:
-    """Read a run's `config.json`, or raise a ConfigError if it is missing or is no configuration."""
+    """Read a run's `config.json`.
+
+    Raises:
+        ConfigError: the file is missing, is not JSON, or is not a configuration.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -74,7 +78,11 @@ def load_config(path: Path) -> Config:
 
 
 def with_options(config: Config, **values: Any) -> Config:
-    """Return the configuration with other values of some options, or raise a ConfigError if they are not allowed."""
+    """Return the configuration with other values of some options, of any section.
+
+    Raises:
+        ConfigError: a value is out of range, or the values do not fit each other.
+    """
     sections = {}
     for name, section in vars(config).items():
         changes = {option: values.pop(option) for option in vars(section) if option in values}

@@ -129,7 +129,11 @@ class Trainer:
         return self.model.flops_per_token()
 
     def restore(self, checkpoint: Path) -> None:
-        """Restore the state that a checkpoint saved; one of another model or other text is a CheckpointError."""
+        """Restore the state that a checkpoint saved.
+
+        Raises:
+            CheckpointError: the checkpoint belongs to another model or to other text.
+        """
         state = read_state(checkpoint)
         if state["dataset"]["key"] != self.dataset.key:
             raise CheckpointError(
