@@ -168,7 +168,7 @@ class Trainer:
             "loader": self.loader.state_dict(),
             "config": to_dict(self.config),
             "dataset": self.dataset.summary(),
-            "watch": vars(self.watch),
+            "watch": dict(vars(self.watch)),
             "compile_seconds": self._compile_seconds(),
         }
         save_checkpoint(
