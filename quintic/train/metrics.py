@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 Tracker = Callable[[Mapping[str, Any]], None]
-"""Shows a record of the log elsewhere."""
+"""Shows a record of the log in another program."""
 
 _STEPPED_KINDS = ("train", "eval", "core", "sample")
 _CODE = 4 * " "  # indents a code block in Markdown, which keeps spaces and line breaks
