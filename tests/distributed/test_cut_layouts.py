@@ -133,7 +133,7 @@ def check_layout(rank, world_size, layout, dtype, options):
 
 
 # The quick tests have all that a message can be: cut groups of two ranks and of four, copies, masks, and masters.
-QUICK = {("3", "plain"), ("copies", "masters"), ("4", "guarded")}
+QUICK = {("3", "plain"), ("4", "guarded")}
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,8 @@ def load(rank, world_size, layout, ignores, folder):
 @pytest.mark.parametrize(
     ("saving", "loading", "ignores"),
     [
-        ("averaged", "sharded", False),
         ("sharded", "fsdp2", True),
+        pytest.param("averaged", "sharded", False, marks=pytest.mark.slow),
         pytest.param("fsdp2", "hsdp", False, marks=pytest.mark.slow),
         pytest.param("hsdp", "replicated", True, marks=pytest.mark.slow),
         pytest.param("replicated", "tp", False, marks=pytest.mark.slow),
