@@ -158,6 +158,7 @@ def test_operations_count_the_rows_that_tokens_have(finished: Path) -> None:
         assert step["mfu"] == pytest.approx(expected * step["tokens_per_second"] / rate, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_length_by_operations_is_that_of_the_plan_and_stays(
     tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from quintic.train.checkpoint import checkpoints
 
 
 @pytest.mark.usefixtures("same_threads")
+@pytest.mark.slow
 def test_weights_with_8_more_bits_learn_as_float32_does(
     tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
