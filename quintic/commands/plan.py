@@ -15,6 +15,7 @@ from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.data.hub import download
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import json_object
+from quintic.kernels.attention.attention import needs_document_starts
 from quintic.limits import option_of
 from quintic.model.gpt import GPT
 from quintic.optim.muon import Muon
@@ -91,9 +92,9 @@ def run(options: Start | SimulationOptions) -> int:
     weights = f"bfloat16 ({more_bits} more bits of each in the state)" if more_bits else "float32"
     say(f"Precision: {str(dtype).removeprefix('torch.')} activations{why}, {weights} weights")
     compiled = on_gpu if config.run.compile is None else config.run.compile
-    captured = (
-        on_gpu and config.run.capture and dtype == torch.bfloat16 and config.run.attention not in ("sdpa", "flex")
-    )
+    attention = config.run.attention
+    can_capture = dtype == torch.bfloat16 and (attention == "auto" or needs_document_starts(attention))
+    captured = on_gpu and config.run.capture and can_capture
 
     def needs(settings: Settings) -> Parts:
         return training_memory(*built(settings), on_gpu=on_gpu, compiled=compiled, captured=captured)
