@@ -134,5 +134,9 @@ def _flat(chunks: Sequence[Tokens], bos_id: int, epoch: int = 0) -> Batch:
     """Concatenate chunks of n + 1 tokens to a batch with (chunks x n,) inputs and targets, and padded starts."""
     batch = batch_of(np.stack(chunks).astype(np.int64), bos_id, epoch=epoch)
     starts = np.union1d([0], batch.document_starts.numpy()).astype(np.int32)
-    flat = replace(batch, inputs=batch.inputs.flatten(), targets=batch.targets.flatten())
-    return replace(flat, document_starts=torch.from_numpy(starts)).padded()
+    return replace(
+        batch,
+        inputs=batch.inputs.flatten(),
+        targets=batch.targets.flatten(),
+        document_starts=torch.from_numpy(starts),
+    ).padded()
