@@ -132,7 +132,7 @@ def check_layout(rank, world_size, layout, dtype, options):
     assert alone.state[one["matrix"]]["momentum_buffer"].dtype == torch.int8
 
 
-# The quick tests have all that a message can be: cut groups of two ranks and of four, copies, masks, and masters.
+# The quick tests have cut groups of two ranks and of four, and masks; the slow ones have copies and masters, too.
 QUICK = {("3", "plain"), ("4", "guarded")}
 
 
